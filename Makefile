@@ -1,0 +1,61 @@
+SHELL := bash
+.SHELLFLAGS := -euo pipefail -c
+.DEFAULT_GOAL := help
+.PHONY: help demo test test-fast gpu format clean
+
+PYTHON ?= python3
+VENV ?= .venv
+BIN := $(VENV)/bin
+STAMP := $(VENV)/.installed
+# make demo ARGS="--ranks 2 --steps 5"; the test targets hand ARGS to pytest
+ARGS ?=
+
+help:
+	@sed -n 's/^\([a-z-]*\):.*## /\1\t/p' $(MAKEFILE_LIST) | while IFS=$$'\t' read -r target what; \
+	    do printf '  make %-10s %s\n' "$$target" "$$what"; done
+
+# From scratch each time, so that .venv holds what pyproject.toml declares and nothing older.
+# The stamp comes last: a failed install is tried again.
+$(STAMP): constraints.txt pyproject.toml
+	@$(PYTHON) -c 'import sys; sys.version_info >= (3, 11) or sys.exit("constraints.txt needs Python 3.11 or newer: make PYTHON=python3.12 ...")'
+	@echo "building $(VENV), a minute or two (longer where a CUDA build of torch is downloaded):"
+	@rm -f $@
+	@$(PYTHON) -m venv --clear $(VENV)
+	@$(BIN)/python -m pip install --disable-pip-version-check -c constraints.txt -e '.[lab,test]' 2>&1 | \
+	    tee $(VENV)/install.log | while read -r line; do case $$line in \
+	        Collecting*|Processing*) printf . ;; \
+	        'Installing collected'*) printf ' installing' ;; \
+	        'Successfully installed'*) printf ', done\n' ;; \
+	    esac; done || { printf ' failed\n'; tail -n 20 $(VENV)/install.log; exit 1; }
+	@touch $@
+
+demo: $(STAMP) ## train a small GPT at every stage and compare (ARGS="--ranks 2 --steps 5")
+	@$(BIN)/zerolab demo $(ARGS)
+
+test: $(STAMP) ## lint, format check and every test
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/python -m pytest $(ARGS)
+
+test-fast: $(STAMP) ## the tests that are not marked slow
+	$(BIN)/python -m pytest -m 'not slow' $(ARGS)
+
+# Builds nothing, so that it runs without a network: the first of .venv and python3 that sees a device is
+# taken, with the package from here. Only files with a gpu test are collected: the others may import what
+# that python lacks. Without pytest-timeout its setting would be a warning.
+gpu: ## the tests that need a CUDA device, with .venv or else python3
+	@files=$$(grep -rlE --include='test_*.py' '(mark\.|@)gpu\b' tests) || { echo "no test is marked gpu"; exit 1; }; \
+	for python in $(BIN)/python $(PYTHON); do \
+	    if $$python -c 'import torch; torch.cuda.is_available() or exit(1)' 2>/dev/null; then \
+	        PYTHONPATH="$(CURDIR)" exec $$python -m pytest -W ignore::pytest.PytestConfigWarning -m gpu $$files $(ARGS); \
+	    fi; \
+	done; \
+	echo "no torch that sees a CUDA device in $(BIN)/python or $(PYTHON)"; exit 1
+
+format: $(STAMP) ## let ruff fix and format the code
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+
+clean: ## remove build output and caches, not .venv and work/
+	rm -rf build dist *.egg-info .pytest_cache .ruff_cache .hypothesis
+	find zerolab tests -name __pycache__ -prune -exec rm -rf {} +

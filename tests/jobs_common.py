@@ -1,0 +1,117 @@
+"""What several test files need on the ranks: a small model, its data, one process to compare with, caught errors."""
+
+import time
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+WORDS = 11
+
+
+class Block(nn.Module):
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.ln = nn.LayerNorm(width)
+        self.up = nn.Linear(width, 2 * width)
+        self.down = nn.Linear(2 * width, width)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.down(F.gelu(self.up(self.ln(x))))
+
+
+class Net(nn.Module):
+    """GPT-like: an embedding, blocks that repeat, a head; odd sizes, so that shards cut through parameters."""
+
+    def __init__(self, width: int = 6, blocks: int = 2, words: int = WORDS) -> None:
+        super().__init__()
+        self.emb = nn.Embedding(words, width)
+        self.blocks = nn.ModuleList(Block(width) for _ in range(blocks))
+        self.ln = nn.LayerNorm(width)
+        self.head = nn.Linear(width, words)
+
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        h = self.emb(x)
+        for block in self.blocks:
+            h = block(h)
+        return F.cross_entropy(self.head(self.ln(h)).flatten(0, 1), y.flatten())
+
+
+def build(make: Callable[[], nn.Module] = Net, seed: int = 0) -> nn.Module:
+    torch.manual_seed(seed)
+    return make()
+
+
+def batch(rank: int, step: int) -> tuple[Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(1000 * step + rank)
+    return torch.randint(0, WORDS, (2, 5), generator=generator), torch.randint(0, WORDS, (2, 5), generator=generator)
+
+
+def rank_ordered_mean(tensors: list[Tensor]) -> Tensor:
+    """Summed one after the other, in float32 at least, and rounded once at the end."""
+    total = tensors[0].to(torch.promote_types(tensors[0].dtype, torch.float32), copy=True)
+    for tensor in tensors[1:]:
+        total += tensor
+    return (total / len(tensors)).to(tensors[0].dtype)
+
+
+def averaged_gradients(model: nn.Module, ranks: int, step: int) -> None:
+    """Leave in `.grad` the mean, in rank order, of the gradients of every rank's batch."""
+    grads: list[list[Tensor | None]] = []
+    for rank in range(ranks):
+        model.zero_grad()
+        model(*batch(rank, step)).backward()
+        grads.append([p.grad for p in model.parameters()])
+    for p, *each in zip(model.parameters(), *grads, strict=True):
+        p.grad = None if each[0] is None else rank_ordered_mean(each)
+
+
+def single_process(
+    ranks: int,
+    steps: int,
+    optimizer: Callable[[nn.Module], torch.optim.Optimizer],
+    make: Callable[[], nn.Module] = Net,
+) -> dict[str, Tensor]:
+    """The parameters of one process that averages every rank's micro-batch."""
+    model = build(make)
+    opt = optimizer(model)
+    for step in range(steps):
+        averaged_gradients(model, ranks, step)
+        opt.step()
+    return {name: p.detach().clone() for name, p in model.named_parameters()}
+
+
+def same(a: dict[str, Tensor], b: dict[str, Tensor]) -> list[str]:
+    """The names under which two state dicts differ, in one bit or in being there."""
+    names = a.keys() | b.keys()
+    return sorted(n for n in names if n not in a or n not in b or a[n].dtype != b[n].dtype or not torch.equal(a[n], b[n]))
+
+
+class Caught(NamedTuple):
+    """An error that a rank met: its class, its text, and after how many seconds."""
+
+    kind: str
+    text: str
+    seconds: float
+
+
+def attempt(fn: Callable[..., Any], *args: Any, **kwargs: Any) -> Caught | None:
+    """What `fn` raised, or None if it went well."""
+    begin = time.monotonic()
+    try:
+        fn(*args, **kwargs)
+    except Exception as error:
+        return Caught(type(error).__name__, str(error), time.monotonic() - begin)
+    return None
+
+
+def all_say(caught: list[Caught | None], kind: str, *words: str, within: float = 5.0) -> None:
+    """Every rank raised `kind` with all the words in its text, in time."""
+    for rank, error in enumerate(caught):
+        assert error is not None, f"rank {rank} raised nothing, others {caught}"
+        assert error.kind == kind, f"rank {rank} raised {error}"
+        for word in words:
+            assert word in error.text, f"rank {rank} does not say {word!r}: {error.text}"
+        assert error.seconds < within, f"rank {rank} took {error.seconds:.1f} s: {error.text}"

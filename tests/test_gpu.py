@@ -1,0 +1,50 @@
+"""What only a CUDA device can show. `make gpu` runs these; elsewhere they are skipped."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.distributed as dist
+from test_invariants import BF16, Block, Model, batch, train_alone
+
+import zerolab
+
+pytestmark = pytest.mark.gpu
+
+
+def train_on_cuda(stage: int, precision, steps: int):
+    device = torch.device("cuda", 0 if dist.get_backend() == "gloo" else torch.cuda.current_device())
+    torch.manual_seed(7)
+    zero = zerolab.shard(Model().to(device), stage, units=[Block], precision=precision)
+    optimizer = torch.optim.AdamW(zero.model.parameters(), lr=1e-2)
+    for number in range(steps):
+        loss = zero.model(*(tensor.to(device) for tensor in batch(zero.rank, number)))
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    return zero.full_state_dict(), zero.comm.backend
+
+
+
+
+@pytest.mark.parametrize("precision", [None, BF16], ids=["fp32", "bf16"])
+def test_one_rank_with_nccl_equals_one_process(ranks, precision):
+    expected, _ = ranks.run(train_alone, 1, precision, 4, ranks=1)[0]
+    tolerance = {"rtol": 1e-4, "atol": 1e-5} if precision is None else {"rtol": 2e-2, "atol": 1e-2}
+    for stage in range(4):
+        state, backend = ranks.run(train_on_cuda, stage, precision, 4, ranks=1)[0]
+        assert backend == "nccl"
+        for name, value in expected.items():
+            torch.testing.assert_close(state[name], value, **tolerance)
+
+
+def test_all_gpus_with_nccl_equal_one_process(ranks):
+    n = min(4, torch.cuda.device_count())
+    if n < 2:
+        pytest.skip("needs two GPUs")
+    expected, _ = ranks.run(train_alone, n, None, 4, ranks=1)[0]
+    for stage in range(4):
+        for state, backend in ranks.run(train_on_cuda, stage, None, 4, ranks=n):
+            assert backend == "nccl"
+            for name, value in expected.items():
+                torch.testing.assert_close(state[name], value, rtol=1e-4, atol=1e-5)

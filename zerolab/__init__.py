@@ -1,0 +1,67 @@
+"""zerolab: DDP and ZeRO stages 1, 2 and 3 behind one training loop, small enough to read.
+
+    zerolab.init()
+    zero = Zero3(model, units=[Block])
+    optimizer = torch.optim.AdamW(model.parameters(), lr=3e-4)
+    for x, y in loader:
+        loss = model(x, y)
+        loss.backward()
+        zero.clip_grad_norm_(1.0)
+        optimizer.step()
+        optimizer.zero_grad()
+
+Read layout, comm, unit, ddp, zero1, zero2, zero3, in that order; engine.py calls them.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import nn
+
+from zerolab.comm import Call, Comm, CommError, Pending
+from zerolab.ddp import DDP
+from zerolab.engine import Engine
+from zerolab.launch import RankError, Ranks, init, launch
+from zerolab.layout import Layout, Slot
+from zerolab.optimizers import declare_elementwise
+from zerolab.precision import Precision
+from zerolab.unit import Unit
+from zerolab.zero1 import Zero1
+from zerolab.zero2 import Zero2
+from zerolab.zero3 import Zero3
+
+__version__ = "0.1.0"
+
+STAGES: tuple[type[Engine], ...] = (DDP, Zero1, Zero2, Zero3)
+
+
+def shard(model: nn.Module, stage: int, **options: Any) -> Engine:
+    """`DDP`, `Zero1`, `Zero2` or `Zero3` of `model`, by number; `options` are the class's."""
+    if stage not in range(len(STAGES)):
+        raise ValueError(f"stage must be 0, 1, 2 or 3, not {stage!r}")
+    return STAGES[stage](model, **options)
+
+
+__all__ = [
+    "DDP",
+    "STAGES",
+    "Call",
+    "Comm",
+    "CommError",
+    "Engine",
+    "Layout",
+    "Pending",
+    "Precision",
+    "RankError",
+    "Ranks",
+    "Slot",
+    "Unit",
+    "Zero1",
+    "Zero2",
+    "Zero3",
+    "declare_elementwise",
+    "init",
+    "launch",
+    "shard",
+]

@@ -1,0 +1,347 @@
+"""Collectives between the ranks of one group: the only file that knows about backends.
+
+Three promises, whatever the backend:
+
+- **Means, in rank order.** gloo's own reduce-scatter is an all-reduce in disguise, twice the bytes and a sum in
+  ring order. Here it is an all-to-all followed by a sum in rank order: half the bytes, and the same bits in
+  every run. NCCL has a true reduce-scatter, which is used as it is.
+- **Recorded.** Every call passes through `_record`; `with comm.record() as calls:` collects them.
+- **Agreed.** Ranks that gather different units would get each other's bytes without an error. So a gather that
+  the agreed order does not predict is first announced on a control group, where it costs nobody a wrong tensor.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Generator, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from datetime import timedelta
+from itertools import count
+from typing import Any
+from weakref import WeakKeyDictionary
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+POLL = timedelta(seconds=1)  # how often a wait looks whether another rank has a complaint
+
+# torch 2.13 renamed the single-tensor collectives; 2.11 has only the old names.
+_all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+_reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+
+Complaint = Callable[[], "str | None"]  # asked while waiting: why it would be in vain
+
+
+def _no_complaint() -> None:
+    return None
+
+
+_numbers = count()  # every Comm of a process has its own notes; ranks construct them in the same order
+_control_groups: WeakKeyDictionary[dist.ProcessGroup, dist.ProcessGroup] = WeakKeyDictionary()
+
+
+class CommError(RuntimeError):
+    """A collective failed, or the ranks disagree. The message names the rank, the operation and the unit."""
+
+
+@dataclass(frozen=True)
+class Call:
+    """One collective as it ran on this rank.
+
+    `payload`: bytes of the whole tensor, all ranks' parts together. `sent`: bytes this rank sends when the
+    operation runs as a ring: (N-1)/N of the payload, twice that for an all-reduce. `control`: a message about
+    the run (agreement, scalars), not part of the traffic of the stage.
+    """
+
+    op: str
+    unit: str
+    phase: str
+    payload: int
+    sent: int
+    control: bool = False
+
+
+class Pending:
+    """A collective under way, perhaps of several steps, each of which waits for the one before.
+
+    `advance()` waits for the step in flight and starts the next. `wait()` goes on to the end.
+    """
+
+    def __init__(self, wait: Callable[[Any], None], steps: Generator[Any, None, None]) -> None:
+        self._wait, self._steps = wait, steps
+        self._work = next(steps, None)
+
+    def advance(self) -> None:
+        if self._work is not None:
+            self._wait(self._work)
+            self._work = next(self._steps, None)
+
+    def wait(self) -> None:
+        while not self.done:
+            self.advance()
+
+    @property
+    def done(self) -> bool:
+        return self._work is None
+
+
+class Comm:
+    """The collectives of one process group, for tensors on `device`. `rank` and `world_size` are the group's."""
+
+    def __init__(self, group: dist.ProcessGroup | None, device: torch.device) -> None:
+        if not dist.is_initialized():
+            raise CommError(
+                "there is no process group: call zerolab.init() first (it also serves a single process), "
+                "or start the ranks with zerolab.launch, torchrun or srun"
+            )
+        self.group = group or dist.group.WORLD
+        if self.group == dist.GroupMember.NON_GROUP_MEMBER:
+            raise CommError(f"global rank {dist.get_rank()} is not a member of the group that it was given")
+        self.device = device
+        self.rank = dist.get_rank(self.group)
+        self.world_size = dist.get_world_size(self.group)
+        self.first = dist.get_global_rank(self.group, 0)
+        self.backend = self._backend_for(device)
+        self.phase = "setup"
+        self._control = None if self.backend == "fake" else _control_group(self.group)
+        self._store = dist.PrefixStore(f"zerolab/{next(_numbers)}", dist.distributed_c10d._get_default_store())
+        self._recordings: list[list[Call]] = []
+        self._gathers = 0  # how many all-gathers so far: the same number on every rank
+        self._last: tuple[str, str] | None = None  # (unit, phase) of the last gather
+        self._expected: dict[tuple[str, str] | None, tuple[str, str]] = {}  # what followed it, agreed between ranks
+
+    def _backend_for(self, device: torch.device) -> str:
+        """The backend that serves `device` in the group, which may have one for each kind of device."""
+        self.config = dist.get_backend_config(self.group)  # "cpu:gloo,cuda:nccl"
+        return dict(part.split(":", 1) for part in self.config.split(",")).get(device.type, "")
+
+    # -- collectives ---------------------------------------------------------------------------------------------
+
+    def reduce_scatter(self, output: Tensor, input: Tensor, unit: str) -> Pending:
+        """Mean over the ranks of `input` (N * S,), of which this rank gets its shard in `output` (S,).
+
+        `output` may be this rank's shard of `input` itself.
+        """
+        self._record("reduce_scatter", unit, input)
+        return self._start(f"reduce-scatter of {unit}", self._reduce_scatter_steps(output, input))
+
+    def all_reduce(self, tensor: Tensor, unit: str) -> Pending:
+        """Mean over the ranks of `tensor` (N * S,), in place."""
+        if self.backend != "gloo":
+            self._record("all_reduce", unit, tensor)
+            return self._start(f"all-reduce of {unit}", self._native_all_reduce_steps(tensor))
+        self._record("reduce_scatter", unit, tensor)
+        return self._start(f"all-reduce of {unit}", self._all_reduce_steps(tensor, unit))
+
+    def all_gather(self, output: Tensor, input: Tensor, unit: str) -> Pending:
+        """The shards `input` (S,) of all ranks, in rank order, in `output` (N * S,), of which `input` may be a part."""
+        complaint = self._agree_on_gather(unit)
+        self._record("all_gather", unit, output)
+        return self._start(f"all-gather of {unit}", self._all_gather_steps(output, input), complaint)
+
+    def broadcast(self, tensor: Tensor, unit: str) -> None:
+        """The first rank's `tensor` on every rank, in place."""
+        flat = tensor.contiguous()
+        payload = flat.view(torch.uint8) if flat.dtype == torch.bool else flat
+        self._record("broadcast", unit, payload)
+
+        def steps() -> Generator[dist.Work, None, None]:
+            yield dist.broadcast(payload, src=self.first, group=self.group, async_op=True)
+
+        self._start(f"broadcast of {unit}", steps()).wait()
+        if flat is not tensor:
+            tensor.copy_(flat)
+
+    def all_reduce_scalar(self, value: Tensor, op: Any) -> Tensor:
+        """Reduce a one-element tensor in place; the same bits on every rank."""
+        self._record("all_reduce", "", value, control=True)
+
+        def steps() -> Generator[dist.Work, None, None]:
+            yield dist.all_reduce(value, op, group=self.group, async_op=True)
+
+        self._start("all-reduce of a scalar", steps()).wait()
+        return value
+
+    def _reduce_scatter_steps(self, output: Tensor, input: Tensor) -> Generator[dist.Work, None, None]:
+        if self.backend != "gloo":
+            yield _reduce_scatter(output, input, dist.ReduceOp.AVG, group=self.group, async_op=True)
+            return
+        received = torch.empty_like(input)
+        yield dist.all_to_all_single(received, input, group=self.group, async_op=True)
+        output.copy_(_mean_in_rank_order(received.view(self.world_size, -1)))
+
+    def _native_all_reduce_steps(self, tensor: Tensor) -> Generator[dist.Work, None, None]:
+        yield dist.all_reduce(tensor, dist.ReduceOp.AVG, group=self.group, async_op=True)
+
+    def _all_reduce_steps(self, tensor: Tensor, unit: str) -> Generator[dist.Work, None, None]:
+        """Reduce-scatter, then all-gather: what a ring all-reduce is made of, summed in rank order."""
+        mine = tensor.view(self.world_size, -1)[self.rank]
+        yield from self._reduce_scatter_steps(mine, tensor)
+        self._record("all_gather", unit, tensor)
+        yield from self._all_gather_steps(tensor, mine)
+
+    def _all_gather_steps(self, output: Tensor, input: Tensor) -> Generator[dist.Work, None, None]:
+        yield _all_gather(output, input, group=self.group, async_op=True)
+
+    # -- waiting -------------------------------------------------------------------------------------------------
+
+    def _start(self, what: str, steps: Generator[Any, None, None], complaint: Complaint = _no_complaint) -> Pending:
+        def wait(work: Any) -> None:
+            if self.backend == "gloo":
+                self._wait(work, what, complaint)
+            else:
+                work.wait()  # makes the current stream wait, not this thread
+
+        try:
+            return Pending(wait, steps)
+        except RuntimeError as error:
+            raise self._failure(what, error) from error
+
+    def _wait(self, work: Any, what: str, complaint: Complaint) -> None:
+        """Wait in short turns: Ctrl-C gets through, and so does the news that another rank went another way."""
+        while True:
+            try:
+                work.wait(POLL)
+                return
+            except RuntimeError as error:
+                if work.is_completed():  # failed, or the group's timeout passed
+                    raise self._failure(what, error) from error
+                if reason := complaint():
+                    self._note("stopped", {"gather": self._gathers})
+                    raise CommError(f"rank {self.rank}, {what}: {reason}\n{_ROUTING}") from None
+
+    def _failure(self, what: str, error: Exception) -> CommError:
+        return CommError(
+            f"rank {self.rank} of {self.world_size}: {what} ({self.phase}) failed: {error}\n"
+            "Another rank stopped, is much slower, or did not take part in this collective: look at its output first."
+        )
+
+    # -- agreement -----------------------------------------------------------------------------------------------
+
+    def _agree_on_gather(self, unit: str) -> Complaint:
+        """Make sure that every rank gathers `unit` now.
+
+        What follows a gather is agreed once, then predicted. Every rank predicts the same, so a rank that does
+        what is predicted need not ask. One that does not, asks; if the others had gone on as predicted, their
+        wait finds the note that this rank leaves in the store, and all of them stop with an error.
+        """
+        here, before = (unit, self.phase), self._last
+        self._last = here
+        self._gathers += 1
+        if self._control is None:
+            return _no_complaint
+        if self._expected.get(before) == here:
+            number = self._gathers
+            return lambda: self._contradicted(number)
+        self._note("unpredicted", {"gather": self._gathers, "unit": unit})
+        for rank, other in enumerate(self.exchange(list(here), f"announcement of a gather of {unit}", self._abandoned)):
+            if tuple(other) != here:
+                theirs = f"rank {rank} gathers {other[0]} ({other[1]})"
+                raise CommError(f"rank {self.rank} gathers unit {unit} ({self.phase}) where {theirs}.\n{_ROUTING}")
+        self._expected[before] = here
+        return _no_complaint
+
+    def _contradicted(self, gather: int) -> str | None:
+        """Whether another rank did not find predicted what this rank did at its gather number `gather`."""
+        for rank, note in self._notes("unpredicted"):
+            if note["gather"] == gather:
+                return f"rank {rank} gathers unit {note['unit']} instead."
+        return None
+
+    def _abandoned(self) -> str | None:
+        """Whether another rank has stopped because of what this rank announced."""
+        for rank, note in self._notes("stopped"):
+            if note["gather"] == self._gathers:
+                return f"rank {rank} gathers another unit."
+        return None
+
+    def _note(self, kind: str, note: dict[str, Any]) -> None:
+        self._store.set(f"{kind}/{self.rank}", json.dumps(note))
+
+    def _notes(self, kind: str) -> Iterator[tuple[int, dict[str, Any]]]:
+        for rank in range(self.world_size):
+            if rank != self.rank and self._store.check([f"{kind}/{rank}"]):
+                yield rank, json.loads(self._store.get(f"{kind}/{rank}"))
+
+    def exchange(self, message: Any, what: str, complaint: Complaint = _no_complaint) -> list[Any]:
+        """`message` (anything JSON) of every rank, in rank order. For rare, small things."""
+        if self._control is None:
+            return [message] * self.world_size
+        data = torch.frombuffer(bytearray(json.dumps(message).encode()), dtype=torch.uint8)
+        sizes = self.exchange_tensor(torch.tensor([len(data)]), what, complaint)
+        padded = torch.zeros(int(sizes.max()), dtype=torch.uint8)
+        padded[: len(data)] = data
+        rows = self.exchange_tensor(padded, what, complaint)
+        return [
+            json.loads(bytes(row[:size].tolist())) for row, size in zip(rows, sizes.flatten().tolist(), strict=True)
+        ]
+
+    def exchange_tensor(self, message: Tensor, what: str, complaint: Complaint = _no_complaint) -> Tensor:
+        """A CPU tensor (k,) of every rank: (N, k), on the control group."""
+        return self.start_exchange(message, what, complaint)()
+
+    def start_exchange(self, message: Tensor, what: str, complaint: Complaint = _no_complaint) -> Callable[[], Tensor]:
+        """Like `exchange_tensor`, but returns at once with a function that waits and gives the result."""
+        if self._control is None:
+            return lambda: message.expand(self.world_size, -1)
+        result = torch.empty(self.world_size * message.numel(), dtype=message.dtype)
+        self._record("all_gather", "", result, control=True)
+        work = _all_gather(result, message, group=self._control, async_op=True)
+
+        def finish() -> Tensor:
+            self._wait(work, what, complaint)
+            return result.view(self.world_size, -1)
+
+        return finish
+
+    # -- recording -----------------------------------------------------------------------------------------------
+
+    @contextmanager
+    def record(self) -> Iterator[list[Call]]:
+        """Collect every call that this rank makes inside the block, in order."""
+        calls: list[Call] = []
+        self._recordings.append(calls)
+        try:
+            yield calls
+        finally:
+            self._recordings = [kept for kept in self._recordings if kept is not calls]
+
+    def _record(self, op: str, unit: str, tensor: Tensor, control: bool = False) -> None:
+        if self._recordings:
+            payload = tensor.numel() * tensor.element_size()
+            times = 2 if op == "all_reduce" else 1
+            sent = times * payload * (self.world_size - 1) // self.world_size
+            for calls in self._recordings:
+                calls.append(Call(op, unit, self.phase, payload, sent, control))
+
+
+_ROUTING = (
+    "The ranks went different ways through the model (experts, skipped layers), and would have mixed up their bytes. "
+    "Put the parts between which they choose into one unit (units=[...] with the class that contains them all), "
+    "or use stage 0, 1 or 2."
+)
+
+
+def _mean_in_rank_order(rows: Tensor) -> Tensor:
+    """((row 0 + row 1) + row 2 + ...) / N of `rows` (N, S), at least in float32; overwrites `rows` where it can."""
+    total = rows[0].to(torch.promote_types(rows.dtype, torch.float32))
+    for row in rows[1:]:
+        total += row
+    return total.div_(len(rows))
+
+
+def _control_group(group: dist.ProcessGroup) -> dist.ProcessGroup:
+    """A gloo group of the same ranks for messages about the run, made once for each group."""
+    if group not in _control_groups:
+        ranks = dist.get_process_group_ranks(group)
+        _control_groups[group] = dist.new_group(
+            ranks, timeout=_timeout_of(group), backend="gloo", use_local_synchronization=True
+        )
+    return _control_groups[group]
+
+
+def _timeout_of(group: dist.ProcessGroup) -> timedelta:
+    backend = group._get_backend(torch.device("cuda" if "nccl" in dist.get_backend(group) else "cpu"))
+    return backend.options._timeout

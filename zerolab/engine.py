@@ -1,0 +1,520 @@
+"""The engine: takes a model apart into units, hooks itself into forward, backward and the optimizer's step, and
+calls the stage's methods. What a stage does there stands in ddp.py, zero1.py, zero2.py and zero3.py.
+
+One step, as the hooks see it:
+
+    forward of the model          _enter: gradients of an earlier backward that broke off are dropped; inputs are cast
+      forward of a unit's module  _enter: pre_forward, show whole parameters
+                                  _leave: show the optimizer's parameters, post_forward
+    backward                      _begin_backward, once: order a call of _end_backward
+      gradient at its outputs     _pre_backward: pre_backward, show whole parameters
+      gradient of a parameter     _on_gradient: take it over
+      gradient at its inputs,     _done: the unit waits for its turn, which is the same on every rank;
+        or all parameters'               then post_backward, which reduces
+    end of backward               _end_backward: the rest of the turns; what was used anywhere; show gradients
+    optimizer.step()              _before_step: float32 gradients; _after_step: after_step
+"""
+
+from __future__ import annotations
+
+import functools
+import sys
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from functools import partial
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.autograd import Variable
+from torch.autograd.graph import increment_version
+
+from zerolab import optimizers
+from zerolab.clip import clip_grad_norm_
+from zerolab.comm import Comm, CommError
+from zerolab.partition import Part, agree_on_parts, modules_within, units_needed
+from zerolab.precision import KEEP, Precision
+from zerolab.state import full_parameters, full_state_dict, load_full_state_dict, refuse_state_dict
+from zerolab.tree import cast_floats, grad_tensors, kept_by_modules
+from zerolab.unit import Unit
+
+USED, TRAINABLE, LATE = 1, 2, 4  # the bits that ranks exchange about each parameter after a backward
+
+
+class Engine:
+    """Base of the four stages; see the contract in their docstrings.
+
+    model: an `nn.Module`, sharded in place. It keeps its class and the names of its parameters.
+    units: module classes that become one unit each; what is left over is the root unit. Default: the blocks that
+        repeat in the model, else its largest modules of at most 25 MB.
+    precision: a `Precision`; default: everything in the parameters' own dtype.
+    group: the process group to share the work with; default: the world.
+    init: for a model on the meta device: called with every module that holds parameters or buffers of its own, once
+        these have (uninitialised) memory, to give them values; for example `lambda module: module.reset_parameters()`.
+
+    The values of the group's first rank count: parameters and buffers are broadcast from it.
+    Raises `ValueError`, on every rank alike, if some rank was given something that cannot be sharded, and
+    `CommError` if the ranks do not agree on the model.
+    """
+
+    stage: int
+
+    def __init__(
+        self,
+        model: nn.Module,
+        units: Iterable[type[nn.Module]] | type[nn.Module] | None = None,
+        precision: Precision | None = None,
+        group: dist.ProcessGroup | None = None,
+        init: Callable[[nn.Module], Any] | None = None,
+    ) -> None:
+        self.model = model
+        self.precision = precision or KEEP
+        self.comm = Comm(group, _device_of(model))
+        self.rank, self.world_size = self.comm.rank, self.comm.world_size
+
+        self.stale: deque[Unit] = deque()  # units whose whole parameters are old, in the order of their gathers
+        self._held: list[Unit] = []  # units that stay gathered until backward ends
+        self._depth = 0  # how many hooked calls are under way
+        self._sync = True  # False inside no_sync()
+        self._bypassed = False  # True inside full_parameters(): modules hold plain whole parameters
+        self._stepping = False  # inside optimizer.step()
+        self._in_backward = False
+        self._training = False  # whether the outermost forward call began with gradients enabled
+        self._outermost: Any = None  # its frame
+        self._turns: deque[Unit] = deque()  # units still to be reduced in this backward
+        self._in_flight: deque[Unit] = deque()  # units whose reduction is under way
+        self._first_uses: list[Unit] | None = []  # order of first use, until the ranks have agreed on one
+
+        parts = agree_on_parts(model, units, self.comm, init is not None, [type(self).__name__, str(self.precision)])
+        dtypes = [self.precision.dtypes(part.dtype, part.trainable) for part in parts]
+        self.units = [Unit(p.name, p.named, p.sites, d, self.comm) for p, d in zip(parts, dtypes, strict=True)]
+        self.root = [unit for unit, part in zip(self.units, parts, strict=True) if part.module is model]
+        for unit, part in zip(self.units, parts, strict=True):
+            self._shard(unit, part, init)
+        self._materialise(model.modules(), init)  # modules that hold only buffers
+        self._broadcast_buffers()
+        self._order = list(self.units)  # of first use in forward; gradients are reduced the other way round
+        self._install_hooks(parts)
+
+    # -- the override points; ddp.py says when each is called -----------------------------------------------------
+
+    def optimizer_params(self, unit: Unit) -> list[Tensor]:
+        raise NotImplementedError
+
+    def pre_forward(self, unit: Unit) -> None:
+        raise NotImplementedError
+
+    def post_forward(self, unit: Unit) -> None:
+        raise NotImplementedError
+
+    def pre_backward(self, unit: Unit) -> None:
+        raise NotImplementedError
+
+    def post_backward(self, unit: Unit) -> None:
+        raise NotImplementedError
+
+    def reduce(self, unit: Unit) -> Any:
+        """Average `unit.whole_grad` over the ranks and leave it in `unit.grad`, laid out as `unit.master` is.
+
+        Either it is there when this returns None, or what is returned has a `wait()` after which it is there.
+        """
+        raise NotImplementedError
+
+    def after_step(self, unit: Unit) -> None:
+        raise NotImplementedError
+
+    # -- for users -----------------------------------------------------------------------------------------------
+
+    @contextmanager
+    def no_sync(self) -> Iterator[None]:
+        """Backward inside only adds up this rank's gradients; the next backward outside reduces the sum.
+
+        Saves the traffic of all micro-batches but the last, and holds whole gradients meanwhile, in every stage.
+        """
+        before, self._sync = self._sync, False
+        try:
+            yield
+        finally:
+            self._sync = before
+
+    def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> Tensor:
+        """Scale all gradients so that their joint norm is at most `max_norm`; the norm before, equal on every rank.
+
+        norm_type: p of the p-norm, greater than 0, or inf. Stages 1 to 3 all-reduce one number, stage 0 nothing.
+        """
+        self._check_grads_final(self.units)
+        self._promote_grads(self.units)
+        return clip_grad_norm_(self, max_norm, norm_type)
+
+    full_parameters = full_parameters
+    full_state_dict = full_state_dict
+    load_full_state_dict = load_full_state_dict
+
+    def register_forward_method(self, name: str) -> None:
+        """Let `model.<name>(...)`, "generate" for instance, see whole parameters, as calling the model does."""
+        method = getattr(self.model, name, None)
+        if not callable(method):
+            raise ValueError(f"{type(self.model).__name__} has no method {name!r}")
+
+        @functools.wraps(method)
+        def wrapped(*args: Any, **kwargs: Any) -> Any:
+            args, kwargs = self._enter(self.root, self.model, args, kwargs)
+            output = None
+            try:
+                output = method(*args, **kwargs)
+                return output
+            finally:
+                self._leave(self.root, [], self.model, args, kwargs, output)
+
+        setattr(self.model, name, wrapped)
+
+    def reduces(self, unit: Unit) -> bool:
+        """Whether the gradient of `unit` is to be reduced now: not under no_sync, not if it is frozen."""
+        return self._sync and unit.whole_grad is not None
+
+    def gather_stale(self, until: Unit | None = None) -> None:
+        """Gather the units in `stale`, in order, up to `until` or all of them."""
+        while self.stale and (until is None or not until.gathered):
+            self.stale.popleft().gather()
+
+    # -- construction --------------------------------------------------------------------------------------------
+
+    @torch.no_grad()
+    def _shard(self, unit: Unit, part: Part, init: Any) -> None:
+        """Make the storages of one unit, and let its original parameters go before the next unit's turn."""
+        self._materialise([module for sites in unit.sites for module, _ in sites], init)
+        unit.fill([sites[0][0]._parameters[sites[0][1]] for sites in unit.sites], self.comm.device)
+        unit.adopt(self.optimizer_params(unit), [param.requires_grad for _, param in part.named], self._on_gradient)
+        for (name, original), param in zip(part.named, unit.params, strict=True):
+            optimizers.mark_replaced(original, name)
+            optimizers.mark_owned(param, self, unit)
+        part.named.clear()
+
+    def _materialise(self, modules: Iterable[nn.Module], init: Callable[[nn.Module], Any] | None) -> None:
+        """Give what is on the meta device in `modules` themselves memory, and values by the user's `init`."""
+        for module in modules:
+            on_meta = [
+                (tensors, key, tensor)
+                for tensors in (module._parameters, module._buffers)
+                for key, tensor in tensors.items()
+                if tensor is not None and tensor.is_meta
+            ]
+            for tensors, key, tensor in on_meta:
+                empty = torch.empty_like(tensor, device=self.comm.device)
+                tensors[key] = nn.Parameter(empty, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else empty
+            if on_meta and init is not None:
+                init(module)
+
+    def _broadcast_buffers(self) -> None:
+        for name, buffer in self.model.named_buffers():
+            self.comm.broadcast(buffer, name)
+
+    def _install_hooks(self, parts: list[Part]) -> None:
+        """Every module that holds parameters may be called by itself, so each sees to the units that it needs."""
+        unit_of = {id(param): unit for unit in self.units for param in unit.params}
+        unit_modules = {id(part.module) for part in parts} | {id(self.model)}
+        for module in self.model.modules():
+            if self.stage > 0:
+                refuse_state_dict(self, module)
+            if module._parameters or id(module) in unit_modules:
+                inside = list(modules_within(module, unit_modules))
+                needs = units_needed(inside, unit_of)
+                enter, leave = partial(self._enter, needs), partial(self._leave, needs, inside)
+                module.register_forward_pre_hook(enter, prepend=True, with_kwargs=True)
+                module.register_forward_hook(leave, with_kwargs=True, always_call=True)
+
+    # -- forward -------------------------------------------------------------------------------------------------
+
+    def _enter(self, needs: list[Unit], module: nn.Module, args: Any, kwargs: Any) -> tuple[Any, Any]:
+        """Before a module's forward: see to it that the units that it needs show whole parameters."""
+        if self._bypassed:
+            return args, kwargs
+        if self._depth and module is self.model and not _on_stack(self._outermost):
+            self._forget_calls()  # an interrupt got past _leave
+        self._depth += 1
+        new = [unit for unit in needs if unit.depth == 0]
+        for unit in needs:
+            unit.depth += 1
+        recompute = _in_backward()  # activation checkpointing
+        if self._depth == 1 and not recompute:
+            self._outermost = sys._getframe(1)
+            self._start_forward()
+        if self._depth == 1 and self.precision.cast_inputs and self.precision.compute is not None:
+            args, kwargs = cast_floats((args, kwargs), self.precision.compute)
+        for unit in new:
+            if self._training and not unit.ran:
+                unit.ran = True
+                if self._first_uses is not None and unit not in self._first_uses:
+                    self._first_uses.append(unit)
+            self.pre_forward(unit)
+            unit.show_whole()
+        if new and torch.is_grad_enabled() and not recompute:
+            self._watch_inputs(new, (args, kwargs))
+        return args, kwargs
+
+    def _leave(
+        self, needs: list[Unit], inside: list[nn.Module], module: nn.Module, args: Any, kwargs: Any, output: Any
+    ) -> None:
+        """After a module's forward, also one that failed: show the optimizer's parameters again."""
+        if self._bypassed:
+            return
+        self._depth -= 1
+        for unit in needs:
+            unit.depth -= 1
+        over = [unit for unit in needs if unit.depth == 0]
+        if _in_backward():  # a recompute releases nothing: backward is about to use it
+            return
+        failed = output is None and sys.exc_info()[0] is not None
+        stay = False
+        if over and torch.is_grad_enabled() and not failed:
+            # If backward may come in through something that cannot be seen, the units must stay.
+            tensors, stay = grad_tensors([output, *kept_by_modules(inside)])
+            for tensor in tensors:
+                tensor.register_hook(partial(self._pre_backward, over))
+        for unit in over:
+            unit.show_params()
+            if stay:
+                self._held.append(unit)
+            else:
+                self.post_forward(unit)
+        if self._depth == 0:
+            self._outermost = None
+            if module is self.model and not failed:
+                self.gather_stale()  # what this rank did not need, another may have needed
+
+    def _start_forward(self) -> None:
+        """The outermost call of a forward: tidy up what an error left, and notice parameters changed by hand."""
+        if self._in_backward:
+            self._drop_backward()
+        self.comm.phase = "forward"
+        self._training = torch.is_grad_enabled()
+        for unit in self.units:
+            if unit.master._version != unit.version:
+                self._changed(unit)
+
+    def _changed(self, unit: Unit) -> None:
+        """The optimizer, or somebody else, wrote new values into the parameters of `unit`."""
+        unit.gathered = False
+        self.after_step(unit)
+        # A backward through an older forward would mix old activations with new weights: autograd shall refuse it.
+        increment_version(unit.whole)
+        unit.version = unit.master._version
+
+    def _watch_inputs(self, units: list[Unit], inputs: Any) -> None:
+        """Learn when backward has passed the units: when a gradient arrives at one of their inputs.
+
+        Autograd runs what was created last first. What made an input is older than all that the unit did with it,
+        so when it is its turn, nothing of the unit is left to run.
+        """
+        call = object()
+        for tensor in grad_tensors(inputs, objects=False)[0]:
+            if tensor.grad_fn is not None:
+                for unit in units:
+                    unit.calls.add(call)
+                tensor.register_hook(partial(self._at_inputs, units, call))
+
+    def _forget_calls(self) -> None:
+        self._depth = 0
+        for unit in self.units:
+            if unit.depth:
+                unit.depth = 0
+                unit.show_params()
+
+    # -- backward ------------------------------------------------------------------------------------------------
+
+    def _begin_backward(self) -> None:
+        if self._in_backward:
+            return
+        if torch.is_grad_enabled():
+            raise NotImplementedError("backward(create_graph=True) through a sharded model is not supported")
+        Variable._execution_engine.queue_callback(self._end_backward)
+        self._in_backward = True
+        self.comm.phase = "backward"
+        self.gather_stale()
+        for unit in self.units:
+            unit.resume()
+        self._turns = deque(unit for unit in reversed(self._order) if unit.trainable and self._sync)
+
+    def _pre_backward(self, units: list[Unit], grad: Tensor) -> None:
+        self._begin_backward()
+        for unit in units:
+            if not unit.opened:
+                unit.opened = True
+                self.pre_backward(unit)
+                unit.show_whole()  # for recomputation
+
+    def _on_gradient(self, unit: Unit, i: int, leaf: nn.Parameter) -> None:
+        self._begin_backward()
+        unit.collect(i)
+        if not unit.calls and len(unit.arrived) == len(unit.params):
+            self._done(unit)
+
+    def _at_inputs(self, units: list[Unit], call: object, grad: Tensor) -> None:
+        self._begin_backward()
+        for unit in units:
+            unit.calls.discard(call)
+            if not unit.calls:
+                self._done(unit)
+
+    def _done(self, unit: Unit) -> None:
+        """Backward has passed `unit`. It is reduced when it is its turn, which is the same on every rank."""
+        if unit.ready:
+            return
+        unit.ready = True
+        if unit.trainable and self._sync:
+            self._take_turns()
+        else:
+            self._finish(unit)
+
+    def _take_turns(self, everyone: bool = False) -> None:
+        """A unit without a forward has nothing to wait for, but other ranks may need its zeros."""
+        while self._turns and (everyone or self._turns[0].ready or not self._turns[0].ran):
+            unit = self._turns.popleft()
+            self._advance_reductions()
+            unit.complete_grad()
+            self._finish(unit)
+
+    def _finish(self, unit: Unit) -> None:
+        unit.opened = False
+        unit.show_params()
+        reduces = self.reduces(unit)
+        self.post_backward(unit)
+        if reduces:
+            if unit.grad is None:
+                raise RuntimeError(f"{type(self).__name__}.reduce() has left no unit.grad (unit {unit.name})")
+            self._in_flight.append(unit)
+            unit.whole_grad = None  # what of it is still wanted is held by the reduction, and by unit.grad
+
+    def _advance_reductions(self, to_the_end: bool = False) -> None:
+        """One step further with each reduction under way: most take one step, so that one at a time is in flight."""
+        while self._in_flight:
+            self._in_flight = deque(unit for unit in self._in_flight if not unit.advance_reduction())
+            if not to_the_end:
+                return
+
+    def _end_backward(self) -> None:
+        """Runs when autograd is through: what is left to reduce, and what the ranks must tell each other."""
+        if self._sync:
+            self._take_turns(everyone=True)
+            flags = self.comm.start_exchange(self._flags(), "exchange of used parameters")
+            self._advance_reductions(to_the_end=True)
+            self._end_reductions(flags())
+        for unit in self.units:
+            if unit.opened or unit in self._held:
+                self._finish(unit)
+            if not self._sync:
+                unit.keep_back()
+        keep_graph = torch._C._autograd._get_current_graph_task_keep_graph()
+        for unit in self.units:
+            unit.end_backward(keep_ran=keep_graph)
+        self._held = []
+        self._in_backward = False
+        if self._stepping:  # a closure: the optimizer goes on to use the gradients at once
+            self._promote_grads(self.units)
+
+    def _flags(self) -> Tensor:
+        """One byte for each parameter: what this rank knows of it."""
+        flags = []
+        for unit in self.units:
+            for used, late, param in zip(unit.used, unit.have, unit.params, strict=True):
+                flags.append(USED * used + TRAINABLE * param.requires_grad + LATE * late)
+        return torch.tensor(flags, dtype=torch.uint8)
+
+    def _end_reductions(self, flags: Tensor) -> None:
+        """Show the averaged gradients of what some rank used. `flags`: (N, parameters)."""
+        self._compare_trainable(flags & TRAINABLE)
+        used = (flags & USED).amax(0).bool().tolist()
+        late = (flags & LATE).amax(0).bool().tolist()
+        start = 0
+        for unit in self.units:
+            mine = slice(start, start + len(unit.params))
+            start = mine.stop
+            unit.show_grad(used[mine])
+            if any(late[mine]):  # gradients that came after the unit's turn: reduced once more, by all
+                unit.complete_grad()
+                self._finish(unit)
+                self._advance_reductions(to_the_end=True)
+                unit.show_grad(late[mine])
+            unit.trainable = any(param.requires_grad for param in unit.params)
+        if self._first_uses is not None:
+            self._learn_order()
+
+    def _compare_trainable(self, flags: Tensor) -> None:
+        names = [name for unit in self.units for name in unit.names]
+        for rank, row in enumerate(flags):
+            if not torch.equal(row, flags[0]):
+                i = int((row != flags[0]).nonzero()[0])
+                words = {True: "trainable", False: "frozen"}
+                raise CommError(
+                    f"{names[i]} is {words[bool(row[i])]} on rank {rank} and {words[bool(flags[0][i])]} on rank 0; "
+                    "set requires_grad alike on all ranks"
+                )
+
+    def _learn_order(self) -> None:
+        """After the first backward: reduce in the order of use, as the first rank saw it."""
+        numbers = [self.units.index(unit) for unit in self._first_uses]
+        numbers += [i for i in range(len(self.units)) if i not in numbers]
+        self._order = [self.units[i] for i in self.comm.exchange(numbers, "order of the units")[0]]
+        self._first_uses = None
+
+    def _drop_backward(self) -> None:
+        """A backward that an error broke off: its gradients are not complete, and none is shown."""
+        self._advance_reductions(to_the_end=True)
+        for unit in self.units:
+            unit.drop_grads()
+            if unit.opened or unit in self._held:
+                self._finish(unit)
+            unit.end_backward(keep_ran=False)
+        self._held = []
+        self._in_backward = False
+
+    # -- the optimizer's step ------------------------------------------------------------------------------------
+
+    def _before_step(self, units: list[Unit]) -> None:
+        self._check_grads_final(units)
+        self._stepping = True
+        self.comm.phase = "step"
+        self._promote_grads(units)
+
+    def _after_step(self, units: list[Unit]) -> None:
+        self._stepping = False
+        for unit in units:
+            unit.demote_grads()
+            self._changed(unit)
+
+    def _check_grads_final(self, units: list[Unit]) -> None:
+        if self._in_backward:
+            raise RuntimeError(f"rank {self.rank}: the last backward broke off; run forward and backward again")
+        for unit in units:
+            if unit.kept_back and any(unit.params[i].grad is not None for i in unit.kept_back):
+                raise RuntimeError(
+                    f"rank {self.rank}: the gradients of {unit.name} were added up under no_sync() and are not yet "
+                    "averaged; run the last micro-batch's backward outside no_sync()"
+                )
+
+    def _promote_grads(self, units: list[Unit]) -> None:
+        for unit in units:
+            unit.promote_grads()
+
+
+def _in_backward() -> bool:
+    return torch._C._current_graph_task_id() != -1
+
+
+def _on_stack(frame: Any) -> bool:
+    here = sys._getframe()
+    while here is not None and here is not frame:
+        here = here.f_back
+    return here is not None
+
+
+def _device_of(model: nn.Module) -> torch.device:
+    """Where the model is, or, if it is nowhere yet, where this process computes."""
+    for param in model.parameters():
+        if not param.is_meta:
+            return param.device
+    if torch.cuda.is_available() and dist.is_initialized() and "nccl" in dist.get_backend_config():
+        return torch.device("cuda", torch.cuda.current_device())
+    return torch.device("cpu")

@@ -1,0 +1,65 @@
+"""Finding and casting the tensors in whatever a module takes or gives."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator, Mapping
+from enum import Enum
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_map_only
+
+_PLAIN = (str, bytes, int, float, complex, bool, type(None), torch.dtype, torch.device, torch.Generator, Enum, type)
+
+
+def grad_tensors(tree: Any, objects: bool = True) -> tuple[list[Tensor], bool]:
+    """All tensors in `tree` that require a gradient, and whether it has something that cannot be looked into.
+
+    Looks into containers and dataclasses, and with `objects` into the attributes of other objects too.
+    """
+    found: dict[int, Tensor] = {}
+    opaque = False
+    seen: set[int] = set()
+    todo = [tree]
+    while todo:
+        value = todo.pop()
+        if isinstance(value, Tensor):
+            if value.requires_grad:
+                found[id(value)] = value
+        elif isinstance(value, _PLAIN) or id(value) in seen:
+            continue
+        else:
+            seen.add(id(value))
+            inside = _inside(value, objects)
+            opaque = opaque or inside is None
+            todo.extend(inside or ())
+    return list(found.values()), opaque
+
+
+def _inside(value: Any, objects: bool) -> list[Any] | None:
+    if isinstance(value, nn.Module):
+        return []
+    if isinstance(value, Mapping):
+        return list(value.values())
+    if isinstance(value, list | tuple | set | frozenset):
+        return list(value)
+    if dataclasses.is_dataclass(value):
+        return [getattr(value, field.name, None) for field in dataclasses.fields(value)]
+    if objects and hasattr(value, "__dict__"):
+        return list(vars(value).values())
+    return None
+
+
+def kept_by_modules(modules: list[nn.Module]) -> Iterator[Tensor]:
+    """Results that `modules` keep as plain attributes: an auxiliary loss, say."""
+    for module in modules:
+        for value in vars(module).values():
+            if isinstance(value, Tensor) and value.grad_fn is not None:
+                yield value
+
+
+def cast_floats(tree: Any, dtype: torch.dtype) -> Any:
+    """Floating point tensors in `tree` as `dtype`, everything else as it is."""
+    return tree_map_only(Tensor, lambda t: t.to(dtype) if t.is_floating_point() else t, tree)

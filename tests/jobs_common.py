@@ -86,7 +86,9 @@ def single_process(
 def same(a: dict[str, Tensor], b: dict[str, Tensor]) -> list[str]:
     """The names under which two state dicts differ, in one bit or in being there."""
     names = a.keys() | b.keys()
-    return sorted(n for n in names if n not in a or n not in b or a[n].dtype != b[n].dtype or not torch.equal(a[n], b[n]))
+    return sorted(
+        n for n in names if n not in a or n not in b or a[n].dtype != b[n].dtype or not torch.equal(a[n], b[n])
+    )
 
 
 class Caught(NamedTuple):

@@ -25,8 +25,6 @@ def train_on_cuda(stage: int, precision, steps: int):
     return zero.full_state_dict(), zero.comm.backend
 
 
-
-
 @pytest.mark.parametrize("precision", [None, BF16], ids=["fp32", "bf16"])
 def test_one_rank_with_nccl_equals_one_process(ranks, precision):
     expected, _ = ranks.run(train_alone, 1, precision, 4, ranks=1)[0]

@@ -1,6 +1,7 @@
 """`init` and `launch`, with real processes: what they return, what they say when a rank fails, what they leave."""
 
 import json
+import multiprocessing
 import os
 import signal
 import subprocess
@@ -21,8 +22,6 @@ ROOT = Path(__file__).resolve().parents[1]
 JOBS = Path(jobs_launch.__file__)
 LOCAL = ("127.0.0.1", "::1", "::ffff:127.0.0.1")
 NO_WORLD = ("RANK", "WORLD_SIZE", "LOCAL_", "MASTER_", "GROUP_", "ROLE_", "TORCHELASTIC_", "SLURM_", "GLOO_")
-
-pytestmark = pytest.mark.timeout(60)
 
 
 def environment(**variables: object) -> dict[str, str]:
@@ -45,7 +44,7 @@ def python(*args: object, **variables: object) -> subprocess.Popen:
 
 def finish(process: subprocess.Popen, text: str | None = None) -> tuple[str, str]:
     try:
-        return process.communicate(text, timeout=40)
+        return process.communicate(text, timeout=90)
     finally:
         process.kill()
 
@@ -94,7 +93,7 @@ def fails(pool: Ranks, fn, *args, **options) -> RankError:
     with pytest.raises(RankError) as caught:
         pool.run(fn, *args, **options)
     assert children() <= others
-    assert time.monotonic() - start < 20
+    assert time.monotonic() - start < 60  # seconds, though collectives would wait for longer
     return caught.value
 
 
@@ -126,10 +125,6 @@ def test_tensors_are_copied(four: Ranks) -> None:
         torch.testing.assert_close(result["sum"], torch.tensor([0.0, 10.0, 20.0]))
         torch.testing.assert_close(result["view"], torch.tensor([10.0, 20.0]))
         assert isinstance(result["parameter"], torch.nn.Parameter)
-    big = torch.randn(1_000_000)
-    back = launch(jobs_launch.echo, 1, {"big": big})[0]["big"]  # its process is gone by now
-    assert torch.equal(back, big)
-    assert not back.is_shared()
     assert torch.equal(x, torch.arange(3.0))
 
 
@@ -159,18 +154,20 @@ def test_threads(four: Ranks) -> None:
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
     share = max(1, cores // 4)
     assert four.run(jobs_launch.threads) == [(share, share)] * 4
-    assert launch(jobs_launch.threads, 1, threads=3) == [(3, 3)]
 
 
-def test_nothing_starts_before_the_first_run_and_nothing_stays_after_close() -> None:
+def test_nothing_starts_before_the_first_run_and_only_results_stay_after_close() -> None:
     before = children()
-    pool = Ranks(2)
+    pool = Ranks(1, threads=3)
     assert children() == before
-    pool.run(jobs_launch.place)
-    assert len(children() - before) == 2
+    big = torch.randn(1_000_000)
+    (back,) = pool.run(jobs_launch.echo, {"big": big})
+    assert pool.run(jobs_launch.threads) == [(3, 3)]
+    assert len(children() - before) == 1
     pool.close()
     assert children() == before
     pool.close()  # again does no harm
+    assert torch.equal(back["big"], big) and not back["big"].is_shared()
 
 
 def test_output_in_whole_lines_and_no_noise_even_when_never_closed() -> None:
@@ -195,12 +192,13 @@ def test_the_first_failing_rank_is_named_with_its_traceback(two: Ranks) -> None:
     assert "\nrank 0 raised KeyError: 'a consequence'" in str(error)
 
 
-def test_others_that_still_wait_or_have_finished_are_named(four: Ranks) -> None:
-    error = fails(four, jobs_launch.raises, 2)
-    assert error.rank == 2
-    assert "rank 3 raised KeyError" in str(error)
-    assert "rank 0 had not finished\n" in str(error) and "rank 1 had not finished\n" in str(error)
-    assert "in wait_for_all" in str(error)
+def test_others_that_still_wait_are_named(four: Ranks) -> None:
+    error = fails(four, jobs_launch.dies, "sys")
+    assert error.rank == 3
+    assert str(error).startswith("rank 3 of 4 raised SystemExit: enough, in jobs_launch.dies\n")
+    for rank in range(3):
+        assert f"\nrank {rank} had not finished\n" in str(error)
+    assert str(error).count("in wait_for_all\n") == 3
 
 
 @pytest.mark.parametrize(
@@ -208,7 +206,6 @@ def test_others_that_still_wait_or_have_finished_are_named(four: Ranks) -> None:
     [
         ("exit", "rank 1 of 2 exited with code 3, in jobs_launch.dies"),
         ("kill", "rank 1 of 2 was killed by SIGKILL, in jobs_launch.dies"),
-        ("sys", "rank 1 of 2 raised SystemExit: enough, in jobs_launch.dies"),
     ],
 )
 def test_a_death_comes_before_those_who_noticed_it(two: Ranks, how: str, said: str) -> None:
@@ -222,14 +219,14 @@ def test_a_death_is_seen_though_an_heir_holds_the_pipe(two: Ranks) -> None:
     assert two.run(jobs_launch.echo, 1) == [1, 1]
     before = children()
     with pytest.raises(RankError, match="rank 1 of 2 was killed by SIGKILL"):
-        two.run(jobs_launch.dies_with_heir, timeout=6)
+        two.run(jobs_launch.dies_with_heir, timeout=10)
     assert not children() & before
 
 
 def test_a_hang_names_the_ranks_and_where_they_stand(two: Ranks) -> None:
     start = time.monotonic()
     error = fails(two, jobs_launch.hangs, timeout=2.0)
-    assert time.monotonic() - start < 10
+    assert time.monotonic() - start < 30
     assert error.rank == 0 and "in wait_for_all" in error.traceback
     assert str(error).startswith("the time is over: rank 0 of 2 had not finished, in jobs_launch.hangs\n")
     waiting, _, sleeping = str(error).partition("\nrank 1 had not finished\n")
@@ -258,14 +255,6 @@ def test_a_result_that_cannot_be_pickled(two: Ranks) -> None:
     assert "rank 0 had finished" in str(error)
 
 
-def test_a_process_that_is_killed_while_idle_is_replaced(two: Ranks) -> None:
-    pids = [place["pid"] for place in two.run(jobs_launch.place)]
-    os.kill(pids[1], signal.SIGKILL)
-    wait_until(lambda: psutil.Process(pids[1]).status() == psutil.STATUS_ZOMBIE, 5)
-    assert two.run(jobs_launch.echo, 3) == [3, 3]
-    assert not children() & set(pids)
-
-
 def nested():
     def inner() -> None: ...
 
@@ -285,6 +274,15 @@ def test_arguments_that_cannot_be_pickled(two: Ranks) -> None:
     with pytest.raises(TypeError, match=r"arguments of jobs_launch\.echo.*lock"):
         two.run(jobs_launch.echo, threading.Lock())
     assert [place["pid"] for place in two.run(jobs_launch.place)] == pids
+
+
+def test_a_process_that_is_killed_while_idle_is_replaced(two: Ranks) -> None:
+    pids = [place["pid"] for place in two.run(jobs_launch.place)]
+    (victim,) = [process for process in multiprocessing.active_children() if process.pid == pids[1]]
+    victim.kill()
+    victim.join(10)
+    assert two.run(jobs_launch.echo, 3) == [3, 3]
+    assert not children() & set(pids)
 
 
 def test_a_script_without_its_guard(tmp_path: Path) -> None:
@@ -333,7 +331,7 @@ def hanging(*arguments: object) -> tuple[subprocess.Popen, list[psutil.Process]]
     """A program whose ranks hang, rank 1 in a collective and rank 0 elsewhere, and these ranks."""
     program = python(JOBS, "hang", *arguments)
     told = Path(str(arguments[0]))
-    wait_until(lambda: told.exists() or program.poll() is not None, 30)
+    wait_until(lambda: told.exists() or program.poll() is not None, 60)
     rank0, parent = json.loads(told.read_text())
     assert parent == program.pid
     below = psutil.Process(program.pid).children()
@@ -352,24 +350,25 @@ def test_no_rank_outlives_a_parent_that_is_killed(tmp_path: Path) -> None:
     finish(program)
 
 
-def interrupt(program: subprocess.Popen, below: list[psutil.Process]) -> None:
-    """Control-C: a terminal sends it to every process of the group."""
+def interrupt(program: subprocess.Popen, ranks: list[psutil.Process]) -> str:
+    """Control-C: a terminal sends it to every process of the group. Returns what they wrote on stderr."""
     os.killpg(program.pid, signal.SIGINT)
-    _, alive = psutil.wait_procs(below, timeout=5)
+    _, alive = psutil.wait_procs(ranks, timeout=5)
     assert not alive
     _, err = finish(program)
     assert program.returncode == -signal.SIGINT
-    assert err.count("Traceback") == 1 and err.count("KeyboardInterrupt") == 1, err
+    assert err.count("KeyboardInterrupt") == 1, err
+    return err
 
 
 def test_control_c(tmp_path: Path) -> None:
-    interrupt(*hanging(tmp_path / "told"))
+    assert interrupt(*hanging(tmp_path / "told")).count("Traceback") == 1
 
 
 def test_control_c_while_the_processes_start(tmp_path: Path) -> None:
     program = python(JOBS, "hang", tmp_path / "told")
     parent = psutil.Process(program.pid)
-    wait_until(lambda: len(parent.children()) == 3, 20)  # two ranks and the resource tracker
+    wait_until(lambda: len(parent.children()) == 3, 60)  # two ranks and the resource tracker
     interrupt(program, parent.children())
 
 

@@ -52,7 +52,7 @@ def test_shards_are_equal_and_padding_is_small(shape_list, n, align):
     assert all(slot.offset % align == 0 for slot in made.slots)
     assert all(a.end <= b.offset < a.end + align for a, b in pairwise(made.slots))
     end = made.slots[-1].end if made.slots else 0
-    assert made.size - end < n or end == 0 and made.size == n  # at least one element a rank, even of nothing
+    assert made.size - end < n or (end == 0 and made.size == n)  # at least one element a rank, even of nothing
     assert made.size - made.numel < n + align * max(1, len(shape_list))
 
 

@@ -6,6 +6,7 @@ import re
 import shutil
 import subprocess
 import sys
+import tomllib
 import zipfile
 from collections.abc import Iterator
 from importlib import metadata
@@ -17,11 +18,6 @@ from packaging.requirements import Requirement
 from packaging.specifiers import SpecifierSet
 from packaging.utils import canonicalize_name
 from packaging.version import Version
-
-if sys.version_info >= (3, 11):
-    import tomllib
-else:
-    import tomli as tomllib
 
 ROOT = Path(__file__).resolve().parents[1]
 PACKAGE = ROOT / "zerolab"
@@ -54,9 +50,7 @@ def test_constraints_are_exact_pins():
     for line in lines:
         requirement = Requirement(line)
         assert re.fullmatch(r"[A-Za-z0-9._-]+==[^*,;\s]+", line), f"not an exact pin: {line}"
-        assert not Version(str(requirement.specifier)[2:]).local, (
-            f"a local version is one index's own: {line}"
-        )
+        assert not Version(str(requirement.specifier)[2:]).local, f"a local version is one index's own: {line}"
         assert not re.match(r"(cuda|nvidia|triton)", line), f"torch's CUDA build brings its own: {line}"
     assert len(pins()) == len(lines), "a package is pinned twice"
     assert pins()["torch"] == Version("2.13.0")

@@ -13,6 +13,7 @@ Three promises, whatever the backend:
 from __future__ import annotations
 
 import json
+import zlib
 from collections.abc import Callable, Generator, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -38,8 +39,8 @@ def _no_complaint() -> None:
     return None
 
 
-_numbers = count()  # every Comm of a process has its own notes; ranks construct them in the same order
-_control_groups: WeakKeyDictionary[dist.ProcessGroup, dist.ProcessGroup] = WeakKeyDictionary()
+_numbers = count()  # of the Comms in this process
+_control_groups: WeakKeyDictionary[dist.ProcessGroup, dist.ProcessGroupGloo] = WeakKeyDictionary()
 
 
 class CommError(RuntimeError):
@@ -106,11 +107,14 @@ class Comm:
         self.backend = self._backend_for(device)
         self.phase = "setup"
         self._control = None if self.backend == "fake" else _control_group(self.group)
-        self._store = dist.PrefixStore(f"zerolab/{next(_numbers)}", dist.distributed_c10d._get_default_store())
         self._recordings: list[list[Call]] = []
         self._gathers = 0  # how many all-gathers so far: the same number on every rank
         self._last: tuple[str, str] | None = None  # (unit, phase) of the last gather
         self._expected: dict[tuple[str, str] | None, tuple[str, str]] = {}  # what followed it, agreed between ranks
+        # Where this Comm leaves its notes: numbered by the first rank, since others may have made more of them.
+        number = int(self.exchange_tensor(torch.tensor([next(_numbers)]), "start of a Comm")[0])
+        name = f"zerolab/{self.group.group_name}/{number}"
+        self._store = dist.PrefixStore(name, dist.distributed_c10d._get_default_store())
 
     def _backend_for(self, device: torch.device) -> str:
         """The backend that serves `device` in the group, which may have one for each kind of device."""
@@ -236,12 +240,16 @@ class Comm:
             number = self._gathers
             return lambda: self._contradicted(number)
         self._note("unpredicted", {"gather": self._gathers, "unit": unit})
-        for rank, other in enumerate(self.exchange(list(here), f"announcement of a gather of {unit}", self._abandoned)):
+        what = f"announcement of a gather of {unit}"
+        digest = torch.tensor([zlib.crc32(repr(here).encode())])
+        if len(self.exchange_tensor(digest, what, self._abandoned).unique()) == 1:
+            self._expected[before] = here
+            return _no_complaint
+        for rank, other in enumerate(self.exchange(list(here), what)):
             if tuple(other) != here:
                 theirs = f"rank {rank} gathers {other[0]} ({other[1]})"
                 raise CommError(f"rank {self.rank} gathers unit {unit} ({self.phase}) where {theirs}.\n{_ROUTING}")
-        self._expected[before] = here
-        return _no_complaint
+        raise AssertionError("the digests differ and the gathers do not")
 
     def _contradicted(self, gather: int) -> str | None:
         """Whether another rank did not find predicted what this rank did at its gather number `gather`."""
@@ -288,7 +296,7 @@ class Comm:
             return lambda: message.expand(self.world_size, -1)
         result = torch.empty(self.world_size * message.numel(), dtype=message.dtype)
         self._record("all_gather", "", result, control=True)
-        work = _all_gather(result, message, group=self._control, async_op=True)
+        work = self._control._allgather_base(result, message)
 
         def finish() -> Tensor:
             self._wait(work, what, complaint)
@@ -332,13 +340,15 @@ def _mean_in_rank_order(rows: Tensor) -> Tensor:
     return total.div_(len(rows))
 
 
-def _control_group(group: dist.ProcessGroup) -> dist.ProcessGroup:
-    """A gloo group of the same ranks for messages about the run, made once for each group."""
+def _control_group(group: dist.ProcessGroup) -> dist.ProcessGroupGloo:
+    """A gloo group of the same ranks for messages about the run, made once for each group.
+
+    Not by `dist.new_group`: that takes part of its name from how many groups this process is in, which may differ.
+    """
     if group not in _control_groups:
-        ranks = dist.get_process_group_ranks(group)
-        _control_groups[group] = dist.new_group(
-            ranks, timeout=_timeout_of(group), backend="gloo", use_local_synchronization=True
-        )
+        store = dist.PrefixStore(f"zerolab/control/{group.group_name}", dist.distributed_c10d._get_default_store())
+        rank, size = dist.get_rank(group), dist.get_world_size(group)
+        _control_groups[group] = dist.ProcessGroupGloo(store, rank, size, _timeout_of(group))
     return _control_groups[group]
 
 

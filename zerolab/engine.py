@@ -171,8 +171,8 @@ class Engine:
         setattr(self.model, name, wrapped)
 
     def reduces(self, unit: Unit) -> bool:
-        """Whether the gradient of `unit` is to be reduced now: not under no_sync, not if it is frozen."""
-        return self._sync and unit.whole_grad is not None
+        """Whether it is the turn of `unit` to be reduced: not under no_sync, not if it is frozen."""
+        return unit.complete
 
     def gather_stale(self, until: Unit | None = None) -> None:
         """Gather the units in `stale`, in order, up to `until` or all of them."""
@@ -385,6 +385,7 @@ class Engine:
             if unit.grad is None:
                 raise RuntimeError(f"{type(self).__name__}.reduce() has left no unit.grad (unit {unit.name})")
             self._in_flight.append(unit)
+            unit.complete = False
             unit.whole_grad = None  # what of it is still wanted is held by the reduction, and by unit.grad
 
     def _advance_reductions(self, to_the_end: bool = False) -> None:

@@ -41,7 +41,7 @@ def agree_on_parts(model: nn.Module, units: UnitClasses, comm: Comm, has_init: b
     except ValueError as error:  # told to all ranks, so that none waits for this one
         problem = str(error)
     described = {
-        name: [part.name, list(p.shape), list(p.stride()), str(p.dtype), p.requires_grad]
+        name: [list(p.shape), list(p.stride()), str(p.dtype), p.requires_grad, part.name]
         for part in parts
         for name, p in part.named
     }
@@ -53,14 +53,15 @@ def agree_on_parts(model: nn.Module, units: UnitClasses, comm: Comm, has_init: b
     for rank, (_, settings, described) in enumerate(everyone):
         if settings != settings0:
             raise CommError(f"rank {rank} builds {settings} where rank 0 builds {settings0}")
-        for name in {**described0, **described}:
-            here, there = described.get(name), described0.get(name)
-            if here is None or there is None:
-                has, lacks = (0, rank) if here is None else (rank, 0)
-                raise CommError(f"rank {has} has the parameter {name}, rank {lacks} has not; {_ALIKE}")
-            for what, mine, first in zip(("unit", "shape", "strides", "dtype", "requires_grad"), here, there):
-                if mine != first:
-                    raise CommError(f"rank {rank}: {name} has {what} {mine} where rank 0 has {first}; {_ALIKE}")
+        if one_sided := described.keys() ^ described0.keys():
+            name = min(one_sided)
+            has, lacks = (0, rank) if name in described0 else (rank, 0)
+            raise CommError(f"rank {has} has the parameter {name}, rank {lacks} has not; {_ALIKE}")
+        for i, what in enumerate(("shape", "strides", "dtype", "requires_grad", "unit")):
+            for name, facts in described.items():
+                if facts[i] != described0[name][i]:
+                    theirs = f"{what} {facts[i]} where rank 0 has {described0[name][i]}"
+                    raise CommError(f"rank {rank}: {name} has {theirs}; {_ALIKE}")
         if list(described) != list(described0):
             raise CommError(f"rank {rank} has its parameters in another order than rank 0; {_ALIKE}")
     return parts

@@ -45,8 +45,10 @@ class Unit:
 
         self.gathered = False  # whether `whole` holds every rank's current values
         self._gathering: Any = None
+        self._stuck = False  # a gather failed, and may still write: its memory must not go
 
         self.whole_grad: Tensor | None = None
+        self.complete = False  # whether `whole_grad` has all that is to travel
         self.grad: Tensor | None = None  # the averaged gradient, laid out as `master` is
         self.reduction: Any = None  # the reduction under way: anything with `wait()`
         self._slice_only = False
@@ -93,7 +95,6 @@ class Unit:
         self._on_gradient = on_gradient
         self._hooked = [False] * len(self.params)  # which of `wholes` tell of their gradients
         self._demoted: dict[int, Tensor] = {}  # gradients as they were before `promote_grads`
-        self._pointers = [p.data_ptr() for p in self.params]
         self.version = self.master._version
         for i, param in enumerate(self.params):
             param.grad_dtype = None  # a gradient may wait for the step in the reduce dtype, or in float32
@@ -113,10 +114,11 @@ class Unit:
 
     def show_whole(self) -> None:
         """Forward begins: show the whole parameters, after a look at what became of the ones shown before."""
+        storage = self.master.untyped_storage()._cdata  # an identity, also of slices without elements
         for i, (whole, param) in enumerate(zip(self.wholes, self.params, strict=True)):
             module, attribute = self.sites[i][0]
             shown = module._parameters.get(attribute)
-            if (shown is not param and shown is not whole) or param.data_ptr() != self._pointers[i]:
+            if (shown is not param and shown is not whole) or param.untyped_storage()._cdata != storage:
                 raise RuntimeError(
                     f"rank {self.comm.rank}: the storage of {self.names[i]} was replaced after sharding "
                     "(.to(), .double(), .half(), .data = ..., a new Parameter?). Convert the model before sharding it; "
@@ -144,8 +146,7 @@ class Unit:
         """All-gather every rank's shard into `whole`, on the way cast to the compute dtype."""
         if not self.gathered:
             self.start_gather()
-            self._gathering.wait()
-            self._gathering = None
+            self._end_gather()
             self.gathered = True
 
     def start_gather(self) -> None:
@@ -158,13 +159,19 @@ class Unit:
         # `.data`: autograd must not take the same values, gathered again, for a change
         self._gathering = self.comm.all_gather(self.whole.data, self.shard.data.to(self.dtypes.compute), self.name)
 
+    def _end_gather(self) -> None:
+        gathering, self._gathering = self._gathering, None
+        if gathering is not None:
+            self._stuck = True
+            gathering.wait()
+            self._stuck = False
+
     def release(self) -> None:
         """Give the memory of `whole` back. Its views stay, and have no memory either, until the next `gather`."""
-        if self._gathering is not None:
-            self._gathering.wait()
-            self._gathering = None
+        self._end_gather()
         self.gathered = False
-        self.whole.untyped_storage().resize_(0)
+        if not self._stuck:
+            self.whole.untyped_storage().resize_(0)
 
     def cast(self) -> None:
         """Stage 0: bring `whole` up to date with the masters, where it is a copy of them."""
@@ -194,6 +201,7 @@ class Unit:
     def complete_grad(self) -> None:
         """Make `whole_grad` fit to travel: zeros where no gradient came, and the reduce dtype."""
         self.used, self.have = self.have, [False] * len(self.have)
+        self.complete = True
         if self.whole_grad is None:
             self.whole_grad = torch.zeros(self.layout.size, dtype=self.dtypes.reduce, device=self.whole.device)
             return
@@ -277,6 +285,7 @@ class Unit:
     def drop_grads(self) -> None:
         """Forget what a backward that broke off has left."""
         self.whole_grad = self.grad = self.reduction = None
+        self.complete = False
         self.have = [False] * len(self.have)
 
     def end_backward(self, keep_ran: bool) -> None:

@@ -63,6 +63,7 @@ class GPT(nn.Module):
         self, layers: int = 7, width: int = 256, heads: int = 4, context: int = 64, vocabulary: int = 256
     ) -> None:
         super().__init__()
+        self.context = context
         self.token = nn.Embedding(vocabulary, width)
         self.position = nn.Embedding(context, width)
         self.blocks = nn.ModuleList(Block(width, heads) for _ in range(layers))

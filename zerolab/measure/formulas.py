@@ -103,6 +103,4 @@ def _check(stage: int, world_size: int, parameters: float) -> None:
     if stage not in (0, 1, 2, 3):
         raise ValueError(f"stage must be 0, 1, 2 or 3, not {stage!r}")
     if world_size < 1 or parameters < 0:
-        raise ValueError(
-            f"world_size must be 1 or more and parameters 0 or more, not {world_size} and {parameters}"
-        )
+        raise ValueError(f"world_size must be 1 or more and parameters 0 or more, not {world_size} and {parameters}")

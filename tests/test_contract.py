@@ -442,6 +442,9 @@ def test_a_reduce_that_leaves_nothing_is_named(ranks):
 
 def default_units() -> list[list[str]]:
     wide = nn.Sequential(*[nn.Linear(1300, 1300) for _ in range(5)], nn.Linear(1300, 10))
+    block = Block()
+    shared = nn.ModuleDict({"a": block, "b": block, "head": nn.Linear(8, 8)})  # one module under two names
+    assert [unit.name for unit in zerolab.Zero3(shared, units=[Block]).units] == ["root", "a"]
     models = [Stack(), nn.Linear(4, 4), nn.Sequential(nn.Conv2d(1, 4, 3), nn.ReLU()), wide]
     return [[unit.name for unit in zerolab.Zero1(model).units] for model in models]
 

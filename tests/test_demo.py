@@ -1,102 +1,275 @@
-"""`zerolab demo`, from end to end, and that it notices an engine that is wrong."""
+"""`zerolab demo`: its numbers, its exit status, and that it notices an engine that is wrong."""
 
 from __future__ import annotations
 
 import json
 import subprocess
 import sys
+from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
 import zerolab
 from zerolab.cli import main
-from zerolab.lab.data import batch, text
-from zerolab.lab.demo import demo
+from zerolab.lab import data
+from zerolab.lab.demo import conclusion, measure_ladder, print_table
 from zerolab.lab.models import GPT
+from zerolab.measure import CATEGORIES
 
-SMALL = {"layers": 2, "width": 32, "heads": 2, "context": 16}
+SMALL = {"layers": 2, "width": 32, "context": 16}
+KEYS = {
+    "losses",
+    "bitwise_equal",
+    "state_bytes",
+    "formula_bytes",
+    "moved_bytes_per_step",
+    "formula_moved_bytes_per_step",
+    "peak_bytes",
+    "step_seconds",
+}
 
 
-class Sum(zerolab.Zero1):
-    """Forgets to divide."""
+def check_stages(report: dict[str, Any]) -> None:
+    """The values of a good run."""
+    losses = [result["losses"] for result in report["stages"].values()]
+    for result in report["stages"].values():
+        assert result.keys() == KEYS
+        assert result["bitwise_equal"] is True
+        assert result["losses"] == losses[0]
+        assert len(result["losses"]) == report["steps"]
+        assert result["state_bytes"].keys() == result["formula_bytes"].keys() == set(CATEGORIES)
+        for category, formula in result["formula_bytes"].items():
+            assert result["state_bytes"][category] == pytest.approx(formula, rel=0.01)
+        assert result["moved_bytes_per_step"] == pytest.approx(result["formula_moved_bytes_per_step"], rel=0.01)
+        assert result["peak_bytes"] >= sum(result["state_bytes"].values())
+        assert result["step_seconds"] > 0
 
-    def reduce(self, unit):
-        pending = super().reduce(unit)
-        pending.wait()
+
+@pytest.mark.parametrize(("n", "precision"), [(1, "fp32"), (2, "bf16"), (3, "fp32"), (4, "bf16")])
+def test_every_stage_is_one_process(n: int, precision: str) -> None:
+    report, problems = measure_ladder(n, 3, precision=precision, device="cpu", sizes=SMALL)
+    assert problems == []
+    assert report.keys() == {"ranks", "steps", "parameters", "stages"}
+    assert (report["ranks"], report["steps"], list(report["stages"])) == (n, 3, ["0", "1", "2", "3"])
+    check_stages(report)
+    moved = [result["moved_bytes_per_step"] for result in report["stages"].values()]
+    assert (moved[0] == moved[1] == moved[2] < moved[3]) if n > 1 else moved == [0] * 4
+
+
+# -- an engine that is wrong -----------------------------------------------------------------------------------------
+
+
+class Sums(zerolab.DDP):
+    """Forgets the division. AdamW hardly notices: only bits tell."""
+
+    def reduce(self, unit: zerolab.Unit) -> None:
+        super().reduce(unit).wait()
         unit.grad *= self.world_size
 
 
-class Hoarder(zerolab.Zero2):
-    """Keeps the whole gradient."""
+class Alone(zerolab.Zero1):
+    """Reduces nothing."""
 
-    def post_backward(self, unit):
-        zerolab.Zero1.post_backward(self, unit)
+    def reduce(self, unit: zerolab.Unit) -> None:
+        unit.grad = unit.layout.shard(unit.whole_grad, self.rank)
 
 
-def test_the_command(tmp_path):
-    report, plot = tmp_path / "demo.json", tmp_path / "ladder.png"
-    options = ["--ranks", "2", "--steps", "2", "--stages", "1,3", "--precision", "bf16"]
-    command = [sys.executable, "-m", "zerolab.cli", "demo", *options, "--json", str(report), "--plot", str(plot)]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=110, check=False)
+class Hoards(zerolab.Zero2):
+    """Keeps whole gradients, as stage 1 does."""
+
+    post_backward = zerolab.Zero1.post_backward
+
+
+class GathersAgain(zerolab.Zero3):
+    """Releases the root after its forward too."""
+
+    def post_forward(self, unit: zerolab.Unit) -> None:
+        unit.release()
+
+
+def test_a_wrong_engine_is_noticed() -> None:
+    classes = (Sums, Alone, Hoards, GathersAgain)
+    report, problems = measure_ladder(2, 3, device="cpu", classes=classes, sizes=SMALL)
+    assert [result["bitwise_equal"] for result in report["stages"].values()] == [False, False, True, True]
+
+    def said(stage: int) -> str:
+        return "\n".join(problem for problem in problems if problem.startswith(f"stage {stage}: "))
+
+    assert "parameters differ" in said(0)
+    assert "parameters differ" in said(1)
+    assert "bytes" not in said(0) and "gradients" not in said(1)
+    assert "bytes gradients" in said(2) and "differ" not in said(2)
+    assert "bytes moved" in said(3) and "differ" not in said(3)
+
+
+class OneRankDiffers(zerolab.DDP):
+    """The last rank slips a bit in its last parameter, where no gradient shows it to the others."""
+
+    def after_step(self, unit: zerolab.Unit) -> None:
+        super().after_step(unit)
+        if self.rank == self.world_size - 1:
+            unit.params[-1].data.view(-1).view(torch.int32)[-1] ^= 1
+
+
+def test_every_rank_is_compared() -> None:
+    report, problems = measure_ladder(2, 2, [0], device="cpu", classes=(OneRankDiffers,), sizes=SMALL)
+    assert report["stages"]["0"]["bitwise_equal"] is False
+    assert any("rank 1 ends" in problem for problem in problems)
+
+
+# -- the command -----------------------------------------------------------------------------------------------------
+
+
+def test_command(tmp_path: Path) -> None:
+    json_file, plot_file = tmp_path / "ladder.json", tmp_path / "ladder.png"
+    command = [sys.executable, "-m", "zerolab.cli", "demo", "--ranks", "2", "--steps", "2", "--device", "cpu"]
+    files = ["--json", str(json_file), "--plot", str(plot_file)]
+    done = subprocess.run([*command, *files], capture_output=True, text=True, timeout=110)
     assert done.returncode == 0, done.stdout + done.stderr
-    assert "Warning" not in done.stderr and "Traceback" not in done.stderr
-    assert "bit for bit" in done.stdout and "Zero3" in done.stdout
-    assert plot.read_bytes().startswith(b"\x89PNG")
-    result = json.loads(report.read_text())
-    assert (result["ranks"], result["steps"]) == (2, 2)
-    psi = result["parameters"]
-    assert psi > 5_000_000 and list(result["stages"]) == ["1", "3"]
-    for stage in result["stages"].values():
-        assert stage["bitwise_equal"] and len(stage["losses"]) == 2
-        assert stage["peak_bytes"] > sum(stage["state_bytes"].values()) and stage["step_seconds"] > 0
-        for key, formula in stage["formula_bytes"].items():
-            assert stage["state_bytes"][key] == pytest.approx(formula, rel=0.01)
-        assert stage["moved_bytes_per_step"] == pytest.approx(stage["formula_moved_bytes_per_step"], rel=0.01)
-    assert result["stages"]["3"]["formula_bytes"] == {"parameters": 2 * psi, "gradients": psi, "optimizer": 4 * psi}
-    assert result["stages"]["1"]["formula_moved_bytes_per_step"] == 2 * psi
-
-
-def test_a_wrong_engine_is_noticed(capsys):
-    classes = (zerolab.DDP, Sum, Hoarder, zerolab.Zero3)
-    assert demo(2, 2, [1, 2, 3], classes=classes, model=SMALL) == 1
-    said = capsys.readouterr().out
-    assert "WRONG: stage 1 differs from the single process" in said
-    assert "WRONG: stage 2: gradients" in said
-    assert "stage 3" not in said.split("WRONG", 1)[1]
+    assert done.stderr == ""  # no bar where there is no terminal, and no noise from libraries
+    report = json.loads(json_file.read_text())
+    assert report["parameters"] >= 5_000_000
+    check_stages(report)
+    assert plot_file.read_bytes().startswith(b"\x89PNG")
+    table, sentence = done.stdout.split("Every stage")
+    assert max(map(len, table.splitlines())) <= 100
+    for word in ("0 DDP", "1 Zero1", "2 Zero2", "3 Zero3", "formula", "moved", "peak", "equal"):
+        assert word in table
+    assert "…" not in done.stdout
+    assert "bit for bit" in sentence
 
 
 @pytest.mark.parametrize(
-    ("arguments", "says"),
+    ("arguments", "word"),
     [
-        (["--ranks", "0"], "--ranks must be at least 1"),
-        (["--steps", "1"], "--steps must be at least 2"),
-        (["--stages", "0,4"], "--stages must be among"),
-        (["--stages", "all"], "--stages takes numbers"),
-        pytest.param(
-            ["--device", "cuda"],
-            "needs a GPU for each",
-            marks=pytest.mark.skipif(torch.cuda.device_count() > 3, reason="there are enough GPUs"),
-        ),
+        (["--ranks", "0"], "--ranks"),
+        (["--ranks", "two"], "--ranks"),
+        (["--steps", "1"], "--steps"),
+        (["--stages", "5"], "--stages"),
+        (["--stages", "0,x"], "--stages"),
+        (["--stages", ""], "--stages"),
+        (["--precision", "fp16"], "--precision"),
+        (["--device", "tpu"], "--device"),
+        (["--json", "/no/such/folder/file.json"], "--json"),
+        (["--plot", "picture.txt"], "--plot"),
+        (["--nonsense"], "--nonsense"),
     ],
 )
-def test_bad_arguments(arguments, says, capsys):
-    assert main(["demo", *arguments]) == 2
-    assert says in capsys.readouterr().err
+def test_wrong_arguments(arguments: list[str], word: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as stopped:
+        main(["demo", *arguments])
+    said = capsys.readouterr()
+    assert stopped.value.code == 2
+    assert said.out == ""
+    assert said.err.count("\n") == 1
+    assert word in said.err
 
 
-def test_the_text_and_its_batches():
-    data = text()
-    assert data.dtype == torch.uint8 and len(data) > 400_000 and b"statement" in bytes(data[:100_000].tolist())
-    x, y = batch(data, 1, 2, 3, 16)
-    assert x.shape == y.shape == (3, 16) and torch.equal(x[:, 1:], y[:, :-1])
-    assert torch.equal(x, batch(data, 1, 2, 3, 16)[0]) and not torch.equal(x, batch(data, 2, 1, 3, 16)[0])
+def test_no_gpu(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    with pytest.raises(SystemExit) as stopped:
+        main(["demo", "--device", "cuda", "--ranks", "2"])
+    assert stopped.value.code == 2
+    assert "needs a GPU for each of 2 ranks, and torch sees 1" in capsys.readouterr().err
 
 
-def test_the_model_is_causal():
-    model = GPT(**SMALL)
-    tokens = torch.randint(0, 256, (1, 16))
+@pytest.mark.parametrize(
+    ("package", "arguments"), [("rich", []), ("tqdm", []), ("matplotlib", ["--plot", "ladder.png"])]
+)
+def test_missing_package(
+    package: str, arguments: list[str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setitem(sys.modules, package, None)  # as if it were not installed
+    with pytest.raises(SystemExit) as stopped:
+        main(["demo", *arguments])
+    assert stopped.value.code == 2
+    said = capsys.readouterr().err
+    assert said.count("\n") == 1
+    assert f"needs {package}: pip install 'zerolab[lab]'" in said
+
+
+def test_extras_are_imported_only_when_they_are_used() -> None:
+    def imported(code: str) -> set[str]:
+        code = f"import sys, {code}; print(*sys.modules)"
+        return set(subprocess.run([sys.executable, "-c", code], capture_output=True, text=True).stdout.split())
+
+    by_torch = imported("torch")  # which takes tqdm and numpy where it finds them
+    ours = imported("zerolab.measure, zerolab.cli, zerolab.lab.demo")
+    assert "zerolab.lab.demo" in ours
+    assert not {"rich", "tqdm", "matplotlib", "numpy"} & (ours - by_torch)
+
+
+# -- its parts -------------------------------------------------------------------------------------------------------
+
+
+def made_up_report(stages: str = "0123", equal: bool = True) -> dict[str, Any]:
+    held = {"parameters": 1_234_567_888, "gradients": 1_234_567_888, "optimizer": 2_469_135_776}
+    result = {
+        "losses": [10.0, 9.87654321],
+        "bitwise_equal": equal,
+        "state_bytes": held,
+        "formula_bytes": held,
+        "moved_bytes_per_step": 3_703_703_664,
+        "formula_moved_bytes_per_step": 3_703_703_664,
+        "peak_bytes": 9_999_900_000,
+        "step_seconds": 123.456,
+    }
+    return {"ranks": 1, "steps": 2, "parameters": 308_641_972, "stages": dict.fromkeys(stages, result)}
+
+
+def test_table_of_large_numbers_fits(capsys: pytest.CaptureFixture[str]) -> None:
+    print_table(made_up_report(), "bf16")
+    table = capsys.readouterr().out
+    assert "…" not in table
+    for number in ("308,641,972", "9.8765", "1234.6", "2469.1", "4938.3", "3703.7", "9999.9", "123456"):
+        assert number in table
+    assert max(map(len, table.splitlines())) <= 100
+
+
+def test_conclusion_does_not_claim_bits_where_there_are_none() -> None:
+    assert "bit for bit" in conclusion(made_up_report())
+    assert "bit for bit" not in conclusion(made_up_report(equal=False))
+    assert "NCCL" in conclusion(made_up_report(equal=False))
+
+
+@pytest.mark.parametrize("stages", ["0123", "3", "13"])
+def test_picture(stages: str, tmp_path: Path) -> None:
+    from zerolab.lab.plots import COLOURS, HATCHES, ladder
+
+    figure, sentence = ladder(made_up_report(stages), "bf16")
+    figure.savefig(tmp_path / "ladder.png")
+    assert "1 rank" in sentence and "%" in sentence
+    assert COLOURS.keys() == HATCHES.keys()
+    assert len(set(COLOURS.values())) == len(set(HATCHES.values())) == len(COLOURS)
+
+
+def test_gpt() -> None:
+    torch.manual_seed(0)
+    gpt = GPT(**SMALL)
+    tokens, targets = data.batch(data.text(), 0, 0, 2, 16)
+    logits = gpt(tokens)
+    assert logits.shape == (2, 16, 256)
+    assert gpt(tokens, targets).item() == pytest.approx(5.545, abs=0.2)  # ln 256: it knows nothing yet
     changed = tokens.clone()
-    changed[0, 10:] += 1
-    same = (model(tokens) == model(changed % 256)).all(-1)[0]
-    assert same[:10].all() and not same[10:].any()
+    changed[:, 10] += 1
+    assert torch.equal(gpt(changed)[:, :10], logits[:, :10])  # no look into the future
+    assert not torch.equal(gpt(changed)[:, 10:], logits[:, 10:])
+    with pytest.raises(ValueError, match="multiple"):
+        GPT(width=30)
+
+
+def test_batches() -> None:
+    text = data.text()
+    assert text.dtype == torch.uint8 and len(text) > 100_000
+    assert b"statement" in bytes(text[:100].tolist())
+    x, y = data.batch(text, 1, 7, 3, 20)
+    assert x.shape == y.shape == (3, 20) and x.dtype == y.dtype == torch.int64
+    assert torch.equal(x[:, 1:], y[:, :-1])
+    torch.manual_seed(123)  # nobody else's random numbers matter
+    assert torch.equal(x, data.batch(text, 1, 7, 3, 20)[0])
+    others = [data.batch(text, rank, step, 3, 20)[0] for rank, step in ((0, 7), (1, 6), (1, 8), (2, 7))]
+    assert not any(torch.equal(x, other) for other in others)
+    with pytest.raises(ValueError, match="too short"):
+        data.batch(text[:20], 0, 0, 1, 20)

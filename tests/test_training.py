@@ -86,8 +86,6 @@ def closures_and_several_optimizers(precision: Precision | None) -> list[tuple[A
             blocks = [p for name, p in zero.model.named_parameters() if name.startswith("blocks")]
             rest = [p for name, p in zero.model.named_parameters() if not name.startswith("blocks")]
             first, second = optim.SGD(blocks, lr=0.1), optim.SGD(rest, lr=0.1)
-            dtypes = set()
-            first.register_step_pre_hook(lambda o, *_: dtypes.update(p.grad.dtype for p in o.param_groups[0]["params"]))
             for step in range(3):
 
                 def compute(step=step, zero=zero, first=first, second=second):
@@ -191,24 +189,30 @@ def in_bf16() -> list[dict[str, Any]]:
         dtypes: dict[str, Any] = {}
         zero = zerolab.shard(build(CASES["batch norm, channels_last"]), stage, precision=Precision())
         model = zero.model
-        model[3].register_forward_pre_hook(
-            lambda m, a, d=dtypes: d.update(inside=m.weight.dtype, activation=a[0].dtype)
-        )
-        optimizer = optim.AdamW(model.parameters())
-        optimizer.register_step_pre_hook(
-            lambda o, *_, d=dtypes: d.update(step={p.grad.dtype for p in model.parameters()})
-        )
-        loss = CASES["batch norm, channels_last"].loss(model, zero.rank, 0)
-        loss.backward()
-        dtypes["outside"] = {p.dtype for p in model.parameters()}
+        params = list(model.parameters())
+        norms = {id(p) for module in (model[1], model[4]) for p in module.parameters()}
+        others = [p for p in params if id(p) not in norms]
+
+        def inside(module, args, dtypes=dtypes):
+            dtypes.update(inside=module.weight.dtype, activation=args[0].dtype)
+
+        def in_step(*_, dtypes=dtypes, params=params):
+            dtypes["step"] = {p.grad.dtype for p in params}
+
+        model[3].register_forward_pre_hook(inside)
+        optimizer = optim.AdamW(params)
+        optimizer.register_step_pre_hook(in_step)
+        CASES["batch norm, channels_last"].loss(model, zero.rank, 0).backward()
+        dtypes["outside"] = {p.dtype for p in params}
         dtypes["buffer"] = model[1].running_mean.dtype
-        dtypes["waiting"] = {p.grad.dtype for p in model.parameters()}
+        dtypes["waiting"] = {p.grad.dtype for p in others}
+        dtypes["waiting, batch norm"] = {p.grad.dtype for p in params if id(p) in norms}
         optimizer.step()
-        dtypes["after the step"] = {p.grad.dtype for p in model.parameters()}
+        dtypes["after the step"] = {p.grad.dtype for p in others}
         optimizer.zero_grad()
         CASES["batch norm, channels_last"].loss(model, zero.rank, 1).backward()
         zero.clip_grad_norm_(1.0)
-        dtypes["clipped"] = {p.grad.dtype for p in model.parameters()}
+        dtypes["clipped"] = {p.grad.dtype for p in params}
         seen.append(dtypes)
     return seen
 
@@ -221,6 +225,7 @@ def test_dtypes_in_mixed_precision(ranks):
         "outside": {fp32},
         "buffer": fp32,
         "waiting": {bf16},
+        "waiting, batch norm": {fp32},
         "step": {fp32},
         "after the step": {bf16},
         "clipped": {fp32},

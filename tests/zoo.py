@@ -464,6 +464,32 @@ class TwoBackwards(Case):
         (0.5 * loss).backward()
 
 
+class TwoLosses(Case):
+    """Two forwards, then a backward for each: the first must not take for unused what the second needs."""
+
+    exact = False
+
+    def loss(self, model, rank, step):
+        self.first = super().loss(model, rank, step)
+        second = super().loss(model, rank, step + 50)
+        return 0.5 * (second + self.first.detach()) + 0 * second
+
+    def backward(self, loss):
+        (0.5 * self.first).backward()
+        loss.backward()
+
+
+class RawInputTwice(Case):
+    """A unit used twice, first with inputs that have no gradient."""
+
+    def model(self):
+        block = Block()
+        return nn.Sequential(block, block, nn.Linear(WIDTH, WIDTH))
+
+    def loss(self, model, rank, step):
+        return model(noise(rank, step, 4, WIDTH)).square().mean()
+
+
 class Frozen(Case):
     def model(self) -> nn.Module:
         model = Stack()
@@ -613,6 +639,8 @@ CASES: dict[str, Case] = {
     "part of a unit called": PartOfUnitCalled(),
     "two forwards": TwoForwards(),
     "two backwards": TwoBackwards(),
+    "two losses": TwoLosses(),
+    "raw input twice": RawInputTwice(),
     "frozen": Frozen(),
     "freezing and thawing": FreezingAndThawing(),
     "unused": Unused(),

@@ -28,7 +28,10 @@ def main(arguments: list[str] | None = None) -> int:
     for add in COMMANDS:
         add(commands)
     args = parser.parse_args(arguments)
-    return args.run(args)
+    try:
+        return args.run(args)
+    except KeyboardInterrupt:
+        return 130  # as shells say it
 
 
 def add_demo(commands: argparse._SubParsersAction) -> None:

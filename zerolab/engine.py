@@ -38,7 +38,7 @@ from zerolab.partition import Part, agree_on_parts, modules_within, units_needed
 from zerolab.precision import KEEP, Precision
 from zerolab.state import full_parameters, full_state_dict, load_full_state_dict, refuse_state_dict
 from zerolab.tree import cast_floats, grad_tensors, kept_by_modules
-from zerolab.unit import Unit
+from zerolab.unit import ForwardCall, Unit
 
 USED, TRAINABLE, LATE = 1, 2, 4  # the bits that ranks exchange about each parameter after a backward
 
@@ -88,7 +88,8 @@ class Engine:
         self._first_uses: list[Unit] | None = []  # order of first use, until the ranks have agreed on one
 
         parts = agree_on_parts(model, units, self.comm, init is not None, [type(self).__name__, str(self.precision)])
-        dtypes = [self.precision.dtypes(part.dtype, part.trainable) for part in parts]
+        kinds = [KEEP if part.batch_norm else self.precision for part in parts]
+        dtypes = [kind.dtypes(part.dtype, part.trainable) for kind, part in zip(kinds, parts, strict=True)]
         self.units = [Unit(p.name, p.named, p.sites, d, self.comm) for p, d in zip(parts, dtypes, strict=True)]
         self.root = [unit for unit, part in zip(self.units, parts, strict=True) if part.module is model]
         for unit, part in zip(self.units, parts, strict=True):
@@ -308,12 +309,15 @@ class Engine:
         Autograd runs what was created last first. What made an input is older than all that the unit did with it,
         so when it is its turn, nothing of the unit is left to run.
         """
-        call = object()
-        for tensor in grad_tensors(inputs, objects=False)[0]:
-            if tensor.grad_fn is not None:
-                for unit in units:
-                    unit.calls.add(call)
-                tensor.register_hook(partial(self._at_inputs, units, call))
+        call = ForwardCall()
+        made = [tensor for tensor in grad_tensors(inputs, objects=False)[0] if tensor.grad_fn is not None]
+        for tensor in made:
+            tensor.register_hook(partial(self._at_inputs, units, call))
+        for unit in units:
+            if made:
+                unit.calls.add(call)
+            else:
+                unit.unwatched = True
 
     def _forget_calls(self) -> None:
         self._depth = 0
@@ -348,14 +352,14 @@ class Engine:
     def _on_gradient(self, unit: Unit, i: int, leaf: nn.Parameter) -> None:
         self._begin_backward()
         unit.collect(i)
-        if not unit.calls and len(unit.arrived) == len(unit.params):
+        if not unit.calls and unit.all_arrived:
             self._done(unit)
 
-    def _at_inputs(self, units: list[Unit], call: object, grad: Tensor) -> None:
+    def _at_inputs(self, units: list[Unit], call: ForwardCall, grad: Tensor) -> None:
         self._begin_backward()
         for unit in units:
             unit.calls.discard(call)
-            if not unit.calls:
+            if not unit.calls and (unit.all_arrived or not unit.unwatched):
                 self._done(unit)
 
     def _done(self, unit: Unit) -> None:
@@ -370,8 +374,11 @@ class Engine:
 
     def _take_turns(self, everyone: bool = False) -> None:
         """A unit without a forward has nothing to wait for, but other ranks may need its zeros."""
-        while self._turns and (everyone or self._turns[0].ready or not self._turns[0].ran):
-            unit = self._turns.popleft()
+        while self._turns:
+            unit = self._turns[0]
+            if not (everyone or unit.ready or not (unit.ran or unit.opened)):
+                return
+            self._turns.popleft()
             self._advance_reductions()
             unit.complete_grad()
             self._finish(unit)

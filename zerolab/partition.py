@@ -19,12 +19,16 @@ SMALL_BYTES = 1_000_000  # not worth a unit of their own: these stay in the root
 
 @dataclass
 class Part:
-    """What becomes one unit: parameters of one module, one dtype, all trainable or all frozen."""
+    """What becomes one unit: parameters of one module, one dtype, all trainable or all frozen.
+
+    Those of batch norms go apart: beside float32 buffers, kernels want them in float32 whatever the input is.
+    """
 
     name: str
     module: nn.Module
     dtype: torch.dtype
     trainable: bool
+    batch_norm: bool
     named: list[tuple[str, nn.Parameter]] = field(default_factory=list)
     sites: list[list[Site]] = field(default_factory=list)
 
@@ -76,14 +80,16 @@ def _partition(model: nn.Module, units: UnitClasses, comm: Comm, has_init: bool)
     named: dict[int, tuple[str, nn.Parameter]] = {}
     owners: dict[int, list[tuple[str, nn.Module]]] = {}
     modules = _unit_modules(model, units)
-    for path, module in model.named_modules(remove_duplicate=False):
+    at = dict(model.named_modules(remove_duplicate=False))  # a module may have several paths
+    units_by_id = {id(module): name for name, module in modules}
+    for path, module in at.items():
         for key, param in module._parameters.items():
             if param is None:
                 continue
             named.setdefault(id(param), (f"{path}.{key}" if path else key, param))
             if (module, key) not in sites.setdefault(id(param), []):
                 sites[id(param)].append((module, key))
-            owner = _nearest(path, modules)
+            owner = _nearest(path, at, units_by_id)
             if owner not in owners.setdefault(id(param), []):
                 owners[id(param)].append(owner)
     on_meta = [name for name, tensor in [*named.values(), *model.named_buffers()] if tensor.is_meta]
@@ -94,13 +100,14 @@ def _partition(model: nn.Module, units: UnitClasses, comm: Comm, has_init: bool)
     _check(list(named.values()), comm)
 
     order = {name: number for number, (name, _) in enumerate(modules)}
-    parts: dict[tuple[int, torch.dtype, bool], Part] = {}
+    parts: dict[tuple[int, torch.dtype, bool, bool], Part] = {}
     for key, (name, param) in named.items():
         # Tied across units: the root has it, because the root is gathered whenever any unit is used.
         owner_name, module = owners[key][0] if len(owners[key]) == 1 else ("", model)
-        what = (order[owner_name], param.dtype, param.requires_grad)
+        batch_norm = isinstance(sites[key][0][0], nn.modules.batchnorm._NormBase)
+        what = (order[owner_name], param.dtype, param.requires_grad, batch_norm)
         if what not in parts:
-            parts[what] = Part(owner_name or "root", module, param.dtype, param.requires_grad)
+            parts[what] = Part(owner_name or "root", module, *what[1:])
         parts[what].named.append((name, param))
         parts[what].sites.append(sites[key])
     result = [parts[key] for key in sorted(parts, key=lambda k: k[0])]
@@ -166,10 +173,11 @@ def _by_size(model: nn.Module, path: str = "") -> list[tuple[str, nn.Module]]:
     return found
 
 
-def _nearest(path: str, modules: list[tuple[str, nn.Module]]) -> tuple[str, nn.Module]:
-    """The unit module at `path` or nearest above it."""
-    around = [(name, m) for name, m in modules if name == "" or path == name or path.startswith(name + ".")]
-    return max(around, key=lambda entry: len(entry[0]))
+def _nearest(path: str, at: dict[str, nn.Module], units: dict[int, str]) -> tuple[str, nn.Module]:
+    """The unit's module at `path` or nearest above it, under the name it has as a unit."""
+    while id(at[path]) not in units:
+        path = path.rpartition(".")[0]
+    return units[id(at[path])], at[path]
 
 
 def _check(named: list[tuple[str, nn.Parameter]], comm: Comm) -> None:
@@ -202,8 +210,10 @@ def _check(named: list[tuple[str, nn.Parameter]], comm: Comm) -> None:
 
 
 def _tell_apart(parts: list[Part]) -> None:
-    """Parts of one module (other dtype, or frozen) get names of their own."""
+    """Parts of one module (another dtype, frozen, batch norms) get names of their own."""
     names = [part.name for part in parts]
     for part, name in zip(parts, names, strict=True):
         if names.count(name) > 1:
-            part.name = f"{name} ({str(part.dtype).removeprefix('torch.')}{'' if part.trainable else ', frozen'})"
+            facts = [str(part.dtype).removeprefix("torch."), "" if part.trainable else "frozen"]
+            facts.append("batch norm" if part.batch_norm else "")
+            part.name = f"{name} ({', '.join(fact for fact in facts if fact)})"

@@ -28,7 +28,7 @@ class Precision:
     master: dtype of the weights that the optimizer updates. Frozen parameters keep their own.
     cast_inputs: whether floating point inputs of the model are cast to `compute`.
 
-    Buffers keep their dtype. float16 is refused: it needs a loss scaler.
+    Buffers keep their dtype, and so do the parameters of batch norms. float16 is refused: it needs a loss scaler.
     """
 
     compute: torch.dtype | None = torch.bfloat16

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 from functools import partial
 from typing import Any
+from weakref import WeakSet
 
 import torch
 from torch import Tensor, nn
@@ -24,6 +25,10 @@ from zerolab.layout import Layout
 from zerolab.precision import Dtypes
 
 Site = tuple[nn.Module, str]  # a module and the name under which it holds a parameter
+
+
+class ForwardCall:
+    """A call of a unit in forward. Only its autograd graph holds it: where there is no backward, it goes with that."""
 
 
 class Unit:
@@ -61,7 +66,8 @@ class Unit:
 
         self.depth = 0  # how many calls of modules that need this unit are under way
         self.ran = False  # used in a forward since the last backward
-        self.calls: set[object] = set()  # forwards whose backward has not come back to the unit's inputs
+        self.calls: WeakSet[ForwardCall] = WeakSet()  # those whose backward has not come back to the unit's inputs
+        self.unwatched = False  # some call had no inputs by which to see that
         self.opened = False  # pre_backward has run, post_backward has not
         self.ready = False  # backward has passed the unit
 
@@ -198,6 +204,11 @@ class Unit:
         self.have[i] = True
         self.arrived.add(i)
 
+    @property
+    def all_arrived(self) -> bool:
+        """Whether this backward brought a gradient for every parameter: then it needs none of them any more."""
+        return len(self.arrived) == len(self.params)
+
     def complete_grad(self) -> None:
         """Make `whole_grad` fit to travel: zeros where no gradient came, and the reduce dtype."""
         self.used, self.have = self.have, [False] * len(self.have)
@@ -291,8 +302,8 @@ class Unit:
     def end_backward(self, keep_ran: bool) -> None:
         """Ready for the next backward. `keep_ran`: the graph was kept, so the same forward may have another."""
         self.ready = False
-        self.ran = self.ran and keep_ran
-        self.calls.clear()
+        self.ran = self.ran and (keep_ran or len(self.calls) > 0)
+        self.unwatched = self.unwatched and self.ran
         self.arrived.clear()
         self.used = [False] * len(self.used)
 

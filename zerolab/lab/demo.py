@@ -30,9 +30,10 @@ from zerolab.precision import KEEP
 BATCH, LEARNING_RATE, SEED = 2, 1e-3, 0
 PRECISIONS = {"fp32": KEEP, "bf16": zerolab.Precision(torch.bfloat16)}
 BYTES_TOLERANCE = 0.01  # padding, and Adam's step counters
-# NCCL adds in an order of its own, and rounds bf16 more than once; Adam makes whole steps of the smallest differences.
-# So there the parameters may differ by this fraction of the way that training took them, both as Euclidean norms.
-NCCL_TOLERANCE = {"fp32": 0.02, "bf16": 0.25}
+# NCCL adds in an order of its own and rounds on the way, and GPU kernels may add in another order in each run. So there
+# the parameters may differ by this fraction of the way that training took them (Euclidean norms), for each step.
+# In 20 steps other orders and roundings came to 0.0003 in fp32 and 0.03 in bf16, gradients not averaged at all to 0.9.
+NCCL_TOLERANCE = {"fp32": 1e-4, "bf16": 5e-3}
 
 Report = dict[str, Any]  # what --json writes
 
@@ -62,12 +63,15 @@ def demo(
     if plot_file:
         from zerolab.lab.plots import ladder
 
-        ladder(report)[0].savefig(plot_file, dpi=150)
+        figure, sentence = ladder(report, precision)
+        figure.savefig(plot_file, dpi=150)
     print_table(report, precision)
     for problem in problems:
         print(f"WRONG: {problem}")
     if not problems:
         print(conclusion(report))
+    if plot_file:
+        print(f"{plot_file}: {sentence}")
     return 1 if problems else 0
 
 
@@ -114,7 +118,7 @@ def train_alone(ranks: int, steps: int, precision: str, sizes: dict[str, int]) -
     params = list(model.parameters())
     optimizer = torch.optim.AdamW(masters, lr=LEARNING_RATE)
     data, losses = text(), []
-    for step in (bar := _progress(steps, "one process", shown=True)):
+    for step in _progress(steps, "one process", shown=True):
         losses.append([])
         sums: list[Tensor] = []
         for rank in range(ranks):
@@ -131,7 +135,6 @@ def train_alone(ranks: int, steps: int, precision: str, sizes: dict[str, int]) -
         with torch.no_grad():
             for master, param in zip(masters, params):
                 param.copy_(master)
-        bar.set_postfix(loss=f"{sum(losses[-1]) / ranks:.3f}")
     return {
         "losses": losses,
         "state": {name: master.cpu() for (name, _), master in zip(model.named_parameters(), masters)},
@@ -160,12 +163,11 @@ def train_sharded(
         return loss.item()  # on a GPU this waits until the step is done
 
     losses, seconds = [], []
-    for step in (bar := _progress(steps, f"stage {cls.stage} {cls.__name__}", shown=zero.rank == 0)):
+    for step in _progress(steps, f"stage {cls.stage} {cls.__name__}", shown=zero.rank == 0):
         begin = time.perf_counter()
         with zero.comm.record() as calls:
             losses.append(train_step(step))
         seconds.append(time.perf_counter() - begin)
-        bar.set_postfix(loss=f"{losses[-1]:.3f}")
     held_in_the_end = {category: held[category] for category in CATEGORIES}
 
     state, expected = zero.full_state_dict(), alone["state"]
@@ -198,7 +200,7 @@ def _progress(steps: int, what: str, shown: bool) -> Any:
     """A bar on the terminal that this rank inherited; nothing where there is no terminal."""
     from tqdm import tqdm
 
-    return tqdm(range(steps), desc=f"{what:<13}", unit="step", dynamic_ncols=True, disable=None if shown else True)
+    return tqdm(range(steps), desc=f"{what:<13}", unit="step", ncols=79, disable=None if shown else True)
 
 
 # -- what came of it -------------------------------------------------------------------------------------------------
@@ -229,8 +231,8 @@ def _wrong(entry: Report, everyone: list[dict[str, Any]], alone: dict[str, Any],
                 yield f"{differs}; {len(names)} of {len(alone['state'])} parameters differ, first {names[0]}"
             elif result["losses"] != [losses[rank] for losses in alone["losses"]]:
                 yield f"rank {rank} has other losses than the single process had on its micro-batches"
-        elif not result["distance"] <= NCCL_TOLERANCE[precision]:
-            yield f"{differs}, more than the {100 * NCCL_TOLERANCE[precision]:.2g} % that are allowed on NCCL"
+        elif not result["distance"] <= (allowed := NCCL_TOLERANCE[precision] * len(alone["losses"])):
+            yield f"{differs}, more than the {100 * allowed:.2g} % that are allowed on NCCL"
     pairs = [(what, entry["state_bytes"][what], entry["formula_bytes"][what]) for what in CATEGORIES]
     pairs.append(("moved", entry["moved_bytes_per_step"], entry["formula_moved_bytes_per_step"]))
     for what, measured, formula in pairs:
@@ -239,7 +241,7 @@ def _wrong(entry: Report, everyone: list[dict[str, Any]], alone: dict[str, Any],
 
 
 def print_table(report: Report, precision: str) -> None:
-    """One table, 79 characters wide: for each stage a row of what was measured, and under it what the formula says."""
+    """One table, about 80 characters wide: for each stage what was measured, and under it what the formula says."""
     from rich import box
     from rich.console import Console
     from rich.table import Table
@@ -264,7 +266,7 @@ def print_table(report: Report, precision: str) -> None:
         table.add_row(_name(stage), f"{r['losses'][-1]:.4f}", same, *measured, milliseconds)
         table.add_row("  formula", "", "", *formula, "", "", style="dim")
     console = Console(highlight=False)
-    console.width = max(console.width, 80)  # a narrower terminal may break lines, but nothing is cut off
+    console.width = max(console.width, 100)  # a narrower terminal may break lines, but nothing is cut off
     console.print(table)
 
 
@@ -274,10 +276,10 @@ def conclusion(report: Report) -> str:
     names = ", ".join(_name(stage) for stage in stages)
     held = ", ".join(_mb(sum(r["state_bytes"].values())) for r in stages.values())
     moved = ", ".join(_mb(r["moved_bytes_per_step"]) for r in stages.values())
-    exact = all(r["bitwise_equal"] for r in stages.values())
+    same = "bit for bit" if all(r["bitwise_equal"] for r in stages.values()) else "within the tolerance for NCCL"
     return (
-        f"Every stage ({names}) ended with the parameters of one process, "
-        f"{'bit for bit' if exact else 'within the tolerance for NCCL'}; a rank held {held} MB and moved {moved} MB a step."
+        f"Every stage ({names}) ended with the parameters of one process, {same}; "
+        f"a rank held {held} MB and moved {moved} MB a step."
     )
 
 

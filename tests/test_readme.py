@@ -1,0 +1,41 @@
+"""The README's program, as it stands there."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[1]
+
+
+def program() -> str:
+    return re.search(r"```python\n(.*?)```", (ROOT / "README.md").read_text(), re.DOTALL)[1]
+
+
+def run(*command: str) -> str:
+    done = subprocess.run([sys.executable, *command], capture_output=True, text=True, timeout=100, check=False)
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+def test_the_program_runs(tmp_path):
+    script = tmp_path / "train.py"
+    script.write_text(program())
+    losses = eval(run(str(script)))
+    assert len(losses) == 4 and all(2 < loss < 6 for loss in losses)
+
+
+def test_the_same_function_runs_under_torchrun(tmp_path):
+    script = tmp_path / "train.py"
+    script.write_text(program().replace("print(zerolab.launch(main, 4))", 'print(f"loss {main():.3f}", flush=True)'))
+    said = run("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", str(script))
+    assert len(re.findall(r"loss \d\.\d+", said)) == 2
+
+
+def test_make_targets_exist():
+    """What the README tells to type, the Makefile has."""
+    makefile = (ROOT / "Makefile").read_text()
+    for target in re.findall(r"\bmake ([a-z-]+)", (ROOT / "README.md").read_text()):
+        assert re.search(rf"^{target}:", makefile, re.MULTILINE), target

@@ -212,6 +212,50 @@ def stale_graph() -> list[str]:
     return said
 
 
+def edited_before_backward() -> list[str]:
+    said = []
+    for stage in range(4):
+        zero = zerolab.shard(Stack(), stage, units=[Block])
+        PLAIN.loss(zero.model, zero.rank, 0).backward()
+        loss = PLAIN.loss(zero.model, zero.rank, 1)
+        with torch.no_grad():
+            for p in zero.model.parameters():
+                p.mul_(2.0)
+        said.append(attempt(loss.backward))
+    return said
+
+
+def test_an_edit_between_forward_and_backward_is_refused(ranks):
+    for said in ranks.run(edited_before_backward, ranks=2):
+        assert all("modified by an inplace operation" in message for message in said), said
+
+
+def after_an_interrupt() -> list[str]:
+    said = []
+    for stage in range(4):
+        zero = zerolab.shard(Stack(), stage, units=[Block])
+        before = zero.full_state_dict()
+
+        def stop(*args):
+            raise KeyboardInterrupt
+
+        handle = zero.model.blocks[1].register_forward_hook(stop)
+        with pytest.raises(KeyboardInterrupt):
+            PLAIN.loss(zero.model, zero.rank, 0)
+        handle.remove()
+        optimizer = torch.optim.SGD(zero.model.parameters(), lr=0.1)
+        after = zero.full_state_dict()
+        assert all(torch.equal(before[key], after[key]) for key in before)
+        PLAIN.loss(zero.model, zero.rank, 0).backward()
+        said.append(attempt(optimizer.step))
+    return said
+
+
+def test_an_optimizer_built_after_an_interrupted_forward_is_refused(ranks):
+    for said in ranks.run(after_an_interrupt, ranks=2):
+        assert all("after one that was interrupted" in message for message in said), said
+
+
 def test_backward_through_a_forward_before_the_step_is_refused(ranks):
     for said in ranks.run(stale_graph, ranks=2):
         assert all("modified by an inplace operation" in message for message in said), said

@@ -381,7 +381,8 @@ class AttentionBlock(nn.Module):
 
 
 class Attention(Case):
-    units = (AttentionBlock, nn.MultiheadAttention)
+    def __init__(self, units: Any) -> None:
+        self.units = units
 
     def model(self) -> nn.Module:
         return Stack(AttentionBlock)
@@ -488,6 +489,31 @@ class RawInputTwice(Case):
 
     def loss(self, model, rank, step):
         return model(noise(rank, step, 4, WIDTH)).square().mean()
+
+
+class Positions(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = nn.Parameter(torch.randn(7, WIDTH))
+
+    def forward(self, n: int) -> Tensor:
+        return self.table[:n]
+
+
+class ViewOfOwnWeight(Case):
+    """A unit whose result is a part of its parameter."""
+
+    units = (Positions, Block)
+
+    def model(self):
+        model = Stack()
+        model.positions = Positions()
+        return model
+
+    def loss(self, model, rank, step):
+        tokens = words(rank, step, 2, 5)
+        x = model.body(model.emb(tokens) + model.positions(5))
+        return F.cross_entropy(model.head(x).flatten(0, 1), tokens.flatten())
 
 
 class Frozen(Case):
@@ -631,7 +657,8 @@ CASES: dict[str, Case] = {
     "mixture of experts": Mixture(),
     "LoRA on a frozen bf16 base": LoRA(),
     "LSTM": Recurrent(),
-    "attention": Attention(),
+    "attention": Attention((AttentionBlock, nn.MultiheadAttention)),
+    "attention of linears": Attention((nn.Linear,)),
     "weight norm": WeightNorm(old=False),
     "weight norm, old": WeightNorm(old=True),
     "odd shapes": OddShapes(),
@@ -641,6 +668,7 @@ CASES: dict[str, Case] = {
     "two backwards": TwoBackwards(),
     "two losses": TwoLosses(),
     "raw input twice": RawInputTwice(),
+    "view of own weight": ViewOfOwnWeight(),
     "frozen": Frozen(),
     "freezing and thawing": FreezingAndThawing(),
     "unused": Unused(),

@@ -37,7 +37,7 @@ from zerolab.comm import Comm, CommError
 from zerolab.partition import Part, agree_on_parts, modules_within, units_needed
 from zerolab.precision import KEEP, Precision
 from zerolab.state import full_parameters, full_state_dict, load_full_state_dict, refuse_state_dict
-from zerolab.tree import cast_floats, grad_tensors, kept_by_modules
+from zerolab.tree import cast_floats, detached_from, grad_tensors, kept_by_modules
 from zerolab.unit import ForwardCall, Unit
 
 USED, TRAINABLE, LATE = 1, 2, 4  # the bits that ranks exchange about each parameter after a backward
@@ -162,12 +162,12 @@ class Engine:
         @functools.wraps(method)
         def wrapped(*args: Any, **kwargs: Any) -> Any:
             args, kwargs = self._enter(self.root, self.model, args, kwargs)
-            output = None
             try:
                 output = method(*args, **kwargs)
-                return output
-            finally:
-                self._leave(self.root, [], self.model, args, kwargs, output)
+            except BaseException:
+                self._leave(self.root, [], self.model, args, kwargs, None)
+                raise
+            return self._leave(self.root, [], self.model, args, kwargs, output)
 
         setattr(self.model, name, wrapped)
 
@@ -188,8 +188,9 @@ class Engine:
         self._materialise([module for sites in unit.sites for module, _ in sites], init)
         unit.fill([sites[0][0]._parameters[sites[0][1]] for sites in unit.sites], self.comm.device)
         unit.adopt(self.optimizer_params(unit), [param.requires_grad for _, param in part.named], self._on_gradient)
-        for (name, original), param in zip(part.named, unit.params, strict=True):
+        for (name, original), param, whole in zip(part.named, unit.params, unit.wholes, strict=True):
             optimizers.mark_replaced(original, name)
+            optimizers.mark_whole(whole, name)
             optimizers.mark_owned(param, self, unit)
         part.named.clear()
 
@@ -232,8 +233,8 @@ class Engine:
         """Before a module's forward: see to it that the units that it needs show whole parameters."""
         if self._bypassed:
             return args, kwargs
-        if self._depth and module is self.model and not _on_stack(self._outermost):
-            self._forget_calls()  # an interrupt got past _leave
+        if module is self.model:
+            self._forget_calls()
         self._depth += 1
         new = [unit for unit in needs if unit.depth == 0]
         for unit in needs:
@@ -257,17 +258,19 @@ class Engine:
 
     def _leave(
         self, needs: list[Unit], inside: list[nn.Module], module: nn.Module, args: Any, kwargs: Any, output: Any
-    ) -> None:
+    ) -> Any:
         """After a module's forward, also one that failed: show the optimizer's parameters again."""
         if self._bypassed:
-            return
+            return output
         self._depth -= 1
         for unit in needs:
             unit.depth -= 1
         over = [unit for unit in needs if unit.depth == 0]
         if _in_backward():  # a recompute releases nothing: backward is about to use it
-            return
+            return output
         failed = output is None and sys.exc_info()[0] is not None
+        if over:  # a result that is a part of a parameter must not go with it
+            output = detached_from({unit.whole.untyped_storage()._cdata for unit in over}, output)
         stay = False
         if over and torch.is_grad_enabled() and not failed:
             # If backward may come in through something that cannot be seen, the units must stay.
@@ -284,6 +287,7 @@ class Engine:
             self._outermost = None
             if module is self.model and not failed:
                 self.gather_stale()  # what this rank did not need, another may have needed
+        return output
 
     def _start_forward(self) -> None:
         """The outermost call of a forward: tidy up what an error left, and notice parameters changed by hand."""
@@ -291,6 +295,10 @@ class Engine:
             self._drop_backward()
         self.comm.phase = "forward"
         self._training = torch.is_grad_enabled()
+        self._notice_changes()
+
+    def _notice_changes(self) -> None:
+        """Parameters may have been changed by hand."""
         for unit in self.units:
             if unit.master._version != unit.version:
                 self._changed(unit)
@@ -320,6 +328,9 @@ class Engine:
                 unit.unwatched = True
 
     def _forget_calls(self) -> None:
+        """Ctrl-C gets past _leave: if the outermost call is over all the same, show the optimizer's parameters."""
+        if self._depth == 0 or _on_stack(self._outermost):
+            return
         self._depth = 0
         for unit in self.units:
             if unit.depth:
@@ -336,6 +347,7 @@ class Engine:
         Variable._execution_engine.queue_callback(self._end_backward)
         self._in_backward = True
         self.comm.phase = "backward"
+        self._notice_changes()
         self.gather_stale()
         for unit in self.units:
             unit.resume()
@@ -481,6 +493,7 @@ class Engine:
     # -- the optimizer's step ------------------------------------------------------------------------------------
 
     def _before_step(self, units: list[Unit]) -> None:
+        self._forget_calls()
         self._check_grads_final(units)
         self._stepping = True
         self.comm.phase = "step"

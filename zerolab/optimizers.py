@@ -34,6 +34,11 @@ def mark_replaced(original: nn.Parameter, name: str) -> None:
     original._zerolab_replaced = name
 
 
+def mark_whole(whole: nn.Parameter, name: str) -> None:
+    """`whole` is what forward sees of a parameter, not what an optimizer updates."""
+    whole._zerolab_whole = name
+
+
 def mark_owned(param: nn.Parameter, engine: Engine, unit: Unit) -> None:
     param._zerolab_owner = (weakref.ref(engine), unit)
 
@@ -47,6 +52,11 @@ def _owners(optimizer: Optimizer) -> dict[Engine, list[Unit]]:
                 raise RuntimeError(
                     f"{type(optimizer).__name__} was built before the model was sharded: it holds the old {name}, "
                     "which the model no longer uses. Build the optimizer from model.parameters() after sharding"
+                )
+            if name := getattr(param, "_zerolab_whole", None):
+                raise RuntimeError(
+                    f"{type(optimizer).__name__} was built inside a forward, or after one that was interrupted: it "
+                    f"holds the whole {name} of a moment. Build it from model.parameters() outside of forward"
                 )
             if owner := getattr(param, "_zerolab_owner", None):
                 reference, unit = owner

@@ -145,7 +145,9 @@ def _unit_modules(model: nn.Module, units: UnitClasses) -> list[tuple[str, nn.Mo
                     f"units: {type(model).__name__} contains no {cls.__name__}; it is made of {', '.join(names)}"
                 )
         found = [(n, m) for n, m in model.named_modules() if isinstance(m, wanted)]
-    return [("", model)] + [(name, module) for name, module in found if module is not model]
+    # A MultiheadAttention reads its projections' weights without calling them.
+    read = {id(inner) for m in model.modules() if isinstance(m, nn.MultiheadAttention) for inner in m.children()}
+    return [("", model)] + [(name, m) for name, m in found if m is not model and id(m) not in read]
 
 
 def _repeated_blocks(model: nn.Module) -> set[type[nn.Module]]:

@@ -21,6 +21,7 @@ def full_parameters(self: Engine) -> Iterator[None]:
     The first rank's edits are kept, on all ranks; after an error inside, none. All ranks must take part. The
     model may be called inside, but not trained.
     """
+    self._forget_calls()
     if self._depth or self._in_backward or self._bypassed:
         raise RuntimeError("full_parameters() cannot be entered inside forward, backward or itself")
     self.comm.phase = "full_parameters"
@@ -47,6 +48,7 @@ def full_state_dict(self: Engine, rank0_only: bool = False) -> dict[str, Tensor]
     rank0_only: the group's first rank gets it, the others an empty dict. Buffers are the first rank's.
     Gathers unit by unit, so that a rank holds one whole unit besides the result.
     """
+    self._forget_calls()
     self.comm.phase = "full_state_dict"
     wanted = self.rank == 0 or not rank0_only
     state = _own_state_dict(self)
@@ -75,6 +77,7 @@ def load_full_state_dict(self: Engine, state: dict[str, Tensor] | None) -> None:
 
     Raises `ValueError` on every rank, before anything is changed, if names are missing or unexpected or shapes differ.
     """
+    self._forget_calls()
     self.comm.phase = "load_full_state_dict"
     own = _own_state_dict(self)
     problem = _compare(self, own, state) if self.rank == 0 else None

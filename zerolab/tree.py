@@ -60,6 +60,11 @@ def kept_by_modules(modules: list[nn.Module]) -> Iterator[Tensor]:
                 yield value
 
 
+def detached_from(storages: set[int], tree: Any) -> Any:
+    """`tree` with copies of those tensors that lie in one of `storages` (their identities)."""
+    return tree_map_only(Tensor, lambda t: t.clone() if t.untyped_storage()._cdata in storages else t, tree)
+
+
 def cast_floats(tree: Any, dtype: torch.dtype) -> Any:
     """Floating point tensors in `tree` as `dtype`, everything else as it is."""
     return tree_map_only(Tensor, lambda t: t.to(dtype) if t.is_floating_point() else t, tree)

@@ -119,6 +119,27 @@ def test_every_rank_is_compared() -> None:
     assert any("rank 1 ends" in problem for problem in problems)
 
 
+def test_exit_status_says_what_is_wrong(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setattr("zerolab.lab.demo.measure_ladder", lambda *_: (made_up_report(), ["stage 1: is crooked"]))
+    assert main(["demo"]) == 1
+    said = capsys.readouterr().out
+    assert "WRONG: stage 1: is crooked" in said
+    assert "bit for bit;" not in said  # no conclusion that would say the opposite
+    monkeypatch.setattr("zerolab.lab.demo.measure_ladder", lambda *_: (made_up_report(), []))
+    assert main(["demo"]) == 0
+    assert "WRONG" not in capsys.readouterr().out
+
+
+def test_some_stages() -> None:
+    report, problems = measure_ladder(2, 2, [3, 1, 3], "bf16", "cpu", sizes=SMALL)
+    psi = report["parameters"]
+    assert problems == [] and list(report["stages"]) == ["3", "1"]
+    check_stages(report)
+    by_hand = {"parameters": 2 * psi, "gradients": psi, "optimizer": 4 * psi}  # 4Ψ/N + 2Ψ/N + 8Ψ/N for N = 2
+    assert report["stages"]["3"]["formula_bytes"] == by_hand
+    assert report["stages"]["1"]["formula_moved_bytes_per_step"] == 2 * psi
+
+
 # -- the command -----------------------------------------------------------------------------------------------------
 
 

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_map_only
+from torch.utils._pytree import tree_leaves, tree_map_only
 
 _PLAIN = (str, bytes, int, float, complex, bool, type(None), torch.dtype, torch.device, torch.Generator, Enum, type)
 
@@ -61,8 +61,14 @@ def kept_by_modules(modules: list[nn.Module]) -> Iterator[Tensor]:
 
 
 def detached_from(storages: set[int], tree: Any) -> Any:
-    """`tree` with copies of those tensors that lie in one of `storages` (their identities)."""
-    return tree_map_only(Tensor, lambda t: t.clone() if t.untyped_storage()._cdata in storages else t, tree)
+    """`tree` with copies of those tensors that lie in one of `storages` (their identities); else `tree` itself."""
+
+    def inside(leaf: Any) -> bool:
+        return isinstance(leaf, Tensor) and leaf.layout is torch.strided and leaf.untyped_storage()._cdata in storages
+
+    if not any(inside(leaf) for leaf in tree_leaves(tree)):
+        return tree
+    return tree_map_only(Tensor, lambda tensor: tensor.clone() if inside(tensor) else tensor, tree)
 
 
 def cast_floats(tree: Any, dtype: torch.dtype) -> Any:

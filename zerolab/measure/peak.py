@@ -51,7 +51,7 @@ def peak(zero: Engine, optimizer: Optimizer) -> Iterator[Peak]:
         before = sum(model_states(zero, optimizer).values())
         # The profiler's library writes lines about itself to stderr; it looks at this before it is first used.
         os.environ.setdefault("KINETO_LOG_LEVEL", "99")
-        with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
+        with profile(activities=[ProfilerActivity.CPU], profile_memory=True, acc_events=True) as profiler:
             yield result
         result.bytes = before + _highest_sum(profiler)
 

@@ -108,7 +108,7 @@ def dies_with_heir():
     """Rank 1 dies, but a process that it forked holds all its pipes open for a while."""
     if dist.get_rank() == 1:
         if os.fork() == 0:
-            time.sleep(12)
+            time.sleep(35)
             os._exit(0)
         suicide()
     wait_for_all()

@@ -219,7 +219,7 @@ def test_a_death_is_seen_though_an_heir_holds_the_pipe(two: Ranks) -> None:
     assert two.run(jobs_launch.echo, 1) == [1, 1]
     before = children()
     with pytest.raises(RankError, match="rank 1 of 2 was killed by SIGKILL"):
-        two.run(jobs_launch.dies_with_heir, timeout=10)
+        two.run(jobs_launch.dies_with_heir, timeout=30)
     assert not children() & before
 
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import gc
 import re
+import weakref
 from typing import Any
 
 import pytest
@@ -498,3 +500,22 @@ def test_default_units(ranks):
     assert stack == ["root", "blocks.0", "blocks.1", "blocks.2"]
     assert linear == ["root"] and small == ["root"]
     assert wide == ["root", "0", "1", "2", "3", "4"]  # 6.8 MB each; the last, 52 kB, stays in the root
+
+
+def left_behind() -> list[bool]:
+    """Whether what a sharded model held is gone with it: storages, process groups, threads."""
+    alive = []
+    for stage in range(4):
+        zero = zerolab.shard(build(PLAIN), stage, units=[Block])
+        optimizer = PLAIN.optimizer(zero.model)
+        PLAIN.loss(zero.model, zero.rank, 0).backward()
+        optimizer.step()
+        reference = weakref.ref(zero)
+        del zero, optimizer
+        gc.collect()
+        alive.append(reference() is not None)
+    return alive
+
+
+def test_nothing_is_left_of_a_model_that_is_gone(ranks):
+    assert ranks.run(left_behind, ranks=2) == [[False] * 4] * 2

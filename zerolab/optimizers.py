@@ -40,7 +40,7 @@ def mark_whole(whole: nn.Parameter, name: str) -> None:
 
 
 def mark_owned(param: nn.Parameter, engine: Engine, unit: Unit) -> None:
-    param._zerolab_owner = (weakref.ref(engine), unit)
+    param._zerolab_owner = (weakref.ref(engine), weakref.ref(unit))
 
 
 def _owners(optimizer: Optimizer) -> dict[Engine, list[Unit]]:
@@ -62,7 +62,7 @@ def _owners(optimizer: Optimizer) -> dict[Engine, list[Unit]]:
                 reference, unit = owner
                 engine = reference()
                 if engine is not None:
-                    touched.setdefault(engine, set()).add(id(unit))
+                    touched.setdefault(engine, set()).add(id(unit()))
     return {engine: [u for u in engine.units if id(u) in ids] for engine, ids in touched.items()}
 
 

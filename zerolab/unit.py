@@ -13,6 +13,7 @@ what the model shows outside forward and backward, what the optimizer holds, and
 
 from __future__ import annotations
 
+import weakref
 from functools import partial
 from typing import Any
 from weakref import WeakSet
@@ -140,7 +141,8 @@ class Unit:
         whole.requires_grad_(param.requires_grad)
         if not self._hooked[i] and param.requires_grad:
             param.register_hook(partial(_refuse_gradient, self.names[i]))
-            whole.register_post_accumulate_grad_hook(partial(self._on_gradient, self, i))
+            # A hook in C++ hides from the garbage collector what it holds: so it must not hold the unit.
+            whole.register_post_accumulate_grad_hook(partial(_pass_on, weakref.ref(self), i))
             self._hooked[i] = True
 
     def show_params(self) -> None:
@@ -325,6 +327,12 @@ class Unit:
         """The part of `flat` that lies where `param` lies in `master`."""
         offset = param.storage_offset() - self.master.storage_offset()
         return flat.as_strided(param.size(), param.stride(), flat.storage_offset() + offset)
+
+
+def _pass_on(reference: weakref.ref[Unit], i: int, leaf: nn.Parameter) -> None:
+    unit = reference()
+    if unit is not None:
+        unit._on_gradient(unit, i, leaf)
 
 
 def _refuse_gradient(name: str, grad: Tensor) -> None:

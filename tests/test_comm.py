@@ -84,7 +84,7 @@ def job_collectives():
         first = [rank == 0 and value, value]  # keep our own apart from what comes
         comm.broadcast(value, "buffer")
         assert rank or torch.equal(value, first[0])
-    assert torch.equal(comm.exchange_tensor(value.flatten().contiguous(), "check"), value.flatten().expand(n, -1))
+    assert comm.exchange(value.tolist(), "check") == n * [value.tolist()]
 
     total = torch.tensor(1.0 + rank)
     assert comm.all_reduce_scalar(total, dist.ReduceOp.SUM).item() == n * (n + 1) / 2
@@ -131,7 +131,7 @@ def job_record():
         comm.all_reduce_scalar(torch.tensor(1.0), dist.ReduceOp.SUM)
         comm.exchange("hello", "greeting")
     comm.broadcast(torch.ones(7), "not recorded")
-    return [tuple(vars(call).values()) for call in calls], [call.op for call in inner], comm.world_size
+    return [tuple(vars(call).values())[:6] for call in calls], [call.op for call in inner], comm.world_size
 
 
 @pytest.mark.parametrize("n", [1, 2, 3, 4])
@@ -195,7 +195,7 @@ def job_ledger(stage):
             optimizer.step()
             optimizer.zero_grad()
     size = {unit.name: unit.layout.size * 4 for unit in zero.units}
-    return [tuple(vars(call).values()) for call in calls], size
+    return [tuple(vars(call).values())[:6] for call in calls], size
 
 
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
@@ -407,15 +407,15 @@ def job_exchange():
     comm = Comm(None, CPU)
     messages = [{"rank": 0}, "Ψ" * 1000, None, [1.5, [True, ""], "x" * 70_000]]
     everyone = comm.exchange(messages[comm.rank], "test")
-    finish = comm.start_exchange(torch.tensor([comm.rank, 7], dtype=torch.uint8), "test")
-    both = comm.exchange_tensor(torch.tensor([[comm.rank]]).flatten(), "test"), finish()
-    return everyone == messages[: comm.world_size], both[0].tolist(), both[1].tolist()
+    finish = comm.start_exchange(bytes([comm.rank, 7]), "test")
+    both = comm.exchange_bytes(bytes([comm.rank]), "test"), finish()
+    return everyone == messages[: comm.world_size], *both
 
 
 @pytest.mark.parametrize("n", [1, 4])
 def test_exchange_of_unequal_messages(ranks, n):
     for result in ranks.run(job_exchange, ranks=n, timeout=60, group_timeout=20):
-        assert result == (True, [[r] for r in range(n)], [[r, 7] for r in range(n)])
+        assert result == (True, [bytes([r]) for r in range(n)], [bytes([r, 7]) for r in range(n)])
 
 
 # -- versions of torch ----------------------------------------------------------------------------------------------

@@ -13,13 +13,15 @@ Three promises, whatever the backend:
 from __future__ import annotations
 
 import json
+import time
 import zlib
 from collections.abc import Callable, Generator, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from datetime import timedelta
+from functools import partial
 from itertools import count
-from typing import Any
+from typing import Any, NamedTuple
 from weakref import WeakKeyDictionary
 
 import torch
@@ -47,13 +49,17 @@ class CommError(RuntimeError):
     """A collective failed, or the ranks disagree. The message names the rank, the operation and the unit."""
 
 
-@dataclass(frozen=True)
+@dataclass
 class Call:
     """One collective as it ran on this rank.
 
     `payload`: bytes of the whole tensor, all ranks' parts together. `sent`: bytes this rank sends when the
     operation runs as a ring: (N-1)/N of the payload, twice that for an all-reduce. `control`: a message about
-    the run (agreement, scalars), not part of the traffic of the stage.
+    the run (agreement, scalars), not part of the traffic of the stage. `step`: 0 before the first optimizer step.
+
+    `start`, `end`: when this rank issued it and when it was through, in seconds on the clock of `time.perf_counter`
+    (on NCCL, when the host had waited for it; the device may be elsewhere). `end` is None until then, and stays None
+    where no data moves (the fake backend). `waits`: when this rank stood still for it; `waited`: seconds of that.
     """
 
     op: str
@@ -62,6 +68,24 @@ class Call:
     payload: int
     sent: int
     control: bool = False
+    step: int = 0
+    start: float = field(default=0.0, compare=False)
+    end: float | None = field(default=None, compare=False)
+    waits: list[tuple[float, float]] = field(default_factory=list, compare=False)
+
+    @property
+    def waited(self) -> float:
+        return sum(end - begin for begin, end in self.waits)
+
+
+class Issued(NamedTuple):
+    """A collective that was started, and its record if anybody keeps one."""
+
+    work: Any
+    call: Call | None
+
+
+Steps = Generator[Issued, None, None]  # issues one collective after the other, the next when the last is through
 
 
 class Pending:
@@ -70,14 +94,14 @@ class Pending:
     `advance()` waits for the step in flight and starts the next. `wait()` goes on to the end.
     """
 
-    def __init__(self, wait: Callable[[Any], None], steps: Generator[Any, None, None]) -> None:
+    def __init__(self, wait: Callable[[Issued], None], steps: Steps) -> None:
         self._wait, self._steps = wait, steps
-        self._work = next(steps, None)
+        self._issued = next(steps, None)
 
     def advance(self) -> None:
-        if self._work is not None:
-            self._wait(self._work)
-            self._work = next(self._steps, None)
+        if self._issued is not None:
+            self._wait(self._issued)
+            self._issued = next(self._steps, None)
 
     def wait(self) -> None:
         while not self.done:
@@ -85,7 +109,7 @@ class Pending:
 
     @property
     def done(self) -> bool:
-        return self._work is None
+        return self._issued is None
 
 
 class Comm:
@@ -106,13 +130,14 @@ class Comm:
         self.first = dist.get_global_rank(self.group, 0)
         self.backend = self._backend_for(device)
         self.phase = "setup"
+        self.step = 0  # optimizer steps so far
         self._control = None if self.backend == "fake" else _control_group(self.group)
         self._recordings: list[list[Call]] = []
         self._gathers = 0  # how many all-gathers so far: the same number on every rank
         self._last: tuple[str, str] | None = None  # (unit, phase) of the last gather
         self._expected: dict[tuple[str, str] | None, tuple[str, str]] = {}  # what followed it, agreed between ranks
         # Where this Comm leaves its notes: numbered by the first rank, since others may have made more of them.
-        number = int(self.exchange_tensor(torch.tensor([next(_numbers)]), "start of a Comm")[0])
+        number = self.exchange(next(_numbers), "start of a Comm")[0]
         name = f"zerolab/{self.group.group_name}/{number}"
         self._store = dist.PrefixStore(name, dist.distributed_c10d._get_default_store())
 
@@ -128,31 +153,24 @@ class Comm:
 
         `output` may be this rank's shard of `input` itself.
         """
-        self._record("reduce_scatter", unit, input)
-        return self._start(f"reduce-scatter of {unit}", self._reduce_scatter_steps(output, input))
+        return self._start(f"reduce-scatter of {unit}", self._reduce_scatter_steps(output, input, unit))
 
     def all_reduce(self, tensor: Tensor, unit: str) -> Pending:
         """Mean over the ranks of `tensor` (N * S,), in place."""
-        if self.backend != "gloo":
-            self._record("all_reduce", unit, tensor)
-            return self._start(f"all-reduce of {unit}", self._native_all_reduce_steps(tensor))
-        self._record("reduce_scatter", unit, tensor)
         return self._start(f"all-reduce of {unit}", self._all_reduce_steps(tensor, unit))
 
     def all_gather(self, output: Tensor, input: Tensor, unit: str) -> Pending:
         """The shards `input` (S,) of all ranks, in rank order, in `output` (N * S,), of which `input` may be a part."""
         complaint = self._agree_on_gather(unit)
-        self._record("all_gather", unit, output)
-        return self._start(f"all-gather of {unit}", self._all_gather_steps(output, input), complaint)
+        return self._start(f"all-gather of {unit}", self._all_gather_steps(output, input, unit), complaint)
 
     def broadcast(self, tensor: Tensor, unit: str) -> None:
         """The first rank's `tensor` on every rank, in place."""
         flat = tensor.contiguous()
         payload = flat.view(torch.uint8) if flat.dtype == torch.bool else flat
-        self._record("broadcast", unit, payload)
 
-        def steps() -> Generator[dist.Work, None, None]:
-            yield dist.broadcast(payload, src=self.first, group=self.group, async_op=True)
+        def steps() -> Steps:
+            yield self._issue("broadcast", unit, payload, partial(dist.broadcast, payload, src=self.first))
 
         self._start(f"broadcast of {unit}", steps()).wait()
         if flat is not tensor:
@@ -160,43 +178,55 @@ class Comm:
 
     def all_reduce_scalar(self, value: Tensor, op: Any) -> Tensor:
         """Reduce a one-element tensor in place; the same bits on every rank."""
-        self._record("all_reduce", "", value, control=True)
 
-        def steps() -> Generator[dist.Work, None, None]:
-            yield dist.all_reduce(value, op, group=self.group, async_op=True)
+        def steps() -> Steps:
+            yield self._issue("all_reduce", "", value, partial(dist.all_reduce, value, op), control=True)
 
         self._start("all-reduce of a scalar", steps()).wait()
         return value
 
-    def _reduce_scatter_steps(self, output: Tensor, input: Tensor) -> Generator[dist.Work, None, None]:
+    def _reduce_scatter_steps(self, output: Tensor, input: Tensor, unit: str) -> Steps:
         if self.backend != "gloo":
-            yield _reduce_scatter(output, input, dist.ReduceOp.AVG, group=self.group, async_op=True)
+            native = partial(_reduce_scatter, output, input, dist.ReduceOp.AVG)
+            yield self._issue("reduce_scatter", unit, input, native)
             return
         received = torch.empty_like(input)
-        yield dist.all_to_all_single(received, input, group=self.group, async_op=True)
+        yield self._issue("reduce_scatter", unit, input, partial(dist.all_to_all_single, received, input))
         output.copy_(_mean_in_rank_order(received.view(self.world_size, -1)))
 
-    def _native_all_reduce_steps(self, tensor: Tensor) -> Generator[dist.Work, None, None]:
-        yield dist.all_reduce(tensor, dist.ReduceOp.AVG, group=self.group, async_op=True)
-
-    def _all_reduce_steps(self, tensor: Tensor, unit: str) -> Generator[dist.Work, None, None]:
-        """Reduce-scatter, then all-gather: what a ring all-reduce is made of, summed in rank order."""
+    def _all_reduce_steps(self, tensor: Tensor, unit: str) -> Steps:
+        if self.backend != "gloo":
+            yield self._issue("all_reduce", unit, tensor, partial(dist.all_reduce, tensor, dist.ReduceOp.AVG))
+            return
+        # A reduce-scatter, then an all-gather: what a ring all-reduce is made of, but summed in rank order.
         mine = tensor.view(self.world_size, -1)[self.rank]
-        yield from self._reduce_scatter_steps(mine, tensor)
-        self._record("all_gather", unit, tensor)
-        yield from self._all_gather_steps(tensor, mine)
+        yield from self._reduce_scatter_steps(mine, tensor, unit)
+        yield from self._all_gather_steps(tensor, mine, unit)
 
-    def _all_gather_steps(self, output: Tensor, input: Tensor) -> Generator[dist.Work, None, None]:
-        yield _all_gather(output, input, group=self.group, async_op=True)
+    def _all_gather_steps(self, output: Tensor, input: Tensor, unit: str) -> Steps:
+        yield self._issue("all_gather", unit, output, partial(_all_gather, output, input))
+
+    def _issue(self, op: str, unit: str, payload: Tensor, start: Callable[..., Any], control: bool = False) -> Issued:
+        """Record a collective and start it."""
+        call = self._record(op, unit, payload.numel() * payload.element_size(), control)
+        work = start(group=self.group, async_op=True)
+        if call is not None and self.backend == "gloo" and self._control is not None:
+            work.get_future().add_done_callback(partial(_note_end, call))
+        return Issued(work, call)
 
     # -- waiting -------------------------------------------------------------------------------------------------
 
-    def _start(self, what: str, steps: Generator[Any, None, None], complaint: Complaint = _no_complaint) -> Pending:
-        def wait(work: Any) -> None:
+    def _start(self, what: str, steps: Steps, complaint: Complaint = _no_complaint) -> Pending:
+        def wait(issued: Issued) -> None:
+            begin = time.perf_counter()
             if self.backend == "gloo":
-                self._wait(work, what, complaint)
+                self._wait(issued.work, what, complaint)
             else:
-                work.wait()  # makes the current stream wait, not this thread
+                issued.work.wait()  # makes the current stream wait, not this thread
+            if issued.call is not None:
+                issued.call.waits.append((begin, time.perf_counter()))
+                if self.backend == "nccl":
+                    _note_end(issued.call)
 
         try:
             return Pending(wait, steps)
@@ -241,8 +271,8 @@ class Comm:
             return lambda: self._contradicted(number)
         self._note("unpredicted", {"gather": self._gathers, "unit": unit})
         what = f"announcement of a gather of {unit}"
-        digest = torch.tensor([zlib.crc32(repr(here).encode())])
-        if len(self.exchange_tensor(digest, what, self._abandoned).unique()) == 1:
+        digest = zlib.crc32(repr(here).encode()).to_bytes(4)
+        if len(set(self.exchange_bytes(digest, what, self._abandoned))) == 1:
             self._expected[before] = here
             return _no_complaint
         for rank, other in enumerate(self.exchange(list(here), what)):
@@ -277,30 +307,34 @@ class Comm:
         """`message` (anything JSON) of every rank, in rank order. For rare, small things."""
         if self._control is None:
             return [message] * self.world_size
-        data = torch.frombuffer(bytearray(json.dumps(message).encode()), dtype=torch.uint8)
-        sizes = self.exchange_tensor(torch.tensor([len(data)]), what, complaint)
-        padded = torch.zeros(int(sizes.max()), dtype=torch.uint8)
-        padded[: len(data)] = data
-        rows = self.exchange_tensor(padded, what, complaint)
-        return [
-            json.loads(bytes(row[:size].tolist())) for row, size in zip(rows, sizes.flatten().tolist(), strict=True)
-        ]
+        data = json.dumps(message).encode()
+        sizes = self.exchange_bytes(len(data).to_bytes(8), what, complaint)
+        longest = max(int.from_bytes(size) for size in sizes)
+        rows = self.exchange_bytes(data.ljust(longest), what, complaint)
+        return [json.loads(row) for row in rows]
 
-    def exchange_tensor(self, message: Tensor, what: str, complaint: Complaint = _no_complaint) -> Tensor:
-        """A CPU tensor (k,) of every rank: (N, k), on the control group."""
+    def exchange_bytes(self, message: bytes, what: str, complaint: Complaint = _no_complaint) -> list[bytes]:
+        """`message`, equally long on every rank, of every rank, on the control group."""
         return self.start_exchange(message, what, complaint)()
 
-    def start_exchange(self, message: Tensor, what: str, complaint: Complaint = _no_complaint) -> Callable[[], Tensor]:
-        """Like `exchange_tensor`, but returns at once with a function that waits and gives the result."""
+    def start_exchange(
+        self, message: bytes, what: str, complaint: Complaint = _no_complaint
+    ) -> Callable[[], list[bytes]]:
+        """Like `exchange_bytes`, but returns at once with a function that waits and gives the result."""
         if self._control is None:
-            return lambda: message.expand(self.world_size, -1)
-        result = torch.empty(self.world_size * message.numel(), dtype=message.dtype)
-        self._record("all_gather", "", result, control=True)
-        work = self._control._allgather_base(result, message)
+            return lambda: [message] * self.world_size
+        result = bytearray(self.world_size * len(message))
+        tensors = [torch.frombuffer(data, dtype=torch.uint8) for data in (result, bytearray(message))]
+        call = self._record("all_gather", "", len(result), control=True)
+        work = self._control._allgather_base(*tensors)
 
-        def finish() -> Tensor:
+        def finish() -> list[bytes]:
+            begin = time.perf_counter()
             self._wait(work, what, complaint)
-            return result.view(self.world_size, -1)
+            if call is not None:
+                _note_end(call)
+                call.waits.append((begin, call.end))
+            return [bytes(result[i : i + len(message)]) for i in range(0, len(result), len(message))]
 
         return finish
 
@@ -316,13 +350,19 @@ class Comm:
         finally:
             self._recordings = [kept for kept in self._recordings if kept is not calls]
 
-    def _record(self, op: str, unit: str, tensor: Tensor, control: bool = False) -> None:
-        if self._recordings:
-            payload = tensor.numel() * tensor.element_size()
-            times = 2 if op == "all_reduce" else 1
-            sent = times * payload * (self.world_size - 1) // self.world_size
-            for calls in self._recordings:
-                calls.append(Call(op, unit, self.phase, payload, sent, control))
+    def _record(self, op: str, unit: str, payload: int, control: bool = False) -> Call | None:
+        if not self._recordings:
+            return None
+        times = 2 if op == "all_reduce" else 1
+        sent = times * payload * (self.world_size - 1) // self.world_size
+        call = Call(op, unit, self.phase, payload, sent, control, self.step, time.perf_counter())
+        for calls in self._recordings:
+            calls.append(call)
+        return call
+
+
+def _note_end(call: Call, future: Any = None) -> None:
+    call.end = time.perf_counter()
 
 
 _ROUTING = (

@@ -18,6 +18,7 @@ One step, as the hooks see it:
 from __future__ import annotations
 
 import functools
+import operator
 import sys
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
@@ -293,6 +294,8 @@ class Engine:
         """The outermost call of a forward: tidy up what an error left, and notice parameters changed by hand."""
         if self._in_backward:
             self._drop_backward()
+        if self.comm.phase == "step":
+            self.comm.step += 1
         self.comm.phase = "forward"
         self._training = torch.is_grad_enabled()
         self._notice_changes()
@@ -434,19 +437,19 @@ class Engine:
         if self._stepping:  # a closure: the optimizer goes on to use the gradients at once
             self._promote_grads(self.units)
 
-    def _flags(self) -> Tensor:
+    def _flags(self) -> bytes:
         """One byte for each parameter: what this rank knows of it."""
-        flags = []
+        flags = bytearray()
         for unit in self.units:
             for used, late, param in zip(unit.used, unit.have, unit.params, strict=True):
                 flags.append(USED * used + TRAINABLE * param.requires_grad + LATE * late)
-        return torch.tensor(flags, dtype=torch.uint8)
+        return bytes(flags)
 
-    def _end_reductions(self, flags: Tensor) -> None:
-        """Show the averaged gradients of what some rank used. `flags`: (N, parameters)."""
-        self._compare_trainable(flags & TRAINABLE)
-        used = (flags & USED).amax(0).bool().tolist()
-        late = (flags & LATE).amax(0).bool().tolist()
+    def _end_reductions(self, flags: list[bytes]) -> None:
+        """Show the averaged gradients of what some rank used. `flags`: of every rank."""
+        self._compare_trainable(flags)
+        some = _any_of(flags)
+        used, late = ([bool(flag & bit) for flag in some] for bit in (USED, LATE))
         start = 0
         for unit in self.units:
             mine = slice(start, start + len(unit.params))
@@ -461,16 +464,18 @@ class Engine:
         if self._first_uses is not None:
             self._learn_order()
 
-    def _compare_trainable(self, flags: Tensor) -> None:
+    def _compare_trainable(self, flags: list[bytes]) -> None:
         names = [name for unit in self.units for name in unit.names]
+        words = {TRAINABLE: "trainable", 0: "frozen"}
         for rank, row in enumerate(flags):
-            if not torch.equal(row, flags[0]):
-                i = int((row != flags[0]).nonzero()[0])
-                words = {True: "trainable", False: "frozen"}
-                raise CommError(
-                    f"{names[i]} is {words[bool(row[i])]} on rank {rank} and {words[bool(flags[0][i])]} on rank 0; "
-                    "set requires_grad alike on all ranks"
-                )
+            if row == flags[0]:
+                continue
+            for name, mine, first in zip(names, row, flags[0], strict=True):
+                if (mine ^ first) & TRAINABLE:
+                    raise CommError(
+                        f"{name} is {words[mine & TRAINABLE]} on rank {rank} and {words[first & TRAINABLE]} on rank 0; "
+                        "set requires_grad alike on all ranks"
+                    )
 
     def _learn_order(self) -> None:
         """After the first backward: reduce in the order of use, as the first rank saw it."""
@@ -518,6 +523,12 @@ class Engine:
     def _promote_grads(self, units: list[Unit]) -> None:
         for unit in units:
             unit.promote_grads()
+
+
+def _any_of(rows: list[bytes]) -> bytes:
+    """Bit by bit, what is set in any of the rows, which are equally long."""
+    either = functools.reduce(operator.or_, (int.from_bytes(row) for row in rows))
+    return either.to_bytes(len(rows[0]))
 
 
 def _in_backward() -> bool:

@@ -204,10 +204,10 @@ def _check(named: list[tuple[str, nn.Parameter]], comm: Comm) -> None:
             raise ValueError(
                 f"{name} is trainable and {param.dtype}; only real floating point parameters can be trained"
             )
-        pointer = param.untyped_storage().data_ptr()
-        if param.numel() and storages.setdefault(pointer, name) != name:
+        storage = param.untyped_storage()._cdata  # an identity
+        if param.numel() and storages.setdefault(storage, name) != name:
             raise ValueError(
-                f"{name} and {storages[pointer]} share memory but are different parameters; clone one, or tie them"
+                f"{name} and {storages[storage]} share memory but are different parameters; clone one, or tie them"
             )
 
 

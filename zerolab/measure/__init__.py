@@ -1,16 +1,29 @@
-"""What the truth is: bytes held, bytes moved and the formulas that they are compared with."""
+"""What the truth is: bytes held, bytes moved, when, and the formulas that they are compared with."""
 
 from zerolab.measure.formulas import ADAM_BYTES, CATEGORIES, moved_bytes, paper_state_bytes, state_bytes
+from zerolab.measure.ledger import Ledger, ledger
 from zerolab.measure.peak import Peak, peak
+from zerolab.measure.simulate import Simulation, simulate
 from zerolab.measure.states import model_states
+from zerolab.measure.timeline import KINDS, Timeline, timeline
+from zerolab.measure.trace import Trace, trace
 
 __all__ = [
     "ADAM_BYTES",
     "CATEGORIES",
+    "KINDS",
+    "Ledger",
     "Peak",
+    "Simulation",
+    "Timeline",
+    "Trace",
+    "ledger",
     "model_states",
     "moved_bytes",
     "paper_state_bytes",
     "peak",
+    "simulate",
     "state_bytes",
+    "timeline",
+    "trace",
 ]

@@ -1,0 +1,115 @@
+"""One rank of a cluster that does not exist: the real engine, unchanged, on tensors that have no memory.
+
+torch's fake tensors have a shape, a dtype and a storage of some size, but no bytes; its fake process group has as many
+ranks as one likes and moves nothing. A training step runs through both as it would on rank 0 of `world_size`. Sizes
+are real then, and values are not there at all. What the ranks agree on in messages is taken as agreed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+import zerolab
+from zerolab.engine import Engine
+from zerolab.measure.ledger import Ledger, ledger
+from zerolab.measure.states import model_states
+from zerolab.measure.timeline import Timeline, timeline
+from zerolab.precision import Precision
+
+BACKENDS = ("nccl", "gloo")
+
+
+@dataclass
+class Simulation:
+    """One step of rank 0, the last one simulated.
+
+    states: bytes held when backward returns, as `model_states` gives them. parameters: of the whole model.
+    """
+
+    stage: int
+    world_size: int
+    parameters: int
+    states: dict[str, int]
+    timeline: Timeline
+    ledger: Ledger
+
+
+def simulate(
+    model_fn: Callable[[], nn.Module],
+    stage: int | type[Engine],
+    world_size: int,
+    precision: Precision | None = None,
+    *,
+    inputs: Callable[[], Any],
+    loss: Callable[..., Tensor] | None = None,
+    units: Iterable[type[nn.Module]] | type[nn.Module] | None = None,
+    optimizer: Callable[..., torch.optim.Optimizer] = torch.optim.AdamW,
+    steps: int = 2,
+    backend: str = "nccl",
+) -> Simulation:
+    """Train for `steps` steps as rank 0 of `world_size`, and record the last one.
+
+    model_fn: makes the model; of any size, since no memory is taken. stage: 0 to 3, or a class such as a learner's.
+    inputs: makes the arguments of one forward, in a tuple. loss: from what the model returns to the scalar to
+    differentiate; left out, the model returns it. backend: whose way of doing collectives: with gloo a reduce-scatter
+    needs a buffer to receive in. Two steps, since the optimizer makes its state in the first.
+
+    Raises ValueError for what no cluster could run either, RuntimeError where a process group exists already.
+    """
+    check(stage, world_size, steps, backend)
+    with _fake_cluster(world_size):
+        model = model_fn()
+        parameters = sum(param.numel() for param in model.parameters())
+        kind = zerolab.STAGES[stage] if isinstance(stage, int) else stage
+        zero = kind(model, units=units, precision=precision)
+        zero.comm.backend = backend
+        stepper = optimizer(model.parameters())
+
+        def step() -> dict[str, int]:
+            output = model(*inputs())
+            (output if loss is None else loss(output)).backward()
+            states = model_states(zero, stepper)
+            stepper.step()
+            stepper.zero_grad()
+            return states
+
+        for _ in range(steps - 1):
+            step()
+        with timeline(zero, stepper) as line, ledger(zero) as book:
+            states = step()
+        return Simulation(zero.stage, world_size, parameters, states, line, book)
+
+
+def check(stage: Any, world_size: int, steps: int, backend: str) -> None:
+    """Refuse nonsense before anything is built."""
+    is_class = isinstance(stage, type) and issubclass(stage, Engine)
+    if not is_class and stage not in range(len(zerolab.STAGES)):
+        raise ValueError(f"stage must be 0, 1, 2 or 3, or a class made from one of zerolab's, not {stage!r}")
+    if not isinstance(world_size, int) or world_size < 1:
+        raise ValueError(f"world_size must be a whole number of ranks, 1 or more, not {world_size!r}")
+    if steps < 2:
+        raise ValueError(f"steps must be 2 or more, not {steps}: the optimizer makes its state in the first")
+    if backend not in BACKENDS:
+        raise ValueError(f"backend must be one of {', '.join(BACKENDS)}, not {backend!r}")
+
+
+@contextmanager
+def _fake_cluster(world_size: int) -> Iterator[None]:
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+
+    if dist.is_initialized():
+        raise RuntimeError("simulate() needs a process without a process group: run it outside of the ranks")
+    dist.init_process_group("fake", rank=0, world_size=world_size, store=FakeStore())
+    try:
+        with FakeTensorMode():
+            yield
+    finally:
+        dist.destroy_process_group()

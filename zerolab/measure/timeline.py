@@ -1,0 +1,375 @@
+"""The memory timeline: every allocation and every release of a step, by category, unit and phase.
+
+    with timeline(zero, optimizer) as line:
+        loss = model(x, y)
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    line.peak                    # bytes
+    line.parts()                 # what the peak was made of, by name
+    line.curve("gradients")      # bytes at every moment
+
+How: a `TorchDispatchMode` sees the result of every operation, on the CPU, on CUDA, and with fake tensors alike. A
+storage that it has not seen is a new buffer; a weak reference tells when it goes; `resize_` of a storage is watched.
+So what is counted are storages of tensors. The allocator sees more: what a kernel needs for itself and gives back
+before it returns, and what gloo allocates in its own threads; and on CUDA it rounds each block up to 512 bytes. The
+tests bound the difference at the peak at 5 % (`tests/test_timeline.py`).
+
+What a buffer is, it may tell only later: that a tensor was a gradient is known when autograd hands it to a parameter,
+that it was optimizer state when the step is over. So categories are given when the block ends, for all of a buffer's
+life.
+
+Every operation passes through Python, which makes a step slower: do not measure times inside the block.
+"""
+
+from __future__ import annotations
+
+import sys
+import time
+import weakref
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from functools import partial
+from itertools import accumulate
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from zerolab.engine import Engine
+from zerolab.measure.watch import watched
+from zerolab.unit import Unit
+
+KINDS = (
+    "parameters",  # what a rank keeps: shards, masters, and whole parameters that stay
+    "gathered parameters",  # whole parameters that come and go
+    "gradients",  # of parameters: on the way, accumulated, reduced
+    "optimizer",  # optimizer state
+    "activations",  # what forward leaves for backward, and the gradients of it
+    "communication",  # copies that collectives are made from, or arrive in
+    "other",  # buffers, inputs, temporaries of the optimizer's step
+)
+
+
+NOWHERE = ("", 0, "")
+
+
+@dataclass
+class Buffer:
+    """One storage: what it is (`kind`), of which unit, made where (`site`: file, line, function) and by what."""
+
+    kind: str
+    unit: str
+    phase: str
+    operation: str
+    site: tuple[str, int, str]
+    shape: tuple[int, ...] = ()
+    dtype: str = ""
+
+
+class Event(NamedTuple):
+    """At `seconds` since the beginning, in `phase` and at work on `unit`, buffer `buffer` came to have `nbytes`."""
+
+    seconds: float
+    phase: str
+    unit: str
+    buffer: int
+    nbytes: int
+
+
+class Part(NamedTuple):
+    """A part of the memory at one moment: all buffers of one kind and unit."""
+
+    kind: str
+    unit: str
+    nbytes: int
+    buffers: int
+
+
+@dataclass
+class Timeline:
+    """What one rank allocated and released, in order. A moment is a number of events: 0 is the beginning."""
+
+    rank: int
+    world_size: int
+    stage: int
+    buffers: list[Buffer] = field(default_factory=list)
+    events: list[Event] = field(default_factory=list)
+    before: int = 0  # how many of the first events tell what was there when the block began
+    closed: bool = False
+
+    @property
+    def peak(self) -> int:
+        """The most bytes in use at one moment."""
+        return max(self.curve())
+
+    @property
+    def peak_moment(self) -> int:
+        """When that was, for the first time."""
+        curve = self.curve()
+        return self.before + curve.index(max(curve))
+
+    def curve(self, kind: str | None = None) -> list[int]:
+        """Bytes in use after each event of the block, of one kind or of all. The first is what was there before."""
+        self._check_closed()
+        if kind is not None and kind not in KINDS:
+            raise ValueError(f"{kind!r} is none of {', '.join(KINDS)}")
+        sizes = [0] * len(self.buffers)
+        changes = []
+        for event in self.events:
+            counts = kind is None or self.buffers[event.buffer].kind == kind
+            changes.append((event.nbytes - sizes[event.buffer]) * counts)
+            sizes[event.buffer] = event.nbytes
+        totals = [0, *accumulate(changes)]
+        return totals[self.before :]
+
+    def alive(self, moment: int) -> dict[int, int]:
+        """The buffers that have memory at `moment`: {number in `buffers`: bytes}."""
+        self._check_closed()
+        if not 0 <= moment <= len(self.events):
+            raise ValueError(f"moment {moment} is not between 0 and {len(self.events)}")
+        sizes: dict[int, int] = {}
+        for event in self.events[:moment]:
+            sizes[event.buffer] = event.nbytes
+        return {number: nbytes for number, nbytes in sizes.items() if nbytes}
+
+    def parts(self, moment: int | None = None) -> list[Part]:
+        """What the memory at `moment` (default: the peak) is made of, the largest first."""
+        sums: dict[tuple[str, str], list[int]] = {}
+        for number, nbytes in self.alive(self.peak_moment if moment is None else moment).items():
+            buffer = self.buffers[number]
+            sums.setdefault((buffer.kind, buffer.unit), []).append(nbytes)
+        parts = [Part(kind, unit, sum(sizes), len(sizes)) for (kind, unit), sizes in sums.items()]
+        return sorted(parts, key=lambda part: -part.nbytes)
+
+    def by_kind(self, moment: int | None = None) -> dict[str, int]:
+        """Bytes of each kind at `moment` (default: the peak)."""
+        totals = dict.fromkeys(KINDS, 0)
+        for part in self.parts(moment):
+            totals[part.kind] += part.nbytes
+        return totals
+
+    def _check_closed(self) -> None:
+        if not self.closed:
+            raise RuntimeError("the timeline is still open: look at it after its `with` block")
+
+
+_open: list[Any] = []  # the recorder at work in this process
+
+
+@contextmanager
+def timeline(zero: Engine, optimizer: Optimizer) -> Iterator[Timeline]:
+    """Record the block, usually one step. Not in parallel with another one in the same process."""
+    if _open:
+        raise RuntimeError(
+            f"rank {zero.rank}: a timeline is open already. They cannot be nested; leave the other `with` block first"
+        )
+    recorder = _Recorder(zero, optimizer)
+    _open.append(recorder)
+    try:
+        with recorder.recording():
+            yield recorder.line
+    finally:
+        _open.remove(recorder)
+    recorder.close()
+
+
+class _Recorder(TorchDispatchMode):
+    """Sees every operation; `line` is what it makes of them."""
+
+    def __init__(self, zero: Engine, optimizer: Optimizer) -> None:
+        super().__init__()
+        self.zero, self.optimizer = zero, optimizer
+        self.line = Timeline(zero.rank, zero.world_size, zero.stage)
+        self.device = zero.comm.device.type
+        self.begin = time.perf_counter()
+        self._known: dict[int, tuple[int, weakref.ref[torch.UntypedStorage]]] = {}  # identity -> number of the buffer
+        self._sizes: list[int] = []
+        self._kinds: dict[int, tuple[str, str]] = {}  # what was found out about a buffer: kind and unit
+        self._at_work: list[Unit] = []  # in forward: the units whose calls are under way
+        self._in_backward: Unit | None = None
+
+    @contextmanager
+    def recording(self) -> Iterator[None]:
+        self._note_states()
+        self.line.before = len(self.line.events)
+        handles = [
+            whole.register_hook(partial(self._note_gradient, unit))
+            for unit in self.zero.units
+            for whole in unit.wholes
+            if whole.requires_grad
+        ]
+        try:
+            with watched(self.zero, self._before, self._after), self._watched_resizes(), self:
+                yield
+        finally:
+            for handle in handles:
+                handle.remove()
+
+    @contextmanager
+    def _watched_resizes(self) -> Iterator[None]:
+        """`storage.resize_` is no operation that the dispatcher sees, so it is replaced meanwhile."""
+        plain = torch.UntypedStorage.resize_
+
+        def resize(storage: torch.UntypedStorage, size: int) -> Any:
+            result = plain(storage, size)
+            if storage._cdata in self._known:
+                self._resized(self._known[storage._cdata][0], storage.nbytes())
+            return result
+
+        torch.UntypedStorage.resize_ = resize
+        try:
+            yield
+        finally:
+            torch.UntypedStorage.resize_ = plain
+
+    def close(self) -> None:
+        """The block is over: now it is known what everything was."""
+        self._note_states()
+        for number, (kind, unit) in self._kinds.items():
+            self.line.buffers[number].kind, self.line.buffers[number].unit = kind, unit
+        self._known.clear()
+        self.line.closed = True
+
+    # -- what is seen --------------------------------------------------------------------------------------------
+
+    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        for value in tree_leaves((args, kwargs)):
+            if isinstance(value, Tensor) and value.device.type == self.device:
+                storage = value.untyped_storage()
+                if storage._cdata not in self._known:
+                    self._see_old(storage, value)
+        result = function(*args, **kwargs)
+        for value in tree_leaves(result):
+            if isinstance(value, Tensor) and value.device.type == self.device:
+                self._see(value, str(function))
+        return result
+
+    def _see(self, tensor: Tensor, operation: str) -> None:
+        """Note a new storage, or a new size of one."""
+        storage = tensor.untyped_storage()
+        nbytes = storage.nbytes()
+        if storage._cdata in self._known:
+            number = self._known[storage._cdata][0]
+        elif nbytes == 0:
+            return
+        else:
+            number = self._add(storage, self._describe(operation, tensor))
+        self._resized(number, nbytes)
+
+    def _see_old(self, storage: torch.UntypedStorage, tensor: Tensor) -> None:
+        """A storage that was there before the block, for instance the batch: put it at the beginning."""
+        buffer = Buffer("other", "", "before", "", NOWHERE, tuple(tensor.shape), _name(tensor.dtype))
+        number = self._add(storage, buffer)
+        self._sizes[number] = storage.nbytes()
+        self.line.events.insert(self.line.before, Event(0.0, "before", "", number, storage.nbytes()))
+        self.line.before += 1
+
+    def _add(self, storage: torch.UntypedStorage, buffer: Buffer) -> int:
+        number = len(self.line.buffers)
+        self.line.buffers.append(buffer)
+        self._sizes.append(0)
+        gone = partial(self._gone, storage._cdata, number)
+        self._known[storage._cdata] = (number, weakref.ref(storage, gone))
+        return number
+
+    def _gone(self, identity: int, number: int, reference: Any) -> None:
+        if self._known.get(identity, (None,))[0] == number:
+            del self._known[identity]
+            self._resized(number, 0)
+
+    def _resized(self, number: int, nbytes: int) -> None:
+        if self._sizes[number] != nbytes:
+            self._sizes[number] = nbytes
+            now = time.perf_counter() - self.begin
+            self.line.events.append(Event(now, self.zero.comm.phase, self._unit(), number, nbytes))
+
+    # -- what it is ----------------------------------------------------------------------------------------------
+
+    def _describe(self, operation: str, tensor: Tensor) -> Buffer:
+        """A first guess, from who asked for it: the nearest caller that is not torch."""
+        phase = self.zero.comm.phase
+        kind, unit, site = _caller()
+        if kind is None:
+            kind = "activations" if phase in ("forward", "backward") else "other"
+        return Buffer(kind, unit or self._unit(), phase, operation, site, tuple(tensor.shape), _name(tensor.dtype))
+
+    def _unit(self) -> str:
+        if self._at_work:
+            return self._at_work[-1].name
+        return self._in_backward.name if self._in_backward is not None else ""
+
+    def _before(self, point: str, unit: Unit) -> None:
+        if point == "pre_forward":
+            self._at_work.append(unit)
+        elif point == "pre_backward":
+            self._in_backward = unit
+
+    def _after(self, point: str, unit: Unit) -> None:
+        if point == "post_forward" and unit in self._at_work:
+            self._at_work.remove(unit)
+        elif point == "post_backward" and unit is self._in_backward:
+            self._in_backward = self.zero.root[0] if self.zero.root else None
+        elif point == "after_step":
+            self._in_backward = None
+
+    def _note_gradient(self, unit: Unit, grad: Tensor) -> None:
+        """Autograd hands over the gradient of a parameter."""
+        self._note(grad, "gradients", unit.name)
+
+    def _note_states(self) -> None:
+        """What the engine and the optimizer keep."""
+        for unit in self.zero.units:
+            kept = [unit.master, *unit.params]
+            for tensor in kept:
+                self._note(tensor, "parameters", unit.name)
+            kind = "gathered parameters" if self.zero.stage == 3 else "parameters"
+            self._note(unit.whole, kind, unit.name)
+            for tensor in (unit.whole_grad, unit.grad, *(param.grad for param in unit.params)):
+                self._note(tensor, "gradients", unit.name)
+            for param in unit.params:
+                for value in self.optimizer.state.get(param, {}).values():
+                    self._note(value, "optimizer", unit.name)
+        for buffer in self.zero.model.buffers():
+            self._note(buffer, "other", "")
+
+    def _note(self, tensor: Any, kind: str, unit: str) -> None:
+        if not isinstance(tensor, Tensor) or tensor.device.type != self.device:
+            return
+        storage = tensor.untyped_storage()
+        if storage._cdata not in self._known:
+            buffer = Buffer(kind, unit, self.zero.comm.phase, "", NOWHERE, tuple(tensor.shape), _name(tensor.dtype))
+            number = self._add(storage, buffer)
+            self._resized(number, storage.nbytes())
+        number = self._known[storage._cdata][0]
+        if self._kinds.get(number, ("",))[0] not in ("parameters", "gathered parameters"):
+            self._kinds[number] = (kind, unit)
+
+
+def _name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
+def _caller() -> tuple[str | None, str, tuple[str, int, str]]:
+    """Who asked for memory: the kind that this tells, if it does, the unit, and the line of the nearest caller.
+
+    A buffer that `Unit` asks for is a gradient, except for the copy that a gather sends; and what `Comm` asks for
+    serves a collective. Callers inside torch, and here, are passed over.
+    """
+    frame = sys._getframe(1)
+    while frame.f_back is not None and frame.f_globals.get("__name__", "").startswith(("torch", "zerolab.measure")):
+        frame = frame.f_back
+    code = frame.f_code
+    site = (code.co_filename, frame.f_lineno, code.co_name)
+    module = frame.f_globals.get("__name__", "")
+    if module == "zerolab.comm":
+        return "communication", str(frame.f_locals.get("unit", "")), site
+    if module == "zerolab.unit":
+        unit = frame.f_locals.get("self")
+        return "communication" if code.co_name == "start_gather" else "gradients", getattr(unit, "name", ""), site
+    return None, "", site

@@ -1,0 +1,39 @@
+"""Numbers as people read them. Bytes are decimal: 1 kB is 1,000 bytes, as in the paper and on a memory's label."""
+
+from __future__ import annotations
+
+import math
+import re
+
+PREFIXES = ("", "k", "M", "G", "T", "P")
+
+
+def in_bytes(count: float) -> str:
+    """Three digits and a unit: 999 B, 1.23 kB, 45.6 MB."""
+    return _scaled(count, 1000, [f"{prefix}B" for prefix in PREFIXES])
+
+
+def in_seconds(seconds: float | None) -> str:
+    """Three digits and a unit: 12.3 µs, 4.56 ms; "-" for None."""
+    return "-" if seconds is None else _scaled(seconds * 1e6, 1000, ["µs", "ms", "s"])
+
+
+def _scaled(value: float, base: int, names: list[str]) -> str:
+    for name in names:
+        digits = 0 if name == "B" else max(0, 2 - int(math.log10(value))) if value >= 1 else 2
+        text = f"{value:.{digits}f}"
+        if float(text) < base or name == names[-1]:
+            return f"{text} {name}"
+        value /= base
+    raise AssertionError("the last name ends the loop")
+
+
+def read_bytes(text: str) -> float:
+    """The number of bytes that "80GB", "512 MB", "24 GiB" or "1e9" says; ValueError if it says none."""
+    match = re.fullmatch(r"\s*([0-9.]+(?:e[+-]?[0-9]+)?)\s*(?:([kmgtp]?)(i?)b?)\s*", text, re.IGNORECASE)
+    try:
+        number = float(match[1])
+    except (TypeError, ValueError):
+        raise ValueError(f"{text!r} is no number of bytes; write 80GB, 512MB or 24GiB") from None
+    power = ["", "k", "m", "g", "t", "p"].index(match[2].lower())
+    return number * (1024 if match[3] else 1000) ** power

@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import argparse
 import sys
-from typing import NoReturn
+from collections.abc import Callable
+from typing import Any, NoReturn
 
 import zerolab
 
@@ -65,7 +66,100 @@ def add_demo(commands: argparse._SubParsersAction) -> None:
     demo.set_defaults(run=run)
 
 
-COMMANDS = (add_demo,)
+def add_plan(commands: argparse._SubParsersAction) -> None:
+    from zerolab.measure import plan as planning
+    from zerolab.measure.units import in_bytes, read_bytes
+
+    plan = commands.add_parser(
+        "plan",
+        help="what each stage will hold and move, which one fits, and the largest model that does",
+        description="The formulas for a run that has not begun: bytes per rank of parameters, gradients and optimizer "
+        "state when backward returns, and bytes sent in a step. Exit status: 1 if no stage fits.",
+    )
+    size, numbers = _argument(read_bytes), _argument(planning.read_parameters)
+    plan.add_argument("--params", type=numbers, required=True, help="parameters of the model: 7.5e9, 7.5B, 124M")
+    plan.add_argument("--ranks", type=int, required=True, help="GPUs that share the work")
+    plan.add_argument("--gpu-memory", type=size, metavar="BYTES", help="of each: 80GB, 24GiB")
+    plan.add_argument("--precision", choices=list(planning.PRECISIONS), default="bf16", help="bf16: with fp32 masters")
+    plan.add_argument("--optimizer", choices=list(planning.OPTIMIZERS), default="adam")
+    plan.add_argument(
+        "--activations", type=size, default=0, metavar="BYTES", help="what else a rank needs, such as 10GB (default 0)"
+    )
+
+    def run(args: argparse.Namespace) -> int:
+        rich = _rich(plan)
+        try:
+            rows = planning.plan(
+                args.params, args.ranks, args.gpu_memory, args.precision, args.optimizer, args.activations
+            )
+        except ValueError as why:
+            plan.error(str(why))
+        model = f"{planning.in_parameters(args.params)} parameters, {args.ranks} ranks"
+        rich.print(planning.table(rows, f"{model}, {args.precision}, {args.optimizer}: bytes per rank"))
+        print(
+            "Not counted: the units in flight (zerolab simulate shows them), and what the framework needs for itself."
+        )
+        if args.gpu_memory is None:
+            return 0
+        fitting = [planning.STAGES[row.stage] for row in rows if row.fits]
+        memory = in_bytes(args.gpu_memory)
+        print(f"In {memory} per GPU " + (f"it fits with {', '.join(fitting)}." if fitting else "no stage fits."))
+        return 0 if fitting else 1
+
+    plan.set_defaults(run=run)
+
+
+def add_simulate(commands: argparse._SubParsersAction) -> None:
+    simulate = commands.add_parser(
+        "simulate",
+        help="run one rank of a big cluster without memory; the paper's Figure 1 and Table 1",
+        description="Runs the engine itself as one rank of many, on tensors without memory: what does it hold, what "
+        "does it move? Models are GPTs in bf16 with Adam, on one sequence of 1,024 tokens. Exit status: 1 if a value "
+        "is more than 1 %% from the expected one (the paper's; in stage 3, 14Ψ/N).",
+    )
+    what = simulate.add_mutually_exclusive_group(required=True)
+    what.add_argument("--figure1", action="store_true", help="7.5B parameters on 64 ranks, in under a minute")
+    what.add_argument("--table1", action="store_true", help="all 54 cells, in some minutes")
+    what.add_argument("--model", choices=["7.5B", "128B", "1T"], help="one model: what is its peak made of?")
+    simulate.add_argument("--ranks", type=int, default=64, help="with --model (default 64)")
+    simulate.add_argument("--stage", type=int, choices=range(4), default=3, help="with --model (default 3)")
+    simulate.add_argument("--json", metavar="FILE", help="write what was measured")
+
+    def run(args: argparse.Namespace) -> int:
+        _rich(simulate)
+        from zerolab.lab import paper
+
+        if args.model:
+            if args.ranks < 1:
+                simulate.error(f"--ranks must be 1 or more, not {args.ranks}")
+            return paper.show_model(args.model, args.stage, args.ranks, args.json)
+        return paper.show_cells(paper.figure_1() if args.figure1 else paper.table_1(), args.json)
+
+    simulate.set_defaults(run=run)
+
+
+COMMANDS = (add_demo, add_plan, add_simulate)
+
+
+def _rich(parser: argparse.ArgumentParser) -> Any:
+    """The module that prints tables, which comes with the extra `lab`."""
+    try:
+        import rich
+    except ModuleNotFoundError:
+        parser.error("this needs rich: pip install 'zerolab[lab]'")
+    return rich
+
+
+def _argument(read: Callable[[str], Any]) -> Callable[[str], Any]:
+    """`read`, whose ValueError argparse shall show as it is."""
+
+    def reader(text: str) -> Any:
+        try:
+            return read(text)
+        except ValueError as why:
+            raise argparse.ArgumentTypeError(str(why)) from None
+
+    return reader
 
 
 def _numbers(text: str) -> list[int]:

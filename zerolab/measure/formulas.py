@@ -99,6 +99,46 @@ def paper_state_bytes(stage: int, world_size: int, parameters: float, k: float =
     return weights + gradients + k * (share if stage >= 1 else parameters)
 
 
+def bytes_per_parameter(
+    stage: int,
+    world_size: int,
+    precision: Precision = KEEP,
+    own: torch.dtype = torch.float32,
+    optimizer_bytes: float = ADAM_BYTES,
+) -> float:
+    """Model states per rank in bytes for each parameter of the model: 4 + 12/N for stage 1 in bf16 with Adam."""
+    many = 10**15  # so that rounding to whole bytes does not show
+    return sum(state_bytes(stage, world_size, many, precision, own, optimizer_bytes).values()) / many
+
+
+def activation_bytes(
+    tokens: int,
+    layers: int,
+    width: int,
+    vocabulary: int,
+    compute: torch.dtype = torch.bfloat16,
+    checkpointing: bool = False,
+) -> int:
+    """Bytes of activations that a GPT (`zerolab.lab.models.GPT`) holds on a rank when forward returns.
+
+    tokens: of this rank's batch, sequences times length. Attention is fused, so that nothing grows with the square of
+    the length; there is no dropout.
+
+    A block keeps 16 tensors of (tokens, width): the input and result of both norms (4), queries, keys and values (3),
+    what attention gives (1), and twice the four times wider inside of the MLP (8). After the blocks come the input and
+    result of the last norm, and the logarithms of the probabilities in float32. With checkpointing a block keeps its
+    input alone; in backward one block at a time is computed again, and then has its 16. Left out: a few numbers per
+    token for norms and attention, below 1 % from a width of 512 on.
+
+    (The paper, section 3.2, counts 12 tensors a block; Korthikanti et al., arXiv 2205.05198, count 17 and 5 for
+    attention that is not fused, with dropout.)
+    """
+    if min(tokens, layers, width, vocabulary) < 1:
+        raise ValueError(f"tokens, layers, width, vocabulary must be 1 or more: {tokens, layers, width, vocabulary}")
+    row = tokens * width * compute.itemsize
+    return (1 if checkpointing else 16) * layers * row + 2 * row + 4 * tokens * vocabulary
+
+
 def _check(stage: int, world_size: int, parameters: float) -> None:
     if stage not in (0, 1, 2, 3):
         raise ValueError(f"stage must be 0, 1, 2 or 3, not {stage!r}")

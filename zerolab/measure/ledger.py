@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any
 from zerolab.comm import Call
 from zerolab.engine import Engine
 from zerolab.measure.units import in_bytes, in_seconds
+from zerolab.measure.units import table as new_table
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -69,22 +70,22 @@ class Ledger:
 
     def table(self, by: str | None = None) -> Table:
         """For rich: a line for each call, or, with `by`, for each total."""
-        from rich.table import Table
-
         title = f"rank {self.rank} of {self.world_size}: {in_bytes(self.moved)} sent"
+        numbers = ["payload", "sent", "under way", "waited"]
         if by is not None:
-            table = _columns(Table(title=title), [by], ["calls", "payload", "sent", "under way", "waited"])
-            for key, total in self.totals(by, control=True).items():
+            table = new_table(title, [by], ["calls", *numbers])
+            for key, total in self.totals(by).items():
                 sizes = [in_bytes(total.payload), in_bytes(total.sent)]
                 times = [in_seconds(total.seconds), in_seconds(total.waited)]
-                table.add_row(str(key) or "(control)", str(total.calls), *sizes, *times)
+                table.add_row(str(key), str(total.calls), *sizes, *times)
             return table
-        texts = ["#", "step", "phase", "op", "unit"]
-        table = _columns(Table(title=title), texts, ["payload", "sent", "under way", "waited"])
+        table = new_table(title, ["#", "phase", "op", "unit"], numbers)
         for number, call in enumerate(self.calls):
+            if number and call.step != self.calls[number - 1].step:
+                table.add_section()
             sizes = [in_bytes(call.payload), in_bytes(call.sent)]
             times = [in_seconds(duration(call)), in_seconds(call.waited)]
-            table.add_row(str(number), str(call.step), call.phase, call.op, call.unit or "(control)", *sizes, *times)
+            table.add_row(str(number), call.phase, call.op, call.unit or "(control)", *sizes, *times)
         return table
 
 
@@ -98,11 +99,3 @@ def ledger(zero: Engine) -> Iterator[Ledger]:
     """Record every collective that this rank issues inside the block. Costs some microseconds a call."""
     with zero.comm.record() as calls:
         yield Ledger(zero.rank, zero.world_size, calls)
-
-
-def _columns(table: Table, texts: list[str], numbers: list[str]) -> Table:
-    for name in texts:
-        table.add_column(name, justify="right" if name in ("#", "step") else "left", no_wrap=True)
-    for name in numbers:
-        table.add_column(name, justify="right", no_wrap=True)
-    return table

@@ -1,9 +1,17 @@
-"""Numbers as people read them. Bytes are decimal: 1 kB is 1,000 bytes, as in the paper and on a memory's label."""
+"""Numbers as people read them, and the tables in which they stand.
+
+Bytes are decimal: 1 kB is 1,000 bytes, as in the paper and on a memory's label.
+"""
 
 from __future__ import annotations
 
 import math
 import re
+from collections.abc import Iterable
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from rich.table import Table
 
 PREFIXES = ("", "k", "M", "G", "T", "P")
 
@@ -37,3 +45,16 @@ def read_bytes(text: str) -> float:
         raise ValueError(f"{text!r} is no number of bytes; write 80GB, 512MB or 24GiB") from None
     power = ["", "k", "m", "g", "t", "p"].index(match[2].lower())
     return number * (1024 if match[3] else 1000) ** power
+
+
+def table(title: str, words: Iterable[str], numbers: Iterable[str]) -> Table:
+    """An empty table for rich that fits on a narrow terminal: columns of `words`, then of `numbers`."""
+    from rich import box
+    from rich.table import Table
+
+    result = Table(title=title, box=box.SIMPLE_HEAD, pad_edge=False, padding=(0, 1, 0, 0))
+    for name in words:
+        result.add_column(name, no_wrap=True)
+    for name in numbers:
+        result.add_column(name, justify="right", no_wrap=True)
+    return result

@@ -1,0 +1,237 @@
+"""The instruments on real ranks: ledger, memory timeline and trace, against the allocator and the formulas."""
+
+from __future__ import annotations
+
+import io
+
+import pytest
+import torch
+
+import zerolab
+from zerolab import Precision
+from zerolab.lab.models import GPT, Block
+from zerolab.measure import KINDS, ledger, model_states, moved_bytes, peak, timeline, trace
+from zerolab.measure.trace import Span, Trace, intersection, length, union
+
+BF16 = Precision(torch.bfloat16)
+
+
+def build(stage, precision=None, **sizes):
+    torch.manual_seed(0)
+    zero = (zerolab.STAGES[stage] if isinstance(stage, int) else stage)(
+        GPT(**sizes), units=[Block], precision=precision
+    )
+    return zero, torch.optim.AdamW(zero.model.parameters())
+
+
+def train(zero, optimizer, batch=4):
+    x = torch.randint(0, 256, (batch, zero.model.context), generator=torch.Generator().manual_seed(zero.rank))
+    zero.model(x, x).backward()
+    optimizer.step()
+    optimizer.zero_grad()
+
+
+# -- the ledger -----------------------------------------------------------------------------------------------------
+
+
+def kept_books(stage):
+    zero, optimizer = build(stage, layers=2, width=64, context=16)
+    for _ in range(3):
+        train(zero, optimizer)
+    with ledger(zero) as book:
+        for _ in range(2):
+            train(zero, optimizer)
+    psi = sum(unit.layout.size for unit in zero.units)
+    return book, psi, sum(unit.layout.size for unit in zero.root)
+
+
+@pytest.mark.parametrize("n", [1, 3])
+def test_the_ledger_adds_up(ranks, n):
+    from rich.console import Console
+
+    for stage in range(4):
+        for book, psi, root in ranks.run(kept_books, stage, ranks=n):
+            assert book.moved == 2 * moved_bytes(stage, n, psi, root)
+            steps = book.totals("step")
+            assert [total.sent for total in steps.values()] == 2 * [moved_bytes(stage, n, psi, root)]
+            for key in ("op", "unit", "phase"):
+                assert sum(total.sent for total in book.totals(key).values()) == book.moved
+            assert sum(total.calls for total in book.totals("op", control=True).values()) == len(book.calls)
+            assert sorted(book.totals("unit")) == ["blocks.0", "blocks.1", "root"]
+            issued = [call.start for call in book.calls]
+            assert issued == sorted(issued) and all(call.end > call.start for call in book.calls)
+            assert all(call.waits and 0 <= call.waited < 60 for call in book.calls)
+            console = Console(width=80, record=True, file=io.StringIO())
+            console.print(book.table())
+            console.print(book.table("op"))
+            printed = console.export_text()
+            assert "reduce_scatter" in printed and "blocks.1" in printed and "…" not in printed
+            with pytest.raises(ValueError, match="'colour' is none of op, unit"):
+                book.totals("colour")
+
+
+# -- the timeline ---------------------------------------------------------------------------------------------------
+
+
+def peaks(stage, precision):
+    """The timeline of one step, and the allocator's peak of the next."""
+    zero, optimizer = build(stage, precision, layers=3, width=128)
+    for _ in range(3):
+        train(zero, optimizer)
+    with timeline(zero, optimizer) as line:
+        train(zero, optimizer)
+    with peak(zero, optimizer) as allocated:
+        train(zero, optimizer)
+    return line, allocated.bytes, model_states(zero, optimizer)
+
+
+@pytest.mark.parametrize("precision", [None, BF16], ids=["fp32", "bf16"])
+@pytest.mark.parametrize("n", [1, 4])
+def test_the_timeline_agrees_with_the_allocator(ranks, n, precision):
+    for stage in range(4):
+        for line, allocated, states in ranks.run(peaks, stage, precision, ranks=n):
+            assert abs(line.peak - allocated) <= 0.05 * allocated, f"stage {stage}"
+            check_states(line, states, stage)
+
+
+def check_states(line, states, stage):
+    end = line.by_kind(len(line.events))
+    assert end["parameters"] + (end["gathered parameters"] if stage < 3 else 0) == states["parameters"]
+    assert end["optimizer"] == states["optimizer"]
+    assert end["gradients"] == end["communication"] == 0, "zero_grad() has let them go"
+    at_peak = line.by_kind()
+    assert sum(at_peak.values()) == line.peak == max(line.curve())
+    assert line.curve() == [sum(together) for together in zip(*(line.curve(kind) for kind in KINDS), strict=True)]
+    assert max(line.curve("activations")) > 0
+    assert (max(line.curve("gathered parameters")) > 0) == (stage == 3)
+    phases = [event.phase for event in line.events[line.before :]]
+    assert [phase for phase in dict.fromkeys(phases)] == ["forward", "backward", "step"] or phases[0] == "step"
+    # Every buffer names the line that made it, which is the model's, the engine's or the loop's.
+    made = [buffer for buffer in line.buffers if buffer.phase in ("forward", "backward") and buffer.operation]
+    assert made and all(buffer.site[0].endswith(".py") and buffer.site[1] > 0 for buffer in made)
+    assert any(buffer.site[0].endswith("models.py") and buffer.kind == "activations" for buffer in made)
+    units = {buffer.unit for buffer in made if buffer.kind == "activations"}
+    assert {"blocks.0", "blocks.1", "blocks.2"} <= units
+
+
+def whole_gradients_in_backward(stage):
+    zero, optimizer = build(stage, layers=6, width=64, context=16)
+    for _ in range(2):
+        train(zero, optimizer)
+    with timeline(zero, optimizer) as line:
+        train(zero, optimizer)
+    return max(line.curve("gradients")), max(line.curve("gathered parameters")), [u.layout.size for u in zero.units]
+
+
+def test_stages_differ_where_they_should(ranks):
+    """Gradients of stage 2 never reach what stage 1 holds; stage 3 gathers two units and the root at most."""
+    most = {stage: ranks.run(whole_gradients_in_backward, stage, ranks=2)[0] for stage in (1, 2, 3)}
+    sizes = most[1][2]
+    assert most[1][0] >= 4 * sum(sizes)
+    root, block = sizes[0], sizes[1]
+    slices = sum(sizes) / 2
+    assert most[2][0] <= 4 * (root + 2.5 * block + slices) < 4 * sum(sizes)
+    assert most[3][0] <= 4 * (root + 2.5 * block + slices)
+    assert 4 * block < most[3][1] <= 4 * (root + 2 * block)
+
+
+def misuse():
+    zero, optimizer = build(1, layers=1, width=32, context=8)
+    said = []
+
+    def attempt(function):
+        try:
+            function()
+        except Exception as error:
+            said.append(f"{type(error).__name__}: {error}")
+
+    def nested():
+        with timeline(zero, optimizer), timeline(zero, optimizer):
+            pass
+
+    def open_still():
+        with timeline(zero, optimizer) as line:
+            line.curve()
+
+    def left_open():
+        timeline(zero, optimizer).__enter__()
+
+    def broken_step():
+        with timeline(zero, optimizer):
+            zero.model(torch.zeros(1, 8, dtype=torch.long), torch.zeros(1, 3, dtype=torch.long))
+
+    plain = torch.UntypedStorage.resize_
+    attempt(nested)
+    attempt(open_still)
+    attempt(broken_step)
+    with timeline(zero, optimizer) as line:  # the ones before have cleaned up
+        train(zero, optimizer)
+    attempt(lambda: line.curve("colours"))
+    attempt(lambda: line.alive(10**9))
+    assert torch.UntypedStorage.resize_ is plain
+    assert not any(name in vars(zero) for name in ("pre_forward", "post_backward"))
+    return said
+
+
+def test_misuse_of_the_timeline_is_named(ranks):
+    for said in ranks.run(misuse, ranks=2):
+        expected = ["a timeline is open already", "still open", "ValueError", "'colours' is none of", "moment"]
+        assert len(said) == len(expected)
+        assert all(word in message for word, message in zip(expected, said, strict=True)), said
+
+
+# -- the trace ------------------------------------------------------------------------------------------------------
+
+
+class Impatient(zerolab.Zero2):
+    """Waits for every reduction at once."""
+
+    def reduce(self, unit):
+        super().reduce(unit).wait()
+
+
+def traced(stage):
+    zero, optimizer = build(stage, layers=4, width=128)
+    for _ in range(3):
+        train(zero, optimizer, batch=8)
+    records = []
+    for _ in range(4):
+        with trace(zero, optimizer) as record:
+            train(zero, optimizer, batch=8)
+        records.append(record)
+    return records
+
+
+def hidden_share(record):
+    """Of the time with a reduce-scatter under way, how much this rank was at work in backward and did not wait."""
+    busy = union((span.start, span.end) for span in record.spans if span.phase == "backward")
+    under_way = union((c.start, c.end) for c in record.calls if c.op == "reduce_scatter")
+    behind = intersection(busy, under_way)
+    return (length(behind) - length(intersection(behind, record.waits))) / length(under_way)
+
+
+def test_reductions_run_while_backward_computes(ranks):
+    for records in ranks.run(traced, 2, ranks=4):
+        assert max(hidden_share(record) for record in records) > 0.2  # in the step that others disturbed least
+        assert all(0 < record.overlap < 1 for record in records)
+        record = records[0]
+        names = {(span.phase, span.unit) for span in record.spans}
+        blocks = {(phase, f"blocks.{i}") for phase in ("forward", "backward") for i in range(4)}
+        assert names >= blocks | {("forward", "root"), ("step", "")}
+        ordered = [time for span in record.spans for time in (span.start, span.end)]
+        assert ordered == sorted(ordered)
+
+
+def test_the_overlap_score_can_be_bad(ranks):
+    for records in ranks.run(traced, Impatient, ranks=4):
+        assert min(hidden_share(record) for record in records) < 0.1
+        assert min(record.overlap for record in records) < 0.5
+
+
+def test_intervals_by_hand():
+    assert union([(3, 4), (0, 1), (0.5, 2)]) == [(0, 2), (3, 4)]
+    assert intersection([(0, 2), (3, 4)], [(1, 3.5)]) == [(1, 2), (3, 3.5)]
+    call = zerolab.Call("all_gather", "u", "forward", 8, 4, start=0.0, end=4.0, waits=[(1.0, 2.0)])
+    control = zerolab.Call("all_gather", "", "forward", 8, 4, control=True, start=0.0, end=9.0, waits=[(4.0, 9.0)])
+    assert Trace(0, 2, [Span("forward", "u", 0, 4)], [call, control]).overlap == 0.75
+    assert Trace(0, 1).overlap == 1.0

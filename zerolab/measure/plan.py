@@ -1,0 +1,111 @@
+"""What will fit: the formulas for every stage side by side, for a run that has not begun."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import torch
+
+from zerolab.measure.formulas import ADAM_BYTES, CATEGORIES, bytes_per_parameter, moved_bytes, state_bytes
+from zerolab.measure.units import in_bytes
+from zerolab.measure.units import table as new_table
+from zerolab.precision import KEEP, Precision
+
+if TYPE_CHECKING:
+    from rich.table import Table
+
+STAGES = ("DDP", "Zero1", "Zero2", "Zero3")
+PRECISIONS = {"fp32": KEEP, "bf16": Precision(torch.bfloat16)}
+OPTIMIZERS = {"adam": ADAM_BYTES, "momentum": 4, "sgd": 0}  # bytes of state for each parameter
+
+
+@dataclass
+class Row:
+    """One stage. Bytes per rank: `states` by category when backward returns, `moved` sent in a step.
+
+    `fits`: whether states and activations are at most the memory. `largest`: parameters of the largest model whose
+    states and the same activations are. Both None where no memory was given.
+    """
+
+    stage: int
+    states: dict[str, int]
+    activations: int
+    moved: int
+    fits: bool | None = None
+    largest: int | None = None
+
+    @property
+    def total(self) -> int:
+        return sum(self.states.values()) + self.activations
+
+
+def plan(
+    parameters: float,
+    ranks: int,
+    memory: float | None = None,
+    precision: str = "bf16",
+    optimizer: str = "adam",
+    activations: float = 0,
+) -> list[Row]:
+    """The four stages of one run. memory, activations: bytes per rank.
+
+    Not counted: what is gathered and on its way in the middle of a step (two units or so, see `simulate`), and what
+    the framework takes for itself (about 1 GB on a GPU).
+    """
+    settings, kept = _named("precision", precision, PRECISIONS), _named("optimizer", optimizer, OPTIMIZERS)
+    if not (parameters >= 1 and ranks >= 1):
+        raise ValueError(f"parameters and ranks must be 1 or more, not {parameters} and {ranks}")
+    if activations < 0 or (memory is not None and memory <= activations):
+        raise ValueError(f"of {in_bytes(memory or 0)} per GPU, activations of {in_bytes(activations)} leave nothing")
+    rows = []
+    for stage in range(len(STAGES)):
+        states = state_bytes(stage, ranks, round(parameters), settings, optimizer_bytes=kept)
+        moved = moved_bytes(stage, ranks, round(parameters), precision=settings)
+        row = Row(stage, states, round(activations), moved)
+        if memory is not None:
+            row.fits = row.total <= memory
+            row.largest = int(
+                (memory - activations) / bytes_per_parameter(stage, ranks, settings, optimizer_bytes=kept)
+            )
+        rows.append(row)
+    return rows
+
+
+def table(rows: list[Row], title: str) -> Table:
+    """For rich: a line for each stage."""
+    with_memory = rows[0].fits is not None
+    if rows[0].activations:
+        title += f"\ntotal with activations of {in_bytes(rows[0].activations)}"
+    names = [*CATEGORIES, "total", "sent", *(["fits", "largest"] if with_memory else [])]
+    result = new_table(title, ["stage"], names)
+    for row in rows:
+        cells = [in_bytes(size) for size in (*row.states.values(), row.total, row.moved)]
+        if with_memory:
+            cells += ["yes" if row.fits else "no", in_parameters(row.largest)]
+        result.add_row(f"{row.stage} {STAGES[row.stage]}", *cells)
+    return result
+
+
+def in_parameters(count: float) -> str:
+    """Three digits and a letter: 7.50B, 128B, 1.00T."""
+    return in_bytes(count).removesuffix("B").replace("G", "B").replace(" ", "")
+
+
+def read_parameters(text: str) -> float:
+    """The number that "7.5e9", "7.5B", "124M" or "1T" says; ValueError if it says none."""
+    letters = {"K": 1e3, "M": 1e6, "B": 1e9, "T": 1e12}
+    scale = letters.get(text[-1:].upper(), 1)
+    try:
+        value = float(text if scale == 1 else text[:-1]) * scale
+        if 1 <= value < 1e18:
+            return value
+    except ValueError:
+        pass
+    raise ValueError(f"{text!r} is no number of parameters; write 7.5e9, 7.5B, 124M or 1T")
+
+
+def _named(what: str, name: str, choices: dict) -> object:
+    if name not in choices:
+        raise ValueError(f"unknown {what} {name!r}: choose from {', '.join(choices)}")
+    return choices[name]

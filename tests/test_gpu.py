@@ -8,6 +8,9 @@ import torch.distributed as dist
 from test_invariants import BF16, Block, Model, batch, train_alone
 
 import zerolab
+from zerolab.lab.models import GPT
+from zerolab.lab.models import Block as GPTBlock
+from zerolab.measure import timeline
 
 pytestmark = pytest.mark.gpu
 
@@ -46,3 +49,33 @@ def test_all_gpus_with_nccl_equal_one_process(ranks):
             assert backend == "nccl"
             for name, value in expected.items():
                 torch.testing.assert_close(state[name], value, rtol=1e-4, atol=1e-5)
+
+
+def timeline_and_allocator(stage: int, precision):
+    """The peak of one step by the timeline, and by the allocator, of the same step."""
+    device = torch.device("cuda", 0 if dist.get_backend() == "gloo" else torch.cuda.current_device())
+    torch.manual_seed(7)
+    zero = zerolab.shard(GPT(layers=4, width=512, heads=8).to(device), stage, units=[GPTBlock], precision=precision)
+    optimizer = torch.optim.AdamW(zero.model.parameters())
+    tokens = torch.randint(0, 256, (16, 64), device=device)
+
+    def step() -> None:
+        zero.model(tokens, tokens).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    for _ in range(3):
+        step()
+    torch.cuda.synchronize()
+    torch.cuda.reset_peak_memory_stats()
+    with timeline(zero, optimizer) as line:
+        step()
+    torch.cuda.synchronize()
+    return line.peak, torch.cuda.memory_stats()["active_bytes.all.peak"]
+
+
+@pytest.mark.parametrize("precision", [None, BF16], ids=["fp32", "bf16"])
+def test_the_timeline_agrees_with_the_cuda_allocator(ranks, precision):
+    for stage in range(4):
+        seen, active = ranks.run(timeline_and_allocator, stage, precision, ranks=1)[0]
+        assert abs(seen - active) <= 0.05 * active, f"stage {stage}"

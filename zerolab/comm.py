@@ -4,7 +4,8 @@ Three promises, whatever the backend:
 
 - **Means, in rank order.** gloo's own reduce-scatter is an all-reduce in disguise, twice the bytes and a sum in
   ring order. Here it is an all-to-all followed by a sum in rank order: half the bytes, and the same bits in
-  every run. NCCL has a true reduce-scatter, which is used as it is.
+  every run. gloo's own all-gather copies all it gathers twice; here every rank broadcasts its slice, into its place.
+  NCCL has a true reduce-scatter and all-gather, which are used as they are.
 - **Recorded.** Every call passes through `_record`; `with comm.record() as calls:` collects them.
 - **Agreed.** Ranks that gather different units would get each other's bytes without an error. So a gather that
   the agreed order does not predict is first announced on a control group, where it costs nobody a wrong tensor.
@@ -81,7 +82,7 @@ class Call:
 class Issued(NamedTuple):
     """A collective that was started, and its record if anybody keeps one."""
 
-    work: Any
+    works: list[Any]
     call: Call | None
 
 
@@ -192,7 +193,7 @@ class Comm:
             return
         received = torch.empty_like(input)
         yield self._issue("reduce_scatter", unit, input, partial(dist.all_to_all_single, received, input))
-        output.copy_(_mean_in_rank_order(received.view(self.world_size, -1)))
+        _mean_in_rank_order(received.view(self.world_size, -1), output)
 
     def _all_reduce_steps(self, tensor: Tensor, unit: str) -> Steps:
         if self.backend != "gloo":
@@ -204,25 +205,37 @@ class Comm:
         yield from self._all_gather_steps(tensor, mine, unit)
 
     def _all_gather_steps(self, output: Tensor, input: Tensor, unit: str) -> Steps:
-        yield self._issue("all_gather", unit, output, partial(_all_gather, output, input))
+        if self.backend != "gloo":
+            yield self._issue("all_gather", unit, output, partial(_all_gather, output, input))
+            return
+        slices = output.view(self.world_size, -1)
+        if slices[self.rank].data_ptr() != input.data_ptr():
+            slices[self.rank].copy_(input)
+        ranks = range(self.world_size)
+        roots = [dist.get_global_rank(self.group, rank) for rank in ranks]
+        yield self._issue(
+            "all_gather", unit, output, *(partial(dist.broadcast, slices[rank], src=roots[rank]) for rank in ranks)
+        )
 
-    def _issue(self, op: str, unit: str, payload: Tensor, start: Callable[..., Any], control: bool = False) -> Issued:
-        """Record a collective and start it."""
+    def _issue(self, op: str, unit: str, payload: Tensor, *starts: Callable[..., Any], control: bool = False) -> Issued:
+        """Record a collective and start it, of however many it is made."""
         call = self._record(op, unit, payload.numel() * payload.element_size(), control)
-        work = start(group=self.group, async_op=True)
+        works = [start(group=self.group, async_op=True) for start in starts]
         if call is not None and self.backend == "gloo" and self._control is not None:
-            work.get_future().add_done_callback(partial(_note_end, call))
-        return Issued(work, call)
+            both = torch.futures.collect_all([work.get_future() for work in works])
+            both.add_done_callback(partial(_note_end, call))
+        return Issued(works, call)
 
     # -- waiting -------------------------------------------------------------------------------------------------
 
     def _start(self, what: str, steps: Steps, complaint: Complaint = _no_complaint) -> Pending:
         def wait(issued: Issued) -> None:
             begin = time.perf_counter()
-            if self.backend == "gloo":
-                self._wait(issued.work, what, complaint)
-            else:
-                issued.work.wait()  # makes the current stream wait, not this thread
+            for work in issued.works:
+                if self.backend == "gloo":
+                    self._wait(work, what, complaint)
+                else:
+                    work.wait()  # makes the current stream wait, not this thread
             if issued.call is not None:
                 issued.call.waits.append((begin, time.perf_counter()))
                 if self.backend == "nccl":
@@ -372,12 +385,14 @@ _ROUTING = (
 )
 
 
-def _mean_in_rank_order(rows: Tensor) -> Tensor:
-    """((row 0 + row 1) + row 2 + ...) / N of `rows` (N, S), at least in float32; overwrites `rows` where it can."""
+def _mean_in_rank_order(rows: Tensor, mean: Tensor) -> None:
+    """Into `mean` (S,): ((row 0 + row 1) + row 2 + ...) / N of `rows` (N, S), at least in float32, rounded once.
+
+    Overwrites `rows`."""
     total = rows[0].to(torch.promote_types(rows.dtype, torch.float32))
     for row in rows[1:]:
         total += row
-    return total.div_(len(rows))
+    torch.div(total, len(rows), out=mean)
 
 
 def _control_group(group: dist.ProcessGroup) -> dist.ProcessGroupGloo:

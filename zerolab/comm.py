@@ -209,7 +209,7 @@ class Comm:
             yield self._issue("all_gather", unit, output, partial(_all_gather, output, input))
             return
         slices = output.view(self.world_size, -1)
-        if slices[self.rank].data_ptr() != input.data_ptr():
+        if not slices[self.rank].is_set_to(input):
             slices[self.rank].copy_(input)
         ranks = range(self.world_size)
         roots = [dist.get_global_rank(self.group, rank) for rank in ranks]

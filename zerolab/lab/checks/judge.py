@@ -1,0 +1,225 @@
+"""Runs a check on its own pool of ranks, one world size after the other, and says what came of it."""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import hashlib
+import io
+import itertools
+import linecache
+import sys
+import time
+import traceback
+from dataclasses import dataclass, field
+from types import ModuleType
+
+import torch
+import torch.distributed as dist
+
+from zerolab.lab.checks import UNKNOWN, Exercise, Spy, Todo, World, Wrong, exercise
+from zerolab.lab.checks.spy import PATIENCE, GaveUp
+from zerolab.launch import RankError, Ranks
+
+WORLD_SIZES = (1, 2, 3, 4)
+PRINTED = 2000  # characters of what the answer printed that are passed on
+
+_pool: Ranks | None = None
+_versions = itertools.count(1)
+
+
+@dataclass
+class Report:
+    """What a rank has to say. `kind`: right, todo, raised, wrong, waits."""
+
+    rank: int
+    kind: str
+    seen: str = ""
+    likely: str = ""
+    tip: str = ""
+    values_differ: bool = False
+    printed: str = ""
+
+
+@dataclass
+class Verdict:
+    """What became of an answer: `kind` as in Report, or late; `text` is what the learner reads."""
+
+    id: str
+    kind: str
+    text: str
+    seen: str = ""
+    likely: str = ""
+    reports: list[Report] = field(default_factory=list)
+
+    @property
+    def passed(self) -> bool:
+        return self.kind == "right"
+
+
+def load(source: str, filename: str, name: str) -> ModuleType:
+    """`source` as a fresh module: tracebacks show its lines, and inspect finds them."""
+    module = ModuleType(f"{name}_v{next(_versions)}")
+    module.__file__ = filename
+    lines = source.splitlines(keepends=True)
+    linecache.cache[filename] = (len(source), None, lines, filename)
+    sys.modules[module.__name__] = module
+    try:
+        exec(compile(source, filename, "exec"), vars(module))
+    except BaseException:
+        del sys.modules[module.__name__]
+        raise
+    return module
+
+
+def digest(source: str) -> str:
+    return hashlib.sha256(source.strip().encode()).hexdigest()[:16]
+
+
+# ---------------------------------------------------------------------- on a rank
+
+
+def on_rank(id: str, source: str, filename: str) -> Report:
+    """The report of this rank on the answer `source` of exercise `id`."""
+    rank, world_size = dist.get_rank(), dist.get_world_size()
+    store = dist.distributed_c10d._get_default_store()
+    torch.manual_seed(0)  # the same on every rank and in every check
+    asked, printed = exercise(id), io.StringIO()
+    try:
+        with Spy(store, rank, world_size) as spy, contextlib.redirect_stdout(printed):
+            report = _judge(asked, source, filename, World(rank, world_size, spy))
+        report.printed = printed.getvalue()[:PRINTED]
+        return report
+    finally:
+        store.set(f"over/{rank}", "1")
+
+
+def _judge(asked: Exercise, source: str, filename: str, world: World) -> Report:
+    try:
+        answer = load(source, filename, f"ex_{asked.id.replace('.', '_')}")
+        missing = [name for name in asked.exports if not hasattr(answer, name)]
+        if missing:
+            raise Wrong(f"the cell does not define {missing[0]}", f"the name was changed: it must be {missing[0]}")
+        asked.check(answer, world)
+    except Todo:
+        return Report(world.rank, "todo")
+    except Wrong as wrong:
+        return Report(world.rank, "wrong", wrong.seen, wrong.likely, wrong.tip, wrong.values_differ)
+    except GaveUp as error:
+        return Report(world.rank, "waits", f"it waits in {error}{_line_of(error, filename)}")
+    except BaseException as error:  # SystemExit too
+        if isinstance(error, KeyboardInterrupt):
+            raise
+        if _is_todo(error):
+            return Report(world.rank, "todo")
+        what = traceback.format_exception_only(type(error), error)[-1].strip().splitlines()[0]
+        return Report(world.rank, "raised", f"{what}{_line_of(error, filename)}")
+    return Report(world.rank, "right")
+
+
+def _is_todo(error: BaseException | None) -> bool:
+    while error is not None:
+        if isinstance(error, Todo):
+            return True
+        error = error.__cause__ or error.__context__
+    return False
+
+
+def _line_of(error: BaseException, filename: str) -> str:
+    """Where in the answer it happened: ", line 7: `work.wait()`"."""
+    lines = [frame for frame in traceback.extract_tb(error.__traceback__) if frame.filename == filename]
+    if isinstance(error, SyntaxError) and error.filename == filename:
+        return f", line {error.lineno}"
+    return f" · line {lines[-1].lineno}: {lines[-1].line}" if lines else ""
+
+
+# ---------------------------------------------------------------------- here
+
+
+def ready() -> None:
+    """Run on the pool before a check: whatever a rank has to import is imported, and is not the answer's time."""
+    dist.barrier()
+
+
+def pool() -> Ranks:
+    """The pool of the checks, kept between them."""
+    global _pool
+    if _pool is None:
+        _pool = Ranks(max(WORLD_SIZES), threads=1)
+        atexit.register(close)
+    return _pool
+
+
+def close() -> None:
+    """End the pool's processes. The next check starts it again."""
+    global _pool
+    if _pool is not None:
+        _pool.close()
+        _pool = None
+
+
+def judge(id: str, source: str, filename: str = "answer.py", patience: float = PATIENCE) -> Verdict:
+    """The verdict on `source` as the answer to exercise `id`."""
+    asked, good = exercise(id), []
+    for world_size in WORLD_SIZES:
+        begin = time.monotonic()
+        pool().run(ready, ranks=world_size, timeout=120.0)
+        overhead = time.monotonic() - begin  # of starting a group, on this machine as loaded as it is
+        try:
+            # The spy's patience comes first; what is left for the pool's is an answer that computes for ever.
+            limit = 2 * patience + 2 * min(overhead, 5.0) + 1.0
+            reports = pool().run(
+                on_rank, id, source, filename, ranks=world_size, timeout=limit, group_timeout=2 * patience
+            )
+        except RankError as error:
+            lines = [line for line in error.traceback.splitlines() if filename in line]
+            where = f" · {lines[0].strip()}" if lines else ""
+            first = str(error).splitlines()[0].removeprefix("the time is over: ").split(", in zerolab")[0]
+            late = "the time is over" in str(error)
+            likely = (
+                "a loop that does not end" if late else "the process itself died: look for exit() or endless recursion"
+            )
+            return _verdict(asked, good, world_size, [Report(error.rank, "late", f"{first}{where}", likely)])
+        if any(report.kind != "right" for report in reports):
+            return _verdict(asked, good, world_size, reports)
+        good.append(world_size)
+    return Verdict(id, "right", f"✓ {id} {asked.title}    N={', '.join(map(str, good))} ok")
+
+
+def _verdict(asked: Exercise, good: list[int], world_size: int, reports: list[Report]) -> Verdict:
+    order = ["late", "raised", "wrong", "waits", "todo", "right"]
+    worst = min(reports, key=lambda report: (order.index(report.kind), report.rank))
+    if worst.kind == "todo":
+        return Verdict(asked.id, "todo", f"○ {asked.id} {asked.title}    not done yet", reports=reports)
+    likely, where = worst.likely, f"rank {worst.rank}"
+    rights = [report.rank for report in reports if report.kind == "right"]
+    if worst.kind == "waits":
+        likely = likely or _why_it_waits(reports)
+    if worst.values_differ and rights == [0]:
+        likely = asked.first_rank_only or likely
+    if worst.kind == "raised":
+        known = [mistake for part, mistake in asked.errors.items() if part in worst.seen]
+        likely = known[0] if known else "an error in the code, at the line shown"
+    lines = [
+        f"✗ {asked.id} {asked.title}    " + " · ".join([*(f"N={n} ok" for n in good), f"N={world_size} wrong"]),
+        f"  seen     {where}, {worst.seen}" + (f" ({_list(rights)} right)" if rights else ""),
+        f"  likely   {likely or UNKNOWN}",
+        f"  try      hint() · {worst.tip or chr(34) + asked.section + chr(34)}",
+    ]
+    lines += [f"  printed  {line}" for line in worst.printed.splitlines()[:10]]
+    return Verdict(asked.id, worst.kind, "\n".join(lines), worst.seen, likely, reports)
+
+
+def _why_it_waits(reports: list[Report]) -> str:
+    others = [report for report in reports if report.kind != "waits"]
+    if others:
+        return f"not every rank makes the same calls: {_list([r.rank for r in others])} done while others wait"
+    if any("exchange" in report.seen for report in reports):
+        return "the neighbours are mixed up: what rank r sends to its `to`, that rank must expect from r"
+    return "the ranks make their calls in different orders"
+
+
+def _list(ranks: list[int]) -> str:
+    if len(ranks) == 1:
+        return f"rank {ranks[0]} is"
+    return f"ranks {', '.join(map(str, ranks))} are"

@@ -1,0 +1,205 @@
+"""The ledger of a check: every call of torch.distributed that an answer makes, by whatever name it imported it.
+
+Two things make mistakes visible that would otherwise depend on luck. A call with `async_op=True` fills its result
+only when it is waited for, so that a forgotten wait is wrong every time. And a rank that waits where nobody comes
+gives up, with the place where it stood, instead of taking the other ranks with it.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+PATIENCE = 3.0  # seconds that a rank waits for the others
+POLL = timedelta(milliseconds=50)
+
+# The collectives, and which of their arguments they fill.
+FILLED = {
+    "all_reduce": "tensor",
+    "broadcast": "tensor",
+    "reduce": "tensor",
+    "all_gather": "tensor_list",
+    "all_gather_into_tensor": "output_tensor",
+    "all_gather_single": "output",
+    "reduce_scatter": "output",
+    "reduce_scatter_tensor": "output",
+    "reduce_scatter_single": "output",
+    "all_to_all": "output_tensor_list",
+    "all_to_all_single": "output",
+    "gather": "gather_list",
+    "scatter": "tensor",
+    "barrier": "",
+}
+
+
+class GaveUp(BaseException):
+    """This rank waited where nobody came. Not an Exception: an answer shall not catch it by accident."""
+
+
+@dataclass
+class Traffic:
+    """One call. `payload`: bytes of the whole, all ranks' parts together. `to`, `source`: of an exchange."""
+
+    op: str
+    payload: int
+    world_size: int
+    to: int = -1
+    source: int = -1
+    waited: bool = False
+
+    @property
+    def sent(self) -> float:
+        """Bytes that this rank sends when the call runs as a ring, which is what the course counts."""
+        if self.op == "exchange":
+            return self.payload
+        return (2 if self.op == "all_reduce" else 1) * self.payload * (self.world_size - 1) / self.world_size
+
+
+class Started:
+    """What an asynchronous call returns. The result is filled in by `wait`, not before."""
+
+    def __init__(self, spy: Spy, call: Traffic, work: Any, copies: list[tuple[Tensor, Tensor]]) -> None:
+        self._spy, self._call, self._work, self._copies = spy, call, work, copies
+
+    def wait(self, timeout: timedelta | None = None) -> bool:
+        self._spy.wait(self._work, self._call.op)
+        self._call.waited = True
+        with torch.no_grad():
+            for target, filled in self._copies:
+                target.copy_(filled)
+        self._copies = []
+        return True
+
+    def is_completed(self) -> bool:
+        return self._work.is_completed()
+
+    def get_future(self) -> torch.futures.Future:
+        future: torch.futures.Future = torch.futures.Future()
+        self.wait()
+        future.set_result([])
+        return future
+
+
+class Spy:
+    """`with spy:` replaces the functions of torch.distributed by ones that write down what they do."""
+
+    def __init__(self, store: dist.Store, rank: int, world_size: int) -> None:
+        self.store, self.rank, self.world_size = store, rank, world_size
+        self.calls: list[Traffic] = []
+        self._originals: dict[str, Callable] = {}
+
+    def __enter__(self) -> Spy:
+        for name, filled in FILLED.items():
+            if original := getattr(dist, name, None):
+                self._originals[name] = original
+                setattr(dist, name, self._watched(name, filled, original))
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        for name, original in self._originals.items():
+            setattr(dist, name, original)
+
+    @contextmanager
+    def record(self) -> Iterator[list[Traffic]]:
+        """The calls of a block."""
+        before, self.calls = self.calls, []
+        calls = self.calls
+        try:
+            yield calls
+        finally:
+            self.calls = [*before, *calls]
+
+    def exchange(self, tensor: Tensor, to: int, source: int) -> Tensor:
+        """Send `tensor` to rank `to` and return what rank `source` sends here: both at once, so neither blocks."""
+        for name, rank in (("to", to), ("source", source)):
+            if not isinstance(rank, int) or not 0 <= rank < self.world_size:
+                raise ValueError(
+                    f"exchange({name}={rank!r}): ranks go from 0 to {self.world_size - 1}; did you take % N?"
+                )
+        if not isinstance(tensor, Tensor):
+            raise TypeError(f"exchange() sends one tensor, not a {type(tensor).__name__}")
+        call = Traffic("exchange", tensor.numel() * tensor.element_size(), self.world_size, to, source)
+        self.calls.append(call)
+        if to == source == self.rank:
+            return tensor.clone()
+        out = torch.empty_like(tensor, memory_format=torch.contiguous_format)
+        works = [dist.isend(tensor.detach().contiguous(), to), dist.irecv(out, source)]
+        try:
+            for work in reversed(works):
+                work.wait(timedelta(seconds=PATIENCE))
+        except RuntimeError as error:
+            if "imed out" in str(error) or "onnection" in str(error) or "onnect" in str(error):
+                raise GaveUp(
+                    f"exchange(to={to}, source={source}): rank {source} sends nothing to rank {self.rank}"
+                ) from None
+            raise
+        call.waited = True
+        return out
+
+    def _watched(self, name: str, filled: str, original: Callable) -> Callable:
+        signature = inspect.signature(original)
+
+        @functools.wraps(original)
+        def call(*args: Any, **kwargs: Any) -> Any:
+            bound = signature.bind(*args, **kwargs)
+            asynchronous = bool(bound.arguments.pop("async_op", False))
+            payload = max((_bytes(value) for value in bound.arguments.values()), default=0)
+            traffic = Traffic(name, payload, self.world_size)
+            self.calls.append(traffic)
+            copies: list[tuple[Tensor, Tensor]] = []
+            if asynchronous and bound.arguments.get(filled) is not None:
+                bound.arguments[filled], copies = _stand_ins(bound.arguments[filled])
+            started = Started(self, traffic, original(*bound.args, **bound.kwargs, async_op=True), copies)
+            return started if asynchronous else started.wait() and None
+
+        return call
+
+    def wait(self, work: Any, op: str) -> None:
+        """Wait in short turns, until the work is done or it is clear that somebody will not come."""
+        begin, alone_since = time.monotonic(), 0.0
+        while work is not None:
+            try:
+                work.wait(POLL)
+                return
+            except RuntimeError as error:
+                if work.is_completed():
+                    raise GaveUp(f"{op}: {error}") from None
+            now = time.monotonic()
+            gone = [r for r in range(self.world_size) if r != self.rank and self.store.check([f"over/{r}"])]
+            alone_since = alone_since or (now if gone else 0.0)
+            if (gone and now - alone_since > 0.5) or now - begin > PATIENCE:
+                where = (
+                    f"{_ranks(gone)} did not take part" if gone else f"after {PATIENCE:g} s the others were elsewhere"
+                )
+                raise GaveUp(f"{op}: {where}")
+
+
+def _ranks(ranks: list[int]) -> str:
+    return f"rank{'s' if len(ranks) > 1 else ''} {', '.join(map(str, ranks))}"
+
+
+def _bytes(value: Any) -> int:
+    if isinstance(value, Tensor):
+        return value.numel() * value.element_size()
+    if isinstance(value, (list, tuple)):
+        return sum(_bytes(item) for item in value)
+    return 0
+
+
+def _stand_ins(value: Any) -> tuple[Any, list[tuple[Tensor, Tensor]]]:
+    """Copies to be filled in place of `value`, a tensor or a list of them, and which belongs to which."""
+    if isinstance(value, Tensor):
+        copy = value.detach().clone()
+        return copy, [(value, copy)]
+    pairs = [(tensor, tensor.detach().clone()) for tensor in value]
+    return [copy for _, copy in pairs], pairs

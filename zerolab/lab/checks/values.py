@@ -1,0 +1,55 @@
+"""Inputs from which a wrong result tells what went wrong.
+
+Rank r contributes `16**r * base`, in small integers that float32 holds exactly. So a sum over ranks is a number
+written in base 16, and each of its digits says how often that rank's contribution is in it.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+
+def base(numel: int, number: int = 0) -> Tensor:
+    """Different in every element and for every `number`, and divisible by 2, 3 and 4, so that means are exact."""
+    return 12.0 * (torch.arange(numel) + 1.0 + number * numel)
+
+
+def share(base: Tensor, rank: int) -> Tensor:
+    """What `rank` contributes."""
+    return base * 16.0**rank
+
+
+def total(base: Tensor, world_size: int) -> Tensor:
+    return base * float(sum(16**rank for rank in range(world_size)))
+
+
+def factor(got: Tensor, want: Tensor) -> float | None:
+    """k if `got` is k times `want` in every element (want: no zeros)."""
+    if got.shape != want.shape or got.numel() == 0 or not got.is_floating_point():
+        return None
+    ratio = got.double() / want.double()
+    first = ratio.flatten()[0].item()
+    return first if torch.allclose(ratio, torch.full_like(ratio, first), rtol=1e-4, atol=0.0) else None
+
+
+def contributions(got: Tensor, base: Tensor, world_size: int) -> list[float] | None:
+    """How often each rank's contribution is in `got`: [1, 1, 0] is the sum of the first two. None: no such sum."""
+    ratio = factor(got, base)
+    if ratio is None or ratio < 0:
+        return None
+    for scale in dict.fromkeys((1, world_size, world_size**2, world_size**3)):
+        number = round(ratio * scale)
+        if abs(ratio * scale - number) > 1e-3 + 1e-6 * number:
+            continue
+        digits = [(number >> (4 * rank)) & 15 for rank in range(world_size)]
+        if number < 16**world_size:
+            return [digit / scale for digit in digits]
+    return None
+
+
+def in_words(shares: list[float]) -> str:
+    """[1, 0, 2] -> "rank 0's contribution, rank 2's contribution twice"."""
+    times = {1.0: "", 2.0: " twice", 3.0: " three times", 4.0: " four times"}
+    said = [f"rank {rank}'s contribution{times.get(k, f' times {k:.3g}')}" for rank, k in enumerate(shares) if k]
+    return ", ".join(said) or "nobody's contribution"

@@ -1,0 +1,1 @@
+from zerolab.lab.checks import Todo  # noqa: F401

@@ -197,13 +197,14 @@ def _verdict(asked: Exercise, good: list[int], world_size: int, reports: list[Re
         likely = likely or _why_it_waits(reports)
     if worst.values_differ and rights == [0]:
         likely = asked.first_rank_only or likely
+    likely = likely or UNKNOWN
     if worst.kind == "raised":
         known = [mistake for part, mistake in asked.errors.items() if part in worst.seen]
         likely = known[0] if known else "an error in the code, at the line shown"
     lines = [
         f"✗ {asked.id} {asked.title}    " + " · ".join([*(f"N={n} ok" for n in good), f"N={world_size} wrong"]),
         f"  seen     {where}, {worst.seen}" + (f" ({_list(rights)} right)" if rights else ""),
-        f"  likely   {likely or UNKNOWN}",
+        f"  likely   {likely}",
         f"  try      hint() · {worst.tip or chr(34) + asked.section + chr(34)}",
     ]
     lines += [f"  printed  {line}" for line in worst.printed.splitlines()[:10]]

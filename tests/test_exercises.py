@@ -1,0 +1,249 @@
+"""Exercises: every catalogued mistake is named, right answers pass, and whose code runs is never in doubt."""
+
+from __future__ import annotations
+
+import inspect
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+
+from zerolab.lab import exercises
+from zerolab.lab.checks import Todo, catalogue, judge
+
+CATALOGUE = catalogue()
+RIGHT = [
+    pytest.param(asked.id, source, id=f"{asked.id} {name}")
+    for asked in CATALOGUE.values()
+    for name, source in [
+        ("reference", asked.reference),
+        *((f"alternative {i}", s) for i, s in enumerate(asked.alternatives)),
+    ]
+]
+MISTAKES = [
+    pytest.param(asked.id, source, said, id=f"{asked.id} {name}")
+    for asked in CATALOGUE.values()
+    for name, (source, said) in asked.mutants.items()
+]
+
+
+@pytest.fixture(scope="module", autouse=True)
+def pool() -> Iterator[None]:
+    """One pool for all checks, and none is left."""
+    yield
+    judge.close()
+
+
+@pytest.fixture
+def my(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A learner's folder, and a learner's memory, that are empty."""
+    monkeypatch.setenv("ZEROLAB_MY", str(tmp_path / "my"))
+    for name, empty in (("_loaded", {}), ("_measured", {}), ("_classes", {}), ("_told", None), ("_last", None)):
+        monkeypatch.setattr(exercises, name, empty)
+    return tmp_path / "my"
+
+
+@pytest.mark.parametrize(("id", "source"), RIGHT)
+def test_right_answers_pass(id: str, source: str) -> None:
+    verdict = judge.judge(id, source)
+    assert verdict.passed, verdict.text
+    assert verdict.text.endswith("N=1, 2, 3, 4 ok")
+
+
+@pytest.mark.parametrize(("id", "source", "said"), MISTAKES)
+def test_mistakes_are_named(id: str, source: str, said: str) -> None:
+    verdict = judge.judge(id, source)
+    assert verdict.kind not in ("right", "todo"), verdict.text
+    assert said in verdict.text, verdict.text
+    first, seen, likely, tip = verdict.text.splitlines()[:4]
+    assert first.startswith(f"✗ {id} ") and first.endswith("wrong")
+    assert (
+        seen.startswith("  seen     rank ") and likely.startswith("  likely   ") and tip.startswith("  try      hint()")
+    )
+
+
+def test_the_catalogue_is_what_the_course_promises() -> None:
+    for asked in CATALOGUE.values():
+        assert len(asked.alternatives) >= 2 and len(asked.mutants) >= 5 and len(asked.hints) >= 3, asked.id
+        sources = [asked.reference, *asked.alternatives, *(source for source, _ in asked.mutants.values())]
+        assert len(set(sources)) == len(sources), f"{asked.id}: the same answer twice"
+        assert asked.check.__module__.startswith("zerolab.lab.checks.lesson" + asked.id[:2])
+
+
+@pytest.mark.parametrize("id", CATALOGUE)
+def test_the_stub_is_not_done_yet(id: str) -> None:
+    verdict = judge.judge(id, CATALOGUE[id].stub)
+    assert verdict.kind == "todo"
+    assert verdict.text.startswith(f"○ {id} ") and verdict.text.endswith("not done yet")
+
+
+def test_a_stub_raises_todo(my: Path) -> None:
+    module = exercises.define("01.1", CATALOGUE["01.1"].stub)
+    with pytest.raises(Todo, match=r"exercise 01.1 is not written yet.*check\(\"01.1\"\)"):
+        module.ring_reduce_scatter([], 0, 1, None)
+
+
+# ---------------------------------------------------------------------- answers that break the pool
+
+
+def test_a_hang_is_cut_and_the_next_check_works() -> None:
+    judge.judge("01.1", CATALOGUE["01.1"].reference)  # the pool is there
+    begin = time.monotonic()
+    verdict = judge.judge("01.1", "def ring_reduce_scatter(*args):\n    while True:\n        pass\n", patience=1.0)
+    assert verdict.kind == "late" and "a loop that does not end" in verdict.text
+    assert "line 3" in verdict.seen or "line 2" in verdict.seen, verdict.text
+    assert time.monotonic() - begin < 20.0
+    assert judge.judge("01.1", CATALOGUE["01.1"].reference).passed
+
+
+def test_an_exit_is_reported_and_the_next_check_works() -> None:
+    verdict = judge.judge("01.2", "import os\n\ndef ring_all_gather(*args):\n    os._exit(3)\n")
+    assert verdict.kind == "late" and "exited with code 3" in verdict.text
+    assert "the process itself died" in verdict.text
+    assert judge.judge("01.2", CATALOGUE["01.2"].reference).passed
+
+
+def test_what_does_not_compile_says_where() -> None:
+    verdict = judge.judge("01.1", "def ring_reduce_scatter(:\n", filename="/here/ex_01_1.py")
+    assert verdict.kind == "raised" and "SyntaxError" in verdict.seen and "line 1" in verdict.seen
+
+
+def test_a_renamed_function_is_noticed() -> None:
+    verdict = judge.judge("01.1", "def ring(*args):\n    pass\n")
+    assert "it must be ring_reduce_scatter" in verdict.likely
+
+
+def test_an_unknown_mistake_shows_the_case() -> None:
+    source = "import torch\n\ndef ring_all_gather(chunk, rank, N, exchange):\n    return [torch.full((4,), 7.0)] * N\n"
+    verdict = judge.judge("01.2", source)
+    assert "does not know" in verdict.likely and "N=1 wrong" in verdict.text
+    assert "the first at [0]: 7, expected 12" in verdict.seen
+
+
+def test_what_an_answer_prints_is_shown() -> None:
+    verdict = judge.judge("01.1", "def ring_reduce_scatter(*args):\n    print('so far')\n    return 1 / 0\n")
+    assert "printed  so far" in verdict.text
+    assert "ZeroDivisionError" in verdict.seen and "line 3: return 1 / 0" in verdict.seen
+
+
+# ---------------------------------------------------------------------- a pass, and what revokes it
+
+
+def test_a_pass_counts_until_the_answer_changes(my: Path, capsys: pytest.CaptureFixture) -> None:
+    exercises.define("01.2", CATALOGUE["01.2"].reference)
+    assert not exercises.passed("01.2")
+    exercises.check()
+    assert "✓ 01.2 ring all-gather    N=1, 2, 3, 4 ok" in capsys.readouterr().out
+    assert exercises.passed("01.2")
+    ours = exercises.mine("01.2")
+    assert capsys.readouterr().out == "ring_all_gather: your code (01.2)\n"
+    assert inspect.getsourcefile(ours) == str((my / "ex_01_2.py").absolute())
+    assert inspect.getsource(ours) in CATALOGUE["01.2"].reference
+
+    with (my / "ex_01_2.py").open("a") as file:
+        file.write("# edited\n")
+    assert not exercises.passed("01.2")
+    theirs = exercises.mine("01.2")
+    assert theirs is not ours
+    assert capsys.readouterr().out.startswith("ring_all_gather: the course's code, 01.2 has not passed")
+    exercises.progress()
+    assert "○ 01.2 ring all-gather              changed since it passed" in capsys.readouterr().out
+
+
+def test_a_wrong_answer_loses_an_earlier_pass(my: Path, capsys: pytest.CaptureFixture) -> None:
+    exercises.define("01.2", CATALOGUE["01.2"].reference)
+    exercises.check("01.2")
+    exercises.define("01.2", CATALOGUE["01.2"].mutants["order of arrival"][0])
+    exercises.check("01.2")
+    assert "order of their arrival" in capsys.readouterr().out
+    exercises.define("01.2", CATALOGUE["01.2"].reference)
+    assert not exercises.passed("01.2")
+
+
+def test_a_stub_never_replaces_an_answer(my: Path, capsys: pytest.CaptureFixture) -> None:
+    exercises.define("01.1", CATALOGUE["01.1"].reference)
+    module = exercises.define("01.1", CATALOGUE["01.1"].stub)
+    assert (my / "ex_01_1.py").read_text() == CATALOGUE["01.1"].reference
+    assert "your answer in my/ex_01_1.py is used" in capsys.readouterr().out
+    assert module.ring_reduce_scatter([torch.ones(2)], 0, 1, None).tolist() == [1.0, 1.0]
+
+
+def test_an_object_of_an_older_version_says_so(my: Path) -> None:
+    source = "class Box:\n    def value(self):\n        return {}\n"
+    old = exercises.define("01.1", source.format(1)).Box()
+    assert exercises.define("01.1", source.format(1)).Box().value() == old.value() == 1  # the same cell run again
+    new = exercises.define("01.1", source.format(2)).Box()
+    assert new.value() == 2
+    with pytest.raises(exercises.Stale, match=r"Box.value\(\) of an earlier version of 01.1.*rebuild the model"):
+        old.value()
+
+
+def test_check_before_the_cell_ran(my: Path, capsys: pytest.CaptureFixture) -> None:
+    exercises.check("01.1")
+    assert "not done yet: run the cell that begins with %%exercise 01.1" in capsys.readouterr().out
+    with pytest.raises(KeyError, match=r"no exercise '01.9'; there are 01.1, 01.2"):
+        exercises.check("01.9")
+    exercises._last = None
+    with pytest.raises(ValueError, match="which exercise"):
+        exercises.check()
+
+
+def test_damaged_progress_is_named(my: Path) -> None:
+    my.mkdir()
+    (my / "progress.json").write_text("{")
+    with pytest.raises(ValueError, match=r"progress.json is damaged .*: delete it"):
+        exercises.progress()
+
+
+# ---------------------------------------------------------------------- predictions and hints
+
+
+def test_reveal_shows_nothing_before_a_prediction(my: Path, capsys: pytest.CaptureFixture) -> None:
+    exercises.measured("02.1", 4_200_000, unit="bytes")
+    exercises.predict("02.1", ...)
+    exercises.reveal("02.1")
+    said = capsys.readouterr().out
+    assert "in the place of" in said and "first predict" in said and "4.2" not in said
+    exercises.predict("02.1", 5_000_000)
+    exercises.reveal("02.1")
+    assert "measured 4.20 MB; you said 5.00 MB: 19 % too much" in capsys.readouterr().out
+    exercises.predict("02.1", 4_200_000)
+    exercises.reveal("02.1")
+    assert "exactly right" in capsys.readouterr().out
+
+
+def test_skip(my: Path, capsys: pytest.CaptureFixture) -> None:
+    exercises.skip("02.2")
+    exercises.reveal("02.2")
+    assert "not measured yet" in capsys.readouterr().out
+    exercises.measured("02.2", (3, 1), unit="calls")
+    exercises.reveal("02.2")
+    assert capsys.readouterr().out == "02.2: measured (3, 1) calls\n"
+    exercises.predict("02.2", (3, 1))
+    exercises.reveal("02.2")
+    assert capsys.readouterr().out.endswith("exactly right\n")
+    with pytest.raises(TypeError, match=r"prediction 02.2 is a Tensor"):
+        exercises.predict("02.2", torch.ones(1))
+
+
+@pytest.mark.parametrize(
+    ("guess", "value", "said"),
+    [
+        (30, 10, "3 times what it is"),
+        (1, 10, "0.1 times what it is"),
+        (9.9999, 10.0, "less than 0.1 % off"),
+        (8, 10, "20 % too little"),
+        (5, 0, "off by 5"),
+        ("ring", "root", "not the same"),
+    ],
+)
+def test_how_far_off(guess: object, value: object, said: str) -> None:
+    assert exercises._how_far_off(guess, value) == said
+
+
+def test_hints_unfold_one_at_a_time(my: Path, capsys: pytest.CaptureFixture) -> None:
+    for number in (1, 2, 3, 3):
+        exercises.hint("01.1")
+        assert capsys.readouterr().out.count("01.1, hint") == number

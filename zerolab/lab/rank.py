@@ -1,0 +1,151 @@
+"""One rank of the lab: `python -m zerolab.lab.rank -f CONNECTION_FILE`, an IPython kernel that `session.start` starts.
+
+It ends with the process that started it, however that ends: a thread looks for the parent twice a second, and on Linux
+the system kills this process too if it hangs in C.
+"""
+
+from __future__ import annotations
+
+import base64
+import ctypes
+import importlib
+import io
+import itertools
+import json
+import linecache
+import os
+import pickle
+import signal
+import sys
+import threading
+import time
+import traceback
+from datetime import timedelta
+from types import TracebackType
+from typing import Any
+
+MIME = "application/x-zerolab"  # values on their way to the notebook: base64 of a pickle
+
+
+def main() -> None:
+    parent = int(os.environ["ZEROLAB_PARENT"])
+    # The signal comes when the *thread* ends that started this process: right only if that was the main thread.
+    if sys.platform == "linux" and os.environ.get("ZEROLAB_PARENT_THREAD") == "main":
+        ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG
+    threading.Thread(target=_end_with, args=(parent,), daemon=True).start()
+
+    import torch  # before the kernel answers: who asked for it waits for the answer
+    from ipykernel.kernelapp import IPKernelApp
+    from traitlets.config import Config
+
+    import zerolab
+
+    torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "1")))
+    config = Config()
+    config.HistoryManager.enabled = False  # its database is for one writer
+    config.IPKernelApp.log_level = "ERROR"
+    app = IPKernelApp.instance(config=config)
+    app.initialize(sys.argv[1:])
+    app.shell.set_custom_exc((Exception, KeyboardInterrupt), _show_failure)
+    app.shell.push({"torch": torch, "zerolab": zerolab}, interactive=False)
+    app.start()
+
+
+def _end_with(parent: int) -> None:
+    while os.getppid() == parent:
+        time.sleep(0.5)
+    os._exit(1)
+
+
+# -- what the notebook runs here ---------------------------------------------------------------------------------------
+
+
+def join(port: int, world: int, timeout: float, device: str, link: str | None) -> None:
+    """Leave the process group, if there is one, and join a fresh one: `world` is a number that never comes twice."""
+    import torch
+    import torch.distributed as dist
+    from IPython import get_ipython
+
+    from zerolab.lab import guard, network
+
+    launch = importlib.import_module("zerolab.launch")  # zerolab.launch is its function
+
+    guard.leave()
+    network.use(None)
+    if dist.is_initialized():
+        dist.destroy_process_group()
+    store = dist.TCPStore("127.0.0.1", port, wait_for_workers=False, timeout=timedelta(seconds=timeout))
+    launch._stores = (dist.PrefixStore(f"world {world}, group {group}", store) for group in itertools.count())
+    place = launch.init(timeout)
+    if device == "shared":
+        place = torch.device("cuda", int(os.environ["RANK"]) % torch.cuda.device_count())
+        torch.cuda.set_device(place)
+    guard.enter(dist.PrefixStore(f"world {world}, guard", store), store, timeout)
+    network.use(link)
+    names = {"rank": dist.get_rank(), "world_size": dist.get_world_size(), "device": place}
+    get_ipython().push(names, interactive=False)
+
+
+def take(data: str) -> None:
+    """Put the notebook's values, names and all, into the user's namespace."""
+    from IPython import get_ipython
+
+    get_ipython().push(pickle.loads(base64.b64decode(data)), interactive=False)
+
+
+def give(name: str) -> None:
+    """Send the user's variable `name` to the notebook."""
+    from IPython import get_ipython
+    from IPython.display import publish_display_data
+
+    shell = get_ipython()
+    if name not in shell.user_ns:
+        raise NameError(f"there is no variable {name!r} here")
+    buffer = io.BytesIO()
+    try:
+        pickle.dump(shell.user_ns[name], buffer)
+    except Exception as error:
+        kind = type(shell.user_ns[name]).__name__
+        raise TypeError(f"{name!r}, a {kind}, cannot be sent to the notebook: {error}") from None
+    publish_display_data({MIME: base64.b64encode(buffer.getvalue()).decode()})
+
+
+# -- tracebacks --------------------------------------------------------------------------------------------------------
+
+
+def _show_failure(shell: Any, kind: type, error: BaseException, trace: TracebackType, tb_offset: Any = None) -> list:
+    """What the notebook shows of an exception: the frames of the learner's own lines, and the last one.
+
+    The list is sent as the message's traceback: first what the session needs to know, as JSON, then the text.
+    """
+    shown = _frames(shell, trace)
+    last = traceback.format_exception_only(kind, error)
+    about = {"consequence": bool(getattr(error, "consequence", False)), "time": time.time()}
+    text = [json.dumps(about), *shown, "".join(last).rstrip()]
+    shell._showtraceback(kind, error, text)
+    return text
+
+
+def _frames(shell: Any, trace: TracebackType) -> list[str]:
+    summary = [frame for frame in traceback.extract_tb(trace) if "IPython/core/" not in frame.filename]
+    own = [frame for frame in summary if not _foreign(frame.filename)]
+    if summary and summary[-1] not in own and not summary[-1].filename.endswith("lab/guard.py"):
+        own = own[-7:] + summary[-1:]
+    lines = []
+    for frame in own[-8:]:
+        cell = frame.filename in getattr(shell.compile, "_filename_map", {}) or "ipykernel_" in frame.filename
+        where = "the cell" if cell else os.path.relpath(frame.filename)
+        code = linecache.getline(frame.filename, frame.lineno or 0).strip()
+        function = "" if frame.name.startswith(("<module>", "<cell line")) else f", in {frame.name}"
+        lines.append(f"  line {frame.lineno} of {where}{function}\n    {code}")
+    return lines
+
+
+def _foreign(path: str) -> bool:
+    """Whether a file is not the learner's: of an installed package, of Python, or of this package."""
+    package = os.path.dirname(os.path.dirname(__file__))
+    return path.startswith((package, sys.prefix, sys.base_prefix, "<")) or "site-packages" in path
+
+
+if __name__ == "__main__":
+    main()

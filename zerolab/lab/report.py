@@ -1,0 +1,182 @@
+"""What a cell on all ranks shows: output in rank order, equal output once, and which rank failed first, and why."""
+
+from __future__ import annotations
+
+import json
+import re
+import sys
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from typing import Any
+
+# An output: ("stdout" | "stderr", text) or ("display", (data, metadata)), data by MIME type.
+Output = tuple[str, Any]
+
+# What a rank raises because of what became of another one: the engine's CommError, and what gloo says.
+_CONSEQUENCE = re.compile(
+    r"Connection (closed|reset|refused)|Timed out|timed out|Broken pipe|Application timeout|Another rank stopped"
+)
+_ANSI = re.compile(r"\x1b\[[0-9;]*m")
+
+
+@dataclass
+class Failure:
+    """What became of a rank. kind: "raised", "died", or "interrupted". time: seconds since the epoch."""
+
+    kind: str
+    summary: str
+    trace: str = ""
+    time: float = 0.0
+    consequence: bool = False  # of another rank's failure, as far as one can tell
+
+
+@dataclass
+class Result:
+    """What one rank did with a cell."""
+
+    rank: int
+    outputs: list[Output] = field(default_factory=list)
+    failure: Failure | None = None
+    seconds: float = 0.0
+
+    @property
+    def text(self) -> str:
+        """All that it printed, and the plain text of what it displayed."""
+        return "".join(
+            data if kind in ("stdout", "stderr") else data[0].get("text/plain", "") + "\n"
+            for kind, data in self.outputs
+        )
+
+    def write(self, kind: str, text: str) -> None:
+        if self.outputs and self.outputs[-1][0] == kind:
+            text = self.outputs.pop()[1] + text
+        self.outputs.append((kind, _returned(text)))
+
+
+class RankFailure(RuntimeError):
+    """A cell failed on a rank: `rank` is the first that did; `results` has what became of all of them, by rank."""
+
+    def __init__(self, message: str, rank: int | None, results: dict[int, Result]) -> None:
+        super().__init__(message)
+        self.rank, self.results = rank, results
+
+    def _render_traceback_(self) -> list[str]:
+        """What a notebook shows in place of a traceback: its frames would be ours."""
+        return [f"RankFailure: {self}"]
+
+
+def raised(content: dict[str, Any], now: float) -> Failure:
+    """The failure that a kernel's error message tells of; the first line of its traceback is what rank.py knows."""
+    name, value, lines = content.get("ename", ""), content.get("evalue", ""), list(content.get("traceback", []))
+    about: dict[str, Any] = {}
+    if lines and lines[0].startswith('{"consequence"'):
+        about = json.loads(lines.pop(0))
+    summary = f"{name}: {value}".splitlines()[0] if value else name
+    consequence = about.get("consequence", False) or bool(_CONSEQUENCE.search(value))
+    kind = "interrupted" if name == "KeyboardInterrupt" else "raised"
+    return Failure(kind, summary, _ANSI.sub("", "\n".join(lines)), about.get("time", now), consequence)
+
+
+def failure(results: dict[int, Result], size: int, hint: str) -> RankFailure | None:
+    """The error that tells what went wrong on which rank: first the one that failed first, then the others."""
+    failed = {rank: result.failure for rank, result in results.items() if result.failure}
+    if not failed:
+        return None
+    # A death comes before what was raised because of it, though this process notices it last.
+    order = {"died": 0, "raised": 1, "interrupted": 2}
+    first = min(failed, key=lambda r: (failed[r].consequence, order[failed[r].kind], failed[r].time, r))
+    same = [rank for rank in failed if _alike(failed[rank], failed[first])]
+    lines = [f"{_who(same, size)} {_did(failed[first])}"]
+    if failed[first].trace:
+        lines.append(failed[first].trace)
+    rest: dict[str, list[int]] = {}
+    for rank in sorted(results.keys() - set(same)):
+        other = results[rank].failure
+        rest.setdefault(_shorten(_did(other)) if other else "finished the cell", []).append(rank)
+    lines += [f"{_who(ranks, size)}: {what}" for what, ranks in rest.items()]
+    return RankFailure("\n".join([*lines, hint]), first, results)
+
+
+def _alike(a: Failure, b: Failure) -> bool:
+    return (a.kind, a.summary, a.trace) == (b.kind, b.summary, b.trace)
+
+
+def _did(failure: Failure) -> str:
+    if failure.kind == "died":
+        return failure.summary
+    if failure.kind == "interrupted":
+        return "was interrupted"
+    return f"raised {failure.summary}"
+
+
+def _shorten(text: str, most: int = 200) -> str:
+    text = " ".join(text.split())
+    return text if len(text) <= most else text[: most - 4] + " ..."
+
+
+def _who(ranks: Iterable[int], size: int) -> str:
+    ranks = sorted(ranks)
+    if len(ranks) == size > 1:
+        return f"all {size} ranks"
+    return f"rank{'s' * (len(ranks) > 1)} {', '.join(map(str, ranks))}"
+
+
+# -- output ------------------------------------------------------------------------------------------------------------
+
+
+def _returned(text: str) -> str:
+    """The text as a terminal would leave it: a carriage return lets the rest of a line be written over."""
+    if "\r" not in text:
+        return text
+    lines = []
+    for line in text.replace("\r\n", "\n").split("\n"):
+        ended = line.endswith("\r")  # a progress bar may write over this later: keep the mark
+        shown = ""
+        for part in line.split("\r"):
+            shown = part + shown[len(part) :]
+        lines.append(shown + "\r" * ended)
+    return "\n".join(lines)
+
+
+def show(results: dict[int, Result], size: int) -> None:
+    """Print and display what the ranks did, in rank order; ranks with the same output together."""
+    groups: list[tuple[list[int], Result]] = []
+    for rank in sorted(results):
+        for ranks, result in groups:
+            if result.outputs == results[rank].outputs:
+                ranks.append(rank)
+                break
+        else:
+            groups.append(([rank], results[rank]))
+    for ranks, result in groups:
+        if result.outputs:
+            _show(_who(ranks, size), result.outputs)
+    sys.stdout.flush()
+
+
+def _show(who: str, outputs: list[Output]) -> None:
+    from IPython.display import display
+
+    header = who
+    for kind, data in outputs:
+        stream = sys.stderr if kind == "stderr" else sys.stdout
+        if kind == "display":
+            bundle, metadata = data
+            if set(bundle) == {"text/plain"}:
+                kind, data = "stdout", bundle["text/plain"] + "\n"
+            else:
+                if header:
+                    print(f"{header}:", flush=True)
+                display(bundle, metadata=metadata, raw=True)
+        if kind != "display":
+            stream.write(_with_header(header, data.replace("\r", "")))
+            stream.flush()
+        header = ""
+
+
+def _with_header(header: str, text: str) -> str:
+    """`rank 0: one line`, or the header on a line of its own above several."""
+    text = text if text.endswith("\n") else text + "\n"
+    if not header:
+        return text
+    return f"{header}: {text}" if text.count("\n") == 1 else f"{header}:\n{text}"

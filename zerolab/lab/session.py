@@ -1,0 +1,461 @@
+"""Live ranks: `start(4)` gives four IPython kernels that are one process group; `%%ranks` runs a cell on all of them.
+
+Each rank is a process of its own (rank.py), told who it is by the variables that torchrun sets. This process holds the
+store where they meet, sends them cells, collects what they print, and tells ranks that wait for another one what has
+become of it (guard.py). Everything listens on the loopback interface only.
+"""
+
+from __future__ import annotations
+
+import atexit
+import base64
+import io
+import itertools
+import json
+import os
+import pickle
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Callable, Iterable
+from contextlib import suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch.distributed as dist
+import zmq
+from jupyter_client.blocking import BlockingKernelClient
+
+from zerolab.lab import network, registry, report
+from zerolab.lab.rank import MIME
+from zerolab.lab.report import Failure, RankFailure, Result
+
+GROUP_TIMEOUT = 15.0  # seconds until a collective fails that not every rank takes part in
+START_TIMEOUT = 90.0
+INTERRUPT_TIMEOUT = 5.0  # a rank that does not react to an interrupt for so long is killed
+
+_current: Session | None = None
+
+
+@dataclass
+class _Rank:
+    """The process of one rank, and the sockets to its kernel."""
+
+    number: int
+    process: subprocess.Popen
+    file: Path  # where the kernel writes its ports and its key
+    client: BlockingKernelClient | None = None
+    pending: set[str] = field(default_factory=set)
+
+    def connect(self) -> bool:
+        """Connect, if the kernel is there already."""
+        try:
+            json.loads(self.file.read_text())
+        except (FileNotFoundError, ValueError):
+            return False
+        self.client = BlockingKernelClient(connection_file=str(self.file))
+        self.client.load_connection_file()
+        self.client.start_channels(stdin=False, hb=False, control=False)
+        self.file.unlink()
+        return True
+
+    def close(self) -> None:
+        if self.client is not None:
+            self.client.stop_channels()
+            self.client = None
+
+    def kill(self) -> None:
+        with suppress(ProcessLookupError):
+            os.killpg(self.process.pid, signal.SIGKILL)  # what it started, too
+        self.process.wait(10.0)
+        self.close()
+
+    def interrupt(self) -> None:
+        with suppress(ProcessLookupError):
+            self.process.send_signal(signal.SIGINT)
+
+    @property
+    def fate(self) -> str | None:
+        """How the process ended; None while it lives."""
+        code = self.process.poll()
+        if code is None:
+            return None
+        return f"was killed by {signal.Signals(-code).name}" if code < 0 else f"exited with code {code}"
+
+
+class Session:
+    """`size` live ranks. `start` makes it."""
+
+    def __init__(self, size: int, device: str) -> None:
+        self.size, self.device = size, device  # device: "cpu", "nccl" or "shared"
+        self.emulated: str | None = None  # the emulated link, as it was written
+        self._ranks: dict[int, _Rank] = {}
+        self._cells, self._worlds = itertools.count(1), itertools.count()
+        # TCPStore's own socket listens on all interfaces, and a port only looked up may be lost again.
+        listener = socket.create_server(("127.0.0.1", 0))
+        self._port, fd = listener.getsockname()[1], listener.detach()
+        self._store = dist.TCPStore("127.0.0.1", self._port, None, True, wait_for_workers=False, master_listen_fd=fd)
+        self._folder = Path(tempfile.mkdtemp(prefix="zerolab-"))  # for this user only
+        self._log = (self._folder / "log").open("w+b")
+
+    # -- running -------------------------------------------------------------------------------------------------------
+
+    def run(
+        self, code: str, ranks: Iterable[int] | None = None, timeout: float | None = None, show: bool = False
+    ) -> list[Result]:
+        """Run `code` as a cell on all ranks, or on some; what each did, in rank order.
+
+        show: print and display it here. After `timeout` seconds the cell is interrupted.
+
+        Raises RankFailure if it failed on a rank, was interrupted or took too long.
+        """
+        chosen = self._choose(ranks)
+        cell = next(self._cells)
+        for rank in set(range(self.size)) - set(chosen):
+            self._note(cell, rank, "takes no part in this cell")
+        before = f"from zerolab.lab import guard as _guard; _guard.begin({cell}, {self.size}); del _guard"
+        for rank in chosen:
+            self._send(rank, before, silent=True)
+        results, reason = self._collect(chosen, code, cell, timeout)
+        if show:
+            report.show(results, self.size)
+        dead = [rank for rank in results if self._ranks[rank].fate]
+        hint = "lab.reset() gives fresh process groups" + (" and restarts the dead" if dead else ", variables are kept")
+        error = report.failure(results, self.size, hint)
+        if error is not None:
+            raise RankFailure(f"{reason}{error}", error.rank, results)
+        return [results[rank] for rank in chosen]
+
+    def _choose(self, ranks: Iterable[int] | None) -> list[int]:
+        self._must_live()
+        chosen = sorted(set(range(self.size) if ranks is None else ranks))
+        if not chosen or not set(chosen) <= set(range(self.size)):
+            raise ValueError(f"ranks {', '.join(map(str, chosen)) or '(none)'}: there are ranks 0 to {self.size - 1}")
+        if dead := [f"rank {rank} {self._ranks[rank].fate}" for rank in chosen if self._ranks[rank].fate]:
+            raise RankFailure(f"{', '.join(dead)}: lab.reset() restarts the dead", None, {})
+        return chosen
+
+    def _must_live(self) -> None:
+        if not self._ranks:
+            raise RuntimeError("these ranks were stopped: lab.start(4) starts new ones")
+
+    def _send(self, rank: int, code: str, silent: bool = False) -> str:
+        client = self._ranks[rank].client
+        return client.execute(code, silent=silent, store_history=False, allow_stdin=False, stop_on_error=not silent)
+
+    def _note(self, cell: int, rank: int, what: str) -> None:
+        """For ranks that wait for this one (guard.py): it will not come, and why."""
+        self._store.set(f"over/{cell}/{rank}", what)
+
+    def _collect(self, ranks: list[int], code: str, cell: int, timeout: float | None) -> tuple[dict[int, Result], str]:
+        """Send the cell, and gather what comes until every rank is done, dead, or was interrupted and did not react."""
+        results = {rank: Result(rank) for rank in ranks}
+        begin = time.monotonic()
+        waiting = {rank: (self._send(rank, code), {"reply", "idle"}) for rank in ranks}
+        poller, deadline, interrupted, reason = zmq.Poller(), None, 0, ""
+        for rank in ranks:
+            for channel in (self._ranks[rank].client.iopub_channel, self._ranks[rank].client.shell_channel):
+                poller.register(channel.socket, zmq.POLLIN)
+        while waiting:
+            try:
+                poller.poll(100)
+                for rank in list(waiting):
+                    dead = self._ranks[rank].fate  # asked before reading: what it sent before its death is there
+                    self._receive(rank, results[rank], *waiting[rank])
+                    if dead and waiting[rank][1]:
+                        results[rank].failure = Failure("died", dead, time=time.time())
+                    if dead or not waiting[rank][1]:
+                        del waiting[rank]
+                        results[rank].seconds = time.monotonic() - begin
+                        self._tell(cell, results[rank])
+                now = time.monotonic()
+                if not interrupted and timeout is not None and now > begin + timeout:
+                    reason = f"the cell took longer than {timeout:g} s and was interrupted\n"
+                    interrupted, deadline = 1, now + INTERRUPT_TIMEOUT
+                    self._interrupt(waiting)
+                if deadline is not None and now > deadline:
+                    for rank in waiting:
+                        self._ranks[rank].process.kill()
+                        stubborn = f"did not react to the interrupt within {INTERRUPT_TIMEOUT:g} s, and was killed"
+                        results[rank].failure = Failure("died", stubborn, time=time.time())
+                        self._ranks[rank].kill()
+                    break
+            except KeyboardInterrupt:
+                reason = "interrupted\n"
+                if not interrupted:
+                    deadline = time.monotonic() + INTERRUPT_TIMEOUT
+                interrupted += 1
+                self._interrupt(waiting)
+        return results, reason
+
+    def _receive(self, rank: int, result: Result, message: str, missing: set[str]) -> None:
+        """Read what the rank's kernel has sent; `missing` loses what has come of the end of the cell."""
+        client = self._ranks[rank].client
+        for channel in (client.iopub_channel, client.shell_channel):
+            while True:
+                try:
+                    _, answer = client.session.recv(channel.socket, zmq.NOBLOCK)
+                except zmq.Again:
+                    break
+                if answer is None:
+                    break
+                if answer["parent_header"].get("msg_id") != message:
+                    continue
+                kind, content = answer["header"]["msg_type"], answer["content"]
+                if kind == "execute_reply":
+                    missing.discard("reply")
+                    if content["status"] == "aborted" and result.failure is None:
+                        result.failure = Failure("interrupted", "was interrupted", time=time.time())
+                elif kind == "status" and content["execution_state"] == "idle":
+                    missing.discard("idle")
+                elif kind == "stream":
+                    result.write(content["name"], content["text"])
+                elif kind in ("display_data", "execute_result"):
+                    result.outputs.append(("display", (content["data"], content.get("metadata", {}))))
+                elif kind == "error":
+                    result.failure = report.raised(content, time.time())
+
+    def _tell(self, cell: int, result: Result) -> None:
+        if result.failure is None:
+            self._note(cell, result.rank, "finished the cell")
+        elif result.failure.kind == "raised":
+            self._note(cell, result.rank, f"raised {result.failure.summary}")
+        else:
+            self._note(cell, result.rank, result.failure.summary)
+
+    def _interrupt(self, ranks: Iterable[int]) -> None:
+        for rank in ranks:
+            self._ranks[rank].interrupt()
+
+    # -- values --------------------------------------------------------------------------------------------------------
+
+    def push(self, ranks: Iterable[int] | None = None, **values: Any) -> None:
+        """Copy values to variables of these names on the ranks."""
+        buffer = io.BytesIO()
+        try:
+            pickle.dump(values, buffer)
+        except Exception as error:
+            raise TypeError(f"{', '.join(values)} cannot be sent to the ranks: {error}") from error
+        data = base64.b64encode(buffer.getvalue()).decode()
+        self.run(f"from zerolab.lab import rank as _rank; _rank.take({data!r}); del _rank", ranks)
+
+    def pull(self, name: str, ranks: Iterable[int] | None = None) -> list[Any]:
+        """The value of a variable on each rank, copied."""
+        values = []
+        for result in self.run(f"from zerolab.lab import rank as _rank; _rank.give({name!r}); del _rank", ranks):
+            data = next(data[0][MIME] for kind, data in result.outputs if kind == "display" and MIME in data[0])
+            try:
+                values.append(pickle.loads(base64.b64decode(data)))  # from our own process: its key signed it
+            except Exception as error:
+                text = f"rank {result.rank}: {name!r} cannot be rebuilt here, where its class is not defined: {error}"
+                raise TypeError(text) from error
+        return values
+
+    def link(self, text: str | None) -> None:
+        """Emulate a network on the ranks from now on (network.py), or none."""
+        if text is not None:
+            network.parse(text)
+            if self.device == "nccl":
+                raise ValueError("a link is emulated on gloo only; these ranks talk through NCCL, on real links")
+        self.run(f"from zerolab.lab import network as _network; _network.use({text!r}); del _network")
+        self.emulated = text
+
+    # -- the ranks' lives ----------------------------------------------------------------------------------------------
+
+    def _launch(self, ranks: Iterable[int]) -> None:
+        """Start the processes of these ranks, side by side, and wait for their kernels."""
+        ranks = list(ranks)
+        deadline = time.monotonic() + START_TIMEOUT
+        try:
+            for rank in ranks:
+                file = self._folder / f"rank{rank}.json"
+                file.unlink(missing_ok=True)
+                process = subprocess.Popen(
+                    [sys.executable, "-m", "zerolab.lab.rank", "-f", str(file)],
+                    env=self._environment(rank),
+                    stdin=subprocess.DEVNULL,
+                    stdout=self._log,
+                    stderr=self._log,
+                    start_new_session=True,  # Control-C in a terminal is for the notebook, which passes it on
+                )
+                self._ranks[rank] = _Rank(rank, process, file)
+            registry.write([rank.process.pid for rank in self._ranks.values()])
+            self._wait(ranks, deadline, lambda rank: self._ranks[rank].connect())
+            self._wait(ranks, deadline, self._answers)
+        except BaseException:  # KeyboardInterrupt too
+            self.stop()
+            raise
+
+    def _environment(self, rank: int) -> dict[str, str]:
+        rest = {name: value for name, value in os.environ.items() if not name.startswith(("JPY_", "GLOO_", "SLURM_"))}
+        if self.device == "cpu":
+            rest["CUDA_VISIBLE_DEVICES"] = ""
+        world = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": self.size, "LOCAL_WORLD_SIZE": self.size}
+        meet = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": self._port, "OMP_NUM_THREADS": 1}
+        main = threading.current_thread() is threading.main_thread()
+        ours = {"ZEROLAB_PARENT": os.getpid(), "ZEROLAB_PARENT_THREAD": "main" if main else "other"}
+        quiet = {"TORCH_CPP_LOG_LEVEL": "ERROR", "PYTHONUNBUFFERED": "1"}  # what the C++ side warns of says little
+        return rest | {name: str(value) for name, value in (world | meet | ours | quiet).items()}
+
+    def _wait(self, ranks: list[int], deadline: float, ready: Callable[[int], bool]) -> None:
+        waiting = set(ranks)
+        while waiting:
+            for rank in sorted(waiting):
+                if fate := self._ranks[rank].fate:
+                    raise RuntimeError(f"rank {rank} {fate} at its start:\n{self._last_log()}")
+            waiting -= {rank for rank in waiting if ready(rank)}
+            if time.monotonic() > deadline:
+                names = ", ".join(map(str, sorted(waiting)))
+                raise RuntimeError(f"rank {names}: not ready within {START_TIMEOUT:g} s\n{self._last_log()}")
+            time.sleep(0.02)
+
+    def _answers(self, rank: int) -> bool:
+        """Whether the kernel's output reaches us: what it publishes before the socket is connected is lost."""
+        client = self._ranks[rank].client
+        client.kernel_info()
+        return bool(client.iopub_channel.socket.poll(50))
+
+    def _last_log(self) -> str:
+        self._log.seek(max(0, self._log.tell() - 3000))
+        return self._log.read().decode(errors="replace").strip()
+
+    def _join(self) -> None:
+        """Every rank into a fresh process group."""
+        world = next(self._worlds)
+        call = f"_rank.join({self._port}, {world}, {GROUP_TIMEOUT}, {self.device!r}, {self.emulated!r})"
+        self.run(f"from zerolab.lab import rank as _rank; {call}; del _rank", timeout=60.0)
+
+    def reset(self) -> list[int]:
+        """Fresh process groups, variables kept; dead ranks start again, empty: which ones, is returned."""
+        self._must_live()
+        dead = [rank for rank in range(self.size) if self._ranks[rank].fate or self._ranks[rank].client is None]
+        for rank in dead:
+            self._ranks[rank].kill()
+        if dead:
+            self._launch(dead)
+        self._join()
+        return dead
+
+    def stop(self) -> None:
+        """End all processes."""
+        global _current
+        for rank in self._ranks.values():
+            with suppress(ProcessLookupError):
+                os.killpg(rank.process.pid, signal.SIGKILL)
+        for rank in self._ranks.values():
+            rank.kill()
+        self._ranks = {}
+        self._log.close()
+        shutil.rmtree(self._folder, ignore_errors=True)
+        registry.remove()
+        if _current is self:
+            _current = None
+
+
+# -- what a notebook calls ---------------------------------------------------------------------------------------------
+
+
+def start(ranks: int = 4, device: str = "auto", stop_others: bool = False) -> Session:
+    """Start live ranks, in place of this notebook's earlier ones, and say on what they run.
+
+    device: "cpu"; "cuda": a GPU for each rank if there are as many, else several ranks share one; "auto": a GPU for
+    each rank if CUDA_VISIBLE_DEVICES names as many, else the CPU. stop_others: end other notebooks' ranks first.
+    """
+    global _current
+    if not isinstance(ranks, int) or isinstance(ranks, bool) or not 1 <= ranks <= 64:
+        raise ValueError(f"ranks={ranks!r}, but must be a whole number from 1 to 64")
+    kind, says = _choose_device(ranks, device)
+    stop()
+    _mention_others(stop_others)
+    session = Session(ranks, kind)
+    session._launch(range(ranks))
+    try:
+        session._join()
+    except BaseException:
+        session.stop()
+        raise
+    _current = session
+    print(f"{ranks} rank{'s' * (ranks > 1)} {says}")
+    return session
+
+
+def _choose_device(ranks: int, device: str) -> tuple[str, str]:
+    """On what the ranks run, and the end of the sentence that says so."""
+    import torch
+
+    if device not in ("auto", "cpu", "cuda"):
+        raise ValueError(f'device={device!r}, but must be "auto", "cpu" or "cuda"')
+    gpus = torch.cuda.device_count() if device != "cpu" else 0
+    if device == "cuda" and not gpus:
+        raise RuntimeError('device="cuda", but torch sees no GPU here: leave it out to run on the CPU')
+    if device == "auto" and not os.environ.get("CUDA_VISIBLE_DEVICES"):
+        gpus = 0  # on a shared machine nobody said that these are ours
+    if gpus >= ranks and dist.is_nccl_available():
+        return "nccl", "on a GPU each, talking through NCCL: times are real, and the order of sums is NCCL's own."
+    if device == "cuda":
+        shared = f"share {gpus} GPU{'s' * (gpus > 1)}, talking through gloo"
+        return "shared", f"{shared}: bytes are real, times are not, as copies go through host memory."
+    return "cpu", "on the CPU, one thread each, talking through gloo: bytes and calls are real, times say little."
+
+
+def _mention_others(stop_others: bool) -> None:
+    for entry in registry.others():
+        pid, many = entry.notebook[0], len(entry.living())
+        if stop_others:
+            print(f"stopped {registry.stop(entry)} ranks of another notebook (process {pid})")
+        else:
+            who = f"another notebook (process {pid}) has {many} live rank{'s' * (many > 1)}"
+            print(f"{who}; to stop them: lab.stop() there, or lab.start(..., stop_others=True) here")
+
+
+def current() -> Session | None:
+    """This notebook's live ranks, if there are any."""
+    return _current
+
+
+def need() -> Session:
+    if _current is None:
+        raise RuntimeError("there are no live ranks: lab.start(4) starts four")
+    return _current
+
+
+def stop() -> None:
+    """End this notebook's ranks, if there are any."""
+    if _current is not None:
+        _current.stop()
+
+
+def reset() -> None:
+    """Fresh process groups: variables are kept, dead ranks are restarted, and it is said whose variables are gone."""
+    session = need()
+    fresh = session.reset()
+    kept = sorted(set(range(session.size)) - set(fresh))
+    print("fresh process groups; models sharded before belong to the old ones: build them again")
+    if fresh:
+        print(f"restarted, their variables are gone: {report._who(fresh, session.size)}")
+    if kept and fresh:
+        print(f"variables kept: {report._who(kept, session.size)}")
+
+
+def push(**values: Any) -> None:
+    """`push(x=3)`: x is 3 on every rank."""
+    need().push(**values)
+
+
+def pull(name: str, rank: int | None = None) -> Any:
+    """The values of a variable on all ranks, in rank order, or that of one rank."""
+    return need().pull(name) if rank is None else need().pull(name, [rank])[0]
+
+
+def size() -> int:
+    """How many ranks are live: 0 before `start`."""
+    return _current.size if _current is not None else 0
+
+
+atexit.register(stop)

@@ -222,10 +222,12 @@ def test_the_commands_speak(tmp_path):
     assert re.search(r"3 Zero3 .* 1.64 GB .* yes +146B", done.stdout)
     nothing = zerolab_command("plan", "--params", "1T", "--ranks", "4", "--gpu-memory", "24GB")
     assert nothing.returncode == 1 and "no stage fits" in nothing.stdout
-    path = tmp_path / "peak.json"
-    model = zerolab_command("simulate", "--model", "7.5B", "--ranks", "8", "--stage", "2", "--json", str(path))
+    path, drawn = tmp_path / "peak.json", tmp_path / "peak.png"
+    one = ("simulate", "--model", "7.5B", "--ranks", "8", "--stage", "2", "--json", str(path), "--plot", str(drawn))
+    model = zerolab_command(*one)
     assert model.returncode == 0 and "activations" in model.stdout and "…" not in model.stdout
     assert json.loads(path.read_text())["states"]["gradients"] > 0
+    assert drawn.read_bytes().startswith(b"\x89PNG")
     for arguments, word in (
         (("plan", "--params", "many", "--ranks", "4"), "no number of parameters"),
         (("plan", "--params", "1B", "--ranks", "0"), "must be 1 or more"),

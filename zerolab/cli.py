@@ -124,6 +124,7 @@ def add_simulate(commands: argparse._SubParsersAction) -> None:
     simulate.add_argument("--ranks", type=int, default=64, help="with --model (default 64)")
     simulate.add_argument("--stage", type=int, choices=range(4), default=3, help="with --model (default 3)")
     simulate.add_argument("--json", metavar="FILE", help="write what was measured")
+    simulate.add_argument("--plot", metavar="FILE", help="draw it: a model's skyline, or GPUs against GB per GPU")
 
     def run(args: argparse.Namespace) -> int:
         _rich(simulate)
@@ -132,8 +133,9 @@ def add_simulate(commands: argparse._SubParsersAction) -> None:
         if args.model:
             if args.ranks < 1:
                 simulate.error(f"--ranks must be 1 or more, not {args.ranks}")
-            return paper.show_model(args.model, args.stage, args.ranks, args.json)
-        return paper.show_cells(paper.figure_1() if args.figure1 else paper.table_1(), args.json)
+            return paper.show_model(args.model, args.stage, args.ranks, args.json, args.plot)
+        cells = paper.figure_1() if args.figure1 else paper.table_1()
+        return paper.show_cells(cells, args.json, args.plot)
 
     simulate.set_defaults(run=run)
 

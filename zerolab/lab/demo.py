@@ -214,6 +214,7 @@ def _entry(stage: int, ranks: int, precision: str, parameters: int, everyone: li
         "losses": [sum(losses) / ranks for losses in zip(*(rank["losses"] for rank in everyone))],
         "bitwise_equal": not any(rank["different"] for rank in everyone),
         "state_bytes": {category: max(rank["held"][category] for rank in everyone) for category in CATEGORIES},
+        "ranks": [{"state_bytes": rank["held"]} for rank in everyone],
         "formula_bytes": state_bytes(*sizes, precision=kind),
         "moved_bytes_per_step": max(rank["moved"] for rank in everyone),
         "formula_moved_bytes_per_step": moved_bytes(*sizes, root=everyone[0]["root"], precision=kind),

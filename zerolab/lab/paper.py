@@ -28,6 +28,7 @@ from zerolab.precision import Precision
 # Layers and width of a GPT with as many parameters as the paper's models; heads of 128, a context of 1,024 tokens.
 SIZES = {"7.5B": (36, 4096), "128B": (101, 10240), "1T": (127, 25600)}
 CONTEXT, VOCABULARY = 1024, 30_000
+BF16 = Precision(torch.bfloat16)
 PARAMETERS = {"7.5B": 7.5e9, "128B": 128e9, "1T": 1e12}
 
 FIGURE_1 = (120, 31.4, 16.6, 1.9)  # 7.5B on 64 devices: the baseline and stages 1, 2, 3
@@ -75,7 +76,7 @@ def simulate_gpt(layers: int, width: int, stage: int, ranks: int, precision: Pre
         tokens = torch.zeros(1, CONTEXT, dtype=torch.long)
         return tokens, tokens
 
-    precision = precision or Precision(torch.bfloat16)
+    precision = precision or BF16
     return simulate(build, stage, ranks, precision, inputs=inputs, units=[Block])
 
 
@@ -97,8 +98,8 @@ def reproduce(cell: Cell) -> dict[str, Any]:
     }
 
 
-def show_cells(cells: list[Cell], path: str | None) -> int:
-    """Run the cells, print the table, and write `path` if there is one. 1 if a value is not what it should be."""
+def show_cells(cells: list[Cell], path: str | None, picture: str | None = None) -> int:
+    """Run the cells, print the table, write `path` and `picture` if named. 1 if a value is not what it should be."""
     results = []
     for result in tqdm(reproduce_all(cells), total=len(cells), unit="cell", disable=None):
         results.append(result)
@@ -127,10 +128,14 @@ def show_cells(cells: list[Cell], path: str | None) -> int:
     print("in stage 3, where each gather makes the 16-bit copy of a slice anew and none is kept, 14Ψ/N.")
     print("paper, expected, engine: model states when backward returns. peak: of a whole step on one sequence of 1,024")
     print("tokens, without checkpointing. sent: in a step, by a ring.")
+    if picture:
+        from zerolab.lab.plots import to_a_trillion
+
+        draw(picture, to_a_trillion(results))
     return 1 if wrong else 0
 
 
-def show_model(model: str, stage: int, ranks: int, path: str | None) -> int:
+def show_model(model: str, stage: int, ranks: int, path: str | None, picture: str | None = None) -> int:
     """Simulate one model, and say what its peak is made of."""
     result = simulate_gpt(*SIZES[model], stage, ranks)
     line = result.timeline
@@ -149,6 +154,10 @@ def show_model(model: str, stage: int, ranks: int, path: str | None) -> int:
     if path:
         report = {"model": model, "stage": stage, "ranks": ranks, "states": result.states, "peak": line.by_kind()}
         write_json(path, report | {"moved": result.ledger.moved})
+    if picture:
+        from zerolab.lab.plots import skyline
+
+        draw(picture, skyline([line]))
     return 0
 
 
@@ -156,6 +165,13 @@ def few(names: list[str]) -> str:
     """At most three names, and how many more."""
     names = list(dict.fromkeys(names))
     return ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
+
+
+def draw(path: str, picture: tuple[Any, str]) -> None:
+    """Save what a function of `zerolab.lab.plots` returned, and print its sentence."""
+    figure, sentence = picture
+    figure.savefig(path, dpi=150)
+    print(f"{path}: {sentence}")
 
 
 def write_json(path: str, report: dict[str, Any]) -> None:

@@ -1,6 +1,7 @@
 """What the truth is: bytes held, bytes moved, when, and the formulas that they are compared with."""
 
 from zerolab.measure.formulas import ADAM_BYTES, CATEGORIES, moved_bytes, paper_state_bytes, state_bytes
+from zerolab.measure.holdings import Holdings, holdings
 from zerolab.measure.ledger import Ledger, ledger
 from zerolab.measure.peak import Peak, peak
 from zerolab.measure.simulate import Simulation, simulate
@@ -11,12 +12,14 @@ from zerolab.measure.trace import Trace, trace
 __all__ = [
     "ADAM_BYTES",
     "CATEGORIES",
+    "Holdings",
     "KINDS",
     "Ledger",
     "Peak",
     "Simulation",
     "Timeline",
     "Trace",
+    "holdings",
     "ledger",
     "model_states",
     "moved_bytes",

@@ -1,0 +1,153 @@
+"""The pictures: drawn from real runs, and saying what those runs came to. (How they look, a person must see.)"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+
+import zerolab
+from zerolab.lab.models import GPT, Block
+from zerolab.lab.paper import BF16
+from zerolab.measure import CATEGORIES, holdings, timeline, trace
+
+plots = pytest.importorskip("zerolab.lab.plots")
+
+
+def seen(stage, precision=None):
+    """One rank's timeline, trace and holdings of a real step."""
+    torch.manual_seed(0)
+    zero = zerolab.STAGES[stage](GPT(layers=2, width=64, context=16), units=[Block], precision=precision)
+    optimizer = torch.optim.AdamW(zero.model.parameters())
+    x = torch.randint(0, 256, (2, 16), generator=torch.Generator().manual_seed(zero.rank))
+
+    def step():
+        zero.model(x, x).backward()
+        held = holdings(zero, optimizer)
+        optimizer.step()
+        optimizer.zero_grad()
+        return held
+
+    step()
+    with trace(zero, optimizer) as record:
+        step()
+    with timeline(zero, optimizer) as line:
+        held = step()
+    return line, record, held
+
+
+def save(figure, tmp_path):
+    """Draws it as a page has it, in at most 60 kB."""
+    (tmp_path / "picture.png").write_bytes(plots.png(figure))
+    assert 5_000 < (tmp_path / "picture.png").stat().st_size <= 60_000
+    assert (tmp_path / "picture.png").read_bytes().startswith(b"\x89PNG")
+
+
+@pytest.fixture(scope="module")
+def measured(ranks):
+    return {stage: ranks.run(seen, stage, ranks=3) for stage in range(4)}
+
+
+# -- who holds what -------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("precision", [None, BF16])
+@pytest.mark.parametrize("n", [1, 2, 3])
+def test_holdings(ranks, n, precision):
+    sharded = {0: (), 1: ("optimizer",), 2: ("gradients", "optimizer"), 3: CATEGORIES}
+    for stage in range(4):
+        everyone = [held for _, _, held in ranks.run(seen, stage, precision, ranks=n)]
+        size = everyone[0].size
+        for category in CATEGORIES:
+            covered = [
+                sum(start <= x < end for held in everyone for start, end in held.extents[category])
+                for x in range(0, size, 37)
+            ]
+            if category in sharded[stage]:
+                assert max(covered) == 1  # no two ranks hold the same
+                assert all(held.share(category) == pytest.approx(1 / n, rel=0.02) for held in everyone)
+            else:
+                assert all(held.share(category) == pytest.approx(1, rel=0.02) for held in everyone)
+            assert sum(covered) > 0.98 * len(covered) * (1 if category in sharded[stage] else n)
+        assert everyone[0].units[-1][2] == size
+
+
+def test_released_storage_holds_nothing(ranks):
+    for line, _, held in ranks.run(seen, 3, ranks=2):
+        assert held.share("parameters") == pytest.approx(0.5, rel=0.02)
+        assert line.rank == held.rank
+
+
+def test_who_holds_what(measured, tmp_path):
+    figure, sentence = plots.who_holds_what([[held for _, _, held in measured[stage]] for stage in range(4)])
+    save(figure, tmp_path)
+    assert "in stage 1 33 % each of the optimizer state" in sentence and "3 units" in sentence
+
+
+# -- the others -----------------------------------------------------------------------------------------------------
+
+
+def test_skyline(measured, tmp_path):
+    lines = [measured[stage][0][0] for stage in range(4)]
+    figure, sentence = plots.skyline(lines)
+    save(figure, tmp_path)
+    assert sentence.count(" in stage ") == 4 and "backward" in sentence
+    save(plots.skyline(lines[3:], learner=True)[0], tmp_path)
+    with pytest.raises(ValueError, match="no timeline"):
+        plots.skyline([])
+
+
+def test_gantt(measured, tmp_path):
+    figure, sentence = plots.gantt([record for _, record, _ in measured[2]])
+    save(figure, tmp_path)
+    assert "% of the time of backward's collectives" in sentence
+    with pytest.raises(ValueError, match="no trace"):
+        plots.gantt([])
+
+
+def ring(n):
+    """A ring reduce-scatter of chunks in which bit r says that rank r's part is in: the history of one rank."""
+    rank = dist.get_rank()
+    chunks = [torch.tensor([2**rank]) for _ in range(n)]
+    history = [[int(chunk) for chunk in chunks]]
+    for k in range(n - 1):
+        got = torch.empty_like(chunks[0])
+        send = dist.P2POp(dist.isend, chunks[(rank - 1 - k) % n], (rank + 1) % n)
+        receive = dist.P2POp(dist.irecv, got, (rank - 1) % n)
+        for work in dist.batch_isend_irecv([send, receive]):
+            work.wait()
+        chunks[(rank - 2 - k) % n] += got
+        history.append([int(chunk) for chunk in chunks])
+    return history
+
+
+@pytest.mark.parametrize("n", [2, 3, 4])
+def test_ring_against_root(ranks, n, tmp_path):
+    everyone = ranks.run(ring, n, ranks=n)
+    history = [[rank[k] for rank in everyone] for k in range(n)]
+    assert [everyone[rank][-1][rank] for rank in range(n)] == [2**n - 1] * n
+    figure, sentence = plots.ring_against_root(history, {2: (16e6, 16e6), 8: (112e6, 28e6)})
+    save(figure, tmp_path)
+    full = [text for text in figure.axes[0].texts if text.get_text() == "\n".join("ABCD"[:n])]
+    assert len(full) == n  # each rank ends with one complete chunk
+    assert "from 16.0 MB to 112 MB with a root" in sentence
+    with pytest.raises(ValueError, match="no traffic"):
+        plots.ring_against_root(history, {})
+
+
+def test_to_a_trillion(tmp_path):
+    cells = json.loads((Path(__file__).parents[1] / "docs" / "table1.json").read_text())["cells"]
+    figure, sentence = plots.to_a_trillion(cells)
+    save(figure, tmp_path)
+    assert len(figure.axes) == 3
+    assert "On 1,024 GPUs a model of 1T parameters" in sentence and "13.7 GB in stage 3" in sentence
+    with pytest.raises(ValueError, match="no cells"):
+        plots.to_a_trillion([])
+
+
+def test_colours_and_hatches_name_the_same_things():
+    assert plots.COLOURS.keys() == plots.HATCHES.keys()
+    assert len(set(plots.COLOURS.values())) == len(set(plots.HATCHES.values())) == len(plots.COLOURS)

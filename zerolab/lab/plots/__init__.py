@@ -1,0 +1,24 @@
+"""The pictures of the course. Each takes what was measured, and returns the figure and one sentence: what to see."""
+
+from zerolab.lab.plots.gantt import gantt
+from zerolab.lab.plots.holdings import who_holds_what
+from zerolab.lab.plots.ladder import ladder
+from zerolab.lab.plots.page import png, show
+from zerolab.lab.plots.ring import ring_against_root
+from zerolab.lab.plots.skyline import skyline
+from zerolab.lab.plots.style import COLOURS, HATCHES, LABELS
+from zerolab.lab.plots.trillion import to_a_trillion
+
+__all__ = [
+    "COLOURS",
+    "HATCHES",
+    "LABELS",
+    "gantt",
+    "ladder",
+    "png",
+    "ring_against_root",
+    "show",
+    "skyline",
+    "to_a_trillion",
+    "who_holds_what",
+]

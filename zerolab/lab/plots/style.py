@@ -1,0 +1,106 @@
+"""What all pictures share: colours, hatches, the frame of a figure, its legend and the sentence under it.
+
+The same thing has the same colour in the whole course (the palette of Okabe and Ito, which the colour-blind can tell
+apart), and a hatch, so that nothing is said by colour alone.
+"""
+
+from __future__ import annotations
+
+import textwrap
+from typing import Any, NamedTuple
+
+from matplotlib.figure import Figure
+from matplotlib.patches import Patch
+
+COLOURS = {
+    "parameters": "#56B4E9",
+    "gathered parameters": "#0072B2",
+    "gradients": "#E69F00",
+    "optimizer": "#009E73",
+    "activations": "#CC79A7",
+    "communication": "#D55E00",
+    "other": "#BBBBBB",
+}
+HATCHES = {
+    "parameters": "//",
+    "gathered parameters": "++",
+    "gradients": "..",
+    "optimizer": "\\\\",
+    "activations": "xx",
+    "communication": "--",
+    "other": "",
+}
+LABELS = {"optimizer": "optimizer state"}  # where the category's own name is not what people say
+
+INK, GREY, PALE = "#1a1a1a", "#5f5f5f", "#e6e6e6"
+
+
+def frame(title: str, subtitle: str, sentence: str, size: tuple[float, float] = (9.0, 6.0)) -> Figure:
+    """A white figure with its title above and the sentence below; what is between is the picture's."""
+    figure = Figure(figsize=size, facecolor="white")
+    height = size[1]
+    if link := emulated_link():
+        subtitle += f" · emulated link: {link}"
+    figure.text(0.03, 1 - 0.42 / height, title, fontsize=18, weight="bold", color=INK)
+    figure.text(0.03, 1 - 0.75 / height, subtitle, fontsize=11.5, color=GREY)
+    lines = textwrap.fill(sentence, round(11.7 * size[0]))
+    figure.text(0.03, 0.12 / height, lines, fontsize=11, color=INK, va="bottom", linespacing=1.45)
+    return figure
+
+
+def emulated_link() -> str:
+    """The network that `lab.link` emulates, as it was asked for; "" for none."""
+    try:
+        from zerolab.lab import link
+    except ImportError:
+        return ""
+    return link.current() or ""
+
+
+def plain(axes: Any, grid: str = "") -> None:
+    """No box, no ticks, grey numbers; a pale grid along one axis."""
+    axes.set_facecolor("white")
+    axes.tick_params(axis="both", length=0, colors=GREY)
+    axes.spines[["top", "right", "left"]].set_visible(False)
+    axes.spines["bottom"].set_color(GREY)
+    if grid:
+        getattr(axes, f"{grid}axis").grid(True, color=PALE)
+    axes.set_axisbelow(True)
+
+
+def patches(names: list[str]) -> list[Any]:
+    """A legend's entry for each category."""
+    return [
+        Patch(facecolor=COLOURS[name], edgecolor="white", hatch=HATCHES[name], label=LABELS.get(name, name))
+        for name in names
+    ]
+
+
+def legend(where: Any, handles: list[Any], **keywords: Any) -> None:
+    """The legend of a figure or of axes, on plain white."""
+    look = {"fontsize": 10.5, "frameon": True, "facecolor": "white", "edgecolor": "none", "framealpha": 1.0}
+    where.legend(handles=handles, **(look | {"handlelength": 2.2, "handleheight": 1.3} | keywords))
+
+
+def above(axes: Any, x: float, y: float, text: str, points: float, **keywords: Any) -> None:
+    """Text so many points above (x, y), on white, so that no line of the grid runs through it."""
+    box = {"facecolor": "white", "edgecolor": "none", "pad": 0.5}
+    look = {"ha": "center", "color": INK, "zorder": 3, "bbox": box}
+    axes.annotate(text, (x, y), (0, points), textcoords="offset points", **(look | keywords))
+
+
+class Scale(NamedTuple):
+    """The unit of an axis: so many bytes are one MB, say."""
+
+    bytes: float
+    name: str
+
+
+def scale_of(highest: float) -> Scale:
+    """The unit in which the highest value of an axis is at least 1 and reads well."""
+    return next((Scale(size, name) for size, name in ((1e9, "GB"), (1e6, "MB")) if highest >= size), Scale(1e3, "kB"))
+
+
+def many(count: int, what: str) -> str:
+    """1 rank, 4 ranks."""
+    return f"{count:,} {what}{'s' * (count != 1)}"

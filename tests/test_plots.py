@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import base64
 import json
 from pathlib import Path
 
@@ -15,6 +16,7 @@ from zerolab.lab.paper import BF16
 from zerolab.measure import CATEGORIES, holdings, timeline, trace
 
 plots = pytest.importorskip("zerolab.lab.plots")
+explorers = pytest.importorskip("zerolab.lab.explorers")
 
 
 def seen(stage, precision=None):
@@ -146,6 +148,53 @@ def test_to_a_trillion(tmp_path):
     assert "On 1,024 GPUs a model of 1T parameters" in sentence and "13.7 GB in stage 3" in sentence
     with pytest.raises(ValueError, match="no cells"):
         plots.to_a_trillion([])
+
+
+# -- the explorers --------------------------------------------------------------------------------------------------
+
+
+def test_memory_explorer():
+    explorer = explorers.memory_explorer("7.5B", 64, activations="10 GB")
+    assert "Zero1 41.4 GB" in explorer.sentence and "it fits with Zero1, Zero2, Zero3" in explorer.sentence
+    before = bytes(explorer.image.value)
+    assert before.startswith(b"\x89PNG")
+    explorer.controls["memory"].value = "24 GB"
+    assert explorer.image.value != before and "it fits with Zero3." in explorer.sentence
+    explorer.controls["optimizer"].value = "sgd"
+    assert "Zero2 25.7 GB" in explorer.sentence  # 10 GB, 2Ψ of parameters, (2 + 4)Ψ/64 of gradients and masters
+    for control, wrong, word in (
+        ("parameters", "lots", "no number of parameters"),
+        ("memory", "5 GB", "leave nothing"),
+        ("activations", "-", "no number of bytes"),
+    ):
+        kept, good = explorer.image.value, explorer.controls[control].value
+        explorer.controls[control].value = wrong
+        assert word in explorer.said.value and explorer.image.value == kept
+        explorer.controls[control].value = good
+        assert word not in explorer.said.value
+
+
+def test_timeline_scrubber(measured):
+    lines = [line for line, _, _ in measured[3]]
+    explorer = explorers.timeline_scrubber(lines)
+    assert "100 % of its peak" in explorer.sentence  # it begins at the peak
+    seen = {explorer.sentence}
+    for moment in (0, 40, 10_000):  # the last is held at the end
+        explorer.controls["moment"].value = moment
+        seen.add(explorer.sentence)
+    assert len(seen) == 4
+    explorer.controls["rank"].value = 2
+    assert explorer.sentence.startswith("Rank 2 holds")
+    with pytest.raises(ValueError, match="no timeline"):
+        explorers.timeline_scrubber([])
+
+
+def test_a_page_without_a_kernel_shows_the_picture(measured):
+    for explorer in (explorers.memory_explorer(), explorers.timeline_scrubber([measured[0][0][0]], moment=5)):
+        bundle = explorer._repr_mimebundle_()
+        assert base64.b64decode(bundle["image/png"]).startswith(b"\x89PNG")
+        assert bundle["text/plain"] == explorer.sentence
+        assert "application/vnd.jupyter.widget-view+json" in bundle
 
 
 def test_colours_and_hatches_name_the_same_things():

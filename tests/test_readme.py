@@ -7,11 +7,20 @@ import subprocess
 import sys
 from pathlib import Path
 
+import torch
+
+import zerolab
+from zerolab.lab.models import GPT, Block
+
 ROOT = Path(__file__).resolve().parents[1]
 
 
+def blocks() -> list[str]:
+    return re.findall(r"```python\n(.*?)```", (ROOT / "README.md").read_text(), re.DOTALL)
+
+
 def program() -> str:
-    return re.search(r"```python\n(.*?)```", (ROOT / "README.md").read_text(), re.DOTALL)[1]
+    return blocks()[0]
 
 
 def run(*command: str) -> str:
@@ -32,6 +41,27 @@ def test_the_same_function_runs_under_torchrun(tmp_path):
     script.write_text(program().replace("print(zerolab.launch(main, 4))", 'print(f"loss {main():.3f}", flush=True)'))
     said = run("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", str(script))
     assert len(re.findall(r"loss \d\.\d+", said)) == 2
+
+
+def measured_as_in_the_readme(source):
+    zero = zerolab.Zero3(GPT(layers=2, width=64, context=16), units=[Block])
+    optimizer = torch.optim.AdamW(zero.model.parameters())
+
+    def step():
+        x = torch.zeros(2, 16, dtype=torch.long)
+        zero.model(x, x).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    step()
+    names = {"zero": zero, "optimizer": optimizer, "step": step}
+    exec(source, names)
+    return names["book"].moved, names["line"].peak, names["record"].overlap
+
+
+def test_the_measurements_run(ranks):
+    for moved, peak, overlap in ranks.run(measured_as_in_the_readme, blocks()[1], ranks=2):
+        assert moved > 0 and peak > 0 and 0 <= overlap <= 1
 
 
 def test_make_targets_exist():

@@ -19,7 +19,8 @@ What a buffer is, it may tell only later: that a tensor was a gradient is known 
 that it was optimizer state when the step is over. So categories are given when the block ends, for all of a buffer's
 life.
 
-Every operation passes through Python, which makes a step slower: do not measure times inside the block.
+Every operation passes through Python. A step of the demonstration's GPT takes 1.1 to 1.6 times as long with it
+(`pytest -k timeline_costs -rP` measures), one of a model with smaller operations more: do not measure times inside.
 """
 
 from __future__ import annotations

@@ -3,8 +3,10 @@
 from zerolab.lab.plots.gantt import gantt
 from zerolab.lab.plots.holdings import who_holds_what
 from zerolab.lab.plots.ladder import ladder
+from zerolab.lab.plots.memory import memory_plan
 from zerolab.lab.plots.page import png, show
 from zerolab.lab.plots.ring import ring_against_root
+from zerolab.lab.plots.scrubber import moment_picture
 from zerolab.lab.plots.skyline import skyline
 from zerolab.lab.plots.style import COLOURS, HATCHES, LABELS
 from zerolab.lab.plots.trillion import to_a_trillion
@@ -15,6 +17,8 @@ __all__ = [
     "LABELS",
     "gantt",
     "ladder",
+    "memory_plan",
+    "moment_picture",
     "png",
     "ring_against_root",
     "show",

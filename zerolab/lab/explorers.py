@@ -1,0 +1,128 @@
+"""Two explorers for notebooks. Without a kernel, each leaves the picture that was last drawn.
+
+memory_explorer()            does a run fit: parameters, ranks, precision, optimizer, activations, a GPU's memory
+timeline_scrubber(lines)     move through a recorded step, and see each rank's buffers appear and go
+"""
+
+from __future__ import annotations
+
+import base64
+import html
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import ipywidgets as widgets
+from matplotlib.figure import Figure
+
+from zerolab.lab.plots import memory_plan, moment_picture, png
+from zerolab.measure.plan import OPTIMIZERS, PRECISIONS, plan, read_parameters
+from zerolab.measure.timeline import Timeline
+from zerolab.measure.units import read_bytes
+
+Picture = tuple[Figure, str]
+
+
+class Explorer:
+    """Controls, and below them the picture that `draw(**values)` makes of their values.
+
+    ValueError in `draw` is said in place of the sentence, and the last good picture stays. In a notebook it shows the
+    controls; on a page without a kernel, the picture and its sentence (`figure`, `sentence`).
+    """
+
+    def __init__(self, controls: dict[str, Any], draw: Callable[..., Picture], columns: int = 3) -> None:
+        self.controls, self._draw = controls, draw
+        self.image = widgets.Image(format="png", layout=widgets.Layout(max_width="100%"))
+        self.said = widgets.HTML()
+        cells = widgets.GridBox(
+            list(controls.values()), layout=widgets.Layout(grid_template_columns=f"repeat({columns}, 300px)")
+        )
+        self.widget = widgets.VBox([cells, self.said, self.image])
+        for control in controls.values():
+            control.observe(lambda _: self.refresh(), names="value")
+        self.refresh()
+
+    def refresh(self) -> None:
+        """Draw what the controls say now."""
+        try:
+            self.figure, self.sentence = self._draw(**{name: c.value for name, c in self.controls.items()})
+        except ValueError as why:
+            self.said.value = f"<b>{_escaped(str(why))}</b>"
+            return
+        self.said.value = _escaped(self.sentence)
+        self.image.value = png(self.figure)
+
+    def _repr_mimebundle_(self, **_: Any) -> dict[str, Any]:
+        """The controls where a kernel runs; the picture and its sentence for whoever shows the stored page."""
+        bundle = dict(self.widget._repr_mimebundle_() or {})
+        bundle["image/png"] = base64.b64encode(png(self.figure)).decode()
+        bundle["text/plain"] = self.sentence
+        return bundle
+
+
+def memory_explorer(
+    parameters: str = "7.5B",
+    ranks: int = 64,
+    precision: str = "bf16",
+    optimizer: str = "adam",
+    activations: str = "0 GB",
+    memory: str = "80 GB",
+) -> Explorer:
+    """Does it fit? All four stages against the memory of a GPU, by the formulas (`zerolab plan` as a picture)."""
+
+    def draw(parameters: str, ranks: int, precision: str, optimizer: str, activations: str, memory: str) -> Picture:
+        count, size = read_parameters(parameters.strip()), read_bytes(memory)
+        rows = plan(count, ranks, size, precision, optimizer, read_bytes(activations))
+        title = f"{parameters.strip()} parameters on {ranks:,} ranks, {precision}, {optimizer}"
+        return memory_plan(rows, size, title)
+
+    controls = {
+        "parameters": _text("parameters", parameters),
+        "ranks": widgets.BoundedIntText(ranks, 1, 1_000_000, description="ranks"),
+        "precision": widgets.Dropdown(options=list(PRECISIONS), value=precision, description="precision"),
+        "optimizer": widgets.Dropdown(options=list(OPTIMIZERS), value=optimizer, description="optimizer"),
+        "activations": _text("activations", activations),
+        "memory": widgets.Combobox(
+            value=memory,
+            options=["24 GB", "80 GB", "141 GB"],
+            description="GPU",
+            continuous_update=False,
+            ensure_option=False,
+        ),
+    }
+    return Explorer(controls, draw)
+
+
+def timeline_scrubber(lines: Sequence[Timeline], moment: int | None = None) -> Explorer:
+    """Move through a step that every rank recorded with `measure.timeline`: what is there, and the line that made it.
+
+    lines: one for each rank, of one stage. moment: where to begin, in events; default: the first rank's peak.
+    """
+    if not lines:
+        raise ValueError("no timeline to look at")
+    last = max(len(line.events) - line.before for line in lines)
+    begin = lines[0].peak_moment - lines[0].before if moment is None else moment
+
+    def draw(moment: int, rank: int) -> Picture:
+        return moment_picture(lines, moment, rank)
+
+    controls = {
+        "moment": widgets.BoundedIntText(begin, 0, last, description="moment"),
+        "rank": widgets.Dropdown(
+            options=[(f"rank {line.rank}", number) for number, line in enumerate(lines)],
+            value=0,
+            description="buffers of",
+        ),
+    }
+    explorer = Explorer(controls, draw, columns=2)
+    slider = widgets.IntSlider(begin, 0, last, readout=False, layout=widgets.Layout(width="600px"))
+    widgets.link((slider, "value"), (controls["moment"], "value"))
+    explorer.widget.children = (slider, *explorer.widget.children)
+    return explorer
+
+
+def _text(description: str, value: str) -> Any:
+    return widgets.Text(value, description=description, continuous_update=False)
+
+
+def _escaped(text: str) -> str:
+    return html.escape(text, quote=False)

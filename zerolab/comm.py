@@ -42,6 +42,10 @@ def _no_complaint() -> None:
     return None
 
 
+# An emulated network (zerolab.lab.network): given bytes sent and messages, when a collective that is issued now may be
+# complete, by time.perf_counter. None: when it is.
+emulated_link: Callable[[int, int], float] | None = None
+
 _numbers = count()  # of the Comms in this process
 _control_groups: WeakKeyDictionary[dist.ProcessGroup, dist.ProcessGroupGloo] = WeakKeyDictionary()
 
@@ -80,10 +84,11 @@ class Call:
 
 
 class Issued(NamedTuple):
-    """A collective that was started, and its record if anybody keeps one."""
+    """A collective that was started, its record if anybody keeps one, and when an emulated link would be through."""
 
     works: list[Any]
     call: Call | None
+    ready: float = 0.0
 
 
 Steps = Generator[Issued, None, None]  # issues one collective after the other, the next when the last is through
@@ -219,12 +224,19 @@ class Comm:
 
     def _issue(self, op: str, unit: str, payload: Tensor, *starts: Callable[..., Any], control: bool = False) -> Issued:
         """Record a collective and start it, of however many it is made."""
-        call = self._record(op, unit, payload.numel() * payload.element_size(), control)
+        nbytes = payload.numel() * payload.element_size()
+        call = self._record(op, unit, nbytes, control)
+        ready = self._emulate(op, nbytes)
         works = [start(group=self.group, async_op=True) for start in starts]
         if call is not None and self.backend == "gloo" and self._control is not None:
             both = torch.futures.collect_all([work.get_future() for work in works])
-            both.add_done_callback(partial(_note_end, call))
-        return Issued(works, call)
+            both.add_done_callback(partial(_note_end, call, ready=ready))
+        return Issued(works, call, ready)
+
+    def _emulate(self, op: str, payload: int) -> float:
+        if emulated_link is None:
+            return 0.0
+        return emulated_link(self._sent(op, payload), (2 if op == "all_reduce" else 1) * (self.world_size - 1))
 
     # -- waiting -------------------------------------------------------------------------------------------------
 
@@ -236,6 +248,8 @@ class Comm:
                     self._wait(work, what, complaint)
                 else:
                     work.wait()  # makes the current stream wait, not this thread
+            if (left := issued.ready - time.perf_counter()) > 0:
+                time.sleep(left)
             if issued.call is not None:
                 issued.call.waits.append((begin, time.perf_counter()))
                 if self.backend == "nccl":
@@ -366,16 +380,19 @@ class Comm:
     def _record(self, op: str, unit: str, payload: int, control: bool = False) -> Call | None:
         if not self._recordings:
             return None
-        times = 2 if op == "all_reduce" else 1
-        sent = times * payload * (self.world_size - 1) // self.world_size
+        sent = self._sent(op, payload)
         call = Call(op, unit, self.phase, payload, sent, control, self.step, time.perf_counter())
         for calls in self._recordings:
             calls.append(call)
         return call
 
+    def _sent(self, op: str, payload: int) -> int:
+        """Bytes that this rank sends when the operation runs as a ring."""
+        return (2 if op == "all_reduce" else 1) * payload * (self.world_size - 1) // self.world_size
 
-def _note_end(call: Call, future: Any = None) -> None:
-    call.end = time.perf_counter()
+
+def _note_end(call: Call, future: Any = None, ready: float = 0.0) -> None:
+    call.end = max(time.perf_counter(), ready)
 
 
 _ROUTING = (

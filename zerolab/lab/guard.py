@@ -33,7 +33,11 @@ GRACE = 1.0  # seconds that a message may still be under way after its sender ha
 
 
 class CollectiveError(RuntimeError):
-    """The ranks did not call the same collective. Nothing was sent."""
+    """The ranks did not call the same collective. Nothing was sent. `consequence`: most ranks did as this one."""
+
+    def __init__(self, message: str, consequence: bool = False) -> None:
+        super().__init__(message)
+        self.consequence = consequence
 
 
 class LostRank(RuntimeError):
@@ -103,19 +107,17 @@ def agree(call: dict[str, Any], group: Any) -> None:
 
 def _await(keys: dict[int, str], what: str) -> None:
     """Until all keys are there, or it is clear that one will never be."""
-    guard, begin, nap = _guard, time.monotonic(), 2e-5
-    look = begin + 0.2
-    while not guard.store.check(list(keys.values())):
-        now = time.monotonic()
-        if now > look:
-            look = now + 0.2
+    guard, begin = _guard, time.monotonic()
+    while True:
+        try:
+            guard.store.wait(list(keys.values()), TURN)
+            return
+        except dist.DistStoreError:
             late = [rank for rank in keys if not guard.store.check([keys[rank]])]
             _check_news(late, keys, f"{what} needs every rank, but ")
-            if now > begin + guard.timeout:
+            if late and time.monotonic() > begin + guard.timeout:
                 others = " and ".join(f"rank {rank}" for rank in late)
-                raise LostRank(f"{what} waited {guard.timeout:g} s for {others}, still busy elsewhere", True)
-        time.sleep(nap)
-        nap = min(2 * nap, 0.01)
+                raise LostRank(f"{what} waited {guard.timeout:g} s for {others}, still busy elsewhere", True) from None
 
 
 def _check_news(late: list[int], keys: dict[int, str], what: str) -> None:
@@ -124,7 +126,7 @@ def _check_news(late: list[int], keys: dict[int, str], what: str) -> None:
         if news and not _guard.store.check([keys[rank]]):  # it did not come just before its end
             failed = not news.startswith(("finished", "takes"))
             without = "" if failed else " without it"
-            raise LostRank(f"{what}rank {rank} {news}{without}", failed)
+            raise LostRank(f"{what}rank {rank} {news}{without}", failed) from None
 
 
 def _news(rank: int) -> str:
@@ -140,10 +142,11 @@ def _compare(calls: dict[int, dict[str, Any]]) -> None:
         groups.setdefault(json.dumps(same), []).append(rank)
     if len(groups) > 1:
         parts = []
-        for ranks in sorted(groups.values(), key=lambda ranks: (len(ranks), -ranks[0])):  # the odd one first
+        ordered = sorted(groups.values(), key=lambda ranks: (len(ranks), -ranks[0]))  # the odd one first
+        for ranks in ordered:
             call = calls[ranks[0]]
             parts.append(f"rank{'s' * (len(ranks) > 1)} {', '.join(map(str, ranks))} called {_say(call)}{call['line']}")
-        raise CollectiveError(" while ".join(parts))
+        raise CollectiveError(" while ".join(parts), dist.get_rank() not in ordered[0])
     splits = {rank: call["splits"] for rank, call in calls.items() if call["splits"]}
     order = list(calls)
     for i, sender in enumerate(order):

@@ -20,6 +20,7 @@ import sys
 import threading
 import time
 import traceback
+import warnings
 from datetime import timedelta
 from types import TracebackType
 from typing import Any
@@ -46,6 +47,9 @@ def main() -> None:
     config.IPKernelApp.log_level = "ERROR"
     app = IPKernelApp.instance(config=config)
     app.initialize(sys.argv[1:])
+    sys.modules["ipywidgets"] = None  # a widget would have nobody to talk to: tqdm.auto and others print instead
+    warnings.filterwarnings("ignore", "IProgress not found")
+    warnings.filterwarnings("ignore", "To exit: use", UserWarning)
     app.shell.set_custom_exc((Exception, KeyboardInterrupt), _show_failure)
     app.shell.push({"torch": torch, "zerolab": zerolab}, interactive=False)
     app.start()
@@ -116,14 +120,19 @@ def give(name: str) -> None:
 def _show_failure(shell: Any, kind: type, error: BaseException, trace: TracebackType, tb_offset: Any = None) -> list:
     """What the notebook shows of an exception: the frames of the learner's own lines, and the last one.
 
-    The list is sent as the message's traceback: first what the session needs to know, as JSON, then the text.
+    Sent as the message's traceback: first what report.py needs to know, as JSON, then the frames.
     """
-    shown = _frames(shell, trace)
-    last = traceback.format_exception_only(kind, error)
+    shown = [_syntax(error)] if isinstance(error, SyntaxError) and error.text else _frames(shell, trace)
     about = {"consequence": bool(getattr(error, "consequence", False)), "time": time.time()}
-    text = [json.dumps(about), *shown, "".join(last).rstrip()]
+    text = [json.dumps(about), *shown]
     shell._showtraceback(kind, error, text)
     return text
+
+
+def _syntax(error: SyntaxError) -> str:
+    """Where in the cell, and the line with a mark under the place."""
+    mark = " " * (max(error.offset or 1, 1) - 1 - (len(error.text) - len(error.text.lstrip())))
+    return f"  line {error.lineno} of the cell\n    {error.text.strip()}\n    {mark}^"
 
 
 def _frames(shell: Any, trace: TracebackType) -> list[str]:

@@ -16,6 +16,7 @@ Output = tuple[str, Any]
 _CONSEQUENCE = re.compile(
     r"Connection (closed|reset|refused)|Timed out|timed out|Broken pipe|Application timeout|Another rank stopped"
 )
+_SOURCE = re.compile(r"\[/\S*/gloo/\S+\] | \(\d+\.py, line \d+\)$")  # where in gloo's source, in a cell's own file
 _ANSI = re.compile(r"\x1b\[[0-9;]*m")
 
 
@@ -24,10 +25,14 @@ class Failure:
     """What became of a rank. kind: "raised", "died", or "interrupted". time: seconds since the epoch."""
 
     kind: str
-    summary: str
-    trace: str = ""
+    message: str
+    trace: str = ""  # the frames, from the outermost
     time: float = 0.0
     consequence: bool = False  # of another rank's failure, as far as one can tell
+
+    @property
+    def summary(self) -> str:
+        return self.message.partition("\n")[0]
 
 
 @dataclass
@@ -71,10 +76,13 @@ def raised(content: dict[str, Any], now: float) -> Failure:
     about: dict[str, Any] = {}
     if lines and lines[0].startswith('{"consequence"'):
         about = json.loads(lines.pop(0))
-    summary = f"{name}: {value}".splitlines()[0] if value else name
     consequence = about.get("consequence", False) or bool(_CONSEQUENCE.search(value))
     kind = "interrupted" if name == "KeyboardInterrupt" else "raised"
-    return Failure(kind, summary, _ANSI.sub("", "\n".join(lines)), about.get("time", now), consequence)
+    if name == "SystemExit" or (kind == "interrupted" and not about):
+        lines = []  # IPython's own: advice, or where in IPython the interrupt came
+    value = _SOURCE.sub("", value)
+    message = f"{name}: {value}" if value else name
+    return Failure(kind, message, _ANSI.sub("", "\n".join(lines)), about.get("time", now), consequence)
 
 
 def failure(results: dict[int, Result], size: int, hint: str) -> RankFailure | None:
@@ -85,28 +93,41 @@ def failure(results: dict[int, Result], size: int, hint: str) -> RankFailure | N
     # A death comes before what was raised because of it, though this process notices it last.
     order = {"died": 0, "raised": 1, "interrupted": 2}
     first = min(failed, key=lambda r: (failed[r].consequence, order[failed[r].kind], failed[r].time, r))
-    same = [rank for rank in failed if _alike(failed[rank], failed[first])]
+    same = [rank for rank in failed if (failed[rank].kind, failed[rank].message) == _key(failed[first])]
     lines = [f"{_who(same, size)} {_did(failed[first])}"]
-    if failed[first].trace:
-        lines.append(failed[first].trace)
+    places: dict[str, list[int]] = {}
+    for rank in sorted(same, key=lambda rank: (rank != first, rank)):
+        places.setdefault(failed[rank].trace, []).append(rank)
+    for trace, ranks in places.items():
+        if trace:
+            lines += [f"{_who(ranks, size)}:"] * (len(places) > 1) + [trace]
     rest: dict[str, list[int]] = {}
     for rank in sorted(results.keys() - set(same)):
         other = results[rank].failure
-        rest.setdefault(_shorten(_did(other)) if other else "finished the cell", []).append(rank)
+        rest.setdefault(_shorten(_did(other, short=True)) if other else "finished the cell", []).append(rank)
     lines += [f"{_who(ranks, size)}: {what}" for what, ranks in rest.items()]
     return RankFailure("\n".join([*lines, hint]), first, results)
 
 
-def _alike(a: Failure, b: Failure) -> bool:
-    return (a.kind, a.summary, a.trace) == (b.kind, b.summary, b.trace)
+def _key(failure: Failure) -> tuple[str, str]:
+    return failure.kind, failure.message
 
 
-def _did(failure: Failure) -> str:
-    if failure.kind == "died":
-        return failure.summary
+def _did(failure: Failure, short: bool = False) -> str:
+    """What a rank did; `short`: in one line, with the innermost of its own lines."""
+    if failure.kind == "raised":
+        return f"raised {failure.summary if short else failure.message}"
     if failure.kind == "interrupted":
-        return "was interrupted"
-    return f"raised {failure.summary}"
+        return "was interrupted" + (_place(failure.trace) if short else "")
+    return failure.message
+
+
+def _place(trace: str) -> str:
+    """The innermost line of the cell in a trace, else the innermost."""
+    lines = [line.strip() for line in trace.splitlines()]
+    frames = list(zip(lines[::2], lines[1::2]))
+    chosen = [frame for frame in frames if " of the cell" in frame[0]] or frames
+    return f" at {': '.join(chosen[-1])}" if chosen else ""
 
 
 def _shorten(text: str, most: int = 200) -> str:

@@ -38,7 +38,8 @@ from zerolab.lab.report import Failure, RankFailure, Result
 
 GROUP_TIMEOUT = 15.0  # seconds until a collective fails that not every rank takes part in
 START_TIMEOUT = 90.0
-INTERRUPT_TIMEOUT = 5.0  # a rank that does not react to an interrupt for so long is killed
+INTERRUPT_TIMEOUT = GROUP_TIMEOUT + 2.0  # a rank that has not reacted to an interrupt by then is killed
+PATIENCE = 5.0  # for so long the others may go on when one has failed
 
 _current: Session | None = None
 
@@ -158,7 +159,8 @@ class Session:
         results = {rank: Result(rank) for rank in ranks}
         begin = time.monotonic()
         waiting = {rank: (self._send(rank, code), {"reply", "idle"}) for rank in ranks}
-        poller, deadline, interrupted, reason = zmq.Poller(), None, 0, ""
+        poller, deadline, reason = zmq.Poller(), None, ""
+        limit = begin + timeout if timeout is not None else None
         for rank in ranks:
             for channel in (self._ranks[rank].client.iopub_channel, self._ranks[rank].client.shell_channel):
                 poller.register(channel.socket, zmq.POLLIN)
@@ -174,10 +176,13 @@ class Session:
                         del waiting[rank]
                         results[rank].seconds = time.monotonic() - begin
                         self._tell(cell, results[rank])
+                        if results[rank].failure and (limit is None or limit > time.monotonic() + PATIENCE):
+                            limit, timeout = time.monotonic() + PATIENCE, None
                 now = time.monotonic()
-                if not interrupted and timeout is not None and now > begin + timeout:
-                    reason = f"the cell took longer than {timeout:g} s and was interrupted\n"
-                    interrupted, deadline = 1, now + INTERRUPT_TIMEOUT
+                if deadline is None and limit is not None and now > limit:
+                    if timeout is not None:
+                        reason = f"the cell took longer than {timeout:g} s and was interrupted\n"
+                    deadline = now + INTERRUPT_TIMEOUT
                     self._interrupt(waiting)
                 if deadline is not None and now > deadline:
                     for rank in waiting:
@@ -188,9 +193,7 @@ class Session:
                     break
             except KeyboardInterrupt:
                 reason = "interrupted\n"
-                if not interrupted:
-                    deadline = time.monotonic() + INTERRUPT_TIMEOUT
-                interrupted += 1
+                deadline = deadline or time.monotonic() + INTERRUPT_TIMEOUT
                 self._interrupt(waiting)
         return results, reason
 
@@ -217,6 +220,7 @@ class Session:
                 elif kind == "stream":
                     result.write(content["name"], content["text"])
                 elif kind in ("display_data", "execute_result"):
+                    content["data"].pop("application/vnd.jupyter.widget-view+json", None)  # has no other end here
                     result.outputs.append(("display", (content["data"], content.get("metadata", {}))))
                 elif kind == "error":
                     result.failure = report.raised(content, time.time())

@@ -39,6 +39,7 @@ class Report:
     tip: str = ""
     values_differ: bool = False
     printed: str = ""
+    blocks: int = 0  # how far the check had come on this rank
 
 
 @dataclass
@@ -88,6 +89,7 @@ def on_rank(id: str, source: str, filename: str) -> Report:
     try:
         with Spy(store, rank, world_size) as spy, contextlib.redirect_stdout(printed):
             report = _judge(asked, source, filename, World(rank, world_size, spy))
+        report.blocks = spy.blocks
         report.printed = printed.getvalue()[:PRINTED]
         return report
     finally:
@@ -106,7 +108,7 @@ def _judge(asked: Exercise, source: str, filename: str, world: World) -> Report:
     except Wrong as wrong:
         return Report(world.rank, "wrong", wrong.seen, wrong.likely, wrong.tip, wrong.values_differ)
     except GaveUp as error:
-        return Report(world.rank, "waits", f"it waits in {error}{_line_of(error, filename)}")
+        return Report(world.rank, "waits", f"stuck in {error}{_line_of(error, filename)}")
     except BaseException as error:  # SystemExit too
         if isinstance(error, KeyboardInterrupt):
             raise
@@ -189,10 +191,14 @@ def judge(id: str, source: str, filename: str = "answer.py", patience: float = P
 def _verdict(asked: Exercise, good: list[int], world_size: int, reports: list[Report]) -> Verdict:
     order = ["late", "raised", "wrong", "waits", "todo", "right"]
     worst = min(reports, key=lambda report: (order.index(report.kind), report.rank))
+    waiting = [report for report in reports if report.kind == "waits"]
+    if worst.kind == "wrong" and waiting and waiting[0].blocks <= worst.blocks:
+        worst = waiting[0]  # not a consequence of what is wrong there, since that rank came as far
     if worst.kind == "todo":
         return Verdict(asked.id, "todo", f"○ {asked.id} {asked.title}    not done yet", reports=reports)
     likely, where = worst.likely, f"rank {worst.rank}"
-    rights = [report.rank for report in reports if report.kind == "right"]
+    # A rank that waits further on had nothing to complain of where this one stopped.
+    rights = [r.rank for r in reports if r.kind == "right" or (r.kind == "waits" and r.blocks > worst.blocks)]
     if worst.kind == "waits":
         likely = likely or _why_it_waits(reports)
     if worst.values_differ and rights == [0]:
@@ -213,11 +219,11 @@ def _verdict(asked: Exercise, good: list[int], world_size: int, reports: list[Re
 
 def _why_it_waits(reports: list[Report]) -> str:
     others = [report for report in reports if report.kind != "waits"]
-    if others:
+    if others and not any(" instead" in report.seen for report in reports):
         return f"not every rank makes the same calls: {_list([r.rank for r in others])} done while others wait"
-    if any("exchange" in report.seen for report in reports):
+    if any("exchange(" in report.seen for report in reports):
         return "the neighbours are mixed up: what rank r sends to its `to`, that rank must expect from r"
-    return "the ranks make their calls in different orders"
+    return "the ranks make different calls, or the same in different orders"
 
 
 def _list(ranks: list[int]) -> str:

@@ -1,1 +1,531 @@
-EXERCISES = []
+"""Lesson 03: data parallel, first naively, then with a bucket, then as a class of the engine."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from zerolab.lab.checks import Exercise, Traffic, World, Wrong, check_tensor, compare, edit, values
+
+BROADCAST = "a broadcast copies one rank's gradient to all, the mean of all ranks was asked"
+SHAPES = ((5,), (2, 2), (3,))
+
+
+def mean_explained(
+    base: Tensor, world: World, calls: list[Traffic], suspects: list[tuple[Tensor, str]] | None = None
+) -> Callable[[Tensor], str]:
+    """Names what is there in place of the mean over the ranks of `values.share(base, rank)`."""
+    N, rank = world.world_size, world.rank
+
+    def explain(got: Tensor) -> str:
+        for wrong, likely in suspects or []:
+            if torch.allclose(got, wrong):
+                return likely
+        shares = values.contributions(got, base, N)
+        if shares == [1.0] * N:
+            return "summed over ranks, not averaged"
+        if shares == [1.0 / N**2] * N:
+            return "divided by N twice"
+        others = [share for r, share in enumerate(shares or []) if r != rank]
+        if shares and not any(others):
+            if lost := world.unwaited(calls):
+                return f"a forgotten wait: {lost}, so this is still the rank's own gradient"
+            if {call.op for call in calls} == {"broadcast"}:
+                return BROADCAST
+            if not calls:
+                return "the rank's own gradient: nothing was sent to anybody"
+            return "the rank's own gradient: what was reduced was not written back, or was not the gradient"
+        if shares and sum(share > 0 for share in shares) == 1:
+            return f"{values.in_words(shares)} alone, where the mean of all ranks was asked"
+        k = values.factor(got, values.total(base, N) / N)
+        if k is not None and abs(N / k - round(N / k)) < 1e-3:
+            return f"the sum over the ranks was divided by {round(N / k)}, but there are {N}"
+        return f"{values.in_words(shares)}, where the mean of all ranks was asked" if shares else ""
+
+    return explain
+
+
+def check_traffic(calls: list[Traffic], world: World, payload: int, slack: int = 0) -> None:
+    """An all-reduce moves 2 (N-1)/N of the payload; `slack` bytes of padding are forgiven."""
+    N = world.world_size
+    sent, allowed = sum(call.sent for call in calls), 2 * payload * (N - 1) / N
+    if sent > allowed + slack:
+        times = f"{sent / allowed:.2f} x what an all-reduce moves" if allowed else "and there is nobody to send to"
+        ops = ", ".join(dict.fromkeys(call.op for call in calls))
+        raise Wrong(
+            f"{sent:,.0f} bytes were sent per rank, {times}", f"extra traffic ({ops}): one all-reduce is enough"
+        )
+    if N > 1 and (lost := world.unwaited(calls)):
+        raise Wrong(lost, "a forgotten wait: the result was right by luck, and will not be on a slower network")
+
+
+def make_params(world: World) -> list[nn.Parameter]:
+    """Parameters that differ between ranks, so that it shows if they are averaged instead of their gradients."""
+    bases = [values.base(torch.Size(shape).numel(), i).view(shape) for i, shape in enumerate(SHAPES)]
+    return [nn.Parameter(-values.share(base, world.rank)) for base in bases]
+
+
+def check_untouched(params: list[nn.Parameter], world: World) -> None:
+    for i, (param, before) in enumerate(zip(params, make_params(world), strict=True)):
+        if not torch.equal(param, before):
+            likely = "the parameters were averaged (or changed), not their gradients: use param.grad"
+            raise Wrong(f"parameter {i} has changed", likely)
+
+
+def set_grads(params: list[nn.Parameter], world: World, step: int) -> list[Tensor]:
+    """New gradients; what each is a multiple of."""
+    bases = [values.base(param.numel(), 10 * step + i).view(param.shape) for i, param in enumerate(params)]
+    for param, base in zip(params, bases, strict=True):
+        param.grad = values.share(base, world.rank)
+    return bases
+
+
+# ---------------------------------------------------------------------- 03.1
+
+
+def check_average(answer: Any, world: World) -> None:
+    N, params = world.world_size, make_params(world)
+    bases = set_grads(params, world, 0)
+    params[1].grad = None  # on every rank: nobody used it
+    with world.record() as calls:
+        answer.average(params)
+    check_untouched(params, world)
+    if params[1].grad is not None:
+        raise Wrong("parameter 1 has a gradient now", "a parameter that no rank used must keep grad = None: skip it")
+    for i in (0, 2):
+        check_tensor(f"gradient {i}", params[i].grad, tuple(params[i].shape))
+        want = values.total(bases[i], N) / N
+        compare(f"gradient {i}", params[i].grad, want, mean_explained(bases[i], world, calls))
+    check_traffic(calls, world, 4 * sum(params[i].numel() for i in (0, 2)), slack=2 * 4 * N)
+
+
+AVERAGE_STUB = '''\
+import torch.distributed as dist
+from torch import Tensor
+from zerolab.lab.exercises import Todo
+
+
+def average(params: list[Tensor]) -> None:
+    """Replace the gradient of each parameter by its mean over all ranks. One all-reduce per parameter will do.
+
+    A parameter that nobody used has no gradient, and none afterwards.
+    """
+    raise Todo("03.1")
+'''
+
+AVERAGE = """\
+import torch.distributed as dist
+from torch import Tensor
+
+
+def average(params: list[Tensor]) -> None:
+    for param in params:
+        if param.grad is not None:
+            dist.all_reduce(param.grad)
+            param.grad /= dist.get_world_size()
+"""
+
+AVERAGE_ASYNC = """\
+from torch.distributed import all_reduce, get_world_size
+
+
+def average(params):
+    grads = [param.grad for param in params if param.grad is not None]
+    for grad in grads:
+        grad.div_(get_world_size())
+    started = [all_reduce(grad, async_op=True) for grad in grads]
+    for work in started:
+        work.wait()
+"""
+
+AVERAGE_NATIVE = """\
+import torch
+import torch.distributed as dist
+
+
+def average(params):
+    for param in params:
+        if param.grad is None:
+            continue
+        mean = param.grad.clone()
+        dist.all_reduce(mean, op=dist.ReduceOp.AVG)
+        param.grad = mean
+"""
+
+AVERAGE_MUTANTS = {
+    "sum for mean": (edit(AVERAGE, "            param.grad /= dist.get_world_size()\n", ""), "summed over ranks"),
+    "divided twice": (
+        edit(
+            AVERAGE, "dist.all_reduce(param.grad)", "param.grad /= dist.get_world_size(); dist.all_reduce(param.grad)"
+        ),
+        "divided by N twice",
+    ),
+    "forgotten wait": (
+        edit(AVERAGE, "dist.all_reduce(param.grad)", "dist.all_reduce(param.grad, async_op=True)"),
+        "a forgotten wait",
+    ),
+    "averages the parameter": (
+        edit(AVERAGE, "all_reduce(param.grad)", "all_reduce(param.data)", "param.grad /=", "param.data /="),
+        "the parameters were averaged",
+    ),
+    "reduces a copy": (
+        edit(
+            AVERAGE,
+            "dist.all_reduce(param.grad)",
+            "grad = param.grad.clone(); dist.all_reduce(grad)",
+            "param.grad /=",
+            "grad /=",
+        ),
+        "was not written back",
+    ),
+    "only divides": (edit(AVERAGE, "            dist.all_reduce(param.grad)\n", ""), "nothing was sent to anybody"),
+    "reduces to rank 0": (
+        edit(AVERAGE, "dist.all_reduce(param.grad)", "dist.reduce(param.grad, dst=0)"),
+        "reached rank 0 only",
+    ),
+    "broadcasts": (
+        edit(
+            AVERAGE,
+            "dist.all_reduce(param.grad)",
+            "dist.broadcast(param.grad, src=0)",
+            "            param.grad /= dist.get_world_size()\n",
+            "",
+        ),
+        "a broadcast copies one rank's gradient",
+    ),
+    "a number of ranks by heart": (edit(AVERAGE, "dist.get_world_size()", "2"), "was divided by 2, but there are"),
+    "no gradient": (
+        edit(AVERAGE, "if param.grad is not None:", "if param is not None:"),
+        "has no gradient (grad is None)",
+    ),
+    "only rank 0 calls": (
+        edit(AVERAGE, "if param.grad is not None:", "if param.grad is not None and dist.get_rank() == 0:"),
+        "not every rank makes the same calls",
+    ),
+    "another order on every rank": (
+        edit(AVERAGE, "for param in params:", "for param in params[:: -1 if dist.get_rank() else 1]:"),
+        "different orders",
+    ),
+    "gathers everything": (
+        """\
+import torch
+import torch.distributed as dist
+
+
+def average(params):
+    for param in params:
+        if param.grad is not None:
+            grads = [torch.empty_like(param.grad) for _ in range(dist.get_world_size())]
+            dist.all_gather(grads, param.grad)
+            param.grad = torch.stack(grads).mean(0)
+""",
+        "extra traffic",
+    ),
+}
+
+# ---------------------------------------------------------------------- 03.2
+
+
+def check_bucket(answer: Any, world: World) -> None:
+    N, params = world.world_size, make_params(world)
+    numel = sum(param.numel() for param in params)
+    bucket, old = answer.Bucket(params), None
+    for step in (0, 1):
+        bases = set_grads(params, world, step)
+        grads: list[Tensor | None] = [param.grad for param in params]
+        if step == 1 and world.rank == 0 and N > 1:
+            params[1].grad = grads[1] = None  # a rank that did not use it contributes zeros
+        with world.record() as around:
+            bucket.collect()
+        _check_flat(bucket, numel, N, [torch.zeros(4) if g is None else g.flatten() for g in grads], old)
+        with world.record() as calls:
+            bucket.reduce()
+        with world.record() as after:
+            bucket.write_back()
+        if around or after:
+            op = (around + after)[0].op
+            raise Wrong(
+                f"{op} was called by {'collect' if around else 'write_back'}()", "only reduce() is to communicate"
+            )
+        check_untouched(params, world)
+        for i, (param, base) in enumerate(zip(params, bases, strict=True)):
+            want = values.total(base, N)
+            if step == 1 and i == 1 and N > 1:
+                want = want - values.share(base, 0)
+            suspects = [(old[i], "the mean of the step before")] if old else []
+            what = f"gradient {i}, step {step}"
+            if param.grad is None:
+                raise Wrong(f"{what} is None", "write_back() passed by a parameter that had no gradient on this rank")
+            check_tensor(what, param.grad, tuple(param.shape))
+            compare(what, param.grad, want / N, mean_explained(base, world, calls, suspects))
+        if len(calls) > 2:  # a reduce-scatter and an all-gather are one all-reduce
+            likely = "one call per parameter" if len(calls) == len(params) else "too many calls"
+            raise Wrong(
+                f"reduce() made {len(calls)} calls", f"{likely}: one all-reduce of the flat buffer is the point"
+            )
+        check_traffic(calls, world, 4 * numel, slack=2 * 4 * N)
+        old = [param.grad.clone() for param in params]
+
+
+def _check_flat(bucket: Any, numel: int, N: int, pieces: list[Tensor], old: list[Tensor] | None) -> None:
+    flat = getattr(bucket, "flat", None)
+    if not isinstance(flat, Tensor) or flat.dim() != 1:
+        what = (
+            "is missing"
+            if flat is None
+            else f"is a {type(flat).__name__} of {getattr(flat, 'dim', lambda: 0)()} dimensions"
+        )
+        raise Wrong(
+            f"bucket.flat {what}", "after collect(), self.flat is one tensor of one dimension with all gradients"
+        )
+    if not numel <= flat.numel() < numel + N:
+        raise Wrong(f"bucket.flat has {flat.numel()} elements, not {numel}", "one place for each element is wanted")
+    if (held := flat.untyped_storage().nbytes()) >= 4 * (numel + N):
+        raise Wrong(f"bucket.flat keeps {held} bytes, not {4 * numel}", "flat is a part of something larger")
+    offset = 0
+    for i, piece in enumerate(pieces):
+        found = flat[offset : offset + len(piece)]
+
+        def explain(found: Tensor, i: int = i, piece: Tensor = piece) -> str:
+            if torch.allclose(found, -values.share(values.base(len(piece), i), 0)) or bool((found < 0).all()):
+                return "the parameters were collected, not their gradients"
+            if not piece.any():
+                if old is not None and torch.equal(found, old[i].flatten()):
+                    return "left over from the step before: where a parameter has no gradient, write zeros"
+                return "where a parameter has no gradient, zeros belong into the buffer"
+            return (
+                "not collected yet: it is zero" if not found.any() else "another gradient is there: look at the offsets"
+            )
+
+        compare(f"bucket.flat, piece {i}", found, piece, explain)
+        offset += len(piece)
+
+
+BUCKET_STUB = '''\
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from zerolab.lab.exercises import Todo
+
+
+class Bucket:
+    """One flat buffer, `self.flat`, for the gradients of `params`: they travel together."""
+
+    def __init__(self, params: list[Tensor]) -> None:
+        self.params = params
+        raise Todo("03.2")
+
+    def collect(self) -> None:
+        """Copy all gradients into self.flat, one after the other; zeros where a parameter has none."""
+        raise Todo("03.2")
+
+    def reduce(self) -> None:
+        """Average self.flat over the ranks, in one all-reduce."""
+        raise Todo("03.2")
+
+    def write_back(self) -> None:
+        """Give every parameter its mean gradient; also those that had none here: another rank may have had one."""
+        raise Todo("03.2")
+'''
+
+BUCKET = """\
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+
+class Bucket:
+    def __init__(self, params: list[Tensor]) -> None:
+        self.params = params
+        self.flat = torch.zeros(sum(param.numel() for param in params))
+        self.views, offset = [], 0
+        for param in params:
+            self.views.append(self.flat[offset : offset + param.numel()].view_as(param))
+            offset += param.numel()
+
+    def collect(self) -> None:
+        for param, view in zip(self.params, self.views):
+            if param.grad is None:
+                view.zero_()
+            else:
+                view.copy_(param.grad)
+
+    def reduce(self) -> None:
+        dist.all_reduce(self.flat)
+        self.flat /= dist.get_world_size()
+
+    def write_back(self) -> None:
+        for param, view in zip(self.params, self.views):
+            param.grad = view.clone()
+"""
+
+BUCKET_OF_VIEWS = """\
+import torch
+import torch.distributed as dist
+
+
+class Bucket:
+    def __init__(self, params):
+        self.params = params
+
+    def collect(self):
+        grads = [torch.zeros_like(p) if p.grad is None else p.grad for p in self.params]
+        self.flat = torch.cat([grad.reshape(-1) for grad in grads]).detach()
+
+    def reduce(self):
+        self.flat.div_(dist.get_world_size())
+        self.work = dist.all_reduce(self.flat, async_op=True)
+
+    def write_back(self):
+        self.work.wait()
+        offset = 0
+        for p in self.params:  # the gradients stay in the bucket, as DDP's gradient_as_bucket_view does it
+            p.grad = self.flat[offset : offset + p.numel()].view(p.shape)
+            offset += p.numel()
+"""
+
+BUCKET_IN_TWO_HALVES = """\
+import torch
+import torch.distributed as dist
+
+
+class Bucket:
+    def __init__(self, params):
+        self.params, self.N = params, dist.get_world_size()
+        numel = sum(p.numel() for p in params)
+        self.numels = [p.numel() for p in params]
+        self.flat = torch.zeros(numel + -numel % self.N)
+
+    def collect(self):
+        self.flat.zero_()
+        pieces = self.flat[: sum(self.numels)].split(self.numels)
+        for p, piece in zip(self.params, pieces):
+            if p.grad is not None:
+                piece += p.grad.flatten()
+
+    def reduce(self):  # an all-to-all and a sum: a reduce-scatter; then an all-gather
+        received = torch.empty_like(self.flat)
+        dist.all_to_all_single(received, self.flat)
+        mine = received.view(self.N, -1).sum(0) / self.N
+        dist.all_gather(list(self.flat.view(self.N, -1)), mine)
+
+    def write_back(self):
+        for p, piece in zip(self.params, self.flat[: sum(self.numels)].split(self.numels)):
+            p.grad = piece.reshape(p.shape).clone()
+"""
+
+_DIVIDE = "        self.flat /= dist.get_world_size()\n"
+_ASYNC = "dist.all_reduce(self.flat, async_op=True)"
+
+BUCKET_MUTANTS = {
+    "sum for mean": (edit(BUCKET, _DIVIDE, ""), "summed over ranks"),
+    "divided twice": (edit(BUCKET, "view.clone()", "view / dist.get_world_size()"), "divided by N twice"),
+    "forgotten wait": (edit(BUCKET, "dist.all_reduce(self.flat)", _ASYNC), "a forgotten wait"),
+    "left over from the step before": (
+        edit(BUCKET, "                view.zero_()", "                pass"),
+        "left over from the step before",
+    ),
+    "no gradient": (
+        edit(BUCKET, "if param.grad is None:", "if param is None:"),
+        "has no gradient (grad is None)",
+    ),
+    "one call per parameter": (
+        edit(BUCKET, "dist.all_reduce(self.flat)", "[dist.all_reduce(view) for view in self.views]"),
+        "one call per parameter",
+    ),
+    "not written back": (
+        edit(BUCKET, "            param.grad = view.clone()", "            pass"),
+        "was not written back",
+    ),
+    "written back to some": (
+        edit(
+            BUCKET,
+            "            param.grad = view",
+            "            if param.grad is not None:\n                param.grad = view",
+        ),
+        "passed by a parameter",
+    ),
+    "collects the parameters": (
+        edit(BUCKET, "view.copy_(param.grad)", "view.copy_(param.data)"),
+        "the parameters were collected",
+    ),
+    "writes into the parameters": (
+        edit(BUCKET, "param.grad = view.clone()", "param.data.copy_(view)"),
+        "the parameters were averaged",
+    ),
+    "all at the same place": (
+        edit(BUCKET, "            offset += param.numel()\n", ""),
+        "look at the offsets",
+    ),
+    "flat gradients": (
+        edit(BUCKET, "param.grad = view.clone()", "param.grad = view.flatten()"),
+        "a piece of a flat buffer has one dimension",
+    ),
+    "reduces to rank 0": (
+        edit(BUCKET, "dist.all_reduce(self.flat)", "dist.reduce(self.flat, dst=0)"),
+        "reached rank 0 only",
+    ),
+    "gathers everything": (
+        edit(
+            BUCKET,
+            "        dist.all_reduce(self.flat)\n" + _DIVIDE,
+            "        flats = [torch.empty_like(self.flat) for _ in range(dist.get_world_size())]\n"
+            "        dist.all_gather(flats, self.flat)\n"
+            "        self.flat.copy_(torch.stack(flats).mean(0))\n",
+        ),
+        "extra traffic",
+    ),
+}
+
+
+NONE = "a parameter that was not used has no gradient (grad is None)"
+ERRORS = {
+    "NoneType": NONE,
+    "Expected parameter `tensor` of type torch.Tensor": NONE,
+    "a gradient of size": "a piece of a flat buffer has one dimension: a gradient needs view_as(param)",
+    "has left no unit.grad": "reduce() was not called, or did not say in unit.grad where the mean is",
+}
+FIRST_RANK = "the result reached rank 0 only: reduce() collects on one rank, all_reduce() on all"
+
+EXERCISES = [
+    Exercise(
+        id="03.1",
+        title="average the gradients",
+        section="The mean of N batches",
+        check=check_average,
+        stub=AVERAGE_STUB,
+        reference=AVERAGE,
+        alternatives=(AVERAGE_ASYNC, AVERAGE_NATIVE),
+        mutants=AVERAGE_MUTANTS,
+        hints=(
+            "dist.all_reduce(tensor) replaces `tensor`, on every rank, by the sum over the ranks.",
+            "The mean is the sum divided by dist.get_world_size(). It has to end up in param.grad.",
+            "for param in params: if param.grad is not None: all-reduce param.grad, then divide it by the world size.",
+        ),
+        exports=("average",),
+        first_rank_only=FIRST_RANK,
+        errors=ERRORS,
+    ),
+    Exercise(
+        id="03.2",
+        title="a bucket",
+        section="Buckets",
+        check=check_bucket,
+        stub=BUCKET_STUB,
+        reference=BUCKET,
+        alternatives=(BUCKET_OF_VIEWS, BUCKET_IN_TWO_HALVES),
+        mutants=BUCKET_MUTANTS,
+        hints=(
+            "You wrote flat_buffer() in lesson 02: a flat tensor and a view into it for each parameter.",
+            "collect() copies each gradient into its view, or zeroes the view; reduce() is one dist.all_reduce of "
+            "self.flat and a division.",
+            "write_back(): for param, view in zip(self.params, self.views): param.grad = view.clone()",
+        ),
+        exports=("Bucket",),
+        first_rank_only=FIRST_RANK,
+        errors=ERRORS,
+    ),
+]

@@ -1,8 +1,8 @@
 """The ledger of a check: every call of torch.distributed that an answer makes, by whatever name it imported it.
 
 Two things make mistakes visible that would otherwise depend on luck. A call with `async_op=True` fills its result
-only when it is waited for, so that a forgotten wait is wrong every time. And a rank that waits where nobody comes
-gives up, with the place where it stood, instead of taking the other ranks with it.
+only when it is waited for, so that a forgotten wait is wrong every time. And before a call the ranks tell each other
+what they are about to do: where that does not match they give up, instead of hanging, or aborting, or mixing up bytes.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ from __future__ import annotations
 import functools
 import inspect
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -43,7 +44,7 @@ FILLED = {
 
 
 class GaveUp(BaseException):
-    """This rank waited where nobody came. Not an Exception: an answer shall not catch it by accident."""
+    """The others do not do what this rank does. Not an Exception: an answer shall not catch it by accident."""
 
 
 @dataclass
@@ -96,6 +97,8 @@ class Spy:
     def __init__(self, store: dist.Store, rank: int, world_size: int) -> None:
         self.store, self.rank, self.world_size = store, rank, world_size
         self.calls: list[Traffic] = []
+        self.blocks = 0  # how many times something was recorded: how far the check has come
+        self._numbers: Counter[str] = Counter()  # of calls, by whom they concern
         self._originals: dict[str, Callable] = {}
 
     def __enter__(self) -> Spy:
@@ -112,6 +115,7 @@ class Spy:
     @contextmanager
     def record(self) -> Iterator[list[Traffic]]:
         """The calls of a block."""
+        self.blocks += 1
         before, self.calls = self.calls, []
         calls = self.calls
         try:
@@ -133,18 +137,46 @@ class Spy:
         if to == source == self.rank:
             return tensor.clone()
         out = torch.empty_like(tensor, memory_format=torch.contiguous_format)
+        self.store.set(self._next(f"{self.rank} to {to}"), str(call.payload))
+        coming = self._ask(self._next(f"{source} to {self.rank}"), source, f"exchange(to={to}, source={source})")
+        if int(coming) != call.payload:
+            raise ValueError(
+                f"rank {source} sends {coming} bytes here, which sends {call.payload}: chunks are equally long"
+            )
         works = [dist.isend(tensor.detach().contiguous(), to), dist.irecv(out, source)]
-        try:
-            for work in reversed(works):
-                work.wait(timedelta(seconds=PATIENCE))
-        except RuntimeError as error:
-            if "imed out" in str(error) or "onnection" in str(error) or "onnect" in str(error):
-                raise GaveUp(
-                    f"exchange(to={to}, source={source}): rank {source} sends nothing to rank {self.rank}"
-                ) from None
-            raise
+        for work in works:
+            work.wait(timedelta(seconds=PATIENCE))
         call.waited = True
         return out
+
+    def _next(self, concerns: str) -> str:
+        """A name for the next call that `concerns` these ranks, the same on all of them."""
+        self._numbers[concerns] += 1
+        return f"{concerns}, call {self._numbers[concerns]}"
+
+    def _ask(self, name: str, rank: int, doing: str) -> str:
+        """What `rank` has said about the call `name`, which it may not have reached yet."""
+        end = time.monotonic() + PATIENCE
+        while True:
+            is_over = self.store.check([f"over/{rank}"])  # before the look, since it says its last word before that
+            if self.store.check([name]):
+                return self.store.get(name).decode()
+            if is_over:
+                raise GaveUp(f"{doing}: rank {rank} did not take part")
+            if time.monotonic() > end:
+                raise GaveUp(f"{doing}: nothing of the kind comes from rank {rank}")
+            time.sleep(0.0005)
+
+    def _agree(self, call: Traffic) -> None:
+        """Make sure that all ranks make this call now."""
+        uneven = call.op in ("gather", "scatter", "all_to_all", "all_to_all_single")  # where sizes may differ
+        what = call.op if uneven else f"{call.op} of {call.payload} bytes"
+        name = self._next("all")
+        self.store.set(f"{name} by {self.rank}", what)
+        for rank in range(self.world_size):
+            theirs = self._ask(f"{name} by {rank}", rank, what)
+            if theirs != what:
+                raise GaveUp(f"{what}: rank {rank} calls {theirs} instead")
 
     def _watched(self, name: str, filled: str, original: Callable) -> Callable:
         signature = inspect.signature(original)
@@ -156,6 +188,8 @@ class Spy:
             payload = max((_bytes(value) for value in bound.arguments.values()), default=0)
             traffic = Traffic(name, payload, self.world_size)
             self.calls.append(traffic)
+            if bound.arguments.get("group") in (None, dist.group.WORLD):
+                self._agree(traffic)
             copies: list[tuple[Tensor, Tensor]] = []
             if asynchronous and bound.arguments.get(filled) is not None:
                 bound.arguments[filled], copies = _stand_ins(bound.arguments[filled])
@@ -165,8 +199,8 @@ class Spy:
         return call
 
     def wait(self, work: Any, op: str) -> None:
-        """Wait in short turns, until the work is done or it is clear that somebody will not come."""
-        begin, alone_since = time.monotonic(), 0.0
+        """Wait in short turns, so that an interrupt gets through."""
+        end = time.monotonic() + PATIENCE
         while work is not None:
             try:
                 work.wait(POLL)
@@ -174,18 +208,8 @@ class Spy:
             except RuntimeError as error:
                 if work.is_completed():
                     raise GaveUp(f"{op}: {error}") from None
-            now = time.monotonic()
-            gone = [r for r in range(self.world_size) if r != self.rank and self.store.check([f"over/{r}"])]
-            alone_since = alone_since or (now if gone else 0.0)
-            if (gone and now - alone_since > 0.5) or now - begin > PATIENCE:
-                where = (
-                    f"{_ranks(gone)} did not take part" if gone else f"after {PATIENCE:g} s the others were elsewhere"
-                )
-                raise GaveUp(f"{op}: {where}")
-
-
-def _ranks(ranks: list[int]) -> str:
-    return f"rank{'s' if len(ranks) > 1 else ''} {', '.join(map(str, ranks))}"
+                if time.monotonic() > end:
+                    raise GaveUp(f"{op}: not through after {PATIENCE:g} seconds") from None
 
 
 def _bytes(value: Any) -> int:

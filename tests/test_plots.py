@@ -150,6 +150,31 @@ def test_to_a_trillion(tmp_path):
         plots.to_a_trillion([])
 
 
+def test_before_after(tmp_path):
+    figure, sentence = plots.before_after("all-gather", [[1], [2], [3]], [[1, 2, 3]] * 3)
+    save(figure, tmp_path)
+    assert sentence == "all-gather: 3 numbers on 3 ranks became 9; a rank got at most 2 that it did not have."
+    figure, sentence = plots.before_after("reduce", [[1], [2]], [[3], []])
+    assert sentence == "reduce: 2 numbers on 2 ranks became 1, 1 of them sums."
+    assert any(text.get_text() == "nothing" for text in figure.axes[1].texts)
+    with pytest.raises(ValueError, match="one for each rank"):
+        plots.before_after("reduce", [[1], [2]], [[3]])
+
+
+def test_cost_finds_the_line(tmp_path):
+    line = {size: [2e-3 + size / 5e8] * 3 for size in (10_000, 1_000_000, 20_000_000)}
+    line[10_000] = [2e-3 + 1e4 / 5e8, 1.0, 1e-6]  # the median counts
+    fit = plots.fit_cost(line)
+    assert fit.latency == pytest.approx(2e-3, rel=1e-6) and fit.bandwidth == pytest.approx(5e8, rel=1e-6)
+    figure, sentence = plots.cost(line, "all-reduce on 4 ranks")
+    save(figure, tmp_path)
+    assert sentence.startswith("An all-reduce on 4 ranks takes 2.00 ms") and "500 MB" in sentence
+    with pytest.raises(ValueError, match="two sizes"):
+        plots.fit_cost({1: [1.0]})
+    with pytest.raises(ValueError, match="did not take longer"):
+        plots.fit_cost({1: [2.0], 1000: [1.0]})
+
+
 # -- the explorers --------------------------------------------------------------------------------------------------
 
 

@@ -1,5 +1,7 @@
 """The pictures of the course. Each takes what was measured, and returns the figure and one sentence: what to see."""
 
+from zerolab.lab.plots.cells import before_after
+from zerolab.lab.plots.cost import cost, fit_cost
 from zerolab.lab.plots.gantt import gantt
 from zerolab.lab.plots.holdings import who_holds_what
 from zerolab.lab.plots.ladder import ladder
@@ -15,6 +17,9 @@ __all__ = [
     "COLOURS",
     "HATCHES",
     "LABELS",
+    "before_after",
+    "cost",
+    "fit_cost",
     "gantt",
     "ladder",
     "memory_plan",

@@ -6,6 +6,7 @@ apart), and a hatch, so that nothing is said by colour alone.
 
 from __future__ import annotations
 
+import sys
 import textwrap
 from typing import Any, NamedTuple
 
@@ -50,11 +51,8 @@ def frame(title: str, subtitle: str, sentence: str, size: tuple[float, float] = 
 
 def emulated_link() -> str:
     """The network that `lab.link` emulates, as it was asked for; "" for none."""
-    try:
-        from zerolab.lab import link
-    except ImportError:
-        return ""
-    return link.current() or ""
+    network = sys.modules.get("zerolab.lab.network")  # only if live ranks were started is there one
+    return network.current() or "" if network else ""
 
 
 def plain(axes: Any, grid: str = "") -> None:

@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
+import dataclasses
 import inspect
 import time
 from collections.abc import Iterator
 from pathlib import Path
 
+import jobs_exercises
 import pytest
 import torch
+from IPython.core.interactiveshell import InteractiveShell
 
+import zerolab
 from zerolab.lab import exercises
 from zerolab.lab.checks import Todo, catalogue, judge
+from zerolab.lab.checks import __main__ as matrix
 
 CATALOGUE = catalogue()
 RIGHT = [
@@ -247,3 +252,82 @@ def test_hints_unfold_one_at_a_time(my: Path, capsys: pytest.CaptureFixture) -> 
     for number in (1, 2, 3, 3):
         exercises.hint("01.1")
         assert capsys.readouterr().out.count("01.1, hint") == number
+
+
+# ---------------------------------------------------------------------- the learner's class
+
+
+def pass_03_3() -> None:
+    exercises.define("03.3", CATALOGUE["03.3"].alternatives[0])
+    exercises.check("03.3")
+
+
+def test_mine_is_the_packages_class_until_the_check_has_passed(my: Path, capsys: pytest.CaptureFixture) -> None:
+    assert exercises.mine(zerolab.DDP) is zerolab.DDP
+    assert capsys.readouterr().out == "DDP: 03.3 is not written yet; the rest is the package's\n"
+    pass_03_3()
+    assert "✓ 03.3" in capsys.readouterr().out
+    ours = exercises.mine(zerolab.DDP)
+    assert capsys.readouterr().out == "DDP: your code (03.3); the rest is the package's\n"
+    assert issubclass(ours, zerolab.DDP) and ours.__name__ == "DDP" and ours.stage == 0
+    assert ours.reduce.__code__.co_filename == str((my / "ex_03_3.py").absolute())
+    assert ours.optimizer_params is zerolab.DDP.optimizer_params
+    assert exercises.mine(zerolab.DDP) is ours
+    with pytest.raises(ValueError, match="no exercise extends Zero3; there are exercises for DDP"):
+        exercises.mine(zerolab.Zero3)
+
+
+def test_the_learners_class_trains_as_the_packages_does(
+    my: Path, ranks: zerolab.Ranks, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pass_03_3()
+    decisions = {"03.3": exercises._decision("03.3")}
+    results = ranks.run(jobs_exercises.train_with_both, decisions, ranks=2)
+    for ours, theirs, file in results:
+        assert ours == theirs and len(ours) == 3
+        assert file.endswith("ex_03_3.py")
+
+
+def test_a_stub_in_use_says_so_on_its_rank(my: Path, ranks: zerolab.Ranks) -> None:
+    with pytest.raises(zerolab.RankError, match=r"exercise 03.3 is not written yet"):
+        ranks.run(jobs_exercises.train_a_stub, CATALOGUE["03.3"].stub, ranks=2)
+
+
+# ---------------------------------------------------------------------- as a learner and a maintainer start it
+
+
+def test_the_magic(my: Path, capsys: pytest.CaptureFixture) -> None:
+    shell = InteractiveShell.instance()
+    try:
+        exercises.register(shell)
+        shell.run_cell("%%exercise 01.2\n" + CATALOGUE["01.2"].reference).raise_error()
+        assert (my / "ex_01_2.py").read_text().strip() == CATALOGUE["01.2"].reference.strip()
+        shell.run_cell("alone = ring_all_gather('mine', 0, 1, None)").raise_error()
+        assert shell.user_ns["alone"] == ["mine"]
+        with pytest.raises(KeyError, match=r"there is no exercise '9.9'"):
+            shell.run_cell_magic("exercise", "9.9", "pass")
+        with pytest.raises(ValueError, match="which exercise"):
+            shell.run_cell_magic("exercise", "", "pass")
+    finally:
+        InteractiveShell.clear_instance()
+
+
+def test_the_matrix(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture) -> None:
+    few = dict(list(CATALOGUE["01.2"].mutants.items())[:2])
+    asked = dataclasses.replace(CATALOGUE["01.2"], mutants=few)
+    monkeypatch.setattr(matrix, "catalogue", lambda: {"01.2": asked})
+    monkeypatch.setenv("COLUMNS", "160")
+    assert matrix.main(["01.2"]) == 0
+    said = capsys.readouterr().out
+    assert all(name in said for name in ("the reference", "alternative 2", "the stub", *few))
+    assert "NOT" not in said
+    assert matrix.main(["09.9"]) == 2
+    assert "there is no exercise 09.9; there are 01.2" in capsys.readouterr().err
+
+
+def test_the_matrix_fails_where_a_mistake_is_not_named() -> None:
+    asked = dataclasses.replace(
+        CATALOGUE["01.2"], alternatives=(), mutants={"none": (CATALOGUE["01.2"].reference, "x")}
+    )
+    judged = {name: as_it_should for name, as_it_should, _ in matrix.rows(asked)}
+    assert judged == {"the reference": True, "the stub": True, "none": False}

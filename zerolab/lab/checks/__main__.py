@@ -44,7 +44,6 @@ def main(ids: list[str]) -> int:
             seen = verdict.seen or verdict.text.splitlines()[0].split("    ")[-1]
             table.add_row(name, "as it should" if as_it_should else "[red]NOT as it should[/]", seen, verdict.likely)
         console.print(table)
-    judge.close()
     return 1 if bad else 0
 
 

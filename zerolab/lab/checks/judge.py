@@ -17,7 +17,7 @@ from types import ModuleType
 import torch
 import torch.distributed as dist
 
-from zerolab.lab.checks import UNKNOWN, Exercise, Spy, Todo, World, Wrong, exercise
+from zerolab.lab.checks import UNKNOWN, Exercise, Spy, Todo, World, Wrong, catalogue, exercise
 from zerolab.lab.checks.spy import PATIENCE, GaveUp
 from zerolab.launch import RankError, Ranks
 
@@ -25,6 +25,7 @@ WORLD_SIZES = (1, 2, 3, 4)
 PRINTED = 2000  # characters of what the answer printed that are passed on
 
 _pool: Ranks | None = None
+_overhead = 0.0  # seconds that a run of nothing takes, on this machine as loaded as it is
 _versions = itertools.count(1)
 
 
@@ -139,16 +140,22 @@ def _line_of(error: BaseException, filename: str) -> str:
 
 
 def ready() -> None:
-    """Run on the pool before a check: whatever a rank has to import is imported, and is not the answer's time."""
+    """Run on a new pool: whatever a rank has to import is imported then, and is not the answer's time."""
+    catalogue()
     dist.barrier()
 
 
 def pool() -> Ranks:
     """The pool of the checks, kept between them."""
-    global _pool
+    global _pool, _overhead
     if _pool is None:
         _pool = Ranks(max(WORLD_SIZES), threads=1)
         atexit.register(close)
+    if not _pool._processes or not all(process.is_alive() for process, _ in _pool._processes):
+        _pool.run(ready, timeout=120.0)
+        begin = time.monotonic()
+        _pool.run(ready, timeout=120.0)
+        _overhead = time.monotonic() - begin
     return _pool
 
 
@@ -164,13 +171,11 @@ def judge(id: str, source: str, filename: str = "answer.py", patience: float = P
     """The verdict on `source` as the answer to exercise `id`."""
     asked, good = exercise(id), []
     for world_size in WORLD_SIZES:
-        begin = time.monotonic()
-        pool().run(ready, ranks=world_size, timeout=120.0)
-        overhead = time.monotonic() - begin  # of starting a group, on this machine as loaded as it is
+        ranks = pool()
         try:
             # The spy's patience comes first; what is left for the pool's is an answer that computes for ever.
-            limit = 2 * patience + 2 * min(overhead, 5.0) + 1.0
-            reports = pool().run(
+            limit = 2 * patience + 4 * min(_overhead, 2.5)
+            reports = ranks.run(
                 on_rank, id, source, filename, ranks=world_size, timeout=limit, group_timeout=2 * patience
             )
         except RankError as error:

@@ -481,6 +481,208 @@ BUCKET_MUTANTS = {
 }
 
 
+# ---------------------------------------------------------------------- 03.3
+
+
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(2, 2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.linear(x)
+
+
+def make_model() -> nn.Sequential:
+    """Two units of small whole numbers: so are all gradients, and none is zero."""
+    model = nn.Sequential(Block(), Block())
+    with torch.no_grad():
+        for param in model.parameters():
+            param.copy_((torch.arange(param.numel()) % 2 + 1.0).view(param.shape))
+    return model
+
+
+INPUT = torch.tensor([[1.0, 2.0]])
+
+
+def gradients_alone() -> dict[str, Tensor]:
+    """What each rank's gradient is a multiple of."""
+    model = make_model()
+    (12.0 * model(INPUT).sum()).backward()
+    return {name: param.grad for name, param in model.named_parameters()}
+
+
+def check_ddp(answer: Any, world: World) -> None:
+    N, bases, model = world.world_size, gradients_alone(), make_model()
+    zero = answer.MyDDP(model, units=[Block])
+    payload = 4 * sum(unit.layout.size for unit in zero.units)
+
+    def backward(times: float) -> None:
+        (model(INPUT).sum() * 12.0 * times * 16.0**world.rank).backward()
+
+    def check_step(when: str, calls: list[Traffic], times: float, suspects: dict[float, str]) -> None:
+        for name, param in model.named_parameters():
+            what, base = f"{name}, {when}", bases[name]
+            if param.grad is None:
+                raise Wrong(f"{what}: there is no gradient", "post_backward() or reduce() lost it")
+            want = times * values.total(base, N) / N
+            known = [(want / times * other, likely) for other, likely in suspects.items()]
+            compare(what, param.grad, want, mean_explained(times * base, world, calls, known))
+        check_traffic(calls, world, payload)
+
+    with world.record() as calls:
+        backward(1)
+    check_same_weights(model, world)
+    check_step("one backward", calls, 1, {})
+    zero.model.zero_grad()
+
+    with world.record() as inside, zero.no_sync():
+        backward(1)
+    if inside:
+        likely = "no_sync() was ignored: in post_backward, only reduce where self.reduces(unit) says so"
+        raise Wrong(f"{inside[0].op} was called inside no_sync()", likely)
+    with world.record() as calls:
+        backward(2)
+    lost = {2: "only the last micro-batch: what no_sync kept back is lost", 1: "only the first micro-batch"}
+    check_step("two micro-batches under no_sync", calls, 3, lost)
+
+
+def check_same_weights(model: nn.Module, world: World) -> None:
+    for (name, param), want in zip(model.named_parameters(), make_model().parameters(), strict=True):
+        if not torch.equal(param, want):
+            raise Wrong(f"{name} has changed", "the parameters were averaged (or changed), not unit.whole_grad")
+
+
+DDP_STUB = '''\
+import torch.distributed as dist
+import zerolab
+from zerolab import Unit
+from zerolab.lab.exercises import Todo
+
+
+class MyDDP(zerolab.DDP):
+    def post_backward(self, unit: Unit) -> None:
+        """All gradients of `unit` are there: start to reduce it, if self.reduces(unit) says that it is its turn.
+
+        What reduce() returns belongs into unit.reduction: the engine waits for it before anybody sees the gradient.
+        """
+        raise Todo("03.3")
+
+    def reduce(self, unit: Unit):
+        """Average unit.whole_grad, a flat tensor, over the ranks and leave it in unit.grad.
+
+        Return None if it is there already, or something with a wait() after which it is.
+        self.comm.all_reduce(tensor, unit.name) starts a mean; dist.all_reduce() a sum.
+        """
+        raise Todo("03.3")
+'''
+
+DDP = """\
+import zerolab
+from zerolab import Unit
+
+
+class MyDDP(zerolab.DDP):
+    def post_backward(self, unit: Unit) -> None:
+        if self.reduces(unit):
+            unit.reduction = self.reduce(unit)
+
+    def reduce(self, unit: Unit):
+        unit.grad = unit.whole_grad
+        return self.comm.all_reduce(unit.grad, unit.name)
+"""
+
+DDP_SYNCHRONOUS = """\
+import torch.distributed as dist
+import zerolab
+
+
+class MyDDP(zerolab.DDP):
+    def post_backward(self, unit):
+        if not self.reduces(unit):
+            return
+        self.reduce(unit)
+
+    def reduce(self, unit):
+        dist.all_reduce(unit.whole_grad, group=self.comm.group)
+        unit.whole_grad /= self.world_size
+        unit.grad = unit.whole_grad
+"""
+
+DDP_DIVIDED_FIRST = """\
+import torch.distributed as dist
+from zerolab import DDP
+
+
+class MyDDP(DDP):
+    def post_backward(self, unit):
+        if self.reduces(unit):
+            unit.reduction = self.reduce(unit)
+
+    def reduce(self, unit):
+        unit.grad = unit.whole_grad / self.world_size
+        return dist.all_reduce(unit.grad, group=self.comm.group, async_op=True)
+"""
+
+_COMM = "return self.comm.all_reduce(unit.grad, unit.name)"
+
+DDP_MUTANTS = {
+    "sum for mean": (
+        edit(DDP_SYNCHRONOUS, "        unit.whole_grad /= self.world_size\n", ""),
+        "summed over ranks",
+    ),
+    "divided twice": (
+        edit(DDP, _COMM, "self.comm.all_reduce(unit.grad, unit.name).wait()\n        unit.grad /= self.world_size"),
+        "divided by N twice",
+    ),
+    "forgotten wait: nothing returned": (edit(DDP, "return self", "self"), "a forgotten wait"),
+    "forgotten wait: not kept": (edit(DDP, "unit.reduction = self", "self"), "a forgotten wait"),
+    "ignores no_sync": (edit(DDP, "if self.reduces(unit):", "if True:"), "no_sync() was ignored"),
+    "never reduces": (edit(DDP, "if self.reduces(unit):", "if False:"), "reduce() was not called"),
+    "unit.grad not set": (
+        edit(DDP, "unit.grad = unit.whole_grad\n        ", "", "unit.grad", "unit.whole_grad"),
+        "did not say in unit.grad",
+    ),
+    "reduces a copy": (edit(DDP, "all_reduce(unit.grad", "all_reduce(unit.grad.clone()"), "was not written back"),
+    "averages the parameters": (
+        edit(DDP, "all_reduce(unit.grad", "all_reduce(unit.whole.data"),
+        "or was not the gradient",
+    ),
+    "changes the parameters": (
+        edit(
+            DDP,
+            _COMM,
+            "dist.all_reduce(unit.whole.data)",
+            "import zerolab\n",
+            "import torch.distributed as dist\nimport zerolab\n",
+        ),
+        "the parameters were averaged",
+    ),
+    "reduces twice": (
+        edit(DDP, "        return", "        self.comm.all_reduce(unit.grad, unit.name).wait()\n        return"),
+        "extra traffic",
+    ),
+    "reduces to rank 0": (
+        edit(DDP_SYNCHRONOUS, "all_reduce(unit.whole_grad, ", "reduce(unit.whole_grad, dst=0, "),
+        "reached rank 0 only",
+    ),
+    "only rank 0 calls": (
+        edit(DDP_SYNCHRONOUS, "if not self.reduces(unit):", "if not self.reduces(unit) or self.rank > 0:"),
+        "reduce() was not called",
+    ),
+    "gathers everything": (
+        edit(
+            DDP_SYNCHRONOUS,
+            "dist.all_reduce(unit.whole_grad, group=self.comm.group)",
+            "all = [unit.whole_grad.clone() for _ in range(self.world_size)]; dist.all_gather(all, unit.whole_grad)",
+            "unit.whole_grad /= self.world_size",
+            "unit.whole_grad = sum(all) / self.world_size",
+        ),
+        "extra traffic",
+    ),
+}
+
+
 NONE = "a parameter that was not used has no gradient (grad is None)"
 ERRORS = {
     "NoneType": NONE,
@@ -525,6 +727,27 @@ EXERCISES = [
             "write_back(): for param, view in zip(self.params, self.views): param.grad = view.clone()",
         ),
         exports=("Bucket",),
+        first_rank_only=FIRST_RANK,
+        errors=ERRORS,
+    ),
+    Exercise(
+        id="03.3",
+        title="a class of the engine",
+        section="DDP as a class",
+        check=check_ddp,
+        stub=DDP_STUB,
+        reference=DDP,
+        alternatives=(DDP_SYNCHRONOUS, DDP_DIVIDED_FIRST),
+        mutants=DDP_MUTANTS,
+        hints=(
+            "unit.whole_grad is the bucket, and it is full: the engine has collected the unit's gradients there.",
+            "reduce(): unit.grad = unit.whole_grad, then return self.comm.all_reduce(unit.grad, unit.name), which has "
+            "a wait().",
+            "post_backward(): if self.reduces(unit): unit.reduction = self.reduce(unit). Inside no_sync() "
+            "self.reduces(unit) is False.",
+        ),
+        exports=("MyDDP",),
+        extends="DDP",
         first_rank_only=FIRST_RANK,
         errors=ERRORS,
     ),

@@ -316,6 +316,11 @@ def skip(id: str) -> None:
     print(f"{id}: skipped")
 
 
+def predicted(id: str) -> bool:
+    """For the lessons: whether there is a prediction, or none is wanted, so that a picture gives nothing away."""
+    return id in _read_progress()["predictions"]
+
+
 def measured(id: str, value: Any, unit: str = "") -> None:
     """For the lessons: what was measured, to be shown by `reveal(id)`. unit "bytes" is shown as kB, MB, GB."""
     _measured[id] = (value, unit)
@@ -400,6 +405,7 @@ __all__ = [
     "mine",
     "passed",
     "predict",
+    "predicted",
     "progress",
     "reveal",
     "skip",

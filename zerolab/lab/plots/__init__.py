@@ -2,7 +2,9 @@
 
 from zerolab.lab.plots.cells import before_after
 from zerolab.lab.plots.cost import cost, fit_cost
+from zerolab.lab.plots.flat import flat_storage
 from zerolab.lab.plots.gantt import gantt
+from zerolab.lab.plots.growth import fit_line, growth
 from zerolab.lab.plots.holdings import who_holds_what
 from zerolab.lab.plots.ladder import ladder
 from zerolab.lab.plots.memory import memory_plan
@@ -10,6 +12,7 @@ from zerolab.lab.plots.page import png, show
 from zerolab.lab.plots.ring import ring_against_root
 from zerolab.lab.plots.scrubber import moment_picture
 from zerolab.lab.plots.skyline import skyline
+from zerolab.lab.plots.stacks import stacks
 from zerolab.lab.plots.style import COLOURS, HATCHES, LABELS
 from zerolab.lab.plots.trillion import to_a_trillion
 
@@ -20,7 +23,10 @@ __all__ = [
     "before_after",
     "cost",
     "fit_cost",
+    "fit_line",
+    "flat_storage",
     "gantt",
+    "growth",
     "ladder",
     "memory_plan",
     "moment_picture",
@@ -28,6 +34,7 @@ __all__ = [
     "ring_against_root",
     "show",
     "skyline",
+    "stacks",
     "to_a_trillion",
     "who_holds_what",
 ]

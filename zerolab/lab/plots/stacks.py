@@ -1,0 +1,54 @@
+"""Bars of memory by category, one beside the other: what a parameter costs, or a rank holds."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from matplotlib.figure import Figure
+
+from zerolab.lab.plots.style import COLOURS, GREY, HATCHES, INK, above, frame, legend, patches, plain
+
+
+def stacks(
+    bars: Mapping[str, Mapping[str, float]], title: str, subtitle: str, unit: str, learner: bool = False
+) -> tuple[Figure, str]:
+    """`bars[name][category]`, stacked in the order of the first bar's categories; `unit` is that of the numbers.
+
+    learner: whose code ran: a learner's bars are solid, the package's hatched.
+    """
+    if not bars:
+        raise ValueError("no bars to draw")
+    totals = {name: sum(parts.values()) for name, parts in bars.items()}
+    categories = [c for c in next(iter(bars.values())) if any(parts.get(c) for parts in bars.values())]
+    sentence = _sentence(totals, unit)
+    figure = frame(title, subtitle, sentence, (9.0, 4.7))
+    axes = figure.add_axes((0.085, 0.25, 0.885, 0.5))
+    plain(axes, grid="y")
+    highest = max(totals.values())
+    for x, (name, parts) in enumerate(bars.items()):
+        bottom = 0.0
+        for category in categories:
+            height = parts.get(category, 0.0)
+            if height <= 0:
+                continue
+            hatch = None if learner else HATCHES[category]
+            look = {"color": COLOURS[category], "edgecolor": "white", "linewidth": 0.4, "hatch": hatch}
+            axes.bar(x, height, 0.62, bottom, zorder=2, **look)
+            if height > 0.06 * highest:
+                box = {"boxstyle": "round,pad=0.16", "facecolor": "white", "edgecolor": "none"}
+                middle = (x, bottom + height / 2)
+                axes.text(*middle, f"{height:.3g}", ha="center", va="center", fontsize=9.5, zorder=5, bbox=box)
+            bottom += height
+        above(axes, x, totals[name], f"{totals[name]:.3g}", 3, fontsize=12, weight="bold")
+    axes.set_xticks(range(len(bars)), list(bars), fontsize=10, color=INK)
+    axes.set_xlim(-0.55, len(bars) - 0.45)
+    axes.set_ylim(0, 1.16 * highest)
+    axes.set_ylabel(unit, color=GREY)
+    place = {"loc": "upper center", "bbox_to_anchor": (0.52, 0.835), "ncols": len(categories)}
+    legend(figure, patches(categories), borderpad=0.0, columnspacing=1.2, **place)
+    return figure, sentence
+
+
+def _sentence(totals: Mapping[str, float], unit: str) -> str:
+    listed = [f"{name.replace(chr(10), ' ')} {total:.3g}" for name, total in totals.items()]
+    return f"In {unit}: {', '.join(listed)}."

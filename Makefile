@@ -1,7 +1,7 @@
 SHELL := bash
 .SHELLFLAGS := -euo pipefail -c
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-fast gpu format clean
+.PHONY: help lab demo test test-fast gpu format clean
 
 PYTHON ?= python3
 VENV ?= .venv
@@ -28,6 +28,9 @@ $(STAMP): constraints.txt pyproject.toml
 	        'Successfully installed'*) printf ', done\n' ;; \
 	    esac; done || { printf ' failed\n'; tail -n 20 $(VENV)/install.log; exit 1; }
 	@touch $@
+
+lab: $(STAMP) ## open the lessons in JupyterLab, on copies of your own in work/ (ARGS="--no-browser")
+	@$(BIN)/python -m zerolab.lab $(ARGS)
 
 demo: $(STAMP) ## train a small GPT at every stage and compare (ARGS="--ranks 2 --steps 5")
 	@$(BIN)/zerolab demo $(ARGS)

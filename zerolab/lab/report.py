@@ -93,8 +93,8 @@ def failure(results: dict[int, Result], size: int, hint: str) -> RankFailure | N
     # A death comes before what was raised because of it, though this process notices it last.
     order = {"died": 0, "raised": 1, "interrupted": 2}
     first = min(failed, key=lambda r: (failed[r].consequence, order[failed[r].kind], failed[r].time, r))
-    same = [rank for rank in failed if (failed[rank].kind, failed[rank].message) == _key(failed[first])]
-    lines = [f"{_who(same, size)} {_did(failed[first])}"]
+    same = [rank for rank in failed if _key(failed[rank]) == _key(failed[first])]
+    lines = [f"{_who(same, size)} {_did(failed[first], len(same) > 1)}"]
     places: dict[str, list[int]] = {}
     for rank in sorted(same, key=lambda rank: (rank != first, rank)):
         places.setdefault(failed[rank].trace, []).append(rank)
@@ -104,21 +104,22 @@ def failure(results: dict[int, Result], size: int, hint: str) -> RankFailure | N
     rest: dict[str, list[int]] = {}
     for rank in sorted(results.keys() - set(same)):
         other = results[rank].failure
-        rest.setdefault(_shorten(_did(other, short=True)) if other else "finished the cell", []).append(rank)
+        rest.setdefault(_shorten(_did(other, False, short=True)) if other else "finished the cell", []).append(rank)
     lines += [f"{_who(ranks, size)}: {what}" for what, ranks in rest.items()]
     return RankFailure("\n".join([*lines, hint]), first, results)
 
 
 def _key(failure: Failure) -> tuple[str, str]:
-    return failure.kind, failure.message
+    """Failures with the same key are the same: addresses in memory do not count."""
+    return failure.kind, re.sub(r"\b0x[0-9a-f]+", "0x...", failure.message)
 
 
-def _did(failure: Failure, short: bool = False) -> str:
-    """What a rank did; `short`: in one line, with the innermost of its own lines."""
+def _did(failure: Failure, many: bool, short: bool = False) -> str:
+    """What a rank, or many, did; `short`: in one line, with the innermost of its own lines."""
     if failure.kind == "raised":
         return f"raised {failure.summary if short else failure.message}"
     if failure.kind == "interrupted":
-        return "was interrupted" + (_place(failure.trace) if short else "")
+        return f"{'were' if many else 'was'} interrupted" + (_place(failure.trace) if short else "")
     return failure.message
 
 

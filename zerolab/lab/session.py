@@ -116,6 +116,20 @@ class Session:
 
         Raises RankFailure if it failed on a rank, was interrupted or took too long.
         """
+        return self._run(code, ranks, timeout, show)
+
+    def _call(
+        self, function: str, *args: Any, ranks: Iterable[int] | None = None, timeout: float | None = None
+    ) -> list:
+        """Call a function of ours on the ranks; its lines are of no interest in a failure."""
+        module, _, name = function.partition(".")
+        text = ", ".join(map(repr, args))
+        code = f"from zerolab.lab import {module} as _module; _module.{name}({text}); del _module"
+        return self._run(code, ranks, timeout, show=False, traces=False)
+
+    def _run(
+        self, code: str, ranks: Iterable[int] | None, timeout: float | None, show: bool, traces: bool = True
+    ) -> list[Result]:
         chosen = self._choose(ranks)
         cell = next(self._cells)
         for rank in set(range(self.size)) - set(chosen):
@@ -126,6 +140,9 @@ class Session:
         results, reason = self._collect(chosen, code, cell, timeout)
         if show:
             report.show(results, self.size)
+        for result in results.values():
+            if result.failure and not traces:
+                result.failure.trace = ""
         dead = [rank for rank in results if self._ranks[rank].fate]
         hint = "lab.reset() gives fresh process groups" + (" and restarts the dead" if dead else ", variables are kept")
         error = report.failure(results, self.size, hint)
@@ -247,12 +264,12 @@ class Session:
         except Exception as error:
             raise TypeError(f"{', '.join(values)} cannot be sent to the ranks: {error}") from error
         data = base64.b64encode(buffer.getvalue()).decode()
-        self.run(f"from zerolab.lab import rank as _rank; _rank.take({data!r}); del _rank", ranks)
+        self._call("rank.take", data, ranks=ranks)
 
     def pull(self, name: str, ranks: Iterable[int] | None = None) -> list[Any]:
         """The value of a variable on each rank, copied."""
         values = []
-        for result in self.run(f"from zerolab.lab import rank as _rank; _rank.give({name!r}); del _rank", ranks):
+        for result in self._call("rank.give", name, ranks=ranks):
             data = next(data[0][MIME] for kind, data in result.outputs if kind == "display" and MIME in data[0])
             try:
                 values.append(pickle.loads(base64.b64decode(data)))  # from our own process: its key signed it
@@ -267,7 +284,7 @@ class Session:
             network.parse(text)
             if self.device == "nccl":
                 raise ValueError("a link is emulated on gloo only; these ranks talk through NCCL, on real links")
-        self.run(f"from zerolab.lab import network as _network; _network.use({text!r}); del _network")
+        self._call("network.use", text)
         self.emulated = text
 
     # -- the ranks' lives ----------------------------------------------------------------------------------------------
@@ -332,19 +349,26 @@ class Session:
     def _join(self) -> None:
         """Every rank into a fresh process group."""
         world = next(self._worlds)
-        call = f"_rank.join({self._port}, {world}, {GROUP_TIMEOUT}, {self.device!r}, {self.emulated!r})"
-        self.run(f"from zerolab.lab import rank as _rank; {call}; del _rank", timeout=60.0)
+        self._call("rank.join", self._port, world, GROUP_TIMEOUT, self.device, self.emulated, timeout=60.0)
 
     def reset(self) -> list[int]:
         """Fresh process groups, variables kept; dead ranks start again, empty: which ones, is returned."""
         self._must_live()
-        dead = [rank for rank in range(self.size) if self._ranks[rank].fate or self._ranks[rank].client is None]
-        for rank in dead:
-            self._ranks[rank].kill()
-        if dead:
-            self._launch(dead)
-        self._join()
-        return dead
+        fresh: set[int] = set()
+        while True:
+            dead = [rank for rank in range(self.size) if self._ranks[rank].fate or self._ranks[rank].client is None]
+            for rank in dead:
+                self._ranks[rank].kill()
+            if dead:
+                self._launch(dead)
+            fresh |= set(dead)
+            try:
+                self._join()
+                return sorted(fresh)
+            except RankFailure:
+                died = {rank for rank in range(self.size) if self._ranks[rank].fate}  # meanwhile
+                if not died or died & fresh:
+                    raise
 
     def stop(self) -> None:
         """End all processes."""

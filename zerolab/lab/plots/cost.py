@@ -64,7 +64,10 @@ def cost(times: Mapping[int, Sequence[float]], what: str) -> tuple[Figure, str]:
     axes.set_xscale("log")
     axes.set_yscale("log")
     lowest = min(min(runs) for runs in times.values())
-    axes.set_ylim(5e2 * lowest, 2e3 * max(max(runs) for runs in times.values()))
+    low, high = 5e2 * lowest, 2e3 * max(max(runs) for runs in times.values())
+    axes.set_ylim(low, high)
+    ticks = [digit * 10.0**power for power in range(-4, 6) for digit in (1, 2, 5) if low <= digit * 10.0**power <= high]
+    axes.set_yticks(ticks, [f"{tick:g}" for tick in ticks])
     axes.set_xticks(sizes, [in_bytes(size) for size in sizes], fontsize=9)
     axes.minorticks_off()
     axes.set_ylabel("milliseconds", color=GREY)

@@ -1,0 +1,269 @@
+"""Builds the notebooks from the only source that is written by hand, `solutions/NN_name.py` (py:percent):
+
+    solutions/NN_name.ipynb     complete, executed
+    lessons/NN_name.ipynb       what a learner opens: stubs in place of the answers, executed
+
+    python -m zerolab.lab.build            # those whose source, or the package, has changed since (make lessons)
+    python -m zerolab.lab.build 01 03      # of these only
+    python -m zerolab.lab.build --force    # all of them (make lessons FORCE=1)
+    python -m zerolab.lab.build --check    # runs nothing: do the notebooks say what the sources say?
+
+What becomes of a cell in the lesson: the body of `%%exercise NN.k` is replaced by the stub of the catalogue,
+`predict("NN.k", value)` by `predict("NN.k", ...)`, and a cell tagged `answer` is left out. At the end stands a link to
+the solution.
+"""
+
+from __future__ import annotations
+
+import argparse
+import copy
+import hashlib
+import os
+import re
+import sys
+import tempfile
+import time
+from collections import Counter
+from collections.abc import Iterator
+from pathlib import Path
+
+import jupytext
+import nbformat
+from nbclient import NotebookClient
+from nbclient.exceptions import CellExecutionError, CellTimeoutError, DeadKernelError
+from nbformat import NotebookNode
+
+from zerolab.lab.checks import exercise
+
+PACKAGE = Path(__file__).parents[1]
+PICTURE_LIMIT = 60_000  # bytes
+NOTEBOOK_LIMIT = 1_000_000  # bytes
+CELL_TIMEOUT = 120  # seconds; starting ranks takes longer on a loaded machine
+WIDGET = "application/vnd.jupyter.widget-view+json"
+EXERCISE = re.compile(r"%%exercise +(\d\d\.\d+)\s*\n")
+PREDICTION = re.compile(r"""(predict\(\s*["'][\d.]+["'],\s*).+(\)\s*)$""", re.MULTILINE)
+
+
+class BuildError(Exception):
+    """A notebook that cannot be built, or is not what its source says."""
+
+
+# ---------------------------------------------------------------------- from source to notebooks
+
+
+def notebooks(source: Path) -> dict[str, NotebookNode]:
+    """The two notebooks of a source, not executed: "solutions" and "lessons"."""
+    # Left to guess, jupytext may take magics for another format, and make comments of every %%ranks.
+    complete = jupytext.read(source, fmt="py:percent")
+    complete.metadata = nbformat.from_dict(
+        {
+            "kernelspec": {"display_name": "Python 3", "language": "python", "name": "python3"},
+            "language_info": {"name": "python"},
+        }
+    )
+    for cell, id in zip(complete.cells, _ids(complete.cells), strict=True):
+        cell.id = id
+        tags = list(cell.metadata.get("tags", []))
+        cell.metadata = nbformat.from_dict({"tags": tags} if tags else {})
+    for cell in _code(complete):
+        for id in EXERCISE.findall(cell.source):
+            exercise(id)  # a number that is not in the catalogue shall fail here
+    lesson = copy.deepcopy(complete)
+    lesson.cells = [_for_learners(cell) for cell in lesson.cells if "answer" not in cell.metadata.get("tags", [])]
+    link = nbformat.v4.new_markdown_cell(f"[The solution of this lesson](../solutions/{source.stem}.ipynb)")
+    link.id = "solution"
+    lesson.cells.append(link)
+    return {"solutions": complete, "lessons": lesson}
+
+
+def _ids(cells: list[NotebookNode]) -> Iterator[str]:
+    """Ids that stay while the heading above and the place under it stay: "root-against-ring-2"."""
+    seen: Counter[str] = Counter()
+    heading = "start"
+    for cell in cells:
+        if cell.cell_type == "markdown" and (found := re.search(r"^#+ +(.+)$", cell.source, re.MULTILINE)):
+            heading = re.sub(r"[^a-z0-9]+", "-", found[1].lower()).strip("-")[:50] or "start"
+        seen[heading] += 1
+        yield f"{heading}-{seen[heading]}"
+
+
+def _for_learners(cell: NotebookNode) -> NotebookNode:
+    if cell.cell_type == "code":
+        if found := EXERCISE.match(cell.source):
+            cell.source = f"%%exercise {found[1]}\n{exercise(found[1]).stub.rstrip()}"
+        cell.source = PREDICTION.sub(r"\1...\2", cell.source)
+    return cell
+
+
+def _code(notebook: NotebookNode) -> list[NotebookNode]:
+    return [cell for cell in notebook.cells if cell.cell_type == "code"]
+
+
+def digest(notebook: NotebookNode) -> str:
+    """Of what the outputs depend on: the cells, and the package."""
+    sources = hashlib.sha256(repr([(cell.id, cell.cell_type, cell.source) for cell in notebook.cells]).encode())
+    for file in sorted(PACKAGE.rglob("*.py")):
+        sources.update(str(file.relative_to(PACKAGE)).encode() + file.read_bytes())
+    return sources.hexdigest()[:16]
+
+
+# ---------------------------------------------------------------------- running
+
+
+def execute(notebook: NotebookNode, folder: Path) -> None:
+    """Run all cells in a new kernel, from `folder`, with no answers and no progress of anybody."""
+    with tempfile.TemporaryDirectory(prefix="zerolab-") as fresh:
+        client = NotebookClient(
+            notebook,
+            timeout=CELL_TIMEOUT,
+            kernel_name="python3",
+            record_timing=False,
+            extra_arguments=["--log-level=ERROR"],  # of the kernel's own log
+            resources={"metadata": {"path": str(folder)}},
+        )
+        env = os.environ | {"ZEROLAB_MY": str(Path(fresh) / "my"), "PYTHONHASHSEED": "0"}
+        try:
+            client.execute(env=env)
+        except (CellExecutionError, CellTimeoutError, DeadKernelError) as error:
+            raise BuildError(f"a cell failed: {error}") from None
+
+
+def clean(notebook: NotebookNode) -> None:
+    """Leave in the outputs what a reader wants and what is the same in every run of the same code."""
+    notebook.metadata.pop("widgets", None)
+    for cell in _code(notebook):
+        outputs: list[NotebookNode] = []
+        for output in cell.outputs:
+            if "metadata" in output:
+                output.metadata = nbformat.from_dict({})
+            if WIDGET in output.get("data", {}):
+                del output.data[WIDGET]
+                if set(output.data) <= {"text/plain"}:
+                    continue  # the name of a widget without the widget
+            if output.output_type == "stream" and outputs and outputs[-1].get("name") == output.name:
+                outputs[-1].text += output.text  # how it was cut into pieces is chance
+            else:
+                outputs.append(output)
+        for output in outputs:
+            if output.output_type == "stream":
+                output.text = re.sub(r"[^\n]*\r(?!\n)", "", output.text)  # what a progress bar overwrote
+        cell.outputs = [output for output in outputs if output.get("text") != ""]
+
+
+def inspect(notebook: NotebookNode, kind: str) -> None:
+    """Raises BuildError if the outputs are not fit to be kept."""
+    for cell in _code(notebook):
+        for output in cell.outputs:
+            for mime, data in output.get("data", {}).items():
+                size = len(data) * 3 // 4 if mime in ("image/png", "image/jpeg") else len(str(data))
+                if mime.startswith("image/") and size > PICTURE_LIMIT:
+                    raise BuildError(f"the picture of cell {cell.id} has {size:,} bytes, more than {PICTURE_LIMIT:,}")
+            for line in output.get("text", "").splitlines():
+                passed = re.match(r"[✓✗○] \d\d\.\d+ .*    ", line)
+                if passed and "check(" in cell.source and (line[0] == "✓") != (kind == "solutions"):
+                    raise BuildError(f"cell {cell.id} of {kind} says: {line}")
+    size = len(nbformat.writes(notebook).encode())
+    if size > NOTEBOOK_LIMIT:
+        raise BuildError(f"the notebook has {size:,} bytes, more than {NOTEBOOK_LIMIT:,}")
+
+
+# ---------------------------------------------------------------------- the command
+
+
+def build(source: Path, force: bool = False) -> list[str]:
+    """Write the notebooks of `source` (root/solutions/NN_name.py) that are not up to date; a line for each."""
+    lines = []
+    for kind, notebook in notebooks(source).items():
+        target = source.parents[1] / kind / f"{source.stem}.ipynb"
+        current = digest(notebook)
+        if not force and target.exists() and _read(target).metadata.get("zerolab") == current:
+            continue
+        target.parent.mkdir(exist_ok=True)
+        begin = time.monotonic()
+        try:
+            execute(notebook, target.parent)
+            clean(notebook)
+            inspect(notebook, kind)
+        except BuildError as error:
+            raise BuildError(f"{kind}/{target.name}: {error}") from None
+        notebook.metadata["zerolab"] = current
+        new = target.with_name(target.name + ".new")
+        nbformat.write(notebook, new)
+        new.replace(target)
+        lines.append(f"{kind}/{target.name} in {time.monotonic() - begin:.0f} s, {target.stat().st_size / 1000:.0f} kB")
+        print(lines[-1], flush=True)
+    return lines
+
+
+def _read(path: Path) -> NotebookNode:
+    return nbformat.read(path, as_version=4)
+
+
+def drift(root: Path) -> list[str]:
+    """What the notebooks under `root` say that their sources do not; [] if nothing."""
+    found, wanted = [], set()
+    for source in sources(root):
+        for kind, notebook in notebooks(source).items():
+            target = root / kind / f"{source.stem}.ipynb"
+            wanted.add(target)
+            name = f"{kind}/{target.name}"
+            if not target.exists():
+                found.append(f"{name} is missing")
+                continue
+            kept = _read(target)
+            if changed := _difference(notebook, kept):
+                found.append(f"{name} is not what its source says: {changed}")
+                continue
+            try:
+                inspect(kept, kind)
+            except BuildError as error:
+                found.append(f"{name}: {error}")
+    for kind in ("solutions", "lessons"):
+        found += [f"{kind}/{p.name} has no source" for p in sorted((root / kind).glob("*.ipynb")) if p not in wanted]
+    return found
+
+
+def _difference(wanted: NotebookNode, kept: NotebookNode) -> str:
+    if [cell.id for cell in wanted.cells] != [cell.id for cell in kept.cells]:
+        return "cells were added, moved or removed"
+    for new, old in zip(wanted.cells, kept.cells, strict=True):
+        if (new.cell_type, new.source, new.metadata) != (old.cell_type, old.source, old.metadata):
+            return f"cell {new.id} differs"
+        if old.cell_type == "code" and old.source.strip() and old.execution_count is None:
+            return f"cell {new.id} was not run"
+    return ""
+
+
+def sources(root: Path) -> list[Path]:
+    return sorted((root / "solutions").glob("[0-9][0-9]_*.py"))
+
+
+def main(arguments: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(
+        prog="python -m zerolab.lab.build", description="build the notebooks of the course"
+    )
+    parser.add_argument("lessons", nargs="*", metavar="NN", help="numbers of lessons; default: all")
+    parser.add_argument("--force", action="store_true", help="also those that are up to date")
+    parser.add_argument("--check", action="store_true", help="run nothing: do the notebooks say what the sources say?")
+    parser.add_argument("--root", type=Path, default=Path(), help="where solutions/ and lessons/ are")
+    options = parser.parse_args(arguments)
+    chosen = [path for path in sources(options.root) if not options.lessons or path.name[:2] in options.lessons]
+    if not chosen:
+        print(f"no sources solutions/NN_name.py in {options.root.resolve()}", file=sys.stderr)
+        return 2
+    try:
+        if options.check:
+            found = drift(options.root)
+            print("\n".join(found + ["make lessons builds them anew"]) if found else "the notebooks are up to date")
+            return 1 if found else 0
+        built = [line for source in chosen for line in build(source, options.force)]
+    except (BuildError, KeyError) as error:
+        print(error.args[0], file=sys.stderr)
+        return 1
+    if not built:
+        print("the notebooks are up to date")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -478,6 +478,14 @@ def test_a_notebook_from_its_first_cell_to_its_violent_end(notebooks: list[Noteb
         picture,
     ]
 
+    shown = first.run("%%ranks\nimport time\nprint('first')\ntime.sleep(2 + rank)\nprint('last')")
+    kinds = [content["type"] for content in shown if content["type"] in ("stream", "clear_output")]
+    assert kinds[-2:] == ["clear_output", "stream"]  # what was shown on the way is taken back
+    assert [content["text"] for content in shown if content["type"] == "stream"][-2:] == [
+        "rank 0: last (done)\nrank 1: first\n",
+        "all 2 ranks:\nfirst\nlast\n",
+    ]
+
     (error,) = [content for content in first.run("%%ranks 1\n1 / 0") if content["type"] == "error"]
     assert (error["ename"], len(error["traceback"])) == ("RankFailure", 1)
     assert error["traceback"][0].startswith(
@@ -493,7 +501,9 @@ def test_a_notebook_from_its_first_cell_to_its_violent_end(notebooks: list[Noteb
     assert len(first.ranks()) == 2
     told = second.text("lab.start(1, stop_others=True)")
     assert told.startswith(f"stopped 2 ranks of another notebook (process {first.pid})\n1 rank on the CPU")
-    assert "was killed by SIGKILL: lab.reset() restarts the dead" in first.text("%%ranks\n1")
+    assert "was killed by SIGKILL (out of memory, or by hand): lab.reset() restarts the dead" in first.text(
+        "%%ranks\n1"
+    )
     assert "restarted, their variables are gone: all 2 ranks" in first.text("lab.reset()")
     assert first.text("session = lab.start(2)\nlab.size()").count("on the CPU") == 1
     pids = first.ranks() + second.ranks()

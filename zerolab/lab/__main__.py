@@ -66,6 +66,8 @@ def main() -> int:
     command += [f"--ServerApp.root_dir={options.work.resolve()}"]
     if first is not None:
         command.append(f"--LabApp.default_url=/lab/tree/{first.name}")
+    if hasattr(os, "geteuid") and os.geteuid() == 0:
+        command.append("--allow-root")  # in a container one often is; the token and the loopback address stay
     if options.no_browser:
         command.append("--no-browser")
     os.execv(sys.executable, command)  # Control-C then reaches JupyterLab as if it had been started by hand

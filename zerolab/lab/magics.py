@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 import argparse
+import time
 from typing import Any, NoReturn
 
+from IPython.display import clear_output
+
 from zerolab.lab import session
+from zerolab.lab.report import RankFailure, Result, show
 
 
 class _Parser(argparse.ArgumentParser):
@@ -33,9 +37,45 @@ def _numbers(text: str) -> list[int]:
     return ranks
 
 
+class Watch:
+    """Shows the last line of each rank while a cell runs that takes longer than two seconds, and takes it back."""
+
+    def __init__(self, first: float = 2.0, every: float = 0.5) -> None:
+        self._next, self._every, self._shown = time.monotonic() + first, every, ""
+
+    def __call__(self, results: dict[int, Result]) -> None:
+        if time.monotonic() < self._next:
+            return
+        self._next = time.monotonic() + self._every
+        lines = [f"rank {rank}: {self._state(result)}" for rank, result in results.items()]
+        if (text := "\n".join(lines)) != self._shown:
+            self._shown = text
+            clear_output(wait=True)
+            print(text, flush=True)
+
+    def _state(self, result: Result) -> str:
+        if result.failure:
+            return f"{result.failure.kind}: {result.failure.summary}"
+        last = result.text.replace("\r", "").rstrip().rpartition("\n")[2]
+        return f"{last[:100]} (done)" if result.seconds is not None else last[:100] or "..."
+
+    def clear(self) -> None:
+        if self._shown:
+            clear_output(wait=True)
+
+
 def ranks(line: str, cell: str) -> None:
     chosen, timeout = parse(line)
-    session.need().run(cell, chosen, timeout, show=True)
+    live, watch = session.need(), Watch()
+    results: dict[int, Result] = {}
+    try:
+        results = {result.rank: result for result in live.run(cell, chosen, timeout, watch=watch)}
+    except RankFailure as failure:
+        results = failure.results
+        raise
+    finally:
+        watch.clear()
+        show(results, live.size)
 
 
 def register(shell: Any) -> None:

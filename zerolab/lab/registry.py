@@ -38,18 +38,20 @@ def _made(pid: int) -> float | None:
 
 
 def write(pids: list[int]) -> None:
-    """Note the ranks of this process."""
-    _folder().mkdir(parents=True, exist_ok=True, mode=0o700)
+    """Note the ranks of this process. Where nothing can be written, no other notebook will know of them."""
     ranks = [(pid, made) for pid in pids if (made := _made(pid)) is not None]
     entry = {"notebook": (os.getpid(), _made(os.getpid())), "ranks": ranks}
     file = _folder() / f"{os.getpid()}.json"
     new = file.with_suffix(".new")
-    new.write_text(json.dumps(entry))
-    new.replace(file)
+    with suppress(OSError):
+        _folder().mkdir(parents=True, exist_ok=True, mode=0o700)
+        new.write_text(json.dumps(entry))
+        new.replace(file)
 
 
 def remove() -> None:
-    (_folder() / f"{os.getpid()}.json").unlink(missing_ok=True)
+    with suppress(OSError):
+        (_folder() / f"{os.getpid()}.json").unlink(missing_ok=True)
 
 
 def others() -> list[Entry]:

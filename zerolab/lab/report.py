@@ -42,7 +42,7 @@ class Result:
     rank: int
     outputs: list[Output] = field(default_factory=list)
     failure: Failure | None = None
-    seconds: float = 0.0
+    seconds: float | None = None  # that it took, when it is done
 
     @property
     def text(self) -> str:

@@ -87,7 +87,10 @@ class _Rank:
         code = self.process.poll()
         if code is None:
             return None
-        return f"was killed by {signal.Signals(-code).name}" if code < 0 else f"exited with code {code}"
+        if code >= 0:
+            return f"exited with code {code}"
+        cause = " (out of memory, or by hand)" if code == -signal.SIGKILL else ""
+        return f"was killed by {signal.Signals(-code).name}{cause}"
 
 
 class Session:
@@ -108,15 +111,21 @@ class Session:
     # -- running -------------------------------------------------------------------------------------------------------
 
     def run(
-        self, code: str, ranks: Iterable[int] | None = None, timeout: float | None = None, show: bool = False
+        self,
+        code: str,
+        ranks: Iterable[int] | None = None,
+        timeout: float | None = None,
+        show: bool = False,
+        watch: Callable[[dict[int, Result]], None] | None = None,
     ) -> list[Result]:
         """Run `code` as a cell on all ranks, or on some; what each did, in rank order.
 
-        show: print and display it here. After `timeout` seconds the cell is interrupted.
+        show: print and display it here. watch: is called with what there is so far, several times a second.
+        After `timeout` seconds the cell is interrupted.
 
         Raises RankFailure if it failed on a rank, was interrupted or took too long.
         """
-        return self._run(code, ranks, timeout, show)
+        return self._run(code, ranks, timeout, show, watch)
 
     def _call(
         self, function: str, *args: Any, ranks: Iterable[int] | None = None, timeout: float | None = None
@@ -125,10 +134,16 @@ class Session:
         module, _, name = function.partition(".")
         text = ", ".join(map(repr, args))
         code = f"from zerolab.lab import {module} as _module; _module.{name}({text}); del _module"
-        return self._run(code, ranks, timeout, show=False, traces=False)
+        return self._run(code, ranks, timeout, traces=False)
 
     def _run(
-        self, code: str, ranks: Iterable[int] | None, timeout: float | None, show: bool, traces: bool = True
+        self,
+        code: str,
+        ranks: Iterable[int] | None,
+        timeout: float | None,
+        show: bool = False,
+        watch: Callable[[dict[int, Result]], None] | None = None,
+        traces: bool = True,
     ) -> list[Result]:
         chosen = self._choose(ranks)
         cell = next(self._cells)
@@ -137,7 +152,7 @@ class Session:
         before = f"from zerolab.lab import guard as _guard; _guard.begin({cell}, {self.size}); del _guard"
         for rank in chosen:
             self._send(rank, before, silent=True)
-        results, reason = self._collect(chosen, code, cell, timeout)
+        results, reason = self._collect(chosen, code, cell, timeout, watch)
         if show:
             report.show(results, self.size)
         for result in results.values():
@@ -171,7 +186,14 @@ class Session:
         """For ranks that wait for this one (guard.py): it will not come, and why."""
         self._store.set(f"over/{cell}/{rank}", what)
 
-    def _collect(self, ranks: list[int], code: str, cell: int, timeout: float | None) -> tuple[dict[int, Result], str]:
+    def _collect(
+        self,
+        ranks: list[int],
+        code: str,
+        cell: int,
+        timeout: float | None,
+        watch: Callable[[dict[int, Result]], None] | None,
+    ) -> tuple[dict[int, Result], str]:
         """Send the cell, and gather what comes until every rank is done, dead, or was interrupted and did not react."""
         results = {rank: Result(rank) for rank in ranks}
         begin = time.monotonic()
@@ -195,6 +217,8 @@ class Session:
                         self._tell(cell, results[rank])
                         if results[rank].failure and (limit is None or limit > time.monotonic() + PATIENCE):
                             limit, timeout = time.monotonic() + PATIENCE, None
+                if watch is not None:
+                    watch(results)
                 now = time.monotonic()
                 if deadline is None and limit is not None and now > limit:
                     if timeout is not None:
@@ -320,7 +344,9 @@ class Session:
         world = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": self.size, "LOCAL_WORLD_SIZE": self.size}
         meet = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": self._port, "OMP_NUM_THREADS": 1}
         main = threading.current_thread() is threading.main_thread()
-        ours = {"ZEROLAB_PARENT": os.getpid(), "ZEROLAB_PARENT_THREAD": "main" if main else "other"}
+        # init_process_group of somebody's own shall meet at our store and not open one at its port.
+        ours = {"ZEROLAB_PARENT": os.getpid(), "TORCHELASTIC_USE_AGENT_STORE": True}
+        ours["ZEROLAB_PARENT_THREAD"] = "main" if main else "other"
         quiet = {"TORCH_CPP_LOG_LEVEL": "ERROR", "PYTHONUNBUFFERED": "1"}  # what the C++ side warns of says little
         return rest | {name: str(value) for name, value in (world | meet | ours | quiet).items()}
 

@@ -1,7 +1,7 @@
 SHELL := bash
 .SHELLFLAGS := -euo pipefail -c
 .DEFAULT_GOAL := help
-.PHONY: help lab demo test test-fast gpu format clean
+.PHONY: help lab demo test test-fast gpu lessons format clean
 
 PYTHON ?= python3
 VENV ?= .venv
@@ -54,6 +54,10 @@ gpu: ## the tests that need a CUDA device, with .venv or else python3
 	    fi; \
 	done; \
 	echo "no torch that sees a CUDA device in $(BIN)/python or $(PYTHON)"; exit 1
+
+# FORCE=1 runs also those whose source and package are as they were.
+lessons: $(STAMP) ## build the notebooks from solutions/NN_name.py where something changed (FORCE=1: all)
+	@$(BIN)/python -m zerolab.lab.build $(if $(FORCE),--force) $(ARGS)
 
 format: $(STAMP) ## let ruff fix and format the code
 	$(BIN)/ruff check --fix .

@@ -155,6 +155,10 @@ def test_a_cell_that_fails_is_named_and_nothing_written(course: Path, capsys: py
     assert not (course / "solutions" / "01_tiny.ipynb").exists()
 
 
+def test_the_notebooks_of_the_course_say_what_their_sources_say() -> None:
+    assert build.drift(Path(__file__).parents[1]) == []
+
+
 def test_an_unknown_exercise_is_named(course: Path, capsys: pytest.CaptureFixture) -> None:
     (course / "solutions" / "01_tiny.py").write_text("# %%\n# %%exercise 01.9\npass\n")
     assert build.main(["--root", str(course)]) == 1

@@ -14,7 +14,7 @@ import torch
 from IPython.core.interactiveshell import InteractiveShell
 
 import zerolab
-from zerolab.lab import exercises
+from zerolab.lab import exercises, session
 from zerolab.lab.checks import Todo, catalogue, judge
 from zerolab.lab.checks import __main__ as matrix
 
@@ -331,3 +331,32 @@ def test_the_matrix_fails_where_a_mistake_is_not_named() -> None:
     )
     judged = {name: as_it_should for name, as_it_should, _ in matrix.rows(asked)}
     assert judged == {"the reference": True, "the stub": True, "none": False}
+
+
+# ---------------------------------------------------------------------- with live ranks
+
+
+def test_live_ranks_have_the_same_answer_and_the_same_decision(my: Path, capsys: pytest.CaptureFixture) -> None:
+    box = "class Box:\n    def value(self):\n        return {}\n"
+    session.start(2, device="cpu")
+    try:
+        live = session.current()
+        exercises.define("01.1", box.format(1))
+        live.run("old = Box()\nassert old.value() == 1")
+        exercises.define("01.1", box.format(2))
+        live.run("assert Box().value() == 2")
+        with pytest.raises(session.RankFailure, match=r"Box.value\(\) of an earlier version of 01.1"):
+            live.run("old.value()")
+
+        exercises.define("01.2", CATALOGUE["01.2"].reference)
+        live.run(
+            "from zerolab.lab import mine\ntheirs = mine('01.2')\nassert '01_2' not in theirs.__code__.co_filename"
+        )
+        exercises.check("01.2")
+        live.run("ours = mine('01.2')\nassert ours.__code__.co_filename.endswith('my/ex_01_2.py'), ours")
+        live.run("from zerolab.lab.exercises import exchange\nimport torch")
+        live.run("got = ours(torch.tensor([rank]), rank, world_size, exchange)\nassert [int(t) for t in got] == [0, 1]")
+        (my / "ex_01_2.py").write_text("# edited in another editor, not yet run\n")
+        live.run("assert mine('01.2') is ours")  # the notebook decides, and it has said nothing yet
+    finally:
+        session.stop()

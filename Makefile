@@ -39,6 +39,15 @@ test: $(STAMP) ## lint, format check and every test
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/python -m pytest $(ARGS)
+	@$(MAKE) --no-print-directory test-lessons
+
+# Each folder begins without answers, as its notebooks did when they were built.
+test-lessons: $(STAMP) ## every notebook from top to bottom, as a learner gets it and as solved
+	@for folder in lessons solutions; do \
+	    answers=$$(mktemp -d); \
+	    ZEROLAB_MY=$$answers/my $(BIN)/python -m pytest --nbval-lax --nbval-current-env $$folder && rc=0 || rc=$$?; \
+	    rm -rf $$answers; [ $$rc = 0 ] || exit $$rc; \
+	done
 
 test-fast: $(STAMP) ## the tests that are not marked slow
 	$(BIN)/python -m pytest -m 'not slow' $(ARGS)

@@ -137,8 +137,8 @@ if lab.predicted("00.2"):
 if lab.predicted("00.2"):
     for stage, size in held.items():
         print(f"stage {stage}: {size / report['parameters']:.1f} bytes per parameter on each rank")
-    assert all(result["bitwise_equal"] for result in report["stages"].values())
-    print("the same parameters as one process, to the last bit:", all(r["bitwise_equal"] for r in report["stages"].values()))
+    same = all(result["bitwise_equal"] for result in report["stages"].values())
+    print("the same parameters as one process, to the last bit:", same)
 
 # %% [markdown]
 # One colour shrinks per step. And the last line is the second half of the promise: all four stages end with *the same

@@ -29,13 +29,12 @@ class Explorer:
     controls; on a page without a kernel, the picture and its sentence (`figure`, `sentence`).
     """
 
-    def __init__(self, controls: dict[str, Any], draw: Callable[..., Picture], columns: int = 3) -> None:
+    def __init__(self, controls: dict[str, Any], draw: Callable[..., Picture]) -> None:
         self.controls, self._draw = controls, draw
         self.image = widgets.Image(format="png", layout=widgets.Layout(max_width="100%"))
         self.said = widgets.HTML()
-        cells = widgets.GridBox(
-            list(controls.values()), layout=widgets.Layout(grid_template_columns=f"repeat({columns}, 300px)")
-        )
+        grid = widgets.Layout(grid_template_columns="repeat(auto-fit, minmax(290px, 1fr))", max_width="920px")
+        cells = widgets.GridBox(list(controls.values()), layout=grid)
         self.widget = widgets.VBox([cells, self.said, self.image])
         for control in controls.values():
             control.observe(lambda _: self.refresh(), names="value")
@@ -113,7 +112,7 @@ def timeline_scrubber(lines: Sequence[Timeline], moment: int | None = None) -> E
             description="buffers of",
         ),
     }
-    explorer = Explorer(controls, draw, columns=2)
+    explorer = Explorer(controls, draw)
     slider = widgets.IntSlider(begin, 0, last, readout=False, layout=widgets.Layout(width="600px"))
     widgets.link((slider, "value"), (controls["moment"], "value"))
     explorer.widget.children = (slider, *explorer.widget.children)

@@ -19,6 +19,7 @@ from typing import Any
 
 from torch import nn
 
+from zerolab.checkpoint import export_weights, load, load_model_weights, save
 from zerolab.comm import Call, Comm, CommError, Pending
 from zerolab.ddp import DDP
 from zerolab.engine import Engine
@@ -26,6 +27,7 @@ from zerolab.launch import RankError, Ranks, init, launch
 from zerolab.layout import Layout, Slot
 from zerolab.optimizers import declare_elementwise
 from zerolab.precision import Precision
+from zerolab.slicefile import CheckpointError
 from zerolab.unit import Unit
 from zerolab.zero1 import Zero1
 from zerolab.zero2 import Zero2
@@ -47,6 +49,7 @@ __all__ = [
     "DDP",
     "STAGES",
     "Call",
+    "CheckpointError",
     "Comm",
     "CommError",
     "Engine",
@@ -61,7 +64,11 @@ __all__ = [
     "Zero2",
     "Zero3",
     "declare_elementwise",
+    "export_weights",
     "init",
     "launch",
+    "load",
+    "load_model_weights",
+    "save",
     "shard",
 ]

@@ -1,0 +1,151 @@
+"""Flat pieces of tensors in safetensors files, with a checksum for every stretch of at most `CHUNK` bytes.
+
+A safetensors file is 8 bytes (the length of the header), the header (JSON: name -> dtype, shape, where its bytes lie)
+and the bytes of the tensors: any reader of that format opens these files. They are written and read by hand here, a
+stretch at a time: so a save needs no memory for copies, is on the disk when it says so, and a load reads and checks
+only what it needs, without a memory map, in which a file that becomes shorter kills the process.
+
+Nothing here, or in checkpoint.py, ever unpickles: a stranger's file is bytes and JSON.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+from pathlib import Path
+from typing import Any, BinaryIO
+
+import torch
+from torch import Tensor
+
+CHUNK = 1 << 20  # bytes under one checksum: a rank that needs a part of a slice reads little more than that part
+
+DTYPES = {
+    "F64": torch.float64,
+    "F32": torch.float32,
+    "F16": torch.float16,
+    "BF16": torch.bfloat16,
+    "I64": torch.int64,
+    "I32": torch.int32,
+    "I16": torch.int16,
+    "I8": torch.int8,
+    "U8": torch.uint8,
+    "BOOL": torch.bool,
+}
+NAMES = {dtype: name for name, dtype in DTYPES.items()}  # as the format calls them
+
+
+class CheckpointError(RuntimeError):
+    """A checkpoint cannot be written or loaded. The message names the rank, the file and the tensor."""
+
+
+def digest(data: bytes | bytearray) -> str:
+    return hashlib.blake2b(data, digest_size=16).hexdigest()
+
+
+def write_file(path: Path, tensors: dict[str, Tensor]) -> dict[str, Any]:
+    """Write flat tensors to a new file and flush it to the disk.
+
+    Returns what `Pieces` needs to know: {"bytes": size of the file, "header": its digest, "tensors": {name: {"at":
+    where its bytes begin in the file, "digests"}}}.
+    """
+    header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
+    end = 0
+    # The widest dtypes first, without gaps: so every tensor lies at a multiple of its element size, as readers want it.
+    tensors = dict(sorted(tensors.items(), key=lambda item: -item[1].element_size()))
+    for name, tensor in tensors.items():
+        if tensor.dtype not in NAMES:
+            raise CheckpointError(f"{name} has dtype {tensor.dtype}, which checkpoints do not hold")
+        begin, end = end, end + tensor.numel() * tensor.element_size()
+        header[name] = {"dtype": NAMES[tensor.dtype], "shape": [tensor.numel()], "data_offsets": [begin, end]}
+    text = json.dumps(header).encode()
+    text += b" " * (-len(text) % 8)
+    head = len(text).to_bytes(8, "little") + text
+    written = {}
+    with open(path, "xb") as file:
+        file.write(head)
+        for name, tensor in tensors.items():
+            at = file.tell()
+            written[name] = {"at": at, "digests": _write_tensor(file, tensor)}
+        size = file.tell()
+        file.flush()
+        os.fsync(file.fileno())
+    return {"bytes": size, "header": digest(head), "tensors": written}
+
+
+def _write_tensor(file: BinaryIO, flat: Tensor) -> list[str]:
+    """Write the bytes of a flat tensor, on whatever device; the digest of each chunk."""
+    digests = []
+    for part in flat.detach().contiguous().view(torch.uint8).split(CHUNK):
+        if part.numel():
+            data = bytearray(part.numel())
+            torch.frombuffer(data, dtype=torch.uint8).copy_(part)
+            file.write(data)
+            digests.append(digest(data))
+    return digests
+
+
+class Pieces:
+    """Reads parts of tensors whose pieces lie in several files of `folder`.
+
+    files: {file: {"bytes", "header"}}; pieces: {name: [{"file", "start", "stop", "at", "digests"}]}, where
+    [start, stop) are the flat elements that a piece holds; chunk: bytes under one digest.
+    """
+
+    def __init__(self, folder: Path, files: dict[str, Any], pieces: dict[str, Any], chunk: int) -> None:
+        self.folder, self.files, self.pieces, self.chunk = folder, files, pieces, chunk
+        self.bytes_read = 0
+        self._opened: set[str] = set()  # files whose size and header were looked at
+
+    def read(self, name: str, dtype: torch.dtype, start: int, stop: int) -> Tensor:
+        """The flat elements [start, stop) of a tensor, each verified, on the CPU."""
+        result = torch.empty(stop - start, dtype=dtype)
+        raw, done = result.view(torch.uint8), 0
+        for piece in self.pieces.get(name, []):
+            first, last = max(start, piece["start"]), min(stop, piece["stop"])
+            if first < last:
+                begin, end = ((i - piece["start"]) * dtype.itemsize for i in (first, last))
+                size = (piece["stop"] - piece["start"]) * dtype.itemsize
+                into = raw[(first - start) * dtype.itemsize : (last - start) * dtype.itemsize]
+                self._read_piece(name, piece, size, begin, end, into)
+                done += last - first
+        if done != stop - start:
+            raise CheckpointError(f"{self.folder}: {name} is not complete: {done} of {stop - start} elements are there")
+        return result
+
+    def _read_piece(self, name: str, piece: dict[str, Any], size: int, begin: int, end: int, into: Tensor) -> None:
+        """Bytes [begin, end) of a piece of `size` bytes, and of its chunks as much as these bytes touch."""
+        path = self.folder / piece["file"]
+        try:
+            with open(path, "rb") as file:
+                self._check_head(piece["file"], file, name)
+                for number in range(begin // self.chunk, -(-end // self.chunk)):
+                    low = number * self.chunk
+                    data = bytearray(min(self.chunk, size - low))
+                    file.seek(piece["at"] + low)
+                    count = file.readinto(data)
+                    self.bytes_read += count
+                    if count != len(data) or digest(data) != piece["digests"][number]:
+                        raise CheckpointError(
+                            f"{path}: {name} is damaged: bytes {piece['at'] + low} to {piece['at'] + low + len(data)} "
+                            "are not what was saved"
+                        )
+                    a, b = max(begin, low), min(end, low + len(data))
+                    into[a - begin : b - begin].copy_(torch.frombuffer(data, dtype=torch.uint8)[a - low : b - low])
+        except OSError as error:
+            raise CheckpointError(f"{path}: {name} cannot be read: {error.strerror or error}") from error
+
+    def _check_head(self, name: str, file: BinaryIO, tensor: str) -> None:
+        """Once for each file: is it as long as it was, and does it say of itself what it said."""
+        if name in self._opened:
+            return
+        expected, size = self.files[name], os.fstat(file.fileno()).st_size
+        if size != expected["bytes"]:
+            what = f"has {size} bytes instead of {expected['bytes']}: it was cut or replaced"
+            raise CheckpointError(f"{file.name} (for {tensor}): {what}")
+        length = min(int.from_bytes(file.read(8), "little"), size)
+        file.seek(0)
+        if digest(file.read(8 + length)) != expected["header"]:
+            raise CheckpointError(f"{file.name} (for {tensor}): the header is damaged, or this is another file")
+        self._opened.add(name)

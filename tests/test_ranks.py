@@ -83,6 +83,10 @@ def test_a_carriage_return_counts_across_pieces() -> None:
 
 
 def test_values_go_out_and_come_back(four: Session) -> None:
+    begin = time.monotonic()
+    lab.push(big=torch.arange(1_000_000.0))
+    assert all(torch.equal(big, torch.arange(1_000_000.0)) for big in lab.pull("big"))
+    assert time.monotonic() - begin < 5
     lab.push(x=torch.arange(3), words=["a", "b"])
     four.run("x = x + rank")
     assert [x.tolist() for x in lab.pull("x")] == [[r, r + 1, r + 2] for r in range(4)]
@@ -146,6 +150,9 @@ with zero.full_parameters(): total = model.weight.sum().item()
 """
     four.run(code)
     assert len(set(lab.pull("total"))) == 1
+    four.reset()
+    with pytest.raises(RankFailure, match=r"build anew what was sharded before lab.reset\(\)"):
+        four.run("model(torch.ones(2, 8))")
 
 
 # ---------------------------------------------------------------------- what goes wrong
@@ -334,8 +341,8 @@ times = [seconds(f) for f in (lambda: dist.all_reduce(x), two, chain, root, forw
     for rank, (reduced, twice, chain, root, gather) in enumerate(times):
         assert 2 * each <= reduced < 2 * each + 0.5
         assert 4 * each <= twice < 4 * each + 0.5
-        assert chain >= 0.110 * min(rank + 1, 3)
-        assert root >= 0.110 * (3 if rank == 0 else 1)
+        assert chain >= 0.110 * min(rank + 1, 3) - 0.02  # ranks leave a barrier one after the other
+        assert root >= 0.110 * (3 if rank == 0 else 1) - 0.02
         assert gather >= each
     four.reset()  # keeps the link
     assert four.run("print(network.on())")[0].text == "True\n"

@@ -116,7 +116,7 @@ def _await(keys: dict[int, str], what: str) -> None:
             late = [rank for rank in keys if not guard.store.check([keys[rank]])]
             _check_news(late, keys, f"{what} needs every rank, but ")
             if late and time.monotonic() > begin + guard.timeout:
-                others = " and ".join(f"rank {rank}" for rank in late)
+                others = f"rank{'s' * (len(late) > 1)} {', '.join(map(str, late))}"
                 raise LostRank(f"{what} waited {guard.timeout:g} s for {others}, still busy elsewhere", True) from None
 
 

@@ -81,6 +81,8 @@ def raised(content: dict[str, Any], now: float) -> Failure:
     if name == "SystemExit" or (kind == "interrupted" and not about):
         lines = []  # IPython's own: advice, or where in IPython the interrupt came
     value = _SOURCE.sub("", value)
+    if "is not registered, please create group" in value:
+        value = "this belongs to a process group that is gone: build anew what was sharded before lab.reset()"
     message = f"{name}: {value}" if value else name
     return Failure(kind, message, _ANSI.sub("", "\n".join(lines)), about.get("time", now), consequence)
 

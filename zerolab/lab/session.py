@@ -22,6 +22,7 @@ import sys
 import tempfile
 import threading
 import time
+import uuid
 from collections.abc import Callable, Iterable
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -33,7 +34,7 @@ import zmq
 from jupyter_client.blocking import BlockingKernelClient
 
 from zerolab.lab import network, registry, report
-from zerolab.lab.rank import MIME
+from zerolab.lab.rank import MIME, TARGET
 from zerolab.lab.report import Failure, RankFailure, Result
 
 GROUP_TIMEOUT = 15.0  # seconds until a collective fails that not every rank takes part in
@@ -228,7 +229,7 @@ class Session:
                 if deadline is not None and now > deadline:
                     for rank in waiting:
                         self._ranks[rank].process.kill()
-                        stubborn = f"did not react to the interrupt within {INTERRUPT_TIMEOUT:g} s, and was killed"
+                        stubborn = f"did not react to the interrupt within {INTERRUPT_TIMEOUT:g} s: killed"
                         results[rank].failure = Failure("died", stubborn, time=time.time())
                         self._ranks[rank].kill()
                     break
@@ -288,7 +289,11 @@ class Session:
         except Exception as error:
             raise TypeError(f"{', '.join(values)} cannot be sent to the ranks: {error}") from error
         data = base64.b64encode(buffer.getvalue()).decode()
-        self._call("rank.take", data, ranks=ranks)
+        for rank in self._choose(ranks):
+            client = self._ranks[rank].client
+            content = {"comm_id": uuid.uuid4().hex, "target_name": TARGET, "data": {"values": data}}
+            client.shell_channel.send(client.session.msg("comm_open", content))
+        self._call("rank.take", ranks=ranks)
 
     def pull(self, name: str, ranks: Iterable[int] | None = None) -> list[Any]:
         """The value of a variable on each rank, copied."""

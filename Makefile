@@ -1,7 +1,7 @@
 SHELL := bash
 .SHELLFLAGS := -euo pipefail -c
 .DEFAULT_GOAL := help
-.PHONY: help lab demo test test-fast gpu lessons format clean
+.PHONY: help lab demo test test-lessons test-fast gpu lessons format clean
 
 PYTHON ?= python3
 VENV ?= .venv

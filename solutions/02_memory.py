@@ -87,7 +87,7 @@ lab.reveal("02.1")
 # NBVAL_CHECK_OUTPUT
 if lab.predicted("02.1"):
     bars = {name: {kind: size / 1e6 for kind, size in held.items()} for name, held in moments.items()}
-    title = "Two steps, and what is there when each part of them is over"
+    title = "What is there in the course of two steps"
     plots.show(plots.stacks(bars, title, "A GPT of 0.87 million parameters in float32 with AdamW", "MB"))
 
 # %% [markdown]
@@ -300,3 +300,245 @@ print("a hook is given the", "parameter" if any(seen[0] is param for param in pa
 #   they come sends while others compute. That is lesson 09.
 # - The hook is handed the **parameter**, and the gradient is its `.grad`. A well-known tutorial averages what the hook is
 #   given, and so averages weights. Nothing fails; the model just learns something else.
+
+# %% [markdown]
+# ## Measure: activations
+#
+# Model states stay from step to step. While a step runs, there is more: forward keeps every intermediate result that
+# backward will need. These are the **activations**. They do not depend on Ψ alone: each token of the batch brings its own.
+#
+# How many bytes does *one token* leave behind in this model of 4 blocks, width 128 and 256 possible bytes, in float32? An
+# estimate: every vector of 128 numbers that a layer takes in or gives out is kept once. (The model is in
+# `zerolab/lab/models.py`.)
+
+# %%
+lab.predict("02.5", 4 * 128 * (16 * 4 + 2) + 4 * 256)
+
+# %% [markdown]
+# `timeline` records every allocation and every release of a step, and finds out what each was for.
+
+# %%
+# %%ranks
+from zerolab.measure import timeline
+
+zero = DDP(GPT(layers=4, width=128), units=[Block])
+adam = AdamW(zero.model.parameters(), lr=1e-3)
+
+
+def record(batch_size):
+    with timeline(zero, adam) as line:
+        zero.model(*batch(words, rank, 0, batch_size, 64)).backward()
+        adam.step()
+        adam.zero_grad()
+    return line
+
+
+def when_forward_returns(line):
+    moment = next(i for i, event in enumerate(line.events) if i >= line.before and event.phase == "backward")
+    return line.by_kind(moment)
+
+
+record(1)  # the first step makes the optimizer state
+kept = {64 * size: when_forward_returns(record(size)) for size in (2, 4, 8, 12, 16)}
+
+# %%
+kept = lab.pull("kept", rank=0)
+activations = {tokens: kinds["activations"] for tokens, kinds in kept.items()}
+states = {tokens: kinds["parameters"] + kinds["optimizer"] for tokens, kinds in kept.items()}
+lab.measured("02.5", round(plots.fit_line(activations).slope), "bytes")
+lab.reveal("02.5")
+
+# %%
+# NBVAL_CHECK_OUTPUT
+if lab.predicted("02.5"):
+    title, subtitle = "Activations grow with the batch", "What is there when forward returns, on one rank"
+    drawn = {"activations": activations, "parameters and optimizer": states}
+    plots.show(plots.growth(drawn, "tokens", title, subtitle))
+
+# %% [markdown]
+# A straight line: a batch twice as large keeps twice as much, while model states stay where they are. So the batch size is
+# the one memory setting that works at once, and the only thing it can shrink is the rising line.
+#
+# Where does the slope come from? A block keeps 16 vectors of the model's width for each token: the input and the result of
+# both norms (4), queries, keys and values (3), what attention gives (1), and the inside of the MLP before and after its
+# activation function, each four times as wide (8). After the blocks come two more vectors, and one logarithm of a
+# probability for each of the 256 bytes.
+
+# %%
+# NBVAL_CHECK_OUTPUT
+if lab.predicted("02.5"):
+    tokens, layers, width, heads, vocabulary, number = 512, 4, 128, 4, 256, 4  # a float32 number has 4 bytes
+    explained = {
+        "16 vectors in each block": 16 * layers * width * number * tokens,
+        "2 vectors around the last norm": 2 * width * number * tokens,
+        "logarithms of probabilities": vocabulary * number * tokens,
+        "mean and spread, for each norm": 2 * (2 * layers + 1) * number * tokens,
+        "one sum for each head of attention": heads * layers * number * tokens,
+        "targets, positions, the loss and its gradient": 8 * tokens + 8 * 64 + 3 * number,
+    }
+    for name, size in explained.items():
+        print(f"{size:>12,}  {name}")
+    print(f"{sum(explained.values()):>12,}  together; measured {activations[tokens]:,}")
+    assert abs(sum(explained.values()) / activations[tokens] - 1) < 0.01  # another device's kernels keep a little else
+
+# %% [markdown]
+# Not a byte is left over. The first three lines are a formula, `zerolab.measure.formulas.activation_bytes`; what it leaves
+# out is below 1 %. Note what is *not* in the list: no matrix of tokens × tokens. Attention here is the fused kind, which
+# computes that matrix in pieces and never keeps it.
+#
+# ## Measure: a whole step
+#
+# Now put both together for a batch of 8 × 64 tokens: 16 bytes per parameter, and the activations. What is the **peak**, the
+# most that is there at one moment? That number decides whether a run fits.
+
+# %%
+lab.predict("02.6", 16 * 867_072 + 512 * 34_960)
+
+# %%
+# %%ranks
+line = record(8)
+
+# %%
+line = lab.pull("line", rank=0)
+lab.measured("02.6", line.peak, "bytes")
+lab.reveal("02.6")
+
+# %%
+if lab.predicted("02.6"):
+    plots.show(plots.skyline([line]))
+
+# %% [markdown]
+# Read it from left to right: forward piles activations up, backward takes them down again **and puts gradients in their
+# place**, the step needs next to nothing. So the peak is *less* than model states plus activations: when there are most
+# activations, there are hardly any gradients yet. It comes early in backward. (The slivers of communication are copies
+# that the engine makes to exchange gradients; it makes them for itself even when it is alone. "Other" is the text.)
+#
+# Reconcile, to the byte. What forward left, what backward has freed by then, and what it has made:
+
+# %%
+# NBVAL_CHECK_OUTPUT
+if lab.predicted("02.6"):
+    forward_ends = next(i for i, e in enumerate(line.events) if i >= line.before and e.phase == "backward")
+    left, top = line.alive(forward_ends), line.alive(line.peak_moment)
+    freed = {number: size for number, size in left.items() if number not in top}
+    made = {number: size for number, size in top.items() if number not in left}
+    print(f"{sum(left.values()) - line.curve('other')[0]:>12,}  when forward returned, without the text")
+    for sign, changed in (("-", freed), ("+", made)):
+        for number, size in sorted(changed.items(), key=lambda item: -item[1]):
+            buffer = line.buffers[number]
+            print(f"{sign}{size:>11,}  {buffer.kind} of {buffer.unit}, shape {buffer.shape}")
+    assert sum(left.values()) - sum(freed.values()) + sum(made.values()) == line.peak
+    print(f"{line.peak - line.curve('other')[0]:>12,}  at the peak")
+
+# %% [markdown]
+# ## In production
+#
+# Does PyTorch agree? Its own profiler reports what the allocator gave out and took back. It does not see the text, which
+# was there before. And one thing differs on GPUs: there `torch.optim` by default updates all tensors at once (`foreach`),
+# which is faster and needs room. A **fused** optimizer does the same in one kernel without that room. We run all three:
+
+# %%
+# %%ranks
+from zerolab.measure import peak
+
+found = {}
+for name, options in {"one by one": {"foreach": False}, "foreach": {"foreach": True}, "fused": {"fused": True}}.items():
+    zero = DDP(GPT(layers=4, width=128), units=[Block])
+    adam = AdamW(zero.model.parameters(), lr=1e-3, **options)
+    record(1)
+    line = record(8)
+    with peak(zero, adam) as torch_says:
+        zero.model(*batch(words, rank, 0, 8, 64)).backward()
+        adam.step()
+        adam.zero_grad()
+    text_and_masks = line.curve("other")[0]
+    room = max(line.curve("other")) - text_and_masks
+    found[name] = (line.peak - text_and_masks, torch_says.bytes, room)
+
+# %%
+# NBVAL_CHECK_OUTPUT
+if lab.predicted("02.6"):
+    for name, (ours, torch_says, room) in lab.pull("found", rank=0).items():
+        print(f"{name:10}  peak {ours:,}, by torch's profiler {torch_says:,}; temporaries of the step {room:,}")
+        assert abs(torch_says / ours - 1) < 0.01
+
+# %% [markdown]
+# PyTorch's profiler agrees to the byte. And the temporaries of `foreach` are another copy of the parameters, 4Ψ: on 7.5
+# billion parameters 30 GB, for the length of the step. It does not show in the peak here, because activations are gone by
+# then; where batches are small and models large, it *is* the peak. On a GPU you would ask
+# `torch.cuda.max_memory_allocated()` for the peak, and look at a skyline like ours with
+# `torch.cuda.memory._record_memory_history()`. A GPU also holds what no tensor shows: CUDA's own code (some hundred MB),
+# and blocks that the allocator keeps for later.
+#
+# ## On trial
+#
+# > "We printed the norms of parameters and gradients during training. They shrink: memory consumption falls."
+#
+# So an article on ZeRO says, with a listing. We train 30 steps, with strong weight decay so that the parameters shrink
+# too, and print norms *and* bytes.
+
+# %%
+# %%ranks
+zero = DDP(GPT(layers=4, width=128), units=[Block])
+adam = AdamW(zero.model.parameters(), lr=1e-3, weight_decay=20.0)
+
+
+def norm(tensors):
+    return torch.stack([tensor.detach().norm() for tensor in tensors]).norm().item()
+
+
+table = []
+for step in range(30):
+    adam.zero_grad()
+    loss = zero.model(*batch(words, rank, step, 8, 64))
+    loss.backward()
+    params = list(zero.model.parameters())
+    norms = norm(params), norm([param.grad for param in params])
+    adam.step()
+    table.append((loss.item(), *norms, sum(model_states(zero, adam).values())))
+
+# %%
+table = lab.pull("table", rank=0)
+for step in (0, 9, 19, 29):
+    loss, of_params, of_grads, held = table[step]
+    print(f"step {step:2}: loss {loss:.2f}  norm of parameters {of_params:5.2f}, of gradients {of_grads:.2f}  {held:,} bytes")
+
+# %%
+# NBVAL_CHECK_OUTPUT
+first, last = table[0], table[-1]
+print("the norm of the parameters shrank:", last[1] < first[1])
+print("the norm of the gradients shrank: ", last[2] < first[2])
+print("bytes saved:", first[3] - last[3])
+
+# %% [markdown]
+# **Verdict: false.** A float32 takes 4 bytes whether it says 0.001 or 1000. Shrinking norms show that training goes on. What
+# shows memory is counting memory, and we shall do nothing else.
+#
+# ## Questions
+#
+# 1. A model of 1 billion parameters is trained in bfloat16 with float32 masters and Adam. How many GB of model states?
+#    And with everything in float32?
+# 2. A run survives the first step and runs out of memory in the second. What is the likely cause?
+# 3. You halve the batch size, and memory falls by much less than half. Why?
+# 4. Why does the peak come at the beginning of backward, not at its end, when all gradients are there?
+# 5. What does a view cost, and how can you tell that two tensors share memory?
+# 6. A hook averages what it is given, and training goes on without an error, but badly. What happened?
+
+# %% [markdown] tags=["answer"]
+# **Answers**
+#
+# 1. 16 GB, both: 2 + 2 + 12 and 4 + 4 + 8 bytes per parameter.
+# 2. The optimizer state. Adam makes its 8 bytes per parameter in the first `optimizer.step()`, after the first peak. (A
+#    longer batch in the second step is the other usual cause.)
+# 3. Only activations depend on the batch. Model states stay.
+# 4. At the beginning of backward all activations are there. Each block that backward has passed frees its activations, and
+#    puts in their place gradients, which are smaller unless the batch is small: then the peak does come later.
+# 5. Some hundred bytes of Python object, and no memory for elements. `a.untyped_storage().data_ptr()` is the same for both.
+# 6. `register_post_accumulate_grad_hook` passes the parameter. The hook averaged weights; each rank goes on with its own
+#    gradients.
+
+# %%
+lab.progress()
+
+# %%
+lab.stop()

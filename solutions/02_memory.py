@@ -501,7 +501,8 @@ for step in range(30):
 table = lab.pull("table", rank=0)
 for step in (0, 9, 19, 29):
     loss, of_params, of_grads, held = table[step]
-    print(f"step {step:2}: loss {loss:.2f}  norm of parameters {of_params:5.2f}, of gradients {of_grads:.2f}  {held:,} bytes")
+    norms = f"norm of parameters {of_params:5.2f}, of gradients {of_grads:.2f}"
+    print(f"step {step:2}: loss {loss:.2f}  {norms}  {held:,} bytes")
 
 # %%
 # NBVAL_CHECK_OUTPUT
@@ -538,7 +539,5 @@ print("bytes saved:", first[3] - last[3])
 #    gradients.
 
 # %%
-lab.progress()
-
-# %%
 lab.stop()
+lab.progress()

@@ -31,6 +31,7 @@ def fit_line(points: Mapping[int, float]) -> Line:
 def growth(measured: Mapping[str, Mapping[int, float]], quantity: str, title: str, subtitle: str) -> tuple[Figure, str]:
     """`measured[category][quantity]`, in bytes: a dot for each measurement, a line through those of one category.
 
+    A line that is the sum of several, "parameters and optimizer", has the colour of the first.
     quantity: what the x axis counts, in the plural, such as "tokens".
     """
     lines = {category: fit_line(points) for category, points in measured.items()}
@@ -42,12 +43,19 @@ def growth(measured: Mapping[str, Mapping[int, float]], quantity: str, title: st
     scale = scale_of(highest)
     most = max(max(points) for points in measured.values())
     for (category, points), marker in zip(measured.items(), "osD^"):
-        colour, line = COLOURS[category], lines[category]
+        colour, line = COLOURS[category.split()[0]], lines[category]
         ends = [line.start / scale.bytes, (line.start + line.slope * most) / scale.bytes]
         axes.plot([0, most], ends, color=colour, linewidth=1.5, zorder=2)
         values = [value / scale.bytes for value in points.values()]
         axes.plot(list(points), values, marker, color=colour, markeredgecolor=INK, markersize=7, zorder=3)
-        axes.annotate(category, (most, ends[1]), (10, 0), textcoords="offset points", va="center", color=INK)
+        axes.annotate(
+            category.replace(" and ", "\nand "),
+            (most, ends[1]),
+            (10, 0),
+            textcoords="offset points",
+            va="center",
+            color=INK,
+        )
     axes.set_xlim(0, 1.02 * most)
     axes.set_ylim(0, 1.1 * highest / scale.bytes)
     axes.set_xticks(sorted({size for points in measured.values() for size in points}))

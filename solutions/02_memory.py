@@ -502,7 +502,7 @@ table = lab.pull("table", rank=0)
 for step in (0, 9, 19, 29):
     loss, of_params, of_grads, held = table[step]
     norms = f"norm of parameters {of_params:5.2f}, of gradients {of_grads:.2f}"
-    print(f"step {step:2}: loss {loss:.2f}  {norms}  {held:,} bytes")
+    print(f"step {step:2}: loss {loss:.2f}  {norms}  bytes since step 0: {held - table[0][3]:+}")
 
 # %%
 # NBVAL_CHECK_OUTPUT

@@ -33,6 +33,7 @@ HATCHES = {
 }
 LABELS = {"optimizer": "optimizer state"}  # where the category's own name is not what people say
 
+SENTENCE = "sentence"  # marks the text below the picture, which a page shows as text
 INK, GREY, PALE = "#1a1a1a", "#5f5f5f", "#e6e6e6"
 
 
@@ -45,7 +46,8 @@ def frame(title: str, subtitle: str, sentence: str, size: tuple[float, float] = 
     figure.text(0.03, 1 - 0.42 / height, title, fontsize=18, weight="bold", color=INK)
     figure.text(0.03, 1 - 0.75 / height, subtitle, fontsize=11.5, color=GREY)
     lines = textwrap.fill(sentence, round(11.7 * size[0]))
-    figure.text(0.03, 0.12 / height, lines, fontsize=11, color=INK, va="bottom", linespacing=1.45)
+    place = {"va": "bottom", "linespacing": 1.45, "gid": SENTENCE}
+    figure.text(0.03, 0.12 / height, lines, fontsize=11, color=INK, **place)
     return figure
 
 

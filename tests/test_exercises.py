@@ -273,6 +273,10 @@ def test_mine_is_the_packages_class_until_the_check_has_passed(my: Path, capsys:
     assert ours.reduce.__code__.co_filename == str((my / "ex_03_3.py").absolute())
     assert ours.optimizer_params is zerolab.DDP.optimizer_params
     assert exercises.mine(zerolab.DDP) is ours
+    exercises.define("03.3", CATALOGUE["03.3"].alternatives[1])
+    with pytest.raises(exercises.Stale, match=r"MyDDP.reduce\(\) of an earlier version of 03.3"):
+        ours.reduce(None, None)
+    assert exercises.mine(zerolab.DDP) is zerolab.DDP
     with pytest.raises(ValueError, match="no exercise extends Zero3; there are exercises for DDP"):
         exercises.mine(zerolab.Zero3)
 

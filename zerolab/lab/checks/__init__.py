@@ -172,4 +172,5 @@ __all__ = [
     "compare",
     "edit",
     "exercise",
+    "forgot_to_return",
 ]

@@ -11,12 +11,14 @@ import linecache
 import sys
 import time
 import traceback
+import warnings
 from dataclasses import dataclass, field
 from types import ModuleType
 
 import torch
 import torch.distributed as dist
 
+from zerolab.comm import CommError
 from zerolab.lab.checks import UNKNOWN, Exercise, Spy, Todo, World, Wrong, catalogue, exercise
 from zerolab.lab.checks.spy import PATIENCE, GaveUp
 from zerolab.launch import RankError, Ranks
@@ -88,7 +90,8 @@ def on_rank(id: str, source: str, filename: str) -> Report:
     torch.manual_seed(0)  # the same on every rank and in every check
     asked, printed = exercise(id), io.StringIO()
     try:
-        with Spy(store, rank, world_size) as spy, contextlib.redirect_stdout(printed):
+        with Spy(store, rank, world_size) as spy, contextlib.redirect_stdout(printed), warnings.catch_warnings():
+            warnings.simplefilter("ignore")
             report = _judge(asked, source, filename, World(rank, world_size, spy))
         report.blocks = spy.blocks
         report.printed = printed.getvalue()[:PRINTED]
@@ -108,8 +111,8 @@ def _judge(asked: Exercise, source: str, filename: str, world: World) -> Report:
         return Report(world.rank, "todo")
     except Wrong as wrong:
         return Report(world.rank, "wrong", wrong.seen, wrong.likely, wrong.tip, wrong.values_differ)
-    except GaveUp as error:
-        return Report(world.rank, "waits", f"stuck in {error}{_line_of(error, filename)}")
+    except (GaveUp, CommError) as error:  # which is what another rank did, seen from here
+        return Report(world.rank, "waits", f"stuck in {str(error).splitlines()[0]}{_line_of(error, filename)}")
     except BaseException as error:  # SystemExit too
         if isinstance(error, KeyboardInterrupt):
             raise

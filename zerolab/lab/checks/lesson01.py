@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from zerolab.lab.checks import Exercise, Traffic, World, Wrong, check_tensor, compare, edit, values
+from zerolab.lab.checks import Exercise, Traffic, World, Wrong, check_tensor, compare, edit, forgot_to_return, values
 
 E = 4  # elements in a chunk
 
@@ -43,6 +43,8 @@ def check_reduce_scatter(answer: Any, world: World) -> None:
     bases = [values.base(E, number) for number in range(N)]
     with world.record() as calls:
         got = answer.ring_reduce_scatter([values.share(b, rank) for b in bases], rank, N, world.spy.exchange)
+    if isinstance(got, (list, tuple)):
+        raise Wrong(f"the result is a {type(got).__name__} of {len(got)}", f"only one chunk was asked: number {rank}")
     check_tensor("the result", got, (E,))
 
     def explain(got: Tensor) -> str:
@@ -57,6 +59,8 @@ def check_reduce_scatter(answer: Any, world: World) -> None:
                     f"off by one chunk: this is the finished sum of chunk {number}, and rank {rank} owns chunk {rank}; "
                     "shift the chunk that the first round sends"
                 )
+            if shares is not None and number != rank:
+                return f"this is chunk {number} ({values.in_words(shares)}), but rank {rank} owns chunk {rank}"
             if shares is not None and sorted(shares)[-2:] == [0.0, 1.0]:
                 return (
                     f"only {values.in_words(shares)} to chunk {number} is in it: add what comes in to the own chunk, "
@@ -64,6 +68,10 @@ def check_reduce_scatter(answer: Any, world: World) -> None:
                 )
             if shares is not None:
                 return f"{values.in_words(shares)} to chunk {number} is in it, where every rank's is wanted once"
+        if N > 2 and calls[0].to == (rank - 1) % N:
+            return (
+                "different chunks were added up: the ring turns to the left, the numbers are those of one to the right"
+            )
         return "contributions to different chunks were added up: what comes in belongs to another chunk"
 
     compare(f"chunk {rank}", got, values.total(bases[rank], N), explain)
@@ -85,10 +93,8 @@ def check_all_gather(answer: Any, world: World) -> None:
     with world.record() as calls:
         got = answer.ring_all_gather(mine, rank, N, world.spy.exchange)
     if not isinstance(got, (list, tuple)):
-        raise Wrong(
-            f"the result is a {type(got).__name__}, not a list of tensors",
-            "" if got is not None else "the function returns nothing: `return` is missing",
-        )
+        likely = forgot_to_return(got) or "the chunks were put together: a list with one tensor per rank was asked"
+        raise Wrong(f"the result is a {type(got).__name__}, not a list of tensors", likely)
     if len(got) != N:
         raise Wrong(f"the list has {len(got)} chunks, not {N}", "one chunk per rank is wanted, the own one included")
     empty = [place for place, chunk in enumerate(got) if not isinstance(chunk, Tensor)]
@@ -111,10 +117,14 @@ def check_all_gather(answer: Any, world: World) -> None:
             return round_count(len(calls), N)
         if len(set(owners)) == 1 and N > 1:
             return f"the same chunk (rank {owners[0]}'s) in every place: one tensor, N times in the list"
-        if None not in owners and len(set(owners)) == N:
+        if owners == [(rank - i) % N for i in range(N)] or owners == [(rank + i) % N for i in range(N)]:
             return f"all chunks are there, but in the order of their arrival, {owners}: rank order was asked"
+        if None not in owners and len(set(owners)) == N:
+            return f"all chunks are there, but in the wrong places, {owners}: count again whose chunk arrives when"
         if None not in owners and len(set(owners)) < N:
             return "each round sent the own chunk again: pass on what came in the round before"
+        if any(torch.equal(chunk, a + b) for a in shares for b in shares):
+            return "chunks were added up: an all-gather adds nothing"
         return ""
 
     for place, chunk in enumerate(got):
@@ -177,6 +187,14 @@ def ring_reduce_scatter(chunks, rank, world_size, exchange):
 """
 
 REDUCE_SCATTER_MUTANTS = {
+    "the other way round, numbers kept": (
+        edit(REDUCE_SCATTER, "to=right, source=left", "to=left, source=right"),
+        "the ring turns to the left",
+    ),
+    "returns another chunk": (
+        edit(REDUCE_SCATTER_INTO_CHUNKS, "return chunks[rank]", "return chunks[rank - 1]"),
+        "owns chunk",
+    ),
     "off by one chunk": (
         edit(REDUCE_SCATTER, "chunks[(rank - 1) % world_size]", "chunks[rank]", "rank - 2 - step", "rank - 1 - step"),
         "off by one chunk",
@@ -301,6 +319,8 @@ def ring_all_gather(chunk, rank, world_size, exchange):
 """
 
 ALL_GATHER_MUTANTS = {
+    "shifted by one": (edit(ALL_GATHER, "return chunks", "return chunks[1:] + chunks[:1]"), "in the wrong places"),
+    "adds": (edit(ALL_GATHER, "= passing\n    return", "= passing + chunk\n    return"), "adds nothing"),
     "sends the own chunk every round": (
         edit(ALL_GATHER, "passing = exchange(passing", "passing = exchange(chunk"),
         "each round sent the own chunk again",

@@ -29,7 +29,7 @@ def _check(answer: Any, N: int, shapes: tuple[tuple[int, ...], ...], dtype: torc
     numel, size = first, -(-first // N) * N
     with _nan_in_fresh_memory():
         result = answer.flat_buffer(params, N)
-    if not isinstance(result, tuple) or len(result) != 2:
+    if not isinstance(result, (tuple, list)) or len(result) != 2:
         likely = "the function returns nothing: `return` is missing" if result is None else "`return flat, views`"
         raise Wrong(f"the result is a {type(result).__name__}, not (flat, views)", likely)
     flat, views = result
@@ -37,6 +37,9 @@ def _check(answer: Any, N: int, shapes: tuple[tuple[int, ...], ...], dtype: torc
     _check_flat(flat, size, numel, N, dtype, case)
     if len(views) != len(params):
         raise Wrong(f"{len(views)} views for {len(params)} parameters", "one view for each parameter is wanted")
+    shapes_found = [tuple(view.shape) for view in views]
+    if shapes_found != list(shapes) and sorted(shapes_found) == sorted(shapes):
+        raise Wrong(f"the views have the shapes {shapes_found}", "the views are in another order than the parameters")
     offset = 0
     for i, (view, param) in enumerate(zip(views, params, strict=True)):
         what = f"view {i} ({case})"
@@ -173,6 +176,8 @@ def flat_buffer(params, world_size):
 """
 
 FLAT_BUFFER_MUTANTS = {
+    "rounded down": (edit(FLAT_BUFFER, "-(-numel // world_size)", "numel // world_size"), "rounded up, not down"),
+    "in reverse": (edit(FLAT_BUFFER, "for param in params:", "for param in reversed(params):"), "in another order"),
     "no padding": (
         edit(FLAT_BUFFER, "-(-numel // world_size) * world_size  # rounded up", "numel"),
         "no padding",
@@ -231,5 +236,9 @@ EXERCISES = [
             "offset += p.numel().",
         ),
         exports=("flat_buffer",),
+        errors={
+            "is invalid for input of size": "a slice of the buffer is too short: is the size rounded up, not down?",
+            "in-place operation": "a view was written to with the autograd graph on: detach() the parameter",
+        },
     ),
 ]

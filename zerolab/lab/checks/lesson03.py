@@ -8,8 +8,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+import zerolab
 from zerolab.lab.checks import Exercise, Traffic, World, Wrong, check_tensor, compare, edit, values
 
+KEPT_BACK = (
+    "what no_sync() kept back was changed or lost: where self.reduces(unit) is False, leave unit.whole_grad alone"
+)
 BROADCAST = "a broadcast copies one rank's gradient to all, the mean of all ranks was asked"
 SHAPES = ((5,), (2, 2), (3,))
 
@@ -25,21 +29,23 @@ def mean_explained(
             if torch.allclose(got, wrong):
                 return likely
         shares = values.contributions(got, base, N)
+        if shares == [1.0] * N and any(call.touched for call in calls):
+            return "changed before the wait: when the sum came in, it took the place of what had been divided"
         if shares == [1.0] * N:
             return "summed over ranks, not averaged"
         if shares == [1.0 / N**2] * N:
             return "divided by N twice"
         others = [share for r, share in enumerate(shares or []) if r != rank]
-        if shares and not any(others):
+        if shares and not any(others) and max(shares) <= 1:
             if lost := world.unwaited(calls):
                 return f"a forgotten wait: {lost}, so this is still the rank's own gradient"
             if {call.op for call in calls} == {"broadcast"}:
                 return BROADCAST
             if not calls:
                 return "the rank's own gradient: nothing was sent to anybody"
-            return "the rank's own gradient: what was reduced was not written back, or was not the gradient"
-        if shares and sum(share > 0 for share in shares) == 1:
-            return f"{values.in_words(shares)} alone, where the mean of all ranks was asked"
+            return "the rank's own gradient: it was not reduced, or the result was not written back"
+        if shares and sum(share > 0 for share in shares) == 1 < N:
+            return f"{values.in_words(shares)} alone, where the mean of all was asked: a maximum, or one rank's copy"
         k = values.factor(got, values.total(base, N) / N)
         if k is not None and abs(N / k - round(N / k)) < 1e-3:
             return f"the sum over the ranks was divided by {round(N / k)}, but there are {N}"
@@ -156,6 +162,24 @@ def average(params):
 """
 
 AVERAGE_MUTANTS = {
+    "waits for the last only": (
+        edit(AVERAGE_ASYNC, "    for work in started:\n        work.wait()", "    started[-1].wait()"),
+        "a forgotten wait: all_reduce was started once",
+    ),
+    "divides before the wait": (
+        """\
+import torch.distributed as dist
+
+
+def average(params):
+    for param in params:
+        if param.grad is not None:
+            work = dist.all_reduce(param.grad, async_op=True)
+            param.grad /= dist.get_world_size()
+            work.wait()
+""",
+        "changed before the wait",
+    ),
     "sum for mean": (edit(AVERAGE, "            param.grad /= dist.get_world_size()\n", ""), "summed over ranks"),
     "divided twice": (
         edit(
@@ -261,8 +285,8 @@ def check_bucket(answer: Any, world: World) -> None:
                 raise Wrong(f"{what} is None", "write_back() passed by a parameter that had no gradient on this rank")
             check_tensor(what, param.grad, tuple(param.shape))
             compare(what, param.grad, want / N, mean_explained(base, world, calls, suspects))
-        if len(calls) > 2:  # a reduce-scatter and an all-gather are one all-reduce
-            likely = "one call per parameter" if len(calls) == len(params) else "too many calls"
+        if len(calls) > 2 or [call.op for call in calls].count("all_reduce") > 1:  # reduce-scatter, all-gather are two
+            likely = "one call per parameter" if len(calls) == len(params) else "the buffer goes in pieces"
             raise Wrong(
                 f"reduce() made {len(calls)} calls", f"{likely}: one all-reduce of the flat buffer is the point"
             )
@@ -292,6 +316,8 @@ def _check_flat(bucket: Any, numel: int, N: int, pieces: list[Tensor], old: list
         def explain(found: Tensor, i: int = i, piece: Tensor = piece) -> str:
             if torch.allclose(found, -values.share(values.base(len(piece), i), 0)) or bool((found < 0).all()):
                 return "the parameters were collected, not their gradients"
+            if old is not None and torch.equal(found, piece + old[i].flatten()) and piece.any():
+                return "left over from the step before, and added to: a new step begins with an empty buffer"
             if not piece.any():
                 if old is not None and torch.equal(found, old[i].flatten()):
                     return "left over from the step before: where a parameter has no gradient, write zeros"
@@ -421,6 +447,14 @@ _DIVIDE = "        self.flat /= dist.get_world_size()\n"
 _ASYNC = "dist.all_reduce(self.flat, async_op=True)"
 
 BUCKET_MUTANTS = {
+    "in two pieces": (
+        edit(BUCKET, "dist.all_reduce(self.flat)", "[dist.all_reduce(half) for half in self.flat.split(6)]"),
+        "the buffer goes in pieces",
+    ),
+    "added to what was there": (
+        edit(BUCKET, "view.copy_(param.grad)", "view.add_(param.grad)"),
+        "a new step begins with an empty buffer",
+    ),
     "sum for mean": (edit(BUCKET, _DIVIDE, ""), "summed over ranks"),
     "divided twice": (edit(BUCKET, "view.clone()", "view / dist.get_world_size()"), "divided by N twice"),
     "forgotten wait": (edit(BUCKET, "dist.all_reduce(self.flat)", _ASYNC), "a forgotten wait"),
@@ -514,21 +548,28 @@ def gradients_alone() -> dict[str, Tensor]:
 
 def check_ddp(answer: Any, world: World) -> None:
     N, bases, model = world.world_size, gradients_alone(), make_model()
+    check_class(answer.MyDDP)
     zero = answer.MyDDP(model, units=[Block])
     payload = 4 * sum(unit.layout.size for unit in zero.units)
 
     def backward(times: float) -> None:
         (model(INPUT).sum() * 12.0 * times * 16.0**world.rank).backward()
 
-    def check_step(when: str, calls: list[Traffic], times: float, suspects: dict[float, str]) -> None:
+    def check_step(
+        when: str, calls: list[Traffic], times: float, suspects: dict[float, str], otherwise: str = ""
+    ) -> None:
         for name, param in model.named_parameters():
             what, base = f"{name}, {when}", bases[name]
             if param.grad is None:
                 raise Wrong(f"{what}: there is no gradient", "post_backward() or reduce() lost it")
             want = times * values.total(base, N) / N
             known = [(want / times * other, likely) for other, likely in suspects.items()]
-            compare(what, param.grad, want, mean_explained(times * base, world, calls, known))
+            named = mean_explained(times * base, world, calls, known)
+            compare(what, param.grad, want, lambda got, named=named: named(got) or otherwise)
         check_traffic(calls, world, payload)
+        if (count := [call.op for call in calls].count("all_reduce")) > len(zero.units):
+            likely = "one call per parameter: unit.whole_grad is a bucket, and goes in one all-reduce"
+            raise Wrong(f"{count} all-reduces for {len(zero.units)} units", likely)
 
     with world.record() as calls:
         backward(1)
@@ -544,7 +585,15 @@ def check_ddp(answer: Any, world: World) -> None:
     with world.record() as calls:
         backward(2)
     lost = {2: "only the last micro-batch: what no_sync kept back is lost", 1: "only the first micro-batch"}
-    check_step("two micro-batches under no_sync", calls, 3, lost)
+    check_step("two micro-batches under no_sync", calls, 3, lost, KEPT_BACK)
+
+
+def check_class(cls: Any) -> None:
+    if not isinstance(cls, type) or not issubclass(cls, zerolab.DDP) or cls.stage != 0:
+        raise Wrong("MyDDP is not a subclass of zerolab.DDP", "it must begin with `class MyDDP(zerolab.DDP):`")
+    for name in ("post_backward", "reduce"):
+        if getattr(cls, name) is getattr(zerolab.DDP, name):
+            raise Wrong(f"MyDDP.{name} is the package's", f"the class inherits {name}(): write your own")
 
 
 def check_same_weights(model: nn.Module, world: World) -> None:
@@ -627,6 +676,33 @@ class MyDDP(DDP):
 _COMM = "return self.comm.all_reduce(unit.grad, unit.name)"
 
 DDP_MUTANTS = {
+    "one call per parameter": (
+        edit(
+            DDP_SYNCHRONOUS,
+            "dist.all_reduce(unit.whole_grad, group=self.comm.group)",
+            "[dist.all_reduce(view) for view in unit.layout.wholes(unit.whole_grad)]",
+        ),
+        "one call per parameter",
+    ),
+    "only a shard": (
+        edit(
+            DDP,
+            "unit.grad = unit.whole_grad",
+            "unit.grad = unit.layout.shard(unit.whole_grad, self.rank)",
+            _COMM,
+            "return self.comm.reduce_scatter(unit.grad, unit.whole_grad, unit.name)",
+        ),
+        "in stage 0 every rank keeps the whole mean",
+    ),
+    "loses what no_sync kept back": (
+        edit(
+            DDP,
+            "unit.reduction = self.reduce(unit)",
+            "unit.reduction = self.reduce(unit)\n        unit.whole_grad = None",
+        ),
+        "what no_sync() kept back",
+    ),
+    "nothing of its own": ("import zerolab\n\n\nclass MyDDP(zerolab.DDP):\n    pass\n", "write your own"),
     "sum for mean": (
         edit(DDP_SYNCHRONOUS, "        unit.whole_grad /= self.world_size\n", ""),
         "summed over ranks",
@@ -646,7 +722,7 @@ DDP_MUTANTS = {
     "reduces a copy": (edit(DDP, "all_reduce(unit.grad", "all_reduce(unit.grad.clone()"), "was not written back"),
     "averages the parameters": (
         edit(DDP, "all_reduce(unit.grad", "all_reduce(unit.whole.data"),
-        "or was not the gradient",
+        "it was not reduced",
     ),
     "changes the parameters": (
         edit(
@@ -688,6 +764,7 @@ ERRORS = {
     "NoneType": NONE,
     "Expected parameter `tensor` of type torch.Tensor": NONE,
     "a gradient of size": "a piece of a flat buffer has one dimension: a gradient needs view_as(param)",
+    "storage of size": "unit.grad must have the size of unit.whole_grad: in stage 0 every rank keeps the whole mean",
     "has left no unit.grad": "reduce() was not called, or did not say in unit.grad where the mean is",
 }
 FIRST_RANK = "the result reached rank 0 only: reduce() collects on one rank, all_reduce() on all"

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import functools
 import inspect
+import pickle
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator
@@ -41,6 +42,10 @@ FILLED = {
     "scatter": "tensor",
     "barrier": "",
 }
+PICKLED = ("all_gather_object", "gather_object", "broadcast_object_list")
+
+
+StandIn = tuple[Tensor, Tensor, Tensor]  # the tensor of the answer, the one that is filled for it, how it was before
 
 
 class GaveUp(BaseException):
@@ -57,11 +62,12 @@ class Traffic:
     to: int = -1
     source: int = -1
     waited: bool = False
+    touched: bool = False  # its result was changed between the start and the wait, and the change is lost
 
     @property
     def sent(self) -> float:
         """Bytes that this rank sends when the call runs as a ring, which is what the course counts."""
-        if self.op == "exchange":
+        if self.op in ("exchange", "send"):
             return self.payload
         return (2 if self.op == "all_reduce" else 1) * self.payload * (self.world_size - 1) / self.world_size
 
@@ -69,20 +75,21 @@ class Traffic:
 class Started:
     """What an asynchronous call returns. The result is filled in by `wait`, not before."""
 
-    def __init__(self, spy: Spy, call: Traffic, work: Any, copies: list[tuple[Tensor, Tensor]]) -> None:
+    def __init__(self, spy: Spy, call: Traffic, work: Any, copies: list[StandIn]) -> None:
         self._spy, self._call, self._work, self._copies = spy, call, work, copies
 
     def wait(self, timeout: timedelta | None = None) -> bool:
         self._spy.wait(self._work, self._call.op)
         self._call.waited = True
         with torch.no_grad():
-            for target, filled in self._copies:
+            for target, filled, before in self._copies:
+                self._call.touched |= not torch.equal(target, before)
                 target.copy_(filled)
         self._copies = []
         return True
 
-    def is_completed(self) -> bool:
-        return self._work.is_completed()
+    def __getattr__(self, name: str) -> Any:  # is_completed() and what else one may ask it
+        return getattr(self._work, name)
 
     def get_future(self) -> torch.futures.Future:
         future: torch.futures.Future = torch.futures.Future()
@@ -106,6 +113,11 @@ class Spy:
             if original := getattr(dist, name, None):
                 self._originals[name] = original
                 setattr(dist, name, self._watched(name, filled, original))
+        for name in PICKLED:
+            self._originals[name] = getattr(dist, name)
+            setattr(dist, name, self._watched_pickle(name, self._originals[name]))
+        self._originals["send"] = dist.send
+        dist.send = self._watched_send
         return self
 
     def __exit__(self, *exception: object) -> None:
@@ -190,13 +202,26 @@ class Spy:
             self.calls.append(traffic)
             if bound.arguments.get("group") in (None, dist.group.WORLD):
                 self._agree(traffic)
-            copies: list[tuple[Tensor, Tensor]] = []
+            copies: list[StandIn] = []
             if asynchronous and bound.arguments.get(filled) is not None:
                 bound.arguments[filled], copies = _stand_ins(bound.arguments[filled])
             started = Started(self, traffic, original(*bound.args, **bound.kwargs, async_op=True), copies)
             return started if asynchronous else started.wait() and None
 
         return call
+
+    def _watched_pickle(self, name: str, original: Callable) -> Callable:
+        @functools.wraps(original)
+        def call(*args: Any, **kwargs: Any) -> Any:
+            largest = max(map(_pickled_bytes, [*args, *kwargs.values()]), default=0)
+            self.calls.append(Traffic(name, largest * self.world_size, self.world_size, waited=True))
+            return original(*args, **kwargs)
+
+        return call
+
+    def _watched_send(self, tensor: Tensor, *args: Any, **kwargs: Any) -> Any:
+        self.calls.append(Traffic("send", _bytes(tensor), self.world_size, waited=True))
+        return self._originals["send"](tensor, *args, **kwargs)
 
     def wait(self, work: Any, op: str) -> None:
         """Wait in short turns, so that an interrupt gets through."""
@@ -220,10 +245,16 @@ def _bytes(value: Any) -> int:
     return 0
 
 
-def _stand_ins(value: Any) -> tuple[Any, list[tuple[Tensor, Tensor]]]:
+def _pickled_bytes(value: Any) -> int:
+    try:
+        return len(pickle.dumps(value))
+    except (TypeError, AttributeError, pickle.PicklingError):  # a process group
+        return 0
+
+
+def _stand_ins(value: Any) -> tuple[Any, list[StandIn]]:
     """Copies to be filled in place of `value`, a tensor or a list of them, and which belongs to which."""
-    if isinstance(value, Tensor):
-        copy = value.detach().clone()
-        return copy, [(value, copy)]
-    pairs = [(tensor, tensor.detach().clone()) for tensor in value]
-    return [copy for _, copy in pairs], pairs
+    tensors = [value] if isinstance(value, Tensor) else value
+    found = [(tensor, tensor.detach().clone(), tensor.detach().clone()) for tensor in tensors]
+    copies = [copy for _, copy, _ in found]
+    return copies[0] if isinstance(value, Tensor) else copies, found

@@ -2,11 +2,15 @@
 
 import json
 import os
+import re
 import signal
+import socket
 import subprocess
 import sys
 import threading
 import time
+import urllib.error
+import urllib.request
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -317,6 +321,8 @@ def test_a_link_delays_real_collectives(four: Session, capsys: pytest.CaptureFix
     assert (lab.link.current(), capsys.readouterr().out) == ("10 MB/s, 10 ms", "emulated link: 10 MB/s, 10 ms\n")
     code = """
 import time
+import urllib.error
+import urllib.request
 def seconds(function):
     dist.barrier(); network.sleep_until(max(network._free.values())); begin = time.perf_counter()
     function(); return time.perf_counter() - begin
@@ -417,15 +423,15 @@ class Notebook:
         self.pid = self.manager.provisioner.pid
         self.run("%load_ext zerolab.lab")
 
-    def run(self, cell: str, timeout: float = 90.0, interrupt_after: float | None = None) -> list[dict]:
-        """What the cell shows: the contents of its messages, with their type as "type"."""
+    def run(self, cell: str, person: bool = False, interrupt_after: float | None = None) -> list[dict]:
+        """What the cell shows: the contents of its messages, with their type as "type". person: might answer."""
         shown: list[dict] = []
         if interrupt_after is not None:
             threading.Timer(interrupt_after, self.manager.interrupt_kernel).start()
         self.client.execute_interactive(
             cell,
-            timeout=timeout,
-            allow_stdin=False,
+            timeout=90.0,
+            allow_stdin=person,
             output_hook=lambda message: shown.append(message["content"] | {"type": message["msg_type"]}),
         )
         return shown
@@ -485,7 +491,9 @@ def test_a_notebook_from_its_first_cell_to_its_violent_end(notebooks: list[Noteb
         picture,
     ]
 
-    shown = first.run("%%ranks\nimport time\nprint('first')\ntime.sleep(2 + rank)\nprint('last')")
+    slow = "%%ranks\nimport time\nprint('first')\ntime.sleep(2 + rank)\nprint('last')"
+    assert first.text(slow) == "all 2 ranks:\nfirst\nlast\n"
+    shown = first.run(slow, person=True)
     kinds = [content["type"] for content in shown if content["type"] in ("stream", "clear_output")]
     assert kinds[-2:] == ["clear_output", "stream"]  # what was shown on the way is taken back
     assert [content["text"] for content in shown if content["type"] == "stream"][-2:] == [
@@ -523,3 +531,39 @@ def test_a_notebook_from_its_first_cell_to_its_violent_end(notebooks: list[Noteb
     os.kill(first.pid, signal.SIGKILL)
     os.kill(second.pid, signal.SIGKILL)
     wait_until(lambda: all(map(gone, pids)), 10.0)
+
+
+def listens(address: str) -> bool:
+    with socket.socket() as probe:
+        return probe.connect_ex(("127.0.0.1", int(address.rpartition(":")[2]))) == 0
+
+
+def test_the_lab_opens_at_the_first_lesson_for_who_has_the_token(tmp_path: Path) -> None:
+    (tmp_path / "lessons").mkdir()
+    for name in ("01_b.ipynb", "00_a.ipynb"):
+        (tmp_path / "lessons" / name).write_text("{}")
+    pretend = (
+        "import sys; from zerolab.lab import __main__ as main; main.__file__ = sys.argv.pop(1); sys.exit(main.main())"
+    )
+    where = [str(tmp_path / "zerolab" / "lab" / "__main__.py"), "--work", str(tmp_path / "work"), "--no-browser"]
+    server = subprocess.Popen(
+        [sys.executable, "-c", pretend, *where, "--port", "18888"],
+        env=os.environ | {"PYTHONPATH": str(ROOT), "JUPYTER_RUNTIME_DIR": str(tmp_path / "runtime")},
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    try:
+        lines = iter(server.stderr.readline, "")
+        found = (
+            re.search(r"(http://127\.0\.0\.1:\d+)(/lab/tree/00_a\.ipynb)\?token=(\w{20,})", line) for line in lines
+        )
+        address, _, token = next(match.groups() for match in found if match)
+        wait_until(lambda: listens(address), 20.0)  # the address is told before
+        with pytest.raises(urllib.error.HTTPError, match="403"):
+            urllib.request.urlopen(f"{address}/api/contents", timeout=10)
+        with urllib.request.urlopen(f"{address}/api/contents?token={token}", timeout=10) as reply:
+            assert {item["name"] for item in json.load(reply)["content"]} == {"00_a.ipynb", "01_b.ipynb"}
+    finally:
+        server.kill()
+        server.communicate(timeout=10)

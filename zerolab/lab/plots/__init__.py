@@ -1,7 +1,9 @@
 """The pictures of the course. Each takes what was measured, and returns the figure and one sentence: what to see."""
 
+from zerolab.lab.plots.calls import Cost, call_costs
 from zerolab.lab.plots.cells import before_after
 from zerolab.lab.plots.cost import cost, fit_cost
+from zerolab.lab.plots.curves import curves
 from zerolab.lab.plots.flat import flat_storage
 from zerolab.lab.plots.gantt import gantt
 from zerolab.lab.plots.growth import fit_line, growth
@@ -20,8 +22,11 @@ __all__ = [
     "COLOURS",
     "HATCHES",
     "LABELS",
+    "Cost",
     "before_after",
+    "call_costs",
     "cost",
+    "curves",
     "fit_cost",
     "fit_line",
     "flat_storage",

@@ -2,15 +2,22 @@
 
 from __future__ import annotations
 
+import re
+import resource
+import shutil
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import pytest
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
+from safetensors.torch import load_file, load_model
 from torch import Tensor, nn
-from zoo import Block, Case, Stack, alone, noise, words
+from zoo import CASES, WORDS, Block, Case, Stack, alone, noise, words
 
 import zerolab
+from zerolab import CheckpointError
 
 
 class Everything(Stack):
@@ -178,3 +185,412 @@ def test_saved_at_n_loaded_at_m(ranks, saved, expected, m):
             there = saved.buffers[n][rank if m == n else 0]
             assert all(torch.equal(buffers[key], there[key]) for key in there if key != "hidden")
             assert buffers["bn.num_batches_tracked"] == 2
+
+
+def five(folder: str) -> Held:
+    torch.manual_seed(0)
+    zero, optimizer = fresh(Mixed(), 3)
+    train(Mixed(), zero, optimizer, range(2))
+    zerolab.save(f"{folder}/5-3", zero, optimizer)
+    held_before = held(zero, optimizer)
+    again, other = fresh(Mixed(), 1)
+    zerolab.load(f"{folder}/5-3", again, other)
+    held_after = held(again, other)
+    assert held_before.keys() == held_after.keys()
+    assert all(torch.equal(held_before[key][2], held_after[key][2]) for key in held_before)
+    zerolab.load(f"{folder}/2-2", again, other)
+    return held(again, other)
+
+
+def test_five_ranks(ranks, saved, expected, tmp_path):
+    shutil.copytree(f"{saved.folder}/2-2", tmp_path / "2-2")
+    parts = zerolab.launch(five, 5, str(tmp_path), timeout=90, threads=1)
+    assert_holds(parts, expected[2], 1)
+    results = ranks.run(load_all, Mixed(), str(tmp_path), [("5-3", 0), ("5-3", 2)], ranks=2)
+    fives = ranks.run(truth, Mixed(), 5, ranks=1)[0]
+    for i, stage in enumerate((0, 2)):
+        assert_holds([result[i][0] for result in results], fives, stage)
+
+
+class Noisy(Mixed):
+    """With dropout, so that the random number generators count, and a schedule."""
+
+    def loss(self, model: nn.Module, rank: int, step: int) -> Tensor:
+        return super().loss(model, rank, step) * torch.rand(())
+
+
+def interrupted(case: Case, stage: int, target: int, folder: str, precision: Any) -> None:
+    """Trained in one go, and saved half way and gone on with in a new model: the same, bit for bit."""
+    torch.manual_seed(dist.get_rank())
+    zero, optimizer = fresh(case, stage, precision=precision)
+    schedule = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.5)
+    train(case, zero, optimizer, range(2))
+    schedule.step()
+    zerolab.save(f"{folder}/{stage}", zero, optimizer, schedule=schedule.state_dict(), step=2)
+    losses = train(case, zero, optimizer, range(2, 4))
+    torch.rand(7 + dist.get_rank())
+    again, other = fresh(case, target, precision=precision)
+    rates = torch.optim.lr_scheduler.ExponentialLR(other, 0.5)
+    extra = zerolab.load(f"{folder}/{stage}", again, other)
+    rates.load_state_dict(extra["schedule"])
+    assert again.comm.step == 2 and rates.get_last_lr() == [0.005, 0.01]
+    assert train(case, again, other, range(extra["step"], 4)) == losses
+    assert zero.comm.step == again.comm.step
+    whole, there = zero.full_state_dict(), again.full_state_dict()
+    assert all(torch.equal(whole[key], there[key]) for key in whole)
+
+
+def interruptions(folder: str, precision: Any) -> None:
+    for stage in range(4):
+        interrupted(Noisy(), stage, stage, folder, precision)
+        interrupted(Noisy(), stage, 3 - stage, folder, precision)
+
+
+@pytest.mark.parametrize("precision", [None, zerolab.Precision()], ids=["fp32", "bf16"])
+def test_training_goes_on_bit_for_bit(ranks, tmp_path, precision):
+    ranks.run(interruptions, str(tmp_path), precision, ranks=3, timeout=60)
+
+
+class Optimized(Case):
+    def __init__(self, name: str, options: dict[str, Any]) -> None:
+        self.name, self.options = name, options
+
+    def optimizer(self, model: nn.Module) -> torch.optim.Optimizer:
+        return getattr(torch.optim, self.name)(model.parameters(), lr=0.01, **self.options)
+
+
+OPTIMIZERS = [
+    (name, {}) for name in ["ASGD", "SGD", "Adadelta", "Adagrad", "Adamax", "NAdam", "RAdam", "RMSprop", "Rprop"]
+]
+OPTIMIZERS += [("SGD", {"momentum": 0.9}), ("Adam", {"fused": True}), ("RMSprop", {"momentum": 0.9, "centered": True})]
+
+
+def with_optimizer(name: str, options: dict[str, Any], stage: int, target: int, steps: int, folder: str) -> None:
+    case = Optimized(name, options)
+    zero, optimizer = fresh(case, stage)
+    train(case, zero, optimizer, range(steps))
+    zerolab.save(folder, zero, optimizer)
+    train(case, zero, optimizer, range(3, 5))
+    again, other = fresh(case, target)
+    train(case, again, other, range(7, 8))  # what is there is replaced
+    zerolab.load(folder, again, other)
+    train(case, again, other, range(3, 5))
+    whole, there = zero.full_state_dict(), again.full_state_dict()
+    assert all(torch.equal(whole[key], there[key]) for key in whole), (name, options, stage, target)
+    kinds = [
+        {key: (value.dtype, value.dim()) for key, value in o.state[p].items() if isinstance(value, Tensor)}
+        for o, p in ((optimizer, zero.units[0].params[0]), (other, again.units[0].params[0]))
+    ]
+    assert kinds[0] == kinds[1]
+
+
+def with_optimizers(folder: str) -> None:
+    for i, (name, options) in enumerate(OPTIMIZERS):
+        with_optimizer(name, options, i % 4, (i + 1 + i // 4) % 4, 2, folder)
+    with_optimizer("SGD", {"momentum": 0.9}, 2, 0, 0, folder)  # before the first step: no state
+    with_optimizer("AdamW", {}, 0, 1, 0, folder)
+
+
+def test_every_elementwise_optimizer(ranks, tmp_path):
+    ranks.run(with_optimizers, str(tmp_path / "last"), ranks=2, timeout=60)
+
+
+# -- weights alone --------------------------------------------------------------------------------------------------
+
+
+def test_into_a_plain_model(saved, expected):
+    for n, stage in ((1, 2), (2, 0), (3, 3), (4, 1)):
+        model = Everything()
+        zerolab.load_model_weights(f"{saved.folder}/{n}-{stage}", model)
+        for name, param in model.named_parameters():
+            assert torch.equal(memory_order(param, param.stride()), expected[n][f"/{name}"]), name
+        first = saved.buffers[n][0]
+        assert all(torch.equal(buffer, first[name]) for name, buffer in model.named_buffers())
+        model.to(torch.bfloat16)
+        zerolab.load_model_weights(f"{saved.folder}/{n}-{stage}", model)
+        assert torch.equal(model.emb.weight.flatten(), expected[n]["/emb.weight"].bfloat16())
+
+
+def export(folder: str, stage: int) -> dict[str, Tensor]:
+    torch.manual_seed(0)
+    zero, optimizer = fresh(Mixed(), stage)
+    train(Mixed(), zero, optimizer, range(1))
+    zerolab.export_weights(f"{folder}/{stage}.safetensors", zero)
+    return zero.full_state_dict()
+
+
+def test_exported_weights(ranks, tmp_path):
+    for stage in (0, 3):
+        whole = ranks.run(export, str(tmp_path), stage, ranks=2)[0]
+        file = tmp_path / f"{stage}.safetensors"
+        assert set(tmp_path.glob(f"{stage}*")) == {file}, "no other file is left"
+        read = load_file(file)
+        assert read.keys() == whole.keys() - {"head.weight"}, "tied weights once"
+        assert all(torch.equal(read[name], whole[name]) for name in read)
+        library, own = Everything(), Everything()
+        assert load_model(library, file) == (set(), [])
+        zerolab.load_model_weights(file, own)
+        for model in (library, own):
+            assert all(torch.equal(value, whole[name]) for name, value in model.state_dict().items())
+
+
+def other_models() -> dict[str, tuple[nn.Module, str]]:
+    wide = Everything()
+    wide.head.bias = nn.Parameter(torch.zeros(WORDS + 1))
+    more, fewer, untied, typed = Everything(), Everything(), Everything(), Everything()
+    more.extra = nn.Linear(2, 2)
+    del fewer.conv.bias
+    untied.head.weight = nn.Parameter(untied.emb.weight.detach().clone())
+    typed.flag = torch.tensor(1.0)
+    return {
+        "wide": (wide, r"head.bias has shape \(13,\), in this model \(14,\)"),
+        "more": (more, "has no (parameter )?extra.weight"),
+        "fewer": (fewer, "has (a parameter )?conv.bias, (which the model|this model) has not"),
+        "typed": (typed, "flag is .*bool|buffer flag is .*BOOL"),
+        "untied": (untied, "has no head.weight"),
+    }
+
+
+def test_a_plain_model_that_does_not_fit_stays_as_it_is(ranks, saved, tmp_path):
+    ranks.run(export, str(tmp_path), 3, ranks=1)
+    for source in (Path(saved.folder) / "2-3", tmp_path / "3.safetensors"):
+        for what, (model, pattern) in other_models().items():
+            before = {name: value.clone() for name, value in model.state_dict().items()}
+            if what == "untied" and source.is_dir():  # a checkpoint knows both names
+                zerolab.load_model_weights(source, model)
+                continue
+            with pytest.raises(CheckpointError, match=pattern) as refused:
+                zerolab.load_model_weights(source, model)
+            assert str(source) in str(refused.value)
+            assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
+    with pytest.raises(CheckpointError, match="meta device"), torch.device("meta"):
+        zerolab.load_model_weights(source, Everything())
+    file = tmp_path / "3.safetensors"
+    for data in (b"", b"\x80\x04.", file.read_bytes()[:-3], b"\xff" * 8 + file.read_bytes()[8:]):
+        (tmp_path / "broken").write_bytes(data)
+        with pytest.raises(CheckpointError, match="broken is not a whole safetensors file"):
+            zerolab.load_model_weights(tmp_path / "broken", Everything())
+
+
+# -- refused, on every rank, with nothing changed -------------------------------------------------------------------
+
+
+def attempt(function: Any) -> str:
+    try:
+        function()
+    except Exception as error:
+        return f"{type(error).__name__}: {error}"
+    return "no error"
+
+
+def snapshot(zero: zerolab.Engine, optimizer: torch.optim.Optimizer) -> Any:
+    own = [b.clone() for b in zero.model.buffers()]
+    groups = [{k: v for k, v in group.items() if k != "params"} for group in optimizer.param_groups]
+    return held(zero, optimizer), own, groups, torch.get_rng_state(), zero.comm.step
+
+
+def same(a: Any, b: Any) -> bool:
+    if isinstance(a, Tensor):
+        return torch.equal(a, b)
+    if isinstance(a, dict):
+        return a.keys() == b.keys() and all(same(a[key], b[key]) for key in a)
+    if isinstance(a, list | tuple):
+        return len(a) == len(b) and all(same(x, y) for x, y in zip(a, b, strict=True))
+    return a == b
+
+
+class Renamed(Everything):
+    def __init__(self) -> None:
+        super().__init__()
+        self.other = self.bn
+        del self.bn
+
+    def forward(self, tokens: Tensor, image: Tensor) -> Any:
+        self.bn = self.other
+        return super().forward(tokens, image)
+
+
+class Odd(Mixed):
+    def __init__(self, what: str) -> None:
+        self.what = what
+
+    def model(self) -> nn.Module:
+        if self.what in ("wide", "more", "fewer", "untied", "typed"):
+            return other_models()[self.what][0]
+        return {"renamed": Renamed, "double": lambda: Everything().double()}.get(self.what, Everything)()
+
+    def optimizer(self, model: nn.Module) -> torch.optim.Optimizer:
+        if self.what == "other kind":
+            return torch.optim.Adam(model.parameters())
+        if self.what == "one group":
+            return torch.optim.AdamW(model.parameters())
+        if self.what == "fewer groups":
+            return torch.optim.AdamW([p for p in model.parameters() if p.dim() >= 2])
+        if self.what == "other order":
+            groups = super().optimizer(model).param_groups
+            return torch.optim.AdamW([{"params": groups[i]["params"][::-1]} for i in (1, 0)])
+        return super().optimizer(model)
+
+
+ODD = {
+    "wide": r"head.bias has shape \(13,\), in this model \(14,\) \(saved from Everything, this is Everything\)",
+    "more": "has no parameter extra.weight",
+    "fewer": "has a parameter conv.bias, this model has not",
+    "typed": "buffer flag is",
+    "untied": "emb.weight is tied otherwise: emb.weight = head.weight in the checkpoint, emb.weight in this model",
+    "renamed": "has no parameter other.weight .saved from Everything, this is Renamed",
+    "double": "was saved as torch.float32, and is torch.float64 here",
+    "other kind": "was saved with AdamW, this optimizer is Adam",
+    "one group": "parameter group 0 .* was not saved as one group",
+    "fewer groups": "had 2 parameter groups, now 1",
+}
+
+
+def load_odd(what: str, folder: str) -> list[str]:
+    said = []
+    for stage in range(4):
+        zero, optimizer = fresh(Odd(what), stage)
+        before = snapshot(zero, optimizer)
+        said.append(attempt(lambda z=zero, o=optimizer: zerolab.load(f"{folder}/2-1", z, o)))
+        assert same(before, snapshot(zero, optimizer)) == (said[-1] != "no error")
+    return said
+
+
+@pytest.mark.parametrize("what", ODD)
+def test_a_model_that_does_not_fit_stays_as_it_is(ranks, saved, what):
+    for said in ranks.run(load_odd, what, saved.folder, ranks=2, timeout=30, group_timeout=10):
+        for message in said:
+            assert re.match(rf"CheckpointError: rank 0: {saved.folder}/2-1: .*{ODD[what]}", message), message
+
+
+def test_groups_in_another_order(ranks, saved):
+    for said in ranks.run(load_odd, "other order", saved.folder, ranks=2):
+        assert said == ["no error"] * 4
+
+
+def load_where_one_rank_cannot(folder: str, other: str) -> list[str]:
+    """What rank 0 says when only rank 1 finds its files damaged, or finds another checkpoint."""
+    said = []
+    for stage in range(4):
+        zero, optimizer = fresh(Mixed(), stage)
+        train(Mixed(), zero, optimizer, range(1))
+        before = snapshot(zero, optimizer)
+        path = other if dist.get_rank() else folder
+        said.append(attempt(lambda z=zero, o=optimizer, path=path: zerolab.load(path, z, o)))
+        assert same(before, snapshot(zero, optimizer))
+    return said
+
+
+def test_one_rank_cannot_read(ranks, saved, tmp_path):
+    damaged = tmp_path / "damaged"
+    shutil.copytree(f"{saved.folder}/2-3", damaged)
+    file = damaged / "rank-00001-of-00002.safetensors"
+    data = bytearray(file.read_bytes())
+    data[-20] ^= 1  # among the last rank's random numbers
+    file.write_bytes(data)
+    bits = rf"CheckpointError: rank 1: {file}: rank 1/generators/cpu is damaged: bytes \d+ to"
+    other = "CheckpointError: .*ranks see different checkpoints"
+    missing = "CheckpointError: rank 1: .*nowhere is not a zerolab checkpoint: there is no .*nowhere/manifest.json"
+    for there, pattern in ((str(damaged), bits), (f"{saved.folder}/2-2", other), ("nowhere", missing)):
+        for said in ranks.run(load_where_one_rank_cannot, f"{saved.folder}/2-3", there, ranks=2, group_timeout=10):
+            assert all(re.match(pattern, message) for message in said), said
+
+
+# -- saving: what is refused, what is replaced, what is kept ---------------------------------------------------------
+
+
+def refused_saves(folder: str) -> dict[str, str]:
+    """Each leaves the checkpoint that was there, and nothing else, behind."""
+    said = {}
+    case = Mixed()
+    zero, optimizer = fresh(case, 2)
+    train(case, zero, optimizer, range(1))
+    path = Path(folder) / "step-7"
+    zerolab.save(path, zero, optimizer)
+    mine = zero.rank == 1  # something is wrong on this rank alone
+
+    def save(to: Path = path, keep: Any = None, other: Any = optimizer, **extra: Any) -> str:
+        return attempt(lambda: zerolab.save(to, zero, other, keep=keep, **extra))
+
+    said["extra"] = save(thing=torch.zeros(2))
+    said["keep 0"] = save(keep=0)
+    said["keep what"] = save(Path(folder) / "last", keep=2)
+    stranger = torch.optim.AdamW([nn.Parameter(torch.zeros(2))])
+    said["stranger"] = save(other=stranger if mine else optimizer)
+    (Path(folder) / "mine").mkdir(exist_ok=True)
+    (Path(folder) / "mine" / "thesis.tex").touch()
+    said["foreign"] = save(Path(folder) / "mine")
+    first = next(p for p in zero.units[0].params if p in optimizer.state)
+    state, original = optimizer.state[first], dict(optimizer.state[first])
+    if mine:
+        state["step"] = state["step"] + 1
+    said["disagree"] = save()
+    state["step"] = original["step"]
+    if mine:
+        state["row"] = torch.zeros(first.numel() + 1)
+    said["shape"] = save()
+    state.pop("row", None)
+    if mine:
+        state["exp_avg"] = state["exp_avg"].to(torch.float8_e5m2)
+    said["dtype"] = save()
+    state["exp_avg"] = original["exp_avg"]
+    with zero.full_parameters():
+        said["inside"] = save()
+    if mine:
+        limit = resource.getrlimit(resource.RLIMIT_FSIZE)
+        resource.setrlimit(resource.RLIMIT_FSIZE, (5000, limit[1]))  # the disk is full
+    said["full"] = save()
+    if mine:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limit)
+    zero.comm.exchange(None, "end")
+    assert sorted(p.name for p in Path(folder).iterdir()) == ["mine", "step-7"]
+    again, other = fresh(case, 1)
+    zerolab.load(path, again, other)
+    assert same(held(again, other), held(zero, optimizer))
+    return said
+
+
+REFUSED = {
+    "extra": "rank 0: extras must be JSON",
+    "keep 0": "rank 0: keep=0: needs a number of at least 1",
+    "keep what": "rank 0: keep=2: needs .* a path that ends in digits, not last",
+    "stranger": r"rank 1: AdamW holds a parameter \(group 0, number 0\) that is not of this Zero2",
+    "foreign": "rank 0: .*mine exists and is not a zerolab checkpoint; it is left alone",
+    "disagree": "rank 0: optimizer state of .* is .* on rank 0, but .* on rank 1",
+    "shape": r"rank 1: optimizer state row of .* has shape \(\d+,\): neither one number nor one per element",
+    "dtype": "rank 1: exp_avg of scale has dtype torch.float8_e5m2",
+    "inside": "rank 0: a checkpoint cannot be made or loaded inside",
+    "full": "rank 1: OSError: .*File too large",
+}
+
+
+def test_refused_saves(ranks, tmp_path):
+    for said in ranks.run(refused_saves, str(tmp_path), ranks=2, timeout=60, group_timeout=10):
+        for what, message in said.items():
+            assert re.match(f"CheckpointError: {REFUSED[what]}", message), f"{what}: {message}"
+
+
+def save_many(folder: str) -> None:
+    zero, optimizer = fresh(CASES["plain"], 2)
+    top = Path(folder)
+    for number in (8, 9, 10, 100, 11, 12):
+        zerolab.save(top / f"run-{number}", zero, optimizer, number=number, keep=3)
+    zerolab.save(top / "run-12", zero, optimizer, number=12.5)
+
+
+def loaded_number(folder: str) -> Any:
+    zero, optimizer = fresh(CASES["plain"], 3)
+    return zerolab.load(folder, zero, optimizer)["number"]
+
+
+def test_what_is_kept(ranks, tmp_path):
+    for name in ("step-1", "run-2", "other-3.tmp-x", "run-12.tmp-0123", "run-4.tmp-89"):  # the last two: killed
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "notes").touch()
+    (tmp_path / "run-100").mkdir()  # empty, so it may be used
+    ranks.run(save_many, str(tmp_path), ranks=2)
+    left = ["other-3.tmp-x", "run-10", "run-100", "run-11", "run-12", "run-2", "step-1"]
+    assert sorted(path.name for path in tmp_path.iterdir()) == left, "what is no checkpoint, or of another name, stays"
+    assert ranks.run(loaded_number, str(tmp_path / "run-12"), ranks=1) == [12.5]
+    (tmp_path / "run-11").rename(tmp_path / "run-11.old")  # killed between the two renames
+    assert ranks.run(loaded_number, str(tmp_path / "run-11"), ranks=3) == [11] * 3

@@ -38,7 +38,7 @@ from torch.optim import Optimizer
 from zerolab.comm import Comm
 from zerolab.engine import Engine, _in_backward
 from zerolab.layout import Slot
-from zerolab.slicefile import CHUNK, DTYPES, NAMES, CheckpointError, Pieces, digest, write_file
+from zerolab.slicefile import CHUNK, DTYPES, NAMES, CheckpointError, Pieces, digest, dtype_name, write_file
 from zerolab.state import _own_state_dict
 from zerolab.unit import Unit
 
@@ -144,7 +144,7 @@ def _write_part(folder: Path, zero: Engine, optimizer: Optimizer) -> dict[str, A
         elements = {key: value for key, value in state.items() if _is_sliced(param, key, value, shared)}
         numbers = {key: _number(f"{key} of {slot.name}", state[key]) for key in state.keys() - elements.keys()}
         states[slot.name] = {
-            "elements": {key: NAMES.get(value.dtype) for key, value in sorted(elements.items())},
+            "elements": {key: dtype_name(f"{key} of {slot.name}", value) for key, value in sorted(elements.items())},
             "numbers": dict(sorted(numbers.items())),
         }
         if stop > start:
@@ -276,7 +276,9 @@ def _manifest(
             for names, group in zip(_names_in_groups(zero, optimizer), optimizer.param_groups, strict=True)
         ],
         "parameters": parameters,
-        "buffers": {name: {"shape": tuple(b.shape), "dtype": NAMES[b.dtype]} for name, b in _buffers(zero).items()},
+        "buffers": {
+            name: {"shape": tuple(b.shape), "dtype": dtype_name(name, b)} for name, b in _buffers(zero).items()
+        },
         "extra": extra,
         "chunk": CHUNK,
         "files": {part["file"]: {"bytes": part["bytes"], "header": part["header"]} for part in parts},

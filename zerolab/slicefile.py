@@ -44,6 +44,13 @@ def digest(data: bytes | bytearray) -> str:
     return hashlib.blake2b(data, digest_size=16).hexdigest()
 
 
+def dtype_name(name: str, tensor: Tensor) -> str:
+    """What the format calls the tensor's dtype."""
+    if tensor.dtype not in NAMES:
+        raise CheckpointError(f"{name} has dtype {tensor.dtype}, which checkpoints do not hold")
+    return NAMES[tensor.dtype]
+
+
 def write_file(path: Path, tensors: dict[str, Tensor]) -> dict[str, Any]:
     """Write flat tensors to a new file and flush it to the disk.
 
@@ -55,10 +62,8 @@ def write_file(path: Path, tensors: dict[str, Tensor]) -> dict[str, Any]:
     # The widest dtypes first, without gaps: so every tensor lies at a multiple of its element size, as readers want it.
     tensors = dict(sorted(tensors.items(), key=lambda item: -item[1].element_size()))
     for name, tensor in tensors.items():
-        if tensor.dtype not in NAMES:
-            raise CheckpointError(f"{name} has dtype {tensor.dtype}, which checkpoints do not hold")
         begin, end = end, end + tensor.numel() * tensor.element_size()
-        header[name] = {"dtype": NAMES[tensor.dtype], "shape": [tensor.numel()], "data_offsets": [begin, end]}
+        header[name] = {"dtype": dtype_name(name, tensor), "shape": [tensor.numel()], "data_offsets": [begin, end]}
     text = json.dumps(header).encode()
     text += b" " * (-len(text) % 8)
     head = len(text).to_bytes(8, "little") + text

@@ -103,6 +103,14 @@ def test_a_hang_is_cut_and_the_next_check_works() -> None:
     assert judge.judge("01.1", CATALOGUE["01.1"].reference).passed
 
 
+def test_a_message_that_nobody_sends() -> None:
+    source = "import torch.distributed as dist\n\n"
+    source += "def average(params):\n    if dist.get_world_size() > 1:\n        dist.recv(params[0].data)\n"
+    verdict = judge.judge("03.1", source, patience=1.0)
+    assert verdict.kind == "waits" and "waits for a message that no rank sends" in verdict.text, verdict.text
+    assert "line 5: dist.recv" in verdict.seen
+
+
 def test_an_exit_is_reported_and_the_next_check_works() -> None:
     verdict = judge.judge("01.2", "import os\n\ndef ring_all_gather(*args):\n    os._exit(3)\n")
     assert verdict.kind == "late" and "exited with code 3" in verdict.text

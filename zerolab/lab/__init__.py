@@ -15,7 +15,20 @@ from typing import Any
 _HOME = {
     "session": ("Session", "RankFailure", "start", "stop", "reset", "push", "pull", "size", "current"),
     "network": ("link",),  # lab.link("200 MB/s, 50 us")
-    "exercises": ("Todo", "check", "predict", "predicted", "reveal", "measured", "skip", "hint", "progress", "mine"),
+    "exercises": (
+        "Todo",
+        "check",
+        "predict",
+        "predicted",
+        "reveal",
+        "measured",
+        "skip",
+        "hint",
+        "progress",
+        "mine",
+        "passed",
+        "exchange",
+    ),
 }
 _MODULE_OF = {name: module for module, names in _HOME.items() for name in names}
 

@@ -101,8 +101,8 @@ class Started:
 class Spy:
     """`with spy:` replaces the functions of torch.distributed by ones that write down what they do."""
 
-    def __init__(self, store: dist.Store, rank: int, world_size: int) -> None:
-        self.store, self.rank, self.world_size = store, rank, world_size
+    def __init__(self, store: dist.Store, rank: int, world_size: int, patience: float = PATIENCE) -> None:
+        self.store, self.rank, self.world_size, self.patience = store, rank, world_size, patience
         self.calls: list[Traffic] = []
         self.blocks = 0  # how many times something was recorded: how far the check has come
         self._numbers: Counter[str] = Counter()  # of calls, by whom they concern
@@ -157,7 +157,7 @@ class Spy:
             )
         works = [dist.isend(tensor.detach().contiguous(), to), dist.irecv(out, source)]
         for work in works:
-            work.wait(timedelta(seconds=PATIENCE))
+            work.wait(timedelta(seconds=self.patience))
         call.waited = True
         return out
 
@@ -168,7 +168,7 @@ class Spy:
 
     def _ask(self, name: str, rank: int, doing: str) -> str:
         """What `rank` has said about the call `name`, which it may not have reached yet."""
-        end = time.monotonic() + PATIENCE
+        end = time.monotonic() + self.patience
         while True:
             is_over = self.store.check([f"over/{rank}"])  # before the look, since it says its last word before that
             if self.store.check([name]):
@@ -225,7 +225,7 @@ class Spy:
 
     def wait(self, work: Any, op: str) -> None:
         """Wait in short turns, so that an interrupt gets through."""
-        end = time.monotonic() + PATIENCE
+        end = time.monotonic() + self.patience
         while work is not None:
             try:
                 work.wait(POLL)
@@ -234,7 +234,7 @@ class Spy:
                 if work.is_completed():
                     raise GaveUp(f"{op}: {error}") from None
                 if time.monotonic() > end:
-                    raise GaveUp(f"{op}: not through after {PATIENCE:g} seconds") from None
+                    raise GaveUp(f"{op}: not through after {self.patience:g} seconds") from None
 
 
 def _bytes(value: Any) -> int:

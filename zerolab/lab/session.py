@@ -109,6 +109,12 @@ class Session:
         self._folder = Path(tempfile.mkdtemp(prefix="zerolab-"))  # for this user only
         self._log = (self._folder / "log").open("w+b")
 
+    def __repr__(self) -> str:
+        return f"<{self.size} live rank{'s' * (self.size > 1)}>" if self._ranks else "<ranks that were stopped>"
+
+    def _ipython_display_(self) -> None:
+        """Nothing, where a notebook would show what `lab.start` returns: it has said all already."""
+
     # -- running -------------------------------------------------------------------------------------------------------
 
     def run(

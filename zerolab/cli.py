@@ -140,7 +140,32 @@ def add_simulate(commands: argparse._SubParsersAction) -> None:
     simulate.set_defaults(run=run)
 
 
-COMMANDS = (add_demo, add_plan, add_simulate)
+def add_bench(commands: argparse._SubParsersAction) -> None:
+    bench = commands.add_parser(
+        "bench",
+        help="step times and peaks beside torch's DDP, ZeroRedundancyOptimizer and FSDP2",
+        description="Every stage and the library that does the same, on the same ranks, a step each in turn. Ratios of "
+        "wall and CPU time, of peak memory, and the losses, to show that they do the same work.",
+    )
+    bench.add_argument("--ranks", type=int, default=2, help="processes to start (default 2)")
+    bench.add_argument("--rounds", type=int, default=40, help="steps of each that count (default 40)")
+    bench.add_argument("--precision", choices=["fp32", "bf16", "both"], default="both", help="default: both")
+    bench.add_argument("--json", metavar="FILE", help="write what was measured")
+    bench.add_argument("--plot", metavar="FILE.png", help="draw it")
+
+    def run(args: argparse.Namespace) -> int:
+        _rich(bench)
+        if args.ranks < 1 or args.rounds < 4:
+            bench.error(f"--ranks must be 1 or more and --rounds 4 or more, not {args.ranks} and {args.rounds}")
+        from zerolab.lab import bench as module
+
+        precisions = ["fp32", "bf16"] if args.precision == "both" else [args.precision]
+        return module.bench(args.ranks, args.rounds, precisions, args.json, args.plot)
+
+    bench.set_defaults(run=run)
+
+
+COMMANDS = (add_demo, add_plan, add_simulate, add_bench)
 
 
 def _rich(parser: argparse.ArgumentParser) -> Any:

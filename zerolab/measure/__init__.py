@@ -3,7 +3,7 @@
 from zerolab.measure.formulas import ADAM_BYTES, CATEGORIES, moved_bytes, paper_state_bytes, state_bytes
 from zerolab.measure.holdings import Holdings, holdings
 from zerolab.measure.ledger import Ledger, ledger
-from zerolab.measure.peak import Peak, peak
+from zerolab.measure.peak import Peak, peak, peak_of
 from zerolab.measure.simulate import Simulation, simulate
 from zerolab.measure.states import model_states
 from zerolab.measure.timeline import KINDS, Timeline, timeline
@@ -25,6 +25,7 @@ __all__ = [
     "moved_bytes",
     "paper_state_bytes",
     "peak",
+    "peak_of",
     "simulate",
     "state_bytes",
     "timeline",

@@ -14,13 +14,14 @@ So let the gradients go at the end of a step, as the training loop does, not at 
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch.optim import Optimizer
-from torch.profiler import ProfilerActivity, profile
+from torch.profiler import ProfilerActivity, profile, record_function
 
 from zerolab.engine import Engine
 from zerolab.measure.states import model_states
@@ -56,12 +57,38 @@ def peak(zero: Engine, optimizer: Optimizer) -> Iterator[Peak]:
         result.bytes = before + _highest_sum(profiler)
 
 
-def _highest_sum(profiler: profile) -> int:
-    """The highest running sum of the bytes allocated and released while the profiler was on."""
-    events = [event for event in profiler.profiler.kineto_results.events() if event.name() == "[memory]"]
-    events.sort(key=lambda event: event.start_ns())
+def peak_of(build: Callable[[], Callable[[], Any]], device: torch.device, steps: int = 3) -> int:
+    """The allocator's peak in bytes in the last of `steps` steps, of whatever `build` builds: any library's.
+
+    build: makes model and optimizer, and returns a function that makes a step. Everything that it allocates counts.
+    """
+    if device.type == "cuda":
+        step = build()
+        for _ in range(steps):
+            torch.cuda.synchronize(device)
+            torch.cuda.reset_peak_memory_stats(device)
+            step()
+        return torch.cuda.max_memory_allocated(device)
+    os.environ.setdefault("KINETO_LOG_LEVEL", "99")
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True, acc_events=True) as profiler:
+        step = build()
+        for _ in range(steps - 1):
+            step()
+        with record_function(LAST):
+            step()
+    return _highest_sum(profiler, since=LAST)
+
+
+LAST = "zerolab: the last step"
+
+
+def _highest_sum(profiler: profile, since: str | None = None) -> int:
+    """The highest running sum of the bytes allocated and released while the profiler was on, or `since` an event."""
+    events = list(profiler.profiler.kineto_results.events())
+    first = next((event.start_ns() for event in events if event.name() == since), 0)
     total = highest = 0
-    for event in events:
+    for event in sorted((e for e in events if e.name() == "[memory]"), key=lambda event: event.start_ns()):
+        if event.start_ns() >= first:
+            highest = max(highest, total, total + event.nbytes())
         total += event.nbytes()
-        highest = max(highest, total)
     return highest

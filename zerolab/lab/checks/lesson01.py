@@ -386,7 +386,7 @@ EXERCISES = [
     Exercise(
         id="01.1",
         title="ring reduce-scatter",
-        section="A ring",
+        section="Write it: the first half",
         check=check_reduce_scatter,
         stub=REDUCE_SCATTER_STUB,
         reference=REDUCE_SCATTER,
@@ -404,7 +404,7 @@ EXERCISES = [
     Exercise(
         id="01.2",
         title="ring all-gather",
-        section="And round once more",
+        section="Write it: the second half",
         check=check_all_gather,
         stub=ALL_GATHER_STUB,
         reference=ALL_GATHER,

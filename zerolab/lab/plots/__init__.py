@@ -1,5 +1,6 @@
 """The pictures of the course. Each takes what was measured, and returns the figure and one sentence: what to see."""
 
+from zerolab.lab.plots.bench import step_times
 from zerolab.lab.plots.calls import Cost, call_costs
 from zerolab.lab.plots.cells import before_after
 from zerolab.lab.plots.cost import cost, fit_cost
@@ -40,6 +41,7 @@ __all__ = [
     "show",
     "skyline",
     "stacks",
+    "step_times",
     "to_a_trillion",
     "who_holds_what",
 ]

@@ -1,0 +1,65 @@
+"""The benchmark runs, and what it says of itself holds. (Its ratios are the machine's: no test asks for them.)"""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+
+import pytest
+import torch
+
+from zerolab.lab import bench
+from zerolab.measure import peak_of
+
+SMALL = {"layers": 2, "width": 64, "context": 16}
+
+
+def test_all_systems_do_the_same_work():
+    report = bench.measure_times(2, 4, "bf16", SMALL)
+    assert [(pair["ours"], pair["peer"]) for pair in report["pairs"]] == list(bench.PAIRS)
+    for pair in report["pairs"]:
+        assert pair["loss_ours"] == pytest.approx(pair["loss_peer"], rel=bench.SAME_LOSS)
+        low, high = pair["wall_interval"]
+        assert 0 < low <= pair["wall_ratio"] <= high
+    assert set(report["floor"]) == set(bench.NAMES) - {bench.FLOOR}
+
+
+def test_the_interval_of_a_median():
+    ratios = [float(k) for k in range(40)]
+    low, high = bench.interval(ratios)
+    assert (low, high) == (13.0, 26.0)  # ranks 14 and 27 of 40: 96 % by the binomial distribution
+    assert bench.interval([1.0, 2.0, 3.0, 4.0]) == (1.0, 4.0)
+
+
+def test_the_peak_of_anything():
+    def build():
+        kept = torch.zeros(1_000_000)
+
+        def step():
+            kept.add_(torch.ones(500_000).repeat(2))  # 2 MB and 4 MB besides the 4 MB that stay
+
+        return step
+
+    assert peak_of(build, torch.device("cpu")) == pytest.approx(10e6, rel=0.01)
+
+
+def test_the_command(tmp_path):
+    for arguments in (["--ranks", "0"], ["--rounds", "2"]):
+        command = [sys.executable, "-m", "zerolab.cli", "bench", *arguments]
+        done = subprocess.run(command, capture_output=True, text=True, timeout=60)
+        assert done.returncode == 2 and "--rounds 4 or more" in done.stderr
+
+
+@pytest.mark.slow
+def test_table_and_picture(capsys, tmp_path, monkeypatch):
+    measure = bench.measure
+    monkeypatch.setattr(bench, "measure", lambda ranks, rounds, precision: measure(ranks, rounds, precision, SMALL))
+    file, drawn = tmp_path / "bench.json", tmp_path / "bench.png"
+    assert bench.bench(2, 4, ["fp32"], str(file), str(drawn)) == 0
+    said = capsys.readouterr().out
+    assert "Zero3 : FSDP2 reshard" in said and "…" not in said and "WRONG" not in said
+    report = json.loads(file.read_text())
+    assert report["ranks"] == 2 and all(0.2 < pair["peak_ratio"] < 5 for pair in report["pairs"])
+    assert report["peak_bytes"]["Zero3"] < report["peak_bytes"]["DDP"]
+    assert drawn.read_bytes().startswith(b"\x89PNG")

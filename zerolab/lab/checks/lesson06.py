@@ -232,12 +232,12 @@ class Block(nn.Module):
 
 
 class Model(nn.Module):
-    """Three blocks between two layers of the root unit."""
+    """Four blocks between two layers of the root unit."""
 
     def __init__(self) -> None:
         super().__init__()
         self.first = nn.Linear(2, 3)
-        self.blocks = nn.ModuleList(Block() for _ in range(3))
+        self.blocks = nn.ModuleList(Block() for _ in range(4))
         self.last = nn.Linear(3, 1)
         self.look: Callable[[], None] = lambda: None
         with torch.no_grad():

@@ -421,7 +421,7 @@ print("its buckets:", " + ".join(f"{size:,}" for size in buckets), f"= {sum(buck
 # > "A program without a distributed sampler trains N times more data."
 #
 # The `DataLoader` of a script for one GPU knows nothing of ranks. Started four times, it deals the same batches to every
-# rank. More data? We train three ways, 25 steps, and look at the loss on text that none of them is given:
+# rank. More data? We train three ways, 25 steps, and look at the loss on pieces of the text that are drawn for that alone:
 
 # %%
 # %%ranks
@@ -485,8 +485,93 @@ print("four ranks with the same batches end with the weights of one process, to 
 from torch.utils.data import DistributedSampler
 
 dealt = DistributedSampler(range(10), num_replicas=4, rank=rank, shuffle=False)
-print(f"rank {rank} gets samples", list(dealt))
+print("samples", list(dealt))
 
 # %% [markdown]
 # Ten samples do not divide by four, so it deals the first ones twice: every rank gets three. On evaluation that counts
 # samples double.
+
+# %% [markdown]
+# ## On trial: whose gradient is it?
+#
+# > "Each shard's gradient sums over its own samples, and the full gradient is the sum of the shards."
+#
+# The sentence mixes two ways to divide: the *data* among the ranks, and the *parameters* into shards (lesson 04). Today only
+# data was divided. How many numbers does a rank's gradient have, then, and is it the sum or the mean that equals the
+# gradient of the global batch?
+
+# %%
+# %%ranks
+model = make_model()
+model(*batch(words, rank, 0, 4, 64)).backward()
+own = torch.cat([param.grad.flatten() for param in model.parameters()])
+
+# %%
+# NBVAL_CHECK_OUTPUT
+own = lab.pull("own")
+torch.manual_seed(0)
+model = GPT(layers=2, width=128)
+in_one_piece(model, [batch(words, rank, 0, 4, 64) for rank in range(4)])
+full = torch.cat([param.grad.flatten() for param in model.parameters()])
+print("elements of each rank's gradient:", [f"{len(grad):,}" for grad in own], f"and of the full one: {len(full):,}")
+print(f"length of the sum:  {(sum(own).norm() / full.norm()).item():.4f} x the full gradient's")
+print(f"length of the mean: {(sum(own).norm() / 4 / full.norm()).item():.4f} x")
+assert torch.allclose(sum(own) / 4, full, atol=1e-6)
+
+# %% [markdown]
+# **Verdict: false.** Every rank has a gradient for *every* parameter, from its own samples; the full gradient is their mean
+# (where losses are means and batches equally large). A sum is four times too long: the learning rate times four.
+#
+# ## On trial: is this ZeRO?
+#
+# > "Wrapping the model in DataParallel or DDP, with NCCL as the process group's backend, is ZeRO."
+#
+# The backend is a telephone: it changes who carries the bytes, not who holds them. So look at who holds what after a
+# step with Adam. From left to right lie the model's parameters, end to end; a band is filled where the rank holds them:
+
+# %%
+plots.show(plots.who_holds_what([lab.pull("extents")]))
+
+# %%
+# NBVAL_CHECK_OUTPUT
+psi = 470_528
+for rank, held in enumerate(lab.pull("held")):
+    size = sum(held.values())
+    print(f"rank {rank} holds {size:,} bytes of model states, {size / psi:.2f} per parameter")
+print(f"all ranks together: {sum(sum(held.values()) for held in lab.pull('held')) / psi:.0f} bytes per parameter")
+
+# %% [markdown]
+# **Verdict: false.** Every rank holds everything: 16 bytes per parameter, four times over. Data parallelism divides
+# *activations* (each rank has a quarter of the global batch) and *time*, and no model state. Those four equal copies are
+# the waste that ZeRO removes, one kind after the other: lesson 04 begins with the green band.
+#
+# ## Questions
+#
+# 1. Why do the ranks' weights stay equal, though no weight is ever sent?
+# 2. Your script runs on 8 GPUs in place of 1, with the same batch size per GPU. What happened to the global batch, and what
+#    should you think about?
+# 3. The naive version and the bucketed one send the same bytes. When is the naive one nearly as fast?
+# 4. Why not one bucket for the whole model?
+# 5. Rank 3's last batch has 2 sequences where the others have 4. Is the mean of the four gradients still right?
+# 6. With gradient accumulation over 8 batches, how much traffic does `no_sync()` save, and what does it cost?
+# 7. How do you notice a missing sampler without looking at the code?
+
+# %% [markdown] tags=["answer"]
+# **Answers**
+#
+# 1. They begin equal (the same seed, or a broadcast at the start, as DDP does), get the same averaged gradients, byte for
+#    byte, and the optimizer is a function of these alone.
+# 2. It is 8 times as large, so an epoch has an eighth of the steps. Fewer, better steps often want a higher learning rate
+#    (a linear rule with warm-up is common); or divide the batch size per GPU by 8. Lesson 13 measures it.
+# 3. When transfer dwarfs latency: large tensors, or a fast network with little latency.
+# 4. It is full only when backward is over, so nothing travels while backward computes; and it is another copy of all
+#    gradients.
+# 5. No. A mean of means gives its 2 sequences twice the weight of the others. Weight each rank's loss by its number of
+#    sequences (or tokens: lesson 14).
+# 6. Seven eighths: gradients travel once in place of 8 times. In stage 0 it costs nothing, since every rank keeps whole
+#    gradients anyway; in ZeRO-2 and 3 it costs exactly that.
+# 7. All ranks report the same loss in the first step, to the last digit. With different batches they cannot.
+
+# %%
+lab.stop()
+lab.progress()

@@ -283,8 +283,13 @@ def check_gradients(zero: Any, model: nn.Module, world: World) -> None:
     check_waited(calls, world)
 
 
-def check_means(zero: Any, world: World, calls: list[Traffic], when: str, times: float) -> None:
-    """The gradients of each unit against the mean over the ranks of `times` those of one backward."""
+def check_means(
+    zero: Any, world: World, calls: list[Traffic], when: str, times: float, lost: dict[float, str] | None = None
+) -> None:
+    """The gradients of each unit against the mean over the ranks of `times` those of one backward.
+
+    lost: which mistake it is if they are another multiple of it.
+    """
     N, rank, alone = world.world_size, world.rank, gradients_alone()
     for unit in zero.units:
         layout, what = unit.layout, f"{unit.name}, gradients after {when}"
@@ -298,6 +303,7 @@ def check_means(zero: Any, world: World, calls: list[Traffic], when: str, times:
             for r in range(N)
             if r != rank
         ]
+        suspects += [(values.total(base, N) / N * (k / times), likely) for k, likely in (lost or {}).items()]
         compare(what, got, values.total(base, N) / N, explained(base, world, calls, suspects))
 
 

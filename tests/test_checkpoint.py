@@ -2,16 +2,23 @@
 
 from __future__ import annotations
 
+import json
+import pickle
 import re
 import resource
 import shutil
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import jobs_crash
 import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
 from safetensors.torch import load_file, load_model
 from torch import Tensor, nn
 from zoo import CASES, WORDS, Block, Case, Stack, alone, noise, words
@@ -594,3 +601,233 @@ def test_what_is_kept(ranks, tmp_path):
     assert ranks.run(loaded_number, str(tmp_path / "run-12"), ranks=1) == [12.5]
     (tmp_path / "run-11").rename(tmp_path / "run-11.old")  # killed between the two renames
     assert ranks.run(loaded_number, str(tmp_path / "run-11"), ranks=3) == [11] * 3
+
+
+# -- crashes --------------------------------------------------------------------------------------------------------
+
+
+def test_a_save_killed_at_every_moment(tmp_path):
+    """One process; the old checkpoint or the new one can be loaded after each death, and nothing piles up."""
+    command = [sys.executable, str(Path(__file__).parent / "jobs_crash.py"), str(tmp_path)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=100)
+    said = [json.loads(line) for line in done.stdout.splitlines()]
+    assert done.returncode == 0 and said[-1] == {"left": ["checkpoint"]}, done.stdout + done.stderr
+    loaded = [line["loaded"] for line in said if "loaded" in line]
+    assert loaded == sorted(loaded, reverse=True) and len(loaded) > 12 and loaded.count("old") > 6
+    before = [line["before"] for line in said if "before" in line]
+    renames = [i for i, (event, _) in enumerate(before) if event == "os.rename"]
+    # The first rename puts the old one aside, the second the new one in its place.
+    assert len(renames) == 3 and loaded.index("new") == len(jobs_crash.SIZES) + renames[1] + 1
+
+
+def die_while_saving(path: str, rank: int, death: str) -> None:
+    case = CASES["plain"]
+    torch.manual_seed(0)
+    zero, optimizer = fresh(case, 2)
+    train(case, zero, optimizer, range(1))
+    zerolab.save(path, zero, optimizer, number=1)
+    train(case, zero, optimizer, range(1, 2))
+    if zero.rank == rank:
+        if death == "writing":
+            jobs_crash.die_when_writing(5000)
+        else:
+            jobs_crash.die_at(int(death), str(Path(path).parent))
+    zerolab.save(path, zero, optimizer, number=2)
+
+
+def one_step(path: str) -> bool:
+    """Whether the checkpoint is what one step gives."""
+    case = CASES["plain"]
+    torch.manual_seed(0)
+    zero, optimizer = fresh(case, 2)
+    train(case, zero, optimizer, range(1))
+    again, other = fresh(case, 3)
+    return zerolab.load(path, again, other)["number"] == 1 and same(held(zero, optimizer), held(again, other))
+
+
+@pytest.mark.parametrize(("rank", "death"), [(1, "writing"), (1, "1"), (0, "8")])
+def test_a_rank_that_dies_while_all_save(ranks, tmp_path, rank, death):
+    path = tmp_path / "checkpoint"
+    with pytest.raises(zerolab.RankError, match=f"rank {rank} of 2 was killed by SIG(KILL|XFSZ)"):
+        ranks.run(die_while_saving, str(path), rank, death, ranks=2, timeout=60, group_timeout=5)
+    assert all(ranks.run(one_step, str(path), ranks=2))
+
+
+# -- what is read, and that nothing is executed ----------------------------------------------------------------------
+
+
+class Wide(Case):
+    units = (nn.Linear,)
+
+    def model(self) -> nn.Module:
+        return nn.Linear(1024, 4096, bias=False)  # 16 MiB
+
+
+def save_wide(path: str) -> None:
+    zerolab.save(path, *fresh(Wide(), 3))
+
+
+def bytes_read(path: str, stage: int) -> int:
+    """What loading makes this process ask of the system."""
+    zero, optimizer = fresh(Wide(), stage)
+    before = read_so_far()
+    zerolab.load(path, zero, optimizer)
+    return read_so_far() - before
+
+
+def read_so_far() -> int:
+    return int(Path("/proc/self/io").read_text().split("rchar: ")[1].split()[0])
+
+
+@pytest.mark.skipif(not Path("/proc/self/io").exists(), reason="needs /proc")
+def test_a_rank_reads_what_it_needs(ranks, tmp_path):
+    mib = 1 << 20
+    ranks.run(save_wide, str(tmp_path / "1"), ranks=1)
+    ranks.run(save_wide, str(tmp_path / "3"), ranks=3)
+    for name in ("1", "3"):
+        for size in ranks.run(bytes_read, str(tmp_path / name), 3, ranks=4):
+            assert 4 * mib <= size < 6.5 * mib, "a quarter, and at each end at most one chunk more"
+        assert 16 * mib <= ranks.run(bytes_read, str(tmp_path / name), 0, ranks=2)[0] < 16.5 * mib
+
+
+class Bomb:
+    """Unpickled, it leaves a mark."""
+
+    def __init__(self, mark: str) -> None:
+        self.mark = mark
+
+    def __reduce__(self) -> Any:
+        return Path.touch, (Path(self.mark),)
+
+
+FILES = ("manifest.json", "rank-00000-of-00002.safetensors", "rank-00001-of-00002.safetensors")
+Damage = tuple[str, int, float, int]  # what, to which file, where (0 to 1), and a number to do it with
+
+DAMAGE = st.tuples(
+    st.sampled_from(["cut", "flip", "swap", "delete", "append", "bomb", "foreign", "folder", "edit", "edit", "space"]),
+    st.integers(0, 2),
+    st.floats(0, 1),
+    st.integers(0, 255),
+)
+
+
+def damaged(files: dict[str, bytes], foreign: dict[str, bytes], damage: list[Damage], bomb: bytes) -> dict[str, Any]:
+    """The files after the damage; None: there is a folder of that name."""
+    files = dict(files)
+    for what, number, where, value in damage:
+        name = FILES[number]
+        data = bytearray(files.get(name) or b"")
+        at = min(int(where * len(data)), len(data) - 1)
+        if what == "cut":
+            files[name] = bytes(data[:at])
+        elif what == "flip" and data:
+            data[at] ^= 1 << value % 8
+            files[name] = bytes(data)
+        elif what == "swap":
+            other = FILES[(number + 1) % 3]
+            files[name], files[other] = files.get(other, b""), files.get(name, b"")
+        elif what == "delete":
+            files.pop(name, None)
+        elif what == "append":
+            files[name] = bytes(data) + bytes([value]) * (1 + value % 9)
+        elif what == "bomb":
+            files[name] = bomb
+        elif what == "foreign":
+            files[name] = foreign[name]
+        elif what == "folder":
+            files[name] = None
+        elif what in ("edit", "space") and files.get(FILES[0]):
+            files[FILES[0]] = edited(files[FILES[0]], where, value, what == "space")
+    return files
+
+
+def edited(text: bytes, where: float, value: int, harmless: bool) -> bytes:
+    """The manifest with one value changed or removed, or only written otherwise."""
+    try:
+        manifest = json.loads(text)
+    except ValueError:
+        return text + b" "
+    if harmless:
+        return json.dumps(manifest, indent=value % 5, sort_keys=True).encode()
+    places: list[tuple[Any, Any]] = []
+
+    def walk(node: Any) -> None:
+        for key in list(node) if isinstance(node, dict) else range(len(node)):
+            places.append((node, key))
+            if isinstance(node[key], dict | list):
+                walk(node[key])
+
+    walk(manifest)
+    node, key = places[min(int(where * len(places)), len(places) - 1)]
+    old = node[key]
+    if value % 4 == 0:
+        del node[key]
+    elif isinstance(old, str):
+        node[key] = old[:-1] + chr(65 + value % 26)
+    elif isinstance(old, int | float):
+        node[key] = old + value
+    else:
+        node[key] = [None, {}, [], "x", 0][value % 5]
+    return json.dumps(manifest).encode()
+
+
+def load_damaged(good: str, other: str, folder: str, examples: int) -> dict[str, int]:
+    """Load checkpoints that hypothesis has damaged: each is refused, or does not matter. How many of each."""
+    zero, optimizer = fresh(Mixed(), 2)
+    zerolab.load(good, zero, optimizer)
+    right = snapshot(zero, optimizer)[:4]
+    plain, weights = Everything(), Everything()
+    zerolab.load_model_weights(good, weights)
+    zero, optimizer = fresh(Mixed(), 2)
+    train(Mixed(), zero, optimizer, range(1))
+    zerolab.save(f"{folder}/start", zero, optimizer)
+    zerolab.load(f"{folder}/start", zero, optimizer)
+    start = snapshot(zero, optimizer)
+    files, foreign = ({name: (Path(f) / name).read_bytes() for name in FILES} for f in (good, other))
+    bomb = pickle.dumps(Bomb(f"{folder}/mark"))
+    path = Path(folder) / "damaged"
+    counts = {"refused": 0, "harmless": 0}
+
+    @settings(max_examples=examples, deadline=None, database=None, derandomize=True)
+    @given(st.lists(DAMAGE, min_size=1, max_size=2))
+    @example([("edit", 0, 0.0, 1)])
+    @example([("bomb", 0, 0.0, 0)])
+    @example([("bomb", 1, 0.0, 0)])
+    def check(damage: list[Damage]) -> None:
+        shutil.rmtree(path, ignore_errors=True)
+        path.mkdir()
+        broken = damaged(files, foreign, damage, bomb)
+        for name, data in broken.items():
+            (path / name).mkdir() if data is None else (path / name).write_bytes(data)
+        said = attempt(lambda: zerolab.load(path, zero, optimizer))
+        if said == "no error":
+            assert same(snapshot(zero, optimizer)[:3], right[:3]), damage
+            counts["harmless"] += 1
+            zerolab.load(f"{folder}/start", zero, optimizer)
+        else:
+            wrong = [name for name in FILES if broken.get(name) != files[name]]
+            assert said.startswith(f"CheckpointError: rank 0: {path}"), (damage, said)
+            assert any(name in said for name in wrong), (damage, said)
+            assert FILES[0] in wrong or re.search(
+                r"(parameters|optimizer/\w+|rank 0/buffers|rank 0/generators)/", said
+            ), said
+            counts["refused"] += 1
+        assert same(snapshot(zero, optimizer), start), damage
+        before = {name: value.clone() for name, value in plain.state_dict().items()}
+        if attempt(lambda: zerolab.load_model_weights(path, plain)).startswith("CheckpointError"):
+            assert same(plain.state_dict(), before)
+        else:
+            assert same(plain.state_dict(), weights.state_dict())
+
+    check()
+    assert not Path(f"{folder}/mark").exists()
+    pickle.loads(bomb)
+    assert Path(f"{folder}/mark").exists(), "the bomb is one"
+    return counts
+
+
+def test_damaged_checkpoints(ranks, saved, tmp_path):
+    """None is loaded with other numbers, none crashes, and nothing in them is executed."""
+    good, other = f"{saved.folder}/2-3", f"{saved.folder}/2-0"
+    counts = ranks.run(load_damaged, good, other, str(tmp_path), 600, ranks=1, timeout=90)[0]
+    assert counts["refused"] > 400 and counts["harmless"] > 0

@@ -100,7 +100,6 @@ class Pieces:
 
     def __init__(self, folder: Path, files: dict[str, Any], pieces: dict[str, Any], chunk: int) -> None:
         self.folder, self.files, self.pieces, self.chunk = folder, files, pieces, chunk
-        self.bytes_read = 0
         self._opened: set[str] = set()  # files whose size and header were looked at
 
     def read(self, name: str, dtype: torch.dtype, start: int, stop: int) -> Tensor:
@@ -130,7 +129,6 @@ class Pieces:
                     data = bytearray(min(self.chunk, size - low))
                     file.seek(piece["at"] + low)
                     count = file.readinto(data)
-                    self.bytes_read += count
                     if count != len(data) or digest(data) != piece["digests"][number]:
                         raise CheckpointError(
                             f"{path}: {name} is damaged: bytes {piece['at'] + low} to {piece['at'] + low + len(data)} "

@@ -1,0 +1,113 @@
+"""Saves that are killed: at every operation on the file system, one after the other, and in the middle of a file.
+
+    python tests/jobs_crash.py FOLDER
+
+prints, for each death, where it was and which of the two checkpoints could be loaded afterwards. Every save, and every
+load, is a process of its own, forked from one that has done nothing but import.
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+import os
+import resource
+import signal
+import sys
+import traceback
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from zoo import CASES
+
+import zerolab
+
+EVENTS = {"open", "os.mkdir", "os.rename", "os.remove", "os.rmdir", "shutil.rmtree", "os.listdir", "os.scandir"}
+
+SIZES = (6000, 15000)  # in the middle of the file of the rank, and of the manifest
+PADDING = "." * 10000  # an extra, by which the manifest becomes the longer of the two
+
+
+def die_at(number: int, folder: str) -> None:
+    """From here on count what this process does to `folder`, and kill it just before it does thing `number`."""
+    count = 0
+
+    def hook(event: str, args: tuple[Any, ...]) -> None:
+        nonlocal count
+        if event in EVENTS and str(args[0]).startswith(folder):
+            count += 1
+            if count == number:
+                print(json.dumps({"before": [event, str(args[0])]}), flush=True)
+                os.kill(os.getpid(), signal.SIGKILL)
+
+    sys.addaudithook(hook)
+
+
+def die_when_writing(size: int) -> None:
+    """Die while writing a file that becomes longer than `size` bytes: the system kills, in the middle of it."""
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+    resource.setrlimit(resource.RLIMIT_FSIZE, (size, size))
+    signal.signal(signal.SIGXFSZ, signal.SIG_DFL)
+
+
+def make(number: float) -> tuple[zerolab.Engine, torch.optim.Optimizer]:
+    zero = zerolab.Zero2(CASES["plain"].model(), units=CASES["plain"].units)
+    for param in zero.model.parameters():
+        param.data.fill_(number)
+    return zero, torch.optim.AdamW(zero.model.parameters())
+
+
+def save_twice(path: str, number: int, death: Callable[[], None]) -> None:
+    """One checkpoint, and then a second one in its place, in which this process shall die."""
+    zerolab.init()
+    zerolab.save(path, *make(number), number=number, padding=PADDING)
+    second = make(number + 1)
+    death()
+    zerolab.save(path, *second, number=number + 1, padding=PADDING)
+
+
+def load(path: str, number: int) -> None:
+    zerolab.init()
+    zero, optimizer = make(-1.0)
+    loaded = zerolab.load(path, zero, optimizer)["number"]
+    assert loaded in (number, number + 1), (loaded, number)
+    assert all((param == loaded).all() for param in zero.model.parameters())
+    print(json.dumps({"loaded": "new" if loaded > number else "old"}), flush=True)
+
+
+def forked(function: Callable[..., None], *args: Any) -> int:
+    """What became of a process that called `function(*args)`: its exit status, or minus the signal that killed it."""
+    pid = os.fork()
+    if pid == 0:
+        code = 1
+        try:
+            function(*args)
+            code = 0
+        except BaseException:
+            traceback.print_exc()
+        finally:
+            os._exit(code)
+    return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+
+
+def main(folder: str) -> int:
+    path = str(Path(folder) / "checkpoint")
+    torch.optim.AdamW([torch.zeros(1)])  # the first one imports much, which the forked processes then need not
+    in_files = [partial(die_when_writing, size) for size in SIZES]
+    for number in itertools.count(1):
+        death = in_files[number - 1] if number <= len(SIZES) else partial(die_at, number - len(SIZES), folder)
+        code = forked(save_twice, path, 2 * number, death)
+        if forked(load, path, 2 * number) != 0:
+            return 1
+        if code == 0:  # there was no such operation: all have been tried
+            print(json.dumps({"left": sorted(os.listdir(folder))}))
+            return 0
+        if code not in (-signal.SIGKILL, -signal.SIGXFSZ):
+            return 1
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1]))

@@ -247,6 +247,28 @@ def test_reductions_run_while_backward_computes(ranks):
         assert ordered == sorted(ordered)
 
 
+def forward_of_a_stage(stage, prefetch):
+    zero, optimizer = build(stage, layers=3, width=64, context=16)
+    zero.prefetch = prefetch
+    for _ in range(2):
+        train(zero, optimizer)
+    with trace(zero, optimizer) as record:
+        train(zero, optimizer)
+    gathers = {call.unit: call.start for call in record.calls if call.op == "all_gather" and not call.control}
+    forward = {span.unit: span.end for span in record.spans if span.phase == "forward"}
+    state = [value for value in zero.full_state_dict().values()]
+    return list(gathers), [gathers[f"blocks.{k + 1}"] < forward[f"blocks.{k}"] for k in range(2)], state
+
+
+@pytest.mark.parametrize("stage", [1, 2])
+def test_the_next_unit_is_gathered_while_one_computes(ranks, stage):
+    ahead, when_needed = (ranks.run(forward_of_a_stage, stage, prefetch, ranks=2) for prefetch in (True, False))
+    for (order, early, state), (order_2, early_2, state_2) in zip(ahead, when_needed, strict=True):
+        assert order == order_2 == ["root", "blocks.0", "blocks.1", "blocks.2"]
+        assert early == [True, True] and early_2 == [False, False]
+        assert all(torch.equal(one, other) for one, other in zip(state, state_2, strict=True))
+
+
 def test_the_overlap_score_can_be_bad(ranks):
     for records in ranks.run(traced, Impatient, ranks=4):
         assert min(hidden_share(record) for record in records) < 0.1

@@ -61,6 +61,7 @@ class Engine:
     """
 
     stage: int
+    prefetch = True  # in stages 1 and 2: gather the next unit while one computes; False: not before it is needed
 
     def __init__(
         self,
@@ -180,6 +181,8 @@ class Engine:
         """Gather the units in `stale`, in order, up to `until` or all of them."""
         while self.stale and (until is None or not until.gathered):
             self.stale.popleft().gather()
+        if self.stale and self.prefetch:  # the next one is on its way while `until` computes
+            self.stale[0].start_gather()
 
     # -- construction --------------------------------------------------------------------------------------------
 
@@ -308,7 +311,7 @@ class Engine:
 
     def _changed(self, unit: Unit) -> None:
         """The optimizer, or somebody else, wrote new values into the parameters of `unit`."""
-        unit.gathered = False
+        unit.outdate()
         self.after_step(unit)
         # A backward through an older forward would mix old activations with new weights: autograd shall refuse it.
         increment_version(unit.whole)

@@ -174,10 +174,14 @@ class Unit:
             gathering.wait()
             self._stuck = False
 
-    def release(self) -> None:
-        """Give the memory of `whole` back. Its views stay, and have no memory either, until the next `gather`."""
+    def outdate(self) -> None:
+        """What `whole` holds, or is just getting, is old."""
         self._end_gather()
         self.gathered = False
+
+    def release(self) -> None:
+        """Give the memory of `whole` back. Its views stay, and have no memory either, until the next `gather`."""
+        self.outdate()
         if not self._stuck:
             self.whole.untyped_storage().resize_(0)
 

@@ -232,25 +232,25 @@ def check_slices(unit: Unit, whole: Tensor, world: World) -> None:
     seen, want = sum(param.numel() for param in unit.params), len(owned(layout, whole, rank))
     if world.world_size > 1 and seen == layout.numel:
         likely = "the optimizer sees whole parameters, and will keep state for all of them: give it this rank's slices"
-        raise Wrong(f"{unit.name}: the optimizer is given all {seen} elements, not this rank's {want}", likely)
+        raise Wrong(f"unit {unit.name}: the optimizer is given all {seen} elements, not this rank's {want}", likely)
     kept = unit.master.numel()
     if kept != layout.shard_size:
         likely = "unit.master is still the whole: keep_shard() returns this rank's shard, and makes it the master"
-        raise Wrong(f"{unit.name}: unit.master has {kept} elements, not {layout.shard_size}", likely)
+        raise Wrong(f"unit {unit.name}: unit.master has {kept} elements, not {layout.shard_size}", likely)
     shapes = [tuple(view.shape) for view in layout.slices(layout.shard(whole, rank), rank)]
     if world.world_size > 1 and [tuple(param.shape) for param in unit.params] != shapes:
         got = ", ".join(str(tuple(param.shape)) for param in unit.params)
         raise Wrong(
-            f"{unit.name}: the optimizer is given the shapes {got}, not {', '.join(map(str, shapes))}",
+            f"unit {unit.name}: the optimizer is given the shapes {got}, not {', '.join(map(str, shapes))}",
             "another rank's slice: layout.slices(shard, rank) wants the rank whose shard it is, self.rank",
         )
     got = torch.cat([param.detach().flatten() for param in unit.params])
-    compare(f"{unit.name}, what the optimizer sees", got, owned(layout, whole, rank), _whose(unit, whole, world))
+    compare(f"unit {unit.name}, what the optimizer sees", got, owned(layout, whole, rank), _whose(unit, whole, world))
     if any(param.untyped_storage()._cdata != unit.master.untyped_storage()._cdata for param in unit.params):
         likely = (
             "copies: the optimizer would change them and not the model. Give it views, as layout.slices() makes them"
         )
-        raise Wrong(f"{unit.name}: what the optimizer sees does not lie in unit.master", likely)
+        raise Wrong(f"unit {unit.name}: what the optimizer sees does not lie in unit.master", likely)
 
 
 def _whose(unit: Unit, whole: Tensor, world: World) -> Callable[[Tensor], str]:
@@ -292,7 +292,7 @@ def check_means(
     """
     N, rank, alone = world.world_size, world.rank, gradients_alone()
     for unit in zero.units:
-        layout, what = unit.layout, f"{unit.name}, gradients after {when}"
+        layout, what = unit.layout, f"unit {unit.name}, gradients after {when}"
         if any(param.grad is None for param in unit.params):
             raise Wrong(f"{what}: there are none", "reduce() left nothing in unit.grad, or post_backward() lost it")
         flat = times * flat_of(layout, [alone[name] for name in unit.names])
@@ -352,7 +352,7 @@ def _compare_weights(unit: Unit, got: Tensor, want: Tensor, old: Tensor, calls: 
         )
 
     pick = torch.cat([torch.arange(slot.offset, slot.end) for slot in unit.layout.slots])
-    compare(f"{unit.name}, parameters after a step", got[pick], want[pick], explain)
+    compare(f"unit {unit.name}, parameters after a step", got[pick], want[pick], explain)
 
 
 def check_training(theirs: type, stage: type, world: World) -> None:

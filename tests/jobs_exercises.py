@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import torch
 from torch import nn
 
@@ -31,6 +33,14 @@ def train_with_both(decisions: dict[str, tuple[str, bool]]) -> tuple[list[float]
     exercises.hear(decisions, [])
     ours = exercises.mine(zerolab.DDP)
     return losses(ours), losses(zerolab.DDP), ours.reduce.__code__.co_filename
+
+
+def train_zero3(decisions: dict[str, tuple[str, bool]]) -> tuple[list[float], list[float], list[str]]:
+    """Losses with both halves of the learner's ZeRO-3 and with the package's, and the files of the former's methods."""
+    exercises.hear(decisions, [])
+    ours = exercises.mine(zerolab.Zero3)
+    methods = [ours.optimizer_params, ours.post_forward, ours.pre_backward, ours.post_backward, ours.after_step]
+    return losses(ours), losses(zerolab.Zero3), [Path(method.__code__.co_filename).name for method in methods]
 
 
 def train_a_stub(source: str) -> None:

@@ -300,6 +300,16 @@ def test_the_learners_class_trains_as_the_packages_does(
         assert file.endswith("ex_03_3.py")
 
 
+def test_both_halves_of_the_learners_zero3_train_as_the_packages_does(my: Path, ranks: zerolab.Ranks) -> None:
+    for id in ("06.2", "07.1"):
+        exercises.define(id, CATALOGUE[id].alternatives[1])
+        exercises.check(id)
+    decisions = {id: exercises._decision(id) for id in ("06.2", "07.1")}
+    for ours, theirs, files in ranks.run(jobs_exercises.train_zero3, decisions, ranks=3):
+        assert ours == theirs and len(ours) == 3
+        assert files == ["ex_06_2.py"] * 2 + ["ex_07_1.py"] * 3
+
+
 def test_a_stub_in_use_says_so_on_its_rank(my: Path, ranks: zerolab.Ranks) -> None:
     with pytest.raises(zerolab.RankError, match=r"exercise 03.3 is not written yet"):
         ranks.run(jobs_exercises.train_a_stub, CATALOGUE["03.3"].stub, ranks=2)

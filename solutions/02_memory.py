@@ -96,7 +96,8 @@ if lab.predicted("02.1"):
 # 1. The optimizer state does **not exist before the first `optimizer.step()`**. A run that fits for one step can fail in
 #    the second: that is why you predicted the second.
 # 2. `zero_grad()` gives the gradients back (it sets `.grad` to None), so between steps there are 12 bytes per parameter.
-# 3. Parameters are a quarter of it at most. Shrinking *them* is the last thing to do, not the first.
+# 3. Of what is there when backward returns, parameters are a quarter. Shrinking *them* is the last thing to do, not the
+#    first.
 
 # %% [markdown]
 # The sum is not exactly 16Ψ. Where are the bytes that are too many?
@@ -379,7 +380,7 @@ if lab.predicted("02.5"):
     for name, size in explained.items():
         print(f"{size:>12,}  {name}")
     print(f"{sum(explained.values()):>12,}  together; measured {activations[tokens]:,}")
-    assert abs(sum(explained.values()) / activations[tokens] - 1) < 0.01  # another device's kernels keep a little else
+    assert abs(sum(explained.values()) / activations[tokens] - 1) < 0.01  # other devices differ a little
 
 # %% [markdown]
 # Not a byte is left over. The first three lines are a formula, `zerolab.measure.formulas.activation_bytes`; what it leaves
@@ -442,7 +443,8 @@ if lab.predicted("02.6"):
 from zerolab.measure import peak
 
 found = {}
-for name, options in {"one by one": {"foreach": False}, "foreach": {"foreach": True}, "fused": {"fused": True}}.items():
+kinds = {"one by one": {"foreach": False}, "foreach": {"foreach": True}, "fused": {"fused": True}}
+for name, options in kinds.items():
     zero = DDP(GPT(layers=4, width=128), units=[Block])
     adam = AdamW(zero.model.parameters(), lr=1e-3, **options)
     record(1)
@@ -459,7 +461,7 @@ for name, options in {"one by one": {"foreach": False}, "foreach": {"foreach": T
 # NBVAL_CHECK_OUTPUT
 if lab.predicted("02.6"):
     for name, (ours, torch_says, room) in lab.pull("found", rank=0).items():
-        print(f"{name:10}  peak {ours:,}, by torch's profiler {torch_says:,}; temporaries of the step {room:,}")
+        print(f"{name:10}  peak {ours:,}, torch's profiler {torch_says:,}; the step's own {room:,}")
         assert abs(torch_says / ours - 1) < 0.01
 
 # %% [markdown]

@@ -50,5 +50,5 @@ def stacks(
 
 
 def _sentence(totals: Mapping[str, float], unit: str) -> str:
-    listed = [f"{name.replace(chr(10), ' ')}: {total:.3g}" for name, total in totals.items()]
-    return f"{unit[0].upper()}{unit[1:]}. {'; '.join(listed)}."
+    listed = [f"{name.replace(chr(10), ' ')} = {total:.3g}" for name, total in totals.items()]
+    return f"In {unit}: {'; '.join(listed)}."

@@ -298,7 +298,6 @@ if lab.predicted("06.2"):
 # Every byte at the peak of stage 3:
 
 # %%
-# NBVAL_CHECK_OUTPUT
 if lab.predicted("06.2"):
     line = lines[0]
     phase = line.events[line.peak_moment - 1].phase
@@ -425,7 +424,6 @@ def weigh(units):
 weights = {"a unit for each block": weigh((Block,)), "one unit": weigh(())}
 
 # %%
-# NBVAL_CHECK_OUTPUT
 if lab.predicted("06.2"):
     print(f"16Ψ/N = {16 * 1_263_616 // 4:,}")
     for name, (states, most, gathered) in lab.pull("weights", rank=0).items():

@@ -65,7 +65,9 @@ def test_mistakes_are_named(id: str, source: str, said: str) -> None:
     first, seen, likely, tip = verdict.text.splitlines()[:4]
     assert first.startswith(f"✗ {id} ") and first.endswith("wrong")
     assert (
-        seen.startswith("  seen     rank ") and likely.startswith("  likely   ") and tip.startswith("  try      hint()")
+        seen.startswith("  seen     rank ")
+        and likely.startswith("  likely   ")
+        and tip.startswith("  try      lab.hint()")
     )
 
 
@@ -86,7 +88,7 @@ def test_the_stub_is_not_done_yet(id: str) -> None:
 
 def test_a_stub_raises_todo(my: Path) -> None:
     module = exercises.define("01.1", CATALOGUE["01.1"].stub)
-    with pytest.raises(Todo, match=r"exercise 01.1 is not written yet.*check\(\"01.1\"\)"):
+    with pytest.raises(Todo, match=r"exercise 01.1 is not written yet.*lab.check\(\"01.1\"\)"):
         module.ring_reduce_scatter([], 0, 1, None)
 
 
@@ -218,7 +220,7 @@ def test_reveal_shows_nothing_before_a_prediction(my: Path, capsys: pytest.Captu
     exercises.predict("02.1", ...)
     exercises.reveal("02.1")
     said = capsys.readouterr().out
-    assert "in the place of" in said and "first predict" in said and "4.2" not in said
+    assert "in the place of" in said and "first lab.predict" in said and "4.2" not in said
     exercises.predict("02.1", 5_000_000)
     exercises.reveal("02.1")
     assert "measured 4.20 MB; you said 5.00 MB: 19 % too much" in capsys.readouterr().out
@@ -239,6 +241,16 @@ def test_skip(my: Path, capsys: pytest.CaptureFixture) -> None:
     assert capsys.readouterr().out.endswith("exactly right\n")
     with pytest.raises(TypeError, match=r"prediction 02.2 is a Tensor"):
         exercises.predict("02.2", torch.ones(1))
+    with pytest.raises(exercises.Misused, match="is a text"):
+        exercises.predict(2.2, 3)
+
+
+def test_a_unit_in_a_prediction_is_no_number(my: Path, capsys: pytest.CaptureFixture) -> None:
+    exercises.measured("02.3", 24.0, unit="MB")
+    exercises.predict("02.3", "48 MB")
+    exercises.reveal("02.3")
+    said = capsys.readouterr().out
+    assert "a number of MB was asked, without its unit, and you said '48 MB'" in said and "24" not in said
 
 
 @pytest.mark.parametrize(

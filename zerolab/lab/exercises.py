@@ -35,6 +35,13 @@ _classes: dict[tuple, type] = {}  # what `mine` made of classes, so that it is t
 _last: str | None = None  # the exercise that was written or checked last
 
 
+class Misused(ValueError):
+    """Something was asked that cannot be done: a notebook shows the sentence alone, without our frames."""
+
+    def _render_traceback_(self) -> list[str]:
+        return [str(self)]
+
+
 class Stale(RuntimeError):
     """An object of an earlier version of an answer was used."""
 
@@ -113,7 +120,7 @@ def define(id: str, source: str) -> ModuleType:
         )
     else:
         _write(file, source)
-        state = "not written yet" if is_stub else f'written to {_short(file)}; check("{id}") tries it'
+        state = "not written yet" if is_stub else f'written to {_short(file)}; lab.check("{id}") tries it'
         print(f"{id} {asked.title}: {state}")
     _last = id
     module = _load(asked, source)
@@ -215,7 +222,7 @@ def check(id: str | None = None) -> None:
 
 def _which(id: str | None) -> str:
     if id is None and _last is None:
-        raise ValueError(f"which exercise? There are {', '.join(catalogue())}")
+        raise Misused(f'which exercise? There are {", ".join(catalogue())}: lab.check("01.1"), lab.hint("01.1")')
     return id or _last or ""
 
 
@@ -262,7 +269,9 @@ def _answer(asked: Exercise) -> tuple[ModuleType | None, str]:
     if right:
         return _load(asked, source), ""
     written = source and judge.digest(source) != judge.digest(asked.stub)
-    return None, f'{asked.id} has not passed: check("{asked.id}")' if written else f"{asked.id} is not written yet"
+    if not written:
+        return None, f"{asked.id} is not written yet"
+    return None, f'{asked.id} has not passed as it is now: lab.check("{asked.id}")'
 
 
 def _mine_of_exercise(asked: Exercise) -> Any:
@@ -297,15 +306,17 @@ def _mine_of_class(base: type) -> type:
 
 def predict(id: str, value: Any = ...) -> None:
     """Write down what you expect, before it is measured. `...` stands for a number that is still to come."""
+    if not isinstance(id, str):
+        raise Misused(f'the name of a prediction is a text: lab.predict("01.1", 48), not lab.predict({id!r}, ...)')
     if value is ... or value is None:
-        print(f'{id}: put your number in the place of `...`, or skip("{id}")')
+        print(f'{id}: put your number in the place of `...`, or lab.skip("{id}")')
         return
     if not isinstance(value, (int, float, str, list, tuple)) or isinstance(value, bool):
         raise TypeError(f"prediction {id} is a {type(value).__name__}: give a number, a word, or a list of them")
     kept = _read_progress()
     kept["predictions"][id] = value
     _write_progress(kept)
-    print(f'{id}: written down; reveal("{id}") compares')
+    print(f'{id}: written down; lab.reveal("{id}") compares, once it is measured')
 
 
 def skip(id: str) -> None:
@@ -330,15 +341,18 @@ def reveal(id: str) -> None:
     """Print what was measured and how far off the prediction was; nothing before there is a prediction."""
     predictions = _read_progress()["predictions"]
     if id not in predictions:
-        print(f'{id}: first predict("{id}", your number), or skip("{id}")')
+        print(f'{id}: first lab.predict("{id}", your number), or lab.skip("{id}")')
         return
     if id not in _measured:
-        print(f"{id}: not measured yet: run the cells above")
+        print(f"{id}: not measured yet: run the cells above, those that begin with %%ranks too")
         return
     (value, unit), guess = _measured[id], predictions[id]
     shown = _with_unit(value, unit)
     if guess is None:
         print(f"{id}: measured {shown}")
+    elif isinstance(value, (int, float)) and isinstance(guess, str):
+        wanted = f"a number of {unit}" if unit else "a number"
+        print(f'{id}: {wanted} was asked, without its unit, and you said {guess!r}: lab.predict("{id}", number) again')
     else:
         print(f"{id}: measured {shown}; you said {_with_unit(guess, unit)}: {_how_far_off(guess, value)}")
 

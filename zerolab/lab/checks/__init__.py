@@ -23,12 +23,22 @@ from zerolab.lab.checks.spy import GaveUp, Spy, Traffic
 UNKNOWN = "a mistake that this check does not know; this is the smallest case that fails"
 
 
+class NoSuchExercise(KeyError):
+    """A notebook shows the sentence alone, without our frames."""
+
+    def __str__(self) -> str:
+        return str(self.args[0])
+
+    def _render_traceback_(self) -> list[str]:
+        return [str(self)]
+
+
 class Todo(Exception):
     """An exercise that is not written yet."""
 
     def __init__(self, exercise: str = "") -> None:
         which = f"exercise {exercise}" if exercise else "this exercise"
-        check = f' and check("{exercise}")' if exercise else ""
+        check = f' and lab.check("{exercise}")' if exercise else ""
         super().__init__(f"{which} is not written yet: replace `raise Todo(...)` by your code, run the cell{check}")
 
 
@@ -155,7 +165,7 @@ def exercise(id: str) -> Exercise:
     """The exercise of that number. Raises KeyError, naming those there are."""
     known = catalogue()
     if id not in known:
-        raise KeyError(f"there is no exercise {id!r}; there are {', '.join(known)}")
+        raise NoSuchExercise(f"there is no exercise {id!r}; there are {', '.join(known)}")
     return known[id]
 
 

@@ -227,7 +227,7 @@ def _verdict(asked: Exercise, good: list[int], world_size: int, reports: list[Re
         f"✗ {asked.id} {asked.title}    " + " · ".join([*(f"N={n} ok" for n in good), f"N={world_size} wrong"]),
         f"  seen     {where}, {worst.seen}" + (f" ({_list(rights)} right)" if rights else ""),
         f"  likely   {likely}",
-        f"  try      hint() · {worst.tip or chr(34) + asked.section + chr(34)}",
+        f"  try      lab.hint() · {worst.tip or chr(34) + asked.section + chr(34)}",
     ]
     lines += [f"  printed  {line}" for line in worst.printed.splitlines()[:10]]
     return Verdict(asked.id, worst.kind, "\n".join(lines), worst.seen, likely, reports)

@@ -140,7 +140,8 @@ lab.predict("02.3", 4 + 4)
 
 # %% [markdown]
 # `zerolab.DDP` is this course's plainest training engine: it keeps everything on every rank, and it can keep masters.
-# `model_states` counts what it holds, storage by storage.
+# `units=[Block]` tells it which parts of the model to treat as one piece each; lesson 03 makes something of them. `model_states`
+# counts what it holds, storage by storage.
 
 # %%
 # %%ranks

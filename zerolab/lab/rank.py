@@ -1,7 +1,8 @@
 """One rank of the lab: `python -m zerolab.lab.rank -f CONNECTION_FILE`, an IPython kernel that `session.start` starts.
 
 It ends with the process that started it, however that ends: a thread looks for the parent twice a second, and on Linux
-the system kills this process too if it hangs in C.
+the system kills this process too if it hangs in C. An engine of an ipyparallel cluster (cluster.py) is a rank from
+`adopt` to `release`, and is left as it was.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ import linecache
 import os
 import pickle
 import signal
+import socket
 import sys
 import threading
 import time
@@ -42,21 +44,28 @@ def main() -> None:
     from ipykernel.kernelapp import IPKernelApp
     from traitlets.config import Config
 
-    import zerolab
-
     torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "1")))
     config = Config()
     config.HistoryManager.enabled = False  # its database is for one writer
     config.IPKernelApp.log_level = "ERROR"
     app = IPKernelApp.instance(config=config)
     app.initialize(sys.argv[1:])
+    _prepare(app.shell)
+    app.start()
+
+
+def _prepare(shell: Any) -> None:
+    """What a shell needs to be a rank's."""
+    import torch
+
+    import zerolab
+
     sys.modules["ipywidgets"] = None  # a widget would have nobody to talk to: tqdm.auto and others print instead
     warnings.filterwarnings("ignore", "IProgress not found")
     warnings.filterwarnings("ignore", "To exit: use", UserWarning)
-    app.shell.set_custom_exc((Exception, KeyboardInterrupt), _show_failure)
-    app.shell.push({"torch": torch, "zerolab": zerolab}, interactive=False)
-    app.kernel.comm_manager.register_target(TARGET, _arrived)
-    app.start()
+    shell.set_custom_exc((Exception, KeyboardInterrupt), _show_failure)
+    shell.push({"torch": torch, "zerolab": zerolab}, interactive=False)
+    shell.kernel.comm_manager.register_target(TARGET, _arrived)
 
 
 def _end_with(parent: int) -> None:
@@ -68,7 +77,7 @@ def _end_with(parent: int) -> None:
 # -- what the notebook runs here ---------------------------------------------------------------------------------------
 
 
-def join(port: int, world: int, timeout: float, device: str, link: str | None) -> None:
+def join(address: str, port: int, world: int, timeout: float, device: str, link: str | None) -> None:
     """Leave the process group, if there is one, and join a fresh one: `world` is a number that never comes twice."""
     import torch
     import torch.distributed as dist
@@ -78,20 +87,28 @@ def join(port: int, world: int, timeout: float, device: str, link: str | None) -
 
     launch = importlib.import_module("zerolab.launch")  # zerolab.launch is its function
 
-    guard.leave()
-    network.use(None)
-    if dist.is_initialized():
-        dist.destroy_process_group()
-    store = dist.TCPStore("127.0.0.1", port, wait_for_workers=False, timeout=timedelta(seconds=timeout))
+    _leave()
+    store = dist.TCPStore(address, port, wait_for_workers=False, timeout=timedelta(seconds=timeout))
     launch._stores = (dist.PrefixStore(f"world {world}, group {group}", store) for group in itertools.count())
     place = launch.init(timeout)
     if device == "shared":
-        place = torch.device("cuda", int(os.environ["RANK"]) % torch.cuda.device_count())
+        place = torch.device("cuda", int(os.environ["LOCAL_RANK"]) % torch.cuda.device_count())
         torch.cuda.set_device(place)
     guard.enter(dist.PrefixStore(f"world {world}, guard", store), store, timeout)
     network.use(link)
     names = {"rank": dist.get_rank(), "world_size": dist.get_world_size(), "device": place}
     get_ipython().push(names, interactive=False)
+
+
+def _leave() -> None:
+    import torch.distributed as dist
+
+    from zerolab.lab import guard, network
+
+    guard.leave()
+    network.use(None)
+    if dist.is_initialized():
+        dist.destroy_process_group()
 
 
 def _arrived(comm: Any, message: dict[str, Any]) -> None:
@@ -121,6 +138,90 @@ def give(name: str) -> None:
         kind = type(shell.user_ns[name]).__name__
         raise TypeError(f"{name!r}, a {kind}, cannot be sent to the notebook: {error}") from None
     publish_display_data({MIME: base64.b64encode(buffer.getvalue()).decode()})
+
+
+# -- an engine of a cluster, for a while -------------------------------------------------------------------------------
+
+# Which rank a process is; Slurm last: mpirun in a Slurm job passes on the number of the daemon that started it.
+SCHEDULER = ("RANK", "OMPI_COMM_WORLD_RANK", "PMI_RANK", "SLURM_PROCID")
+_lent: dict[str, Any] = {}  # how the engine was before it became a rank
+_store: Any = None
+
+
+def describe(gpus: bool) -> dict[str, Any]:
+    """Who this engine is; gpus: look for them as well, which makes CUDA begin."""
+    release()  # of a notebook that has gone without a word
+    import torch
+
+    return {
+        "host": socket.gethostname(),
+        "ranks": {name: os.environ[name] for name in SCHEDULER if name in os.environ},
+        "gpus": torch.cuda.device_count() if gpus and _nccl() else 0,
+        "chosen": bool(os.environ.get("CUDA_VISIBLE_DEVICES")),
+        "own": "SLURM_GPUS_PER_TASK" in os.environ,  # each sees only its own
+    }
+
+
+def _nccl() -> bool:
+    import torch.distributed as dist
+
+    return dist.is_nccl_available()
+
+
+def serve(towards: str) -> tuple[str, int]:
+    """Open the store of the ranks here: its address as seen from the host `towards`, and its port."""
+    global _store
+    import torch.distributed as dist
+
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        probe.connect((towards, 9))  # sends nothing: only asks which way it would go
+        address = probe.getsockname()[0]
+    listener = socket.create_server((address, 0))
+    port = listener.getsockname()[1]
+    _store = dist.TCPStore(address, port, None, True, wait_for_workers=False, master_listen_fd=listener.detach())
+    return address, port
+
+
+def adopt(world: dict[str, str]) -> None:
+    """This engine is a rank from now on: `world` is what torchrun would set in its environment."""
+    import torch
+    from IPython import get_ipython
+
+    _lent["threads"] = torch.get_num_threads()
+    _lent["ipywidgets"] = sys.modules.get("ipywidgets")
+    _lent["environment"] = {name: os.environ.get(name) for name in (*world, "GLOO_SOCKET_IFNAME")}
+    os.environ.update(world)
+    if "OMP_NUM_THREADS" not in os.environ:
+        torch.set_num_threads(1)
+    _prepare(get_ipython())
+
+
+def release() -> None:
+    """This engine is nobody's rank any more. Variables are kept."""
+    global _store
+    _store = None
+    if not _lent:
+        return
+    import torch
+    from IPython import get_ipython
+
+    _leave()
+    importlib.import_module("zerolab.launch")._stores = None
+    shell = get_ipython()
+    shell.set_custom_exc((), None)
+    shell.kernel.comm_manager.unregister_target(TARGET, _arrived)
+    if _lent["ipywidgets"] is None:
+        sys.modules.pop("ipywidgets", None)
+    else:
+        sys.modules["ipywidgets"] = _lent["ipywidgets"]
+    for name, value in _lent["environment"].items():
+        if value is None:
+            os.environ.pop(name, None)
+        else:
+            os.environ[name] = value
+    torch.set_num_threads(_lent["threads"])
+    _inbox.clear()
+    _lent.clear()
 
 
 # -- tracebacks --------------------------------------------------------------------------------------------------------

@@ -3,6 +3,8 @@
 Each rank is a process of its own (rank.py), told who it is by the variables that torchrun sets. This process holds the
 store where they meet, sends them cells, collects what they print, and tells ranks that wait for another one what has
 become of it (guard.py). Everything listens on the loopback interface only.
+
+The processes may also be the engines of an ipyparallel cluster: `start(backend="ipyparallel")`, see cluster.py.
 """
 
 from __future__ import annotations
@@ -23,9 +25,9 @@ import tempfile
 import threading
 import time
 import uuid
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -42,6 +44,8 @@ START_TIMEOUT = 90.0
 INTERRUPT_TIMEOUT = GROUP_TIMEOUT + 2.0  # a rank that has not reacted to an interrupt by then is killed
 PATIENCE = 5.0  # for so long the others may go on when one has failed
 
+ON_GPUS = "on a GPU each, talking through NCCL: times are real, and the order of sums is NCCL's own."
+
 _current: Session | None = None
 
 
@@ -53,7 +57,6 @@ class _Rank:
     process: subprocess.Popen
     file: Path  # where the kernel writes its ports and its key
     client: BlockingKernelClient | None = None
-    pending: set[str] = field(default_factory=set)
 
     def connect(self) -> bool:
         """Connect, if the kernel is there already."""
@@ -66,6 +69,33 @@ class _Rank:
         self.client.start_channels(stdin=False, hb=False, control=False)
         self.file.unlink()
         return True
+
+    def send(self, code: str, silent: bool = False) -> str:
+        """Send a cell: the id of its message, which the answers name."""
+        return self.client.execute(
+            code, silent=silent, store_history=False, allow_stdin=False, stop_on_error=not silent
+        )
+
+    def deliver(self, content: dict[str, Any]) -> None:
+        """Send what opens a comm, with values in it."""
+        self.client.shell_channel.send(self.client.session.msg("comm_open", content))
+
+    @property
+    def sockets(self) -> list[Any]:
+        """Something can be read from them when there are messages."""
+        return [self.client.iopub_channel.socket, self.client.shell_channel.socket]
+
+    def messages(self) -> Iterator[tuple[str | None, str, dict[str, Any]]]:
+        """What the kernel has sent so far: to which message it is an answer, of what type, and the content."""
+        for socket_ in self.sockets:
+            while True:
+                try:
+                    _, answer = self.client.session.recv(socket_, zmq.NOBLOCK)
+                except zmq.Again:
+                    break
+                if answer is None:
+                    break
+                yield answer["parent_header"].get("msg_id"), answer["header"]["msg_type"], answer["content"]
 
     def close(self) -> None:
         if self.client is not None:
@@ -97,15 +127,23 @@ class _Rank:
 class Session:
     """`size` live ranks. `start` makes it."""
 
+    _revival = "lab.reset() restarts the dead"
+
     def __init__(self, size: int, device: str) -> None:
         self.size, self.device = size, device  # device: "cpu", "nccl" or "shared"
         self.emulated: str | None = None  # the emulated link, as it was written
-        self._ranks: dict[int, _Rank] = {}
+        self._ranks: dict[int, Any] = {}  # of _Rank, or what offers the same
         self._cells, self._worlds = itertools.count(1), itertools.count()
+        self._open()
+
+    def _open_store(self) -> None:
         # TCPStore's own socket listens on all interfaces, and a port only looked up may be lost again.
         listener = socket.create_server(("127.0.0.1", 0))
-        self._port, fd = listener.getsockname()[1], listener.detach()
-        self._store = dist.TCPStore("127.0.0.1", self._port, None, True, wait_for_workers=False, master_listen_fd=fd)
+        self._address, self._port, fd = "127.0.0.1", listener.getsockname()[1], listener.detach()
+        self._store = dist.TCPStore(self._address, self._port, None, True, wait_for_workers=False, master_listen_fd=fd)
+
+    def _open(self) -> None:
+        self._open_store()
         self._folder = Path(tempfile.mkdtemp(prefix="zerolab-"))  # for this user only
         self._log = (self._folder / "log").open("w+b")
 
@@ -158,7 +196,7 @@ class Session:
             self._note(cell, rank, "takes no part in this cell")
         before = f"from zerolab.lab import guard as _guard; _guard.begin({cell}, {self.size}); del _guard"
         for rank in chosen:
-            self._send(rank, before, silent=True)
+            self._ranks[rank].send(before, silent=True)
         results, reason = self._collect(chosen, code, cell, timeout, watch)
         if show:
             report.show(results, self.size)
@@ -166,8 +204,7 @@ class Session:
             if result.failure and not traces:
                 result.failure.trace = ""
         dead = [rank for rank in results if self._ranks[rank].fate]
-        hint = "lab.reset() gives fresh process groups" + (" and restarts the dead" if dead else ", variables are kept")
-        error = report.failure(results, self.size, hint)
+        error = report.failure(results, self.size, self._hint(bool(dead)))
         if error is not None:
             raise RankFailure(f"{reason}{error}", error.rank, results)
         return [results[rank] for rank in chosen]
@@ -178,16 +215,16 @@ class Session:
         if not chosen or not set(chosen) <= set(range(self.size)):
             raise ValueError(f"ranks {', '.join(map(str, chosen)) or '(none)'}: there are ranks 0 to {self.size - 1}")
         if dead := [f"rank {rank} {self._ranks[rank].fate}" for rank in chosen if self._ranks[rank].fate]:
-            raise RankFailure(f"{', '.join(dead)}: lab.reset() restarts the dead", None, {})
+            raise RankFailure(f"{', '.join(dead)}: {self._revival}", None, {})
         return chosen
+
+    def _hint(self, dead: bool) -> str:
+        """What to do after a failure, the last line of its message."""
+        return "lab.reset() gives fresh process groups" + (" and restarts the dead" if dead else ", variables are kept")
 
     def _must_live(self) -> None:
         if not self._ranks:
             raise RuntimeError("these ranks were stopped: lab.start(4) starts new ones")
-
-    def _send(self, rank: int, code: str, silent: bool = False) -> str:
-        client = self._ranks[rank].client
-        return client.execute(code, silent=silent, store_history=False, allow_stdin=False, stop_on_error=not silent)
 
     def _note(self, cell: int, rank: int, what: str) -> None:
         """For ranks that wait for this one (guard.py): it will not come, and why."""
@@ -204,12 +241,12 @@ class Session:
         """Send the cell, and gather what comes until every rank is done, dead, or was interrupted and did not react."""
         results = {rank: Result(rank) for rank in ranks}
         begin = time.monotonic()
-        waiting = {rank: (self._send(rank, code), {"reply", "idle"}) for rank in ranks}
+        waiting = {rank: (self._ranks[rank].send(code), {"reply", "idle"}) for rank in ranks}
         poller, deadline, reason = zmq.Poller(), None, ""
         limit = begin + timeout if timeout is not None else None
         for rank in ranks:
-            for channel in (self._ranks[rank].client.iopub_channel, self._ranks[rank].client.shell_channel):
-                poller.register(channel.socket, zmq.POLLIN)
+            for readable in self._ranks[rank].sockets:
+                poller.register(readable, zmq.POLLIN)
         while waiting:
             try:
                 poller.poll(100)
@@ -234,7 +271,6 @@ class Session:
                     self._interrupt(waiting)
                 if deadline is not None and now > deadline:
                     for rank in waiting:
-                        self._ranks[rank].process.kill()
                         stubborn = f"did not react to the interrupt within {INTERRUPT_TIMEOUT:g} s: killed"
                         results[rank].failure = Failure("died", stubborn, time=time.time())
                         self._ranks[rank].kill()
@@ -247,31 +283,22 @@ class Session:
 
     def _receive(self, rank: int, result: Result, message: str, missing: set[str]) -> None:
         """Read what the rank's kernel has sent; `missing` loses what has come of the end of the cell."""
-        client = self._ranks[rank].client
-        for channel in (client.iopub_channel, client.shell_channel):
-            while True:
-                try:
-                    _, answer = client.session.recv(channel.socket, zmq.NOBLOCK)
-                except zmq.Again:
-                    break
-                if answer is None:
-                    break
-                if answer["parent_header"].get("msg_id") != message:
-                    continue
-                kind, content = answer["header"]["msg_type"], answer["content"]
-                if kind == "execute_reply":
-                    missing.discard("reply")
-                    if content["status"] == "aborted" and result.failure is None:
-                        result.failure = Failure("interrupted", "was interrupted", time=time.time())
-                elif kind == "status" and content["execution_state"] == "idle":
-                    missing.discard("idle")
-                elif kind == "stream":
-                    result.write(content["name"], content["text"])
-                elif kind in ("display_data", "execute_result"):
-                    content["data"].pop("application/vnd.jupyter.widget-view+json", None)  # has no other end here
-                    result.outputs.append(("display", (content["data"], content.get("metadata", {}))))
-                elif kind == "error":
-                    result.failure = report.raised(content, time.time())
+        for answered, kind, content in self._ranks[rank].messages():
+            if answered != message:
+                continue
+            if kind == "execute_reply":
+                missing.discard("reply")
+                if content["status"] == "aborted" and result.failure is None:
+                    result.failure = Failure("interrupted", "was interrupted", time=time.time())
+            elif kind == "status" and content["execution_state"] == "idle":
+                missing.discard("idle")
+            elif kind == "stream":
+                result.write(content["name"], content["text"])
+            elif kind in ("display_data", "execute_result"):
+                content["data"].pop("application/vnd.jupyter.widget-view+json", None)  # has no other end here
+                result.outputs.append(("display", (content["data"], content.get("metadata", {}))))
+            elif kind == "error":
+                result.failure = report.raised(content, time.time())
 
     def _tell(self, cell: int, result: Result) -> None:
         if result.failure is None:
@@ -296,9 +323,7 @@ class Session:
             raise TypeError(f"{', '.join(values)} cannot be sent to the ranks: {error}") from error
         data = base64.b64encode(buffer.getvalue()).decode()
         for rank in self._choose(ranks):
-            client = self._ranks[rank].client
-            content = {"comm_id": uuid.uuid4().hex, "target_name": TARGET, "data": {"values": data}}
-            client.shell_channel.send(client.session.msg("comm_open", content))
+            self._ranks[rank].deliver({"comm_id": uuid.uuid4().hex, "target_name": TARGET, "data": {"values": data}})
         self._call("rank.take", ranks=ranks)
 
     def pull(self, name: str, ranks: Iterable[int] | None = None) -> list[Any]:
@@ -386,7 +411,8 @@ class Session:
     def _join(self) -> None:
         """Every rank into a fresh process group."""
         world = next(self._worlds)
-        self._call("rank.join", self._port, world, GROUP_TIMEOUT, self.device, self.emulated, timeout=60.0)
+        where = (self._address, self._port, world)
+        self._call("rank.join", *where, GROUP_TIMEOUT, self.device, self.emulated, timeout=60.0)
 
     def reset(self) -> list[int]:
         """Fresh process groups, variables kept; dead ranks start again, empty: which ones, is returned."""
@@ -408,45 +434,75 @@ class Session:
                     raise
 
     def stop(self) -> None:
-        """End all processes."""
+        """End all processes; an engine of a cluster only ends being a rank."""
         global _current
+        self._end()
+        self._ranks = {}
+        if _current is self:
+            _current = None
+
+    def _end(self) -> None:
         for rank in self._ranks.values():
             with suppress(ProcessLookupError):
                 os.killpg(rank.process.pid, signal.SIGKILL)
         for rank in self._ranks.values():
             rank.kill()
-        self._ranks = {}
         self._log.close()
         shutil.rmtree(self._folder, ignore_errors=True)
         registry.remove()
-        if _current is self:
-            _current = None
 
 
 # -- what a notebook calls ---------------------------------------------------------------------------------------------
 
 
-def start(ranks: int = 4, device: str = "auto", stop_others: bool = False) -> Session:
-    """Start live ranks, in place of this notebook's earlier ones, and say on what they run.
+def start(
+    ranks: int | None = None,
+    device: str = "auto",
+    stop_others: bool = False,
+    backend: str = "local",
+    profile: str | None = None,
+    connection: str | os.PathLike | None = None,
+) -> Session:
+    """Start live ranks (4 if it is not said how many), in place of this notebook's earlier ones; say on what they run.
 
     device: "cpu"; "cuda": a GPU for each rank if there are as many, else several ranks share one; "auto": a GPU for
     each rank if CUDA_VISIBLE_DEVICES names as many, else the CPU. stop_others: end other notebooks' ranks first.
+
+    backend: "local", or "ipyparallel": the engines of a cluster that runs already (Slurm, SSH, MPI), all of them if
+    `ranks` is not given, are the ranks that their scheduler says (cluster.py). profile: the cluster's IPython profile;
+    connection: its ipcontroller-...-client.json, where that is not in the profile or has an id in its name.
     """
     global _current
-    if not isinstance(ranks, int) or isinstance(ranks, bool) or not 1 <= ranks <= 64:
+    if backend not in ("local", "ipyparallel"):
+        raise ValueError(f'backend={backend!r}, but must be "local" or "ipyparallel"')
+    if backend == "local" and (profile or connection):
+        raise ValueError('profile and connection are of a cluster: write backend="ipyparallel" with them')
+    if ranks is None and backend == "local":
+        ranks = 4
+    if ranks is None:
+        pass  # as many as the cluster has engines
+    elif not isinstance(ranks, int) or isinstance(ranks, bool) or not 1 <= ranks <= 64:
         raise ValueError(f"ranks={ranks!r}, but must be a whole number from 1 to 64")
-    kind, says = _choose_device(ranks, device)
+    if device not in ("auto", "cpu", "cuda"):
+        raise ValueError(f'device={device!r}, but must be "auto", "cpu" or "cuda"')
+    if backend == "local":
+        kind, says = _choose_device(ranks, device)
     stop()
     _mention_others(stop_others)
-    session = Session(ranks, kind)
-    session._launch(range(ranks))
+    if backend == "local":
+        session = Session(ranks, kind)
+        session._launch(range(ranks))
+    else:
+        from zerolab.lab import cluster
+
+        session, says = cluster.find(ranks, device, profile, connection)
     try:
         session._join()
     except BaseException:
         session.stop()
         raise
     _current = session
-    print(f"{ranks} rank{'s' * (ranks > 1)} {says}")
+    print(f"{session.size} rank{'s' * (session.size > 1)} {says}")
     return session
 
 
@@ -454,15 +510,13 @@ def _choose_device(ranks: int, device: str) -> tuple[str, str]:
     """On what the ranks run, and the end of the sentence that says so."""
     import torch
 
-    if device not in ("auto", "cpu", "cuda"):
-        raise ValueError(f'device={device!r}, but must be "auto", "cpu" or "cuda"')
     gpus = torch.cuda.device_count() if device != "cpu" else 0
     if device == "cuda" and not gpus:
         raise RuntimeError('device="cuda", but torch sees no GPU here: leave it out to run on the CPU')
     if device == "auto" and not os.environ.get("CUDA_VISIBLE_DEVICES"):
         gpus = 0  # on a shared machine nobody said that these are ours
     if gpus >= ranks and dist.is_nccl_available():
-        return "nccl", "on a GPU each, talking through NCCL: times are real, and the order of sums is NCCL's own."
+        return "nccl", ON_GPUS
     if device == "cuda":
         shared = f"share {gpus} GPU{'s' * (gpus > 1)}, talking through gloo"
         return "shared", f"{shared}: bytes are real, times are not, as copies go through host memory."

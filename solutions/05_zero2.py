@@ -315,9 +315,9 @@ print(
 #
 # > "Larger buckets are always faster."
 #
-# **False.** It is true while latency is what you pay: blocks beat single layers. Beyond that it is not: one unit sends a fifth
-# of the blocks' messages, and wins next to nothing by it. A bucket leaves when its last gradient is there; the largest of all
-# leaves when backward is over and nothing is left to compute meanwhile. And it has the highest peak:
+# **True while latency is what you pay, and at a price.** From single layers to blocks much time is won; from blocks to one unit, with a
+# fifth of the messages, only little: what is left are bytes and computing. A bucket leaves when its last gradient is there, so the
+# largest of all leaves when backward is over and nothing is left to compute meanwhile. And it has the highest peak:
 
 # %%
 # NBVAL_CHECK_OUTPUT

@@ -170,13 +170,13 @@ if lab.predicted("05.2"):
 # comes when gradients have piled up, and there it falls.
 
 # %%
-# NBVAL_CHECK_OUTPUT
 if lab.predicted("05.2"):
     for name, fall in falls.items():
         print(f"{name} batch: stage 2 lowers the peak by {fall:,} bytes")
 
 # %% [markdown]
-# What the peaks are made of, to the byte:
+# (By how much depends on when a collective gives its buffers back, which differs a little from run to run.) What the
+# peaks are made of, to the byte:
 
 # %%
 if lab.predicted("05.2"):

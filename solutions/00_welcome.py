@@ -11,7 +11,8 @@
 # ## Ranks in a notebook
 #
 # A *rank* is one of the processes that train together. Usually each has a GPU of its own, and they talk over wires. Here
-# four of them run on your machine and talk through its memory; everything you write works unchanged on the real thing.
+# four of them run on your machine and talk through its memory, with a library called *gloo*; between NVIDIA GPUs it would
+# be *NCCL*. What you write works unchanged on either.
 
 # %%
 # %load_ext zerolab.lab
@@ -21,7 +22,8 @@ lab.start(4);
 
 # %% [markdown]
 # A cell that begins with `%%ranks` runs on all four. Every rank runs the *same lines*. What makes them differ is their
-# number, `rank`, from 0 to `world_size` - 1.
+# number, `rank`, from 0 to `world_size` - 1. A cell without `%%ranks` runs here in the notebook, as ever. If you restart
+# the kernel, or a cell says that there are no live ranks, run the cell above again, and then what you need below it.
 
 # %%
 # %%ranks
@@ -29,6 +31,7 @@ print(f"I am rank {rank} of {world_size}, and my favourite number is {rank**2}")
 
 # %% [markdown]
 # What all ranks print alike is shown once. Variables live on the ranks from cell to cell, as they do in any notebook.
+# `torch`, `rank` and `world_size` are there from the beginning.
 
 # %%
 # %%ranks
@@ -68,6 +71,21 @@ if lab.predicted("00.1"):
     plots.show(plots.before_after("all-reduce", [t.tolist() for t in before], [t.tolist() for t in after]))
 
 # %% [markdown]
+# Your turn: begin a cell with `%%ranks`, let each rank make a tensor with `rank + 1` in it, and print the *mean* over the
+# four ranks, the same on each. (An all-reduce gives a sum. Gradients of four ranks are averaged in this way.)
+
+# %%
+# %%ranks
+# write here
+
+# %% tags=["answer"]
+# %%ranks
+average = torch.tensor([rank + 1.0])
+dist.all_reduce(average)
+average /= world_size
+print(average)
+
+# %% [markdown]
 # ## Break it
 #
 # A collective is a meeting: it happens when everyone has come. So what if rank 2 stays away? Run this and read what comes.
@@ -80,7 +98,9 @@ if rank != 2:
 # %% [markdown]
 # The message says who waited for whom, and in which line. In a real run this is a job that hangs for half an hour and then
 # ends in a thousand lines from every GPU. Here the lab's ranks tell each other first what they are about to call, so it
-# always looks like this. `lab.reset()` puts it right: the ranks meet anew, and their variables are still there.
+# always looks like this. `lab.reset()` lets the ranks meet anew (in a fresh *process group*, as `torch.distributed` calls
+# those who meet), and their variables are still there. After a plain mistake such as a misspelt name you need no reset; if
+# ranks no longer answer as they should, it is the first thing to try. A cell that hangs is ended by the notebook's stop button.
 
 # %%
 lab.reset()
@@ -95,12 +115,12 @@ print("all here, and mine is still", tuple(mine.shape))
 #
 # Train a model with Adam in the plain way on four ranks (this is *data parallelism*: each rank takes a quarter of the
 # batch), and each rank holds everything: all parameters, all gradients, all of the optimizer's state. That is the same 16
-# bytes for every parameter, four times. **ZeRO** is the observation that nobody needs to hold all of it all the time. It
+# bytes for every parameter, four times. **ZeRO** (*zero redundancy optimizer*) is the observation that nobody needs to hold all of it all the time. It
 # shares out one thing after the other:
 #
 # | stage | class here | what each rank holds only a quarter of |
 # |---|---|---|
-# | 0 | `DDP` | nothing |
+# | 0 | `DDP`, *distributed data parallel*, the plain way | nothing |
 # | 1 | `Zero1` | optimizer state |
 # | 2 | `Zero2` | optimizer state and gradients |
 # | 3 | `Zero3` | optimizer state, gradients and parameters |
@@ -148,6 +168,9 @@ if lab.predicted("00.2"):
 # ## Does your model fit?
 #
 # The same arithmetic for any model and any GPU. Try the model you work with. When does stage 1 stop helping?
+#
+# *Activations*, what forward keeps for backward, come on top: here 10 GB of them, on every rank and in every stage. And
+# stage 3 needs what it computes with whole for a moment, a *unit* (a block of layers, say) at a time: it is "in flight".
 
 # %%
 from zerolab.lab.explorers import memory_explorer

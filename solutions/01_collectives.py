@@ -104,6 +104,10 @@ lab.predict("01.2", 24)
 # `exchange(tensor, to, source)` sends a tensor to one rank and returns what another sends here in the same round. Write the
 # ring's first half with it. Which chunk must rank `r` send *first*, so that after N - 1 rounds its own chunk, number `r`,
 # is the finished one? Draw four ranks on paper; it is the whole exercise.
+#
+# Every exercise goes like this: write your code where `raise Todo` stands, run the cell, then run the check below it. The check
+# brings its own ranks, data and `exchange`, tries your function on 1, 2, 3 and 4 ranks, and stops at the first mistake. If you
+# are stuck, `lab.hint()` helps, one step at a time. All chunks have one shape; you may change them in place.
 
 # %%
 # %%exercise 01.1
@@ -124,8 +128,6 @@ def ring_reduce_scatter(chunks: list[Tensor], rank: int, world_size: int, exchan
 lab.check("01.1")
 
 # %% [markdown]
-# `lab.hint()` helps if you are stuck, one step at a time.
-#
 # ## Write it: the second half
 #
 # Now everyone has one finished chunk and needs all of them. The same ring, without the adding.
@@ -265,7 +267,8 @@ if lab.predicted("01.1"):
 #
 # Loopback on a laptop has no wire, and four ranks share its cores, so its times say little. `lab.link` puts a wire in:
 # the same collectives, on the same bytes, take as long as on a network of the speed you name. A message of how many bytes
-# is latency for one half and bandwidth for the other, on a link of 100 MB/s with a latency of 5 ms?
+# spends half of its time on latency and half on bandwidth, on a link of 100 MB/s with a latency of 5 ms? (In bytes: for
+# 2 kB write 2_000.)
 
 # %%
 lab.predict("01.3", 500_000)
@@ -309,7 +312,7 @@ if lab.predicted("01.3"):
 
 # %% [markdown]
 # Half and half is where bytes / bandwidth = latency: 100 MB/s times 5 ms. What you said was compared with what was measured,
-# so a few percent are the machine's. And the picture is of an all-reduce on 4 ranks: 6 messages one after the other, and 1.5
+# so some percent are the machine's (more if it is busy). And the picture is of an all-reduce on 4 ranks: 6 messages one after the other, and 1.5
 # times its bytes sent. So the latency that was fitted is about 30 ms, and the bandwidth about two thirds of
 # 100 MB/s.
 

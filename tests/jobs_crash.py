@@ -37,7 +37,8 @@ def die_at(number: int, folder: str) -> None:
 
     def hook(event: str, args: tuple[Any, ...]) -> None:
         nonlocal count
-        if event in EVENTS and str(args[0]).startswith(folder):
+        # A tree is removed by names that are relative to an open folder.
+        if event in EVENTS and (str(args[0]).startswith(folder) or event == "os.remove"):
             count += 1
             if count == number:
                 print(json.dumps({"before": [event, str(args[0])]}), flush=True)

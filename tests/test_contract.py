@@ -138,7 +138,8 @@ def refusals() -> dict[str, str]:
                 said[f"{cls.__name__} {stage}"] = attempt(lambda o=optimizer: o.step(lambda: 0.0))
     for stage in (4, -1, "2"):
         said[f"shard {stage}"] = attempt(lambda stage=stage: zerolab.shard(Stack(), stage))
-    said["float16"] = attempt(lambda: zerolab.Precision(torch.float16))
+    said["float16"] = attempt(lambda: zerolab.Precision(torch.float16, master=torch.float16))
+    said["int32"] = attempt(lambda: zerolab.Precision(torch.int32))
     return said
 
 
@@ -166,7 +167,8 @@ def test_refusals(ranks):
         "LBFGS": "LBFGS is not known to be elementwise",
         "MyAdam": "zerolab.declare_elementwise(MyAdam)",
         "shard": "ValueError: stage must be 0, 1, 2 or 3",
-        "float16": "float16 needs a loss scaler",
+        "float16": "small updates would be lost; use float32",
+        "int32": "Precision(compute=torch.int32): not a supported dtype",
     }
     for said in ranks.run(refusals, ranks=2, timeout=60, group_timeout=20):
         for case, message in said.items():

@@ -27,6 +27,7 @@ from zerolab.launch import RankError, Ranks, init, launch
 from zerolab.layout import Layout, Slot
 from zerolab.optimizers import declare_elementwise
 from zerolab.precision import Precision
+from zerolab.scaler import LossScaler
 from zerolab.slicefile import CheckpointError
 from zerolab.unit import Unit
 from zerolab.zero1 import Zero1
@@ -54,6 +55,7 @@ __all__ = [
     "CommError",
     "Engine",
     "Layout",
+    "LossScaler",
     "Pending",
     "Precision",
     "RankError",

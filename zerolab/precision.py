@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 import torch
 
-ALLOWED = (torch.float32, torch.bfloat16, torch.float64)
+ALLOWED = (torch.float32, torch.bfloat16, torch.float64, torch.float16)
 
 
 class Dtypes(NamedTuple):
@@ -28,7 +28,8 @@ class Precision:
     master: dtype of the weights that the optimizer updates. Frozen parameters keep their own.
     cast_inputs: whether floating point inputs of the model are cast to `compute`.
 
-    Buffers keep their dtype, and so do the parameters of batch norms. float16 is refused: it needs a loss scaler.
+    Buffers keep their dtype, and so do the parameters of batch norms. float16 needs a `LossScaler`, and masters that
+    are wider: its smallest step near 1 is 0.001, and most updates are less.
     """
 
     compute: torch.dtype | None = torch.bfloat16
@@ -40,9 +41,10 @@ class Precision:
         for field in ("compute", "reduce", "master"):
             dtype = getattr(self, field)
             if dtype is not None and dtype not in ALLOWED:
-                why = "float16 needs a loss scaler" if dtype == torch.float16 else "not a supported dtype"
                 names = ", ".join(str(d) for d in ALLOWED)
-                raise ValueError(f"Precision({field}={dtype}): {why}; use one of {names}, or None")
+                raise ValueError(f"Precision({field}={dtype}): not a supported dtype; use one of {names}, or None")
+        if self.master == torch.float16:
+            raise ValueError("Precision(master=torch.float16): small updates would be lost; use float32 or wider")
 
     def dtypes(self, own: torch.dtype, trainable: bool) -> Dtypes:
         """The dtypes of a unit whose parameters came as `own`."""

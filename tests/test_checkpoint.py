@@ -603,6 +603,39 @@ def test_what_is_kept(ranks, tmp_path):
     assert ranks.run(loaded_number, str(tmp_path / "run-11"), ranks=3) == [11] * 3
 
 
+class Turned(Mixed):
+    """The same model, whose convolution lies in memory in the usual order."""
+
+    def model(self) -> nn.Module:
+        return Everything().to(memory_format=torch.contiguous_format)
+
+
+def turned(folder: str) -> None:
+    """What is equal is each element by its index, not by its place in memory."""
+    for first, second, path in ((Mixed(), Turned(), "a"), (Turned(), Mixed(), "b")):
+        zero, optimizer = fresh(first, 3)
+        train(first, zero, optimizer, range(1))
+        zerolab.save(f"{folder}/{path}", zero, optimizer)
+        again, other = fresh(second, 0)
+        zerolab.load(f"{folder}/{path}", again, other)
+        sharded, third = fresh(second, 2)
+        zerolab.load(f"{folder}/{path}", sharded, third)
+        plain = second.model()
+        zerolab.load_model_weights(f"{folder}/{path}", plain)
+        right = zero.full_state_dict()
+        for state in (again.full_state_dict(), sharded.full_state_dict(), plain.state_dict()):
+            assert all(torch.equal(state[name], value) for name, value in right.items() if "running" not in name)
+        assert again.model.conv.weight.is_contiguous() == isinstance(second, Turned)
+        train(second, sharded, third, range(1, 2))
+        train(second, again, other, range(1, 2))
+        one, two = again.full_state_dict(), sharded.full_state_dict()
+        assert all(torch.equal(one[name], two[name]) for name in one)
+
+
+def test_another_memory_order(ranks, tmp_path):
+    ranks.run(turned, str(tmp_path), ranks=2, timeout=60)
+
+
 # -- crashes --------------------------------------------------------------------------------------------------------
 
 

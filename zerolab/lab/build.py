@@ -147,6 +147,7 @@ def clean(notebook: NotebookNode) -> None:
         for output in outputs:
             if output.output_type == "stream":
                 output.text = re.sub(r"[^\n]*\r(?!\n)", "", output.text)  # what a progress bar overwrote
+                output.text = re.sub(r"^another notebook \(process .*\n", "", output.text, flags=re.MULTILINE)
         cell.outputs = [output for output in outputs if output.get("text") != ""]
 
 

@@ -44,7 +44,7 @@ def seen(stage, precision=None):
 def save(figure, tmp_path):
     """Draws it as a page has it, in at most 60 kB."""
     (tmp_path / "picture.png").write_bytes(plots.png(figure))
-    assert 5_000 < (tmp_path / "picture.png").stat().st_size <= 60_000
+    assert 2_000 < (tmp_path / "picture.png").stat().st_size <= 60_000
     assert (tmp_path / "picture.png").read_bytes().startswith(b"\x89PNG")
 
 

@@ -155,9 +155,9 @@ def edit(source: str, *changes: str) -> str:
 
 def catalogue() -> dict[str, Exercise]:
     """All exercises, in the order of the course."""
-    from zerolab.lab.checks import lesson01, lesson02, lesson03, lesson04, lesson05, lesson06, lesson07
+    from zerolab.lab.checks import lesson01, lesson02, lesson03, lesson04, lesson05, lesson06, lesson07, lesson16
 
-    lessons = (lesson01, lesson02, lesson03, lesson04, lesson05, lesson06, lesson07)
+    lessons = (lesson01, lesson02, lesson03, lesson04, lesson05, lesson06, lesson07, lesson16)
     return {exercise.id: exercise for lesson in lessons for exercise in lesson.EXERCISES}
 
 

@@ -206,7 +206,7 @@ for cell in big:
     print(f"{cell['ranks']:5,} GPUs: held {cell['engine_gb']:9,.1f} GB, peak of a step {cell['peak_gb']:9,.1f} GB")
 
 # %% [markdown]
-# **Verdict: false.** From 256 to 1,024 GPUs what a rank holds falls to a quarter, and the peak hardly falls: activations and
+# **Verdict: false.** From 256 to 1,024 GPUs what a rank holds falls to a quarter, and the peak by a sixth: activations and
 # three whole units, 35 GB of parameters and 35 GB of gradients, do not care how many ranks there are.
 
 # %% [markdown]

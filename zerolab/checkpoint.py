@@ -75,7 +75,7 @@ def save(path: str | Path, zero: Engine, optimizer: Optimizer, *, keep: int | No
         begun = _on_all(comm, "start of a save", lambda: _begin(path, zero, optimizer, keep, extra))
         folder = path.with_name(begun[0])
         parts = _on_all(comm, "writing of a checkpoint", lambda: _write_part(folder, zero, optimizer))
-        finish = lambda: _finish(path, folder, keep, _manifest(zero, optimizer, phase, parts, extra))  # noqa: E731
+        finish = lambda: _finish(path, folder, keep, _manifest(zero, optimizer, parts, extra))  # noqa: E731
         _on_all(comm, "end of a save", finish if comm.rank == 0 else lambda: None)
     except BaseException:
         if comm.rank == 0 and folder is not None:
@@ -236,9 +236,7 @@ def _own_tensors(zero: Engine) -> dict[str, Tensor]:
     return buffers | {f"generators/{name}": state for name, state in _generators(zero).items()}
 
 
-def _manifest(
-    zero: Engine, optimizer: Optimizer, phase: str, parts: list[dict[str, Any]], extra: dict[str, Any]
-) -> dict[str, Any]:
+def _manifest(zero: Engine, optimizer: Optimizer, parts: list[dict[str, Any]], extra: dict[str, Any]) -> dict[str, Any]:
     """All that the ranks have told, put together and compared: the content of manifest.json."""
     pieces: dict[str, list[Any]] = {}
     for rank, part in enumerate(parts):
@@ -269,7 +267,7 @@ def _manifest(
         "model": type(zero.model).__name__,
         "stage": zero.stage,
         "world_size": zero.world_size,
-        "step": zero.comm.step + (phase == "step"),  # the engine counts when the next forward begins
+        "step": zero.comm.step,
         "optimizer": type(optimizer).__name__,
         "groups": [
             {"names": names, "values": _values(group)}
@@ -420,7 +418,7 @@ def load(path: str | Path, zero: Engine, optimizer: Optimizer) -> dict[str, Any]
         loading.write()
         return loading.content["extra"]
     finally:
-        comm.phase = "load" if phase == "step" else phase  # the engine need not count the step before
+        comm.phase = phase
 
 
 class _Loading:

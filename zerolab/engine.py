@@ -82,6 +82,7 @@ class Engine:
         self._sync = True  # False inside no_sync()
         self._bypassed = False  # True inside full_parameters(): modules hold plain whole parameters
         self._stepping = False  # inside optimizer.step()
+        self._stepped = False  # since the last forward
         self._in_backward = False
         self._training = False  # whether the outermost forward call began with gradients enabled
         self._outermost: Any = None  # its frame
@@ -297,8 +298,7 @@ class Engine:
         """The outermost call of a forward: tidy up what an error left, and notice parameters changed by hand."""
         if self._in_backward:
             self._drop_backward()
-        if self.comm.phase == "step":
-            self.comm.step += 1
+        self._stepped = False
         self.comm.phase = "forward"
         self._training = torch.is_grad_enabled()
         self._notice_changes()
@@ -512,6 +512,9 @@ class Engine:
         for unit in units:
             unit.demote_grads()
             self._changed(unit)
+        if not self._stepped:  # several optimizers make one step
+            self.comm.step += 1
+            self._stepped = True
 
     def _check_grads_final(self, units: list[Unit]) -> None:
         if self._in_backward:

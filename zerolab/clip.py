@@ -24,7 +24,7 @@ def clip_grad_norm_(engine: Engine, max_norm: float, norm_type: float = 2.0) -> 
         raise ValueError(f"norm_type must be greater than 0 and max_norm at least 0, not {norm_type} and {max_norm}")
     params = [param for unit in engine.units for param in unit.params if param.grad is not None]
     grads = [p.grad.to(torch.promote_types(p.grad.dtype, torch.float32)) for p in params if p.grad.numel()]
-    norms = [torch.linalg.vector_norm(grad, norm_type).double() for grad in grads]
+    norms = [torch.linalg.vector_norm(grad, norm_type).double().to(engine.comm.device) for grad in grads]
     zero = torch.zeros((), dtype=torch.float64, device=engine.comm.device)
     if math.isinf(norm_type):
         total, op = torch.stack([zero, *norms]).max(), dist.ReduceOp.MAX

@@ -30,7 +30,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.autograd import Variable
-from torch.autograd.graph import increment_version
 
 from zerolab import optimizers
 from zerolab.clip import clip_grad_norm_
@@ -52,6 +51,8 @@ class Engine:
         repeat in the model, else its largest modules of at most 25 MB.
     precision: a `Precision`; default: everything in the parameters' own dtype.
     group: the process group to share the work with; default: the world.
+    offload: "optimizer", in stages 1 to 3: masters, gradients and the optimizer's state are kept on the host, and the
+        optimizer works there (Ren et al., "ZeRO-Offload", arXiv 2101.06840). The device keeps what forward needs.
     init: for a model on the meta device: called with every module that holds parameters or buffers of its own, once
         these have (uninitialised) memory, to give them values; for example `lambda module: module.reset_parameters()`.
 
@@ -70,8 +71,12 @@ class Engine:
         precision: Precision | None = None,
         group: dist.ProcessGroup | None = None,
         init: Callable[[nn.Module], Any] | None = None,
+        offload: str | None = None,
     ) -> None:
+        if offload not in (None, "optimizer") or (offload and self.stage == 0):
+            raise ValueError(f'offload={offload!r} in stage {self.stage}: "optimizer" or None; stage 0 has no offload')
         self.model = model
+        self.offload = offload is not None
         self.precision = precision or KEEP
         self.comm = Comm(group, _device_of(model))
         self.rank, self.world_size = self.comm.rank, self.comm.world_size
@@ -90,10 +95,14 @@ class Engine:
         self._in_flight: deque[Unit] = deque()  # units whose reduction is under way
         self._first_uses: list[Unit] | None = []  # order of first use, until the ranks have agreed on one
 
-        parts = agree_on_parts(model, units, self.comm, init is not None, [type(self).__name__, str(self.precision)])
+        settings = [type(self).__name__, str(self.precision), f"offload={offload}"]
+        parts = agree_on_parts(model, units, self.comm, init is not None, settings)
         kinds = [KEEP if part.batch_norm else self.precision for part in parts]
         dtypes = [kind.dtypes(part.dtype, part.trainable) for kind, part in zip(kinds, parts, strict=True)]
-        self.units = [Unit(p.name, p.named, p.sites, d, self.comm) for p, d in zip(parts, dtypes, strict=True)]
+        self.units = [
+            Unit(part.name, part.named, part.sites, kinds, self.comm, self.offload and part.trainable)
+            for part, kinds in zip(parts, dtypes, strict=True)
+        ]
         self.root = [unit for unit, part in zip(self.units, parts, strict=True) if part.module is model]
         for unit, part in zip(self.units, parts, strict=True):
             self._shard(unit, part, init)
@@ -311,11 +320,8 @@ class Engine:
 
     def _changed(self, unit: Unit) -> None:
         """The optimizer, or somebody else, wrote new values into the parameters of `unit`."""
-        unit.outdate()
+        unit.follow_master()
         self.after_step(unit)
-        # A backward through an older forward would mix old activations with new weights: autograd shall refuse it.
-        increment_version(unit.whole)
-        unit.version = unit.master._version
 
     def _watch_inputs(self, units: list[Unit], inputs: Any) -> None:
         """Learn when backward has passed the units: when a gradient arrives at one of their inputs.

@@ -58,7 +58,7 @@ class LossScaler(torch.amp.GradScaler):
         found = super()._unscale_grads_(optimizer, inv_scale, found_inf, allow_fp16)
         if self.zero.stage > 0:
             for flag in found.values():
-                self.zero.comm.all_reduce_scalar(flag, dist.ReduceOp.MAX)
+                flag.copy_(self.zero.comm.all_reduce_scalar(flag.to(self.zero.comm.device), dist.ReduceOp.MAX))
         return found
 
     def _units(self, optimizer: Optimizer) -> list[Unit]:

@@ -86,7 +86,7 @@ def load_full_state_dict(self: Engine, state: dict[str, Tensor] | None) -> None:
         raise ValueError(f"this state dict does not fit {type(self.model).__name__}: {problem}")
     state = state if self.rank == 0 else {}
     for unit in self.units:
-        flat = torch.zeros(unit.layout.size, dtype=unit.master.dtype, device=unit.master.device)
+        flat = torch.zeros(unit.layout.size, dtype=unit.master.dtype, device=self.comm.device)
         if self.rank == 0:
             for name, view in zip(unit.names, unit.layout.wholes(flat), strict=True):
                 view.copy_(state[name])
@@ -127,10 +127,11 @@ def _own_state_dict(engine: Engine) -> dict[str, Any]:
 
 def _gather_master(unit: Unit) -> Tensor:
     """The whole masters of `unit` (N * S,), a copy."""
-    if unit.master.numel() == unit.layout.size:
-        return unit.master.detach().clone()
-    flat = torch.empty(unit.layout.size, dtype=unit.master.dtype, device=unit.master.device)
-    unit.comm.all_gather(flat, unit.master.detach(), unit.name).wait()
+    mine = unit.master.detach().to(unit.comm.device, copy=unit.master.numel() == unit.layout.size)
+    if mine.numel() == unit.layout.size:
+        return mine
+    flat = torch.empty(unit.layout.size, dtype=mine.dtype, device=mine.device)
+    unit.comm.all_gather(flat, mine, unit.name).wait()
     return flat
 
 

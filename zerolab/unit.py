@@ -4,7 +4,9 @@ A unit holds the parameters of one module (a transformer block, say) that have o
 frozen, together. Three things live in it, and the stages differ only in where they place them:
 
     whole        (N * S,) in the compute dtype    what forward and backward see
-    master       what the optimizer updates: (N * S,) in stage 0, this rank's shard (S,) in stages 1 to 3
+    master       what the optimizer updates: (N * S,) in stage 0, this rank's shard (S,) in stages 1 to 3; with
+                 `offload` on the host, where the optimizer then works, and finds the gradient too
+    shard        (S,) this rank's part of what is gathered: a view of `master`, with `offload` its copy on the device
     whole_grad   (N * S,) in the reduce dtype     this rank's own gradient, then whatever `reduce` makes of it
 
 Each parameter of the model exists twice: `wholes[i]` is a leaf of autograd and a view of `whole`; `params[i]` is
@@ -20,6 +22,7 @@ from weakref import WeakSet
 
 import torch
 from torch import Tensor, nn
+from torch.autograd.graph import increment_version
 
 from zerolab.comm import Comm
 from zerolab.layout import Layout
@@ -42,8 +45,9 @@ class Unit:
         sites: list[list[Site]],
         dtypes: Dtypes,
         comm: Comm,
+        offload: bool = False,
     ) -> None:
-        self.name, self.sites, self.dtypes, self.comm = name, sites, dtypes, comm
+        self.name, self.sites, self.dtypes, self.comm, self.offload = name, sites, dtypes, comm, offload
         self.names = [name for name, _ in named]
         alignment = max(1, 16 // min(dtypes.master.itemsize, dtypes.compute.itemsize))
         self.layout = Layout(named, comm.world_size, alignment)
@@ -91,6 +95,11 @@ class Unit:
 
     def keep_shard(self) -> Tensor:
         """Of the masters keep this rank's shard, and let the rest go where `whole` is a copy in another dtype."""
+        if self.offload:
+            self.master = _on_host(self.shard)
+            released = self.whole.untyped_storage().size() == 0
+            self.shard = self.shard.to(self.whole.dtype) if released else self.layout.shard(self.whole, self.comm.rank)
+            return self.master
         if self.whole is not self.master:
             self.shard = self.shard.clone()
         self.master = self.shard
@@ -179,6 +188,15 @@ class Unit:
         self._end_gather()
         self.gathered = False
 
+    def follow_master(self) -> None:
+        """The master has new values."""
+        self.outdate()
+        if self.offload:
+            self.shard.data.copy_(self.master.data)
+        # A backward through an older forward would mix old activations with new weights: autograd shall refuse it.
+        increment_version(self.whole)
+        self.version = self.master._version
+
     def release(self) -> None:
         """Give the memory of `whole` back. Its views stay, and have no memory either, until the next `gather`."""
         self.outdate()
@@ -247,9 +265,11 @@ class Unit:
         return True
 
     def _end_reduction(self) -> None:
-        if self._slice_only:
+        if self.grad is not None and self.offload:
+            self.grad = _on_host(self.grad)
+        elif self._slice_only:
             self.grad = self.grad.clone()
-            self._slice_only = False
+        self._slice_only = False
 
     def show_grad(self, used: list[bool]) -> None:
         """Show the averaged gradient as `.grad` of the parameters that some rank used, added to what is there."""
@@ -271,6 +291,7 @@ class Unit:
         mine = self.whole_grad
         if self.master.numel() < self.layout.size:
             mine = self.layout.shard(mine, self.comm.rank)
+        mine = mine.to(self.master.device)
         for i, param in enumerate(self.params):
             if self.have[i]:
                 is_own = param.grad is None
@@ -331,6 +352,12 @@ class Unit:
         """The part of `flat` that lies where `param` lies in `master`."""
         offset = param.storage_offset() - self.master.storage_offset()
         return flat.as_strided(param.size(), param.stride(), flat.storage_offset() + offset)
+
+
+def _on_host(tensor: Tensor) -> Tensor:
+    """A copy in the host's memory; of a CUDA tensor in pinned pages, from and to which copies are quick."""
+    host = torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu", pin_memory=tensor.is_cuda)
+    return host.copy_(tensor)
 
 
 def _pass_on(reference: weakref.ref[Unit], i: int, leaf: nn.Parameter) -> None:

@@ -1,6 +1,13 @@
 """What the truth is: bytes held, bytes moved, when, and the formulas that they are compared with."""
 
-from zerolab.measure.formulas import ADAM_BYTES, CATEGORIES, moved_bytes, paper_state_bytes, state_bytes
+from zerolab.measure.formulas import (
+    ADAM_BYTES,
+    CATEGORIES,
+    host_state_bytes,
+    moved_bytes,
+    paper_state_bytes,
+    state_bytes,
+)
 from zerolab.measure.holdings import Holdings, holdings
 from zerolab.measure.ledger import Ledger, ledger
 from zerolab.measure.peak import Peak, peak, peak_of
@@ -20,6 +27,7 @@ __all__ = [
     "Timeline",
     "Trace",
     "holdings",
+    "host_state_bytes",
     "ledger",
     "model_states",
     "moved_bytes",

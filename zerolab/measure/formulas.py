@@ -31,8 +31,11 @@ def state_bytes(
     precision: Precision = KEEP,
     own: torch.dtype = torch.float32,
     optimizer_bytes: float = ADAM_BYTES,
+    offload: bool = False,
 ) -> dict[str, int]:
     """Bytes of model states per rank when backward returns, by category.
+
+    offload: what is left on the device with `offload="optimizer"`; `host_state_bytes` is the rest.
 
     parameters: number of elements (Ψ), all trainable. own: their dtype before sharding.
     optimizer_bytes: what the optimizer keeps per parameter (Adam 8, SGD with momentum 4, SGD 0).
@@ -43,6 +46,11 @@ def state_bytes(
     _check(stage, world_size, parameters)
     master, compute, reduce = precision.dtypes(own, trainable=True)
     whole, share = parameters, parameters / world_size
+    if offload:
+        if stage == 0:
+            raise ValueError("stage 0 has no offload")
+        held = share if stage >= 3 else whole
+        return {"parameters": round(held * compute.itemsize), "gradients": 0, "optimizer": 0}
     # What the optimizer updates lies inside what forward sees, unless that is another dtype or is not kept.
     if master == compute:
         weights = (share if stage >= 3 else whole) * master.itemsize
@@ -53,6 +61,28 @@ def state_bytes(
         "parameters": round(weights),
         "gradients": round((share if stage >= 2 else whole) * reduce.itemsize),
         "optimizer": round((share if stage >= 1 else whole) * optimizer_bytes),
+    }
+
+
+def host_state_bytes(
+    world_size: int,
+    parameters: int,
+    precision: Precision = KEEP,
+    own: torch.dtype = torch.float32,
+    optimizer_bytes: float = ADAM_BYTES,
+) -> dict[str, int]:
+    """Bytes per rank on the host with `offload="optimizer"`, when backward returns: 14Ψ/N in bf16, 16Ψ/N in fp32.
+
+    The same in stages 1, 2 and 3: a slice of masters, of gradients in the reduce dtype, and of the optimizer's state.
+    (ZeRO-Offload, arXiv 2101.06840, section 4.)
+    """
+    _check(1, world_size, parameters)
+    master, _, reduce = precision.dtypes(own, trainable=True)
+    share = parameters / world_size
+    return {
+        "parameters": round(share * master.itemsize),
+        "gradients": round(share * reduce.itemsize),
+        "optimizer": round(share * optimizer_bytes),
     }
 
 

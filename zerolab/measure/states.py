@@ -10,8 +10,11 @@ from torch.optim import Optimizer
 from zerolab.engine import Engine
 
 
-def model_states(zero: Engine, optimizer: Optimizer) -> dict[str, int]:
+def model_states(zero: Engine, optimizer: Optimizer, on: str | None = None) -> dict[str, int]:
     """Bytes that this rank holds now: {"parameters", "gradients", "optimizer", "buffers"}.
+
+    on: "device" or "host" counts only what is there. Without `offload` all is on the device. With it the host has what
+    the optimizer works with: masters, their gradients, its state; also where device and host are one memory, the CPU's.
 
     Storages are counted, not tensors: one that many views share counts once, in the first category that it turns up
     in, and one that was released counts 0. Padding counts, because it takes memory.
@@ -20,20 +23,29 @@ def model_states(zero: Engine, optimizer: Optimizer) -> dict[str, int]:
     gradients: what `.grad` shows, and gradients that wait to be reduced.
     optimizer: every tensor in the optimizer's state; Adam's step counters are 4 bytes for each parameter tensor.
     """
-    parameters, gradients = [], []
+    if on not in (None, "device", "host"):
+        raise ValueError(f'on={on!r}: "device", "host", or None for both')
+    host: dict[str, list[object]] = {"parameters": [], "gradients": [], "optimizer": [], "buffers": []}
+    device: dict[str, list[object]] = {category: [] for category in host}
     for unit in zero.units:
-        parameters += [unit.whole, *unit.params]
-        gradients += [unit.whole_grad, unit.grad, *(param.grad for param in unit.params)]
-        gradients += [whole.grad for whole in unit.wholes]
-    state = [value for values in optimizer.state.values() for value in values.values()]
+        there = host if unit.offload else device
+        device["parameters"] += [unit.whole, unit.shard]
+        there["parameters"] += unit.params
+        device["gradients"] += [unit.whole_grad, *(whole.grad for whole in unit.wholes)]
+        there["gradients"] += [unit.grad, *(param.grad for param in unit.params)]
+        for param in unit.params:
+            there["optimizer"] += optimizer.state.get(param, {}).values()
+    device["buffers"] += zero.model.buffers()
 
     seen: set[int] = set()
-    return {
-        "parameters": _new_bytes(parameters, seen),
-        "gradients": _new_bytes(gradients, seen),
-        "optimizer": _new_bytes(state, seen),
-        "buffers": _new_bytes(zero.model.buffers(), seen),
+    both = {"device": device, "host": host}
+    counted = {
+        where: {category: _new_bytes(values, seen) for category, values in lists.items()}
+        for where, lists in both.items()
     }
+    if on:
+        return counted[on]
+    return {category: counted["device"][category] + counted["host"][category] for category in host}
 
 
 def _new_bytes(values: Iterable[object], seen: set[int]) -> int:

@@ -326,8 +326,7 @@ class _Recorder(TorchDispatchMode):
     def _note_states(self) -> None:
         """What the engine and the optimizer keep."""
         for unit in self.zero.units:
-            kept = [unit.master, *unit.params]
-            for tensor in kept:
+            for tensor in (unit.master, unit.shard, *unit.params):
                 self._note(tensor, "parameters", unit.name)
             kind = "gathered parameters" if self.zero.stage == 3 else "parameters"
             self._note(unit.whole, kind, unit.name)

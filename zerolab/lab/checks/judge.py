@@ -194,7 +194,8 @@ def judge(id: str, source: str, filename: str = "answer.py", patience: float = P
             lines = [line for line in error.traceback.splitlines() if filename in line]
             where = f" · {lines[0].strip()}" if lines else ""
             first = str(error).splitlines()[0].removeprefix("the time is over: ").split(", in zerolab")[0]
-            likely = "the process itself died: look for exit() or endless recursion"
+            known = [mistake for part, mistake in asked.errors.items() if part in first]
+            likely = known[0] if known else "the process itself died: look for exit() or endless recursion"
             if "the time is over" in str(error):
                 likely = "a loop that does not end"
             return _verdict(asked, good, world_size, [Report(error.rank, "late", f"{first}{where}", likely)])

@@ -26,7 +26,7 @@ OTHER_SIZE = "out of bounds for storage of size"
 
 def check_gather(answer: Any, world: World) -> None:
     N = world.world_size
-    whole = torch.zeros(N * SHARD)
+    whole = torch.full((N * SHARD,), 0.5)
     views = [whole[:5], whole[5 : N * SHARD].view(1, -1)]
     storage, size = whole.untyped_storage(), whole.nbytes
 
@@ -47,8 +47,13 @@ def check_released(whole: Tensor, view: Tensor, size: int, when: str) -> None:
     held = view.untyped_storage().size()
     if held == 0:
         return
+    if not whole.numel() and whole.untyped_storage()._cdata == view.untyped_storage()._cdata:
+        likely = "whole.resize_(0) changes the tensor's shape and keeps its memory: whole.untyped_storage().resize_(0)"
+        raise Wrong(f"{when} whole has no elements, and a view of it still holds {held} of {size} bytes", likely)
     if whole.untyped_storage()._cdata != view.untyped_storage()._cdata:
         likely = "`whole` was given other memory, but its views hold on to the old: shrink the storage itself"
+    elif held < size:
+        likely = "only a part was let go: resize_(0), since the size is that of the whole storage, in bytes"
     elif not view.any():
         likely = "nothing was let go (zeros take as much memory as other numbers, and del only deletes a name)"
     else:
@@ -61,7 +66,7 @@ def check_gathering(answer: Any, world: World, whole: Tensor, views: list[Tensor
     bases = [times * values.base(SHARD, r) for r in range(N)]
     shard = bases[world.rank].clone()
     with world.record() as calls:
-        answer.gather(whole, shard)
+        returned = answer.gather(whole, shard)
     held = views[0].untyped_storage().size()
     if held == 0 and whole.untyped_storage()._cdata != views[0].untyped_storage()._cdata:
         likely = "the values are in new memory, of which the views know nothing: fill the storage that is there"
@@ -78,10 +83,14 @@ def check_gathering(answer: Any, world: World, whole: Tensor, views: list[Tensor
         parts = list(got.detach().chunk(N))
         if all(torch.equal(part, bases[0]) for part in parts) and N > 1:
             return "every part is rank 0's shard: a broadcast, where each rank's own was asked"
+        if isinstance(returned, Tensor):
+            return "gather() returned its result, where it should fill `whole`, whose views wait for it"
         if not calls:
             return "nothing was sent: these are old values, or what happened to be in that memory"
         if all(any(torch.equal(part, base) for base in bases) for part in parts):
             return "all shards are there, but not in the order of the ranks"
+        if any(call.op == "all_gather" for call in calls):
+            return "the shards were received, but not into `whole` (`whole = ...` only gives a name to another tensor)"
         return ""
 
     compare(f"whole, {when}", whole.detach(), torch.cat(bases), explain)
@@ -201,6 +210,25 @@ GATHER_MUTANTS = {
             "        part.copy_(shard)\n        dist.broadcast(part, src=0)",
         ),
         "a broadcast, where each rank's own",
+    ),
+    "another shape": (edit(GATHER, _RELEASE, "whole.resize_(0)"), "and keeps its memory"),
+    "gathers on rank 0": (
+        edit(
+            GATHER,
+            _ALL_GATHER,
+            "parts = list(whole.chunk(dist.get_world_size()))\n"
+            "    dist.gather(shard, parts if dist.get_rank() == 0 else None, dst=0)",
+        ),
+        "only rank 0 has all the shards",
+    ),
+    "returns the result": (
+        edit(
+            GATHER,
+            _ALL_GATHER,
+            "import torch\n    parts = [shard.clone() for _ in range(dist.get_world_size())]\n"
+            "    dist.all_gather(parts, shard)\n    return torch.cat(parts)",
+        ),
+        "gather() returned its result",
     ),
     "sums wholes": (
         edit(
@@ -361,6 +389,7 @@ def check_construction(zero: zerolab.Zero2) -> None:
         if own._cdata == unit.whole.untyped_storage()._cdata:
             likely = "give the shard memory of its own, unit.shard = unit.shard.clone(), and release the whole"
             raise Wrong(f"{unit.name}: after optimizer_params() unit.shard is still a view of the whole", likely)
+        check_flag(unit)
         if held := whole_bytes(unit):
             likely = "optimizer_params() does not release the whole: unit.release()"
             raise Wrong(f"{unit.name} holds {held} bytes of whole parameters before the first forward", likely)
@@ -372,6 +401,18 @@ def check_construction(zero: zerolab.Zero2) -> None:
         if seen != owned:
             likely = "what optimizer_params() returned does not cover unit.shard: return super().optimizer_params(unit)"
             raise Wrong(f"{unit.name}: the optimizer sees {seen} elements, and this rank owns {owned}", likely)
+
+    for unit, same in zip(zero.units, zerolab.Zero3(Model(), units=[Block]).units, strict=True):
+        if not torch.equal(unit.shard, same.shard):
+            likely = "the values must stay: unit.shard.clone() copies them, before anything is released"
+            raise Wrong(f"{unit.name}: unit.shard has not the values of this rank's part of the parameters", likely)
+
+
+def check_flag(unit: Unit) -> None:
+    """Does the unit know that its memory was let go?"""
+    if unit.gathered and not whole_bytes(unit):
+        likely = "let it go by unit.release(): it also notes that the whole is gone, so that gather() gets it again"
+        raise Wrong(f"{unit.name} has no memory, and believes that it is gathered", likely)
 
 
 def elements_owned(unit: Unit) -> int:
@@ -404,6 +445,7 @@ def forward(zero: zerolab.Zero2, world: World) -> Tensor:
             module.look = partial(look, zero, unit, book)
         output = zero.model(inputs(world, 0))
     for unit in zero.units:
+        check_flag(unit)
         calls = [call for call in book.calls if call.unit == unit.name and not call.control]
         if len(calls) > 1:
             raise Wrong(f"{unit.name}: {len(calls)} collectives in one forward", "one all-gather is enough")
@@ -581,6 +623,11 @@ FORWARD_MUTANTS = {
         edit(FORWARD, "        unit.shard = unit.shard.clone()\n", ""),
         "the shard goes with the whole",
     ),
+    "lets go behind the unit's back": (
+        edit(FORWARD, "():\n            unit.release()", "():\n            unit.whole.untyped_storage().resize_(0)"),
+        "let it go by unit.release()",
+    ),
+    "does not copy": (edit(FORWARD, "unit.shard.clone()", "torch.zeros_like(unit.shard)"), "the values must stay"),
     "clones too late": (
         edit(
             FORWARD,
@@ -602,12 +649,27 @@ FORWARD_MUTANTS = {
     "nothing of its own": ("import zerolab\n\n\nclass MyZero3Forward(zerolab.Zero3):\n    pass\n", "write your own"),
 }
 
+DIED = "most likely it used a tensor without memory: some operations do not look, and read address 0"
+
 ERRORS = {
     SIZE_0: "the memory was let go and is not there: a storage must be made large again before anybody uses its views",
-    OTHER_SIZE: "resize_ counts bytes: numel() * element_size()",
+    OTHER_SIZE: "too small: resize_ counts bytes, and all ranks' shards must find room, whole.numel() * element_size()",
+    "`tensor_list` of type List": "all_gather wants a list of tensors, one for each rank: list(whole.chunk(N))",
+    "invalid output tensor list": "all_gather wants as many tensors as there are ranks: dist.get_world_size()",
+    "SIGSEGV": DIED,
 }
 
+MEMBERS = "a Unit has gather() and release(), and the engine (self) has the rest: super()'s methods, self.reduce(unit)"
+ITS_OWN_FILE = "every exercise is a file of its own; a unit has the same as methods: unit.gather(), unit.release()"
+ITS_ARGUMENT = "the engine passes the unit: def pre_forward(self, unit), and the others likewise"
+
 FORWARD_ERRORS = {
+    "'Unit' object has no attribute": MEMBERS,
+    "takes 1 positional argument but 2 were given": ITS_ARGUMENT,
+    "name 'gather' is not defined": ITS_OWN_FILE,
+    "name 'release' is not defined": ITS_OWN_FILE,
+    "zip() argument 2 is": "it returns a slice for each parameter: return super().optimizer_params(unit)",
+    "SIGSEGV": DIED,
     SIZE_0: "whole parameters were used while they had no memory: gather in pre_forward, release in post_forward",
     "'NoneType' object is not iterable": "optimizer_params() returns nothing: `return` is missing",
     "argument 1 must be an iterable, not NoneType": "optimizer_params() returns nothing: `return` is missing",
@@ -630,6 +692,7 @@ EXERCISES = [
             "list(whole.chunk(dist.get_world_size())).",
         ),
         exports=("gather", "release"),
+        first_rank_only="only rank 0 has all the shards: that is a gather; every rank needs them, all_gather",
         errors=ERRORS,
     ),
     Exercise(

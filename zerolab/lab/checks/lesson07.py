@@ -10,11 +10,14 @@ import zerolab
 from zerolab.lab.checks import Exercise, World, Wrong, edit
 from zerolab.lab.checks.lesson06 import (
     ALL_AT_ONCE,
+    DIED,
+    MEMBERS,
     SIZE_0,
     Block,
     Forward,
     Model,
     check_class,
+    check_flag,
     check_training,
     in_words,
     inputs,
@@ -26,6 +29,7 @@ from zerolab.unit import Unit
 
 AGAIN = "post_forward() let it go: pre_backward() must gather it again (torch would say: storage of size 0)"
 TOO_EARLY = "it was there, and was released before its backward was over"
+LET_GO = "it was there, and pre_backward() let it go: backward needs it now. What is there, gather() leaves"
 NEVER = "post_backward() does not release the whole parameters, of which backward has no more need"
 LATE = "released after the reduction was started, so both need memory at once: first unit.release(), then super()"
 NOT_ALWAYS = "post_backward() is also called where nothing is reduced (under no_sync, or frozen): release there too"
@@ -64,10 +68,12 @@ class Eyes:
             if not held:
                 calls = [c for c in self.book.calls if c.unit == unit.name and c.phase == "backward"]
                 seen = f"backward begins with {unit.name}, and its whole parameters have no memory"
-                raise Wrong(seen, TOO_EARLY if calls or unit.name in self.kept else AGAIN)
+                likely = TOO_EARLY if calls else LET_GO if unit.name in self.kept else AGAIN
+                raise Wrong(seen, likely)
             gathered = [other.name for other in self.blocks if whole_bytes(other)]
             if len(gathered) > 3:
                 raise Wrong(f"when backward comes to {unit.name}, {in_words(gathered)} are gathered", ALL_AT_ONCE)
+        check_flag(unit)
         if point == "post_backward":
             if held:
                 likely = NEVER if unit in self.blocks else ROOT
@@ -219,7 +225,11 @@ BACKWARD_MUTANTS = {
         edit(BACKWARD, _PRE, _PRE.replace("unit.gather()", "[each.gather() for each in self.root]")),
         "must gather it again",
     ),
-    "releases too early": (edit(BACKWARD, _PRE, _PRE + "        unit.release()\n"), "before its backward was over"),
+    "releases too early": (edit(BACKWARD, _PRE, _PRE + "        unit.release()\n"), "pre_backward() let it go"),
+    "pre_backward lets go": (
+        edit(BACKWARD, _PRE, _PRE.replace("gather", "release")),
+        "pre_backward() let it go",
+    ),
     "gathers all at the start": (
         edit(BACKWARD, _PRE, _PRE.replace("unit.gather()", "[each.gather() for each in self.units]")),
         "all units are gathered at once",
@@ -274,6 +284,9 @@ BACKWARD_MUTANTS = {
 }
 
 ERRORS = {
+    "'Unit' object has no attribute": MEMBERS,
+    "takes 1 positional argument but 2 were given": "the engine passes the unit: def pre_backward(self, unit)",
+    "SIGSEGV": DIED,
     SIZE_0: AGAIN,
     "its data is not allocated": AGAIN,
     "has left no unit.grad": "nothing was reduced: super().post_backward(unit) is missing",

@@ -7,6 +7,7 @@ import io
 from matplotlib.figure import Figure
 from PIL import Image
 
+from zerolab.lab.plots import style
 from zerolab.lab.plots.style import SENTENCE
 
 DOTS, COLOURS = 90, 64  # per inch; in the palette
@@ -21,12 +22,22 @@ def png(figure: Figure) -> bytes:
         drawn, small = io.BytesIO(), io.BytesIO()
         figure.savefig(drawn, format="png", dpi=dots, bbox_inches="tight", pad_inches=0.12)
         with Image.open(drawn) as image:
-            image.convert("RGB").quantize(COLOURS, dither=Image.Dither.NONE).save(small, format="png", optimize=True)
+            reduced(image.convert("RGB")).save(small, format="png", optimize=True)
         if small.tell() <= LIMIT:
             break
     for text in figure.texts:
         text.set_visible(True)
     return small.getvalue()
+
+
+def reduced(image: Image.Image) -> Image.Image:
+    """With a palette of 64 colours, among them those of the course: a patch in a legend has too few pixels to keep its
+    own, and would take that of another thing."""
+    own = [channel for colour in style.COLOURS.values() for channel in bytes.fromhex(colour[1:])]
+    others = image.quantize(COLOURS - len(style.COLOURS), dither=Image.Dither.NONE).getpalette()
+    palette = Image.new("P", (1, 1))
+    palette.putpalette(own + others[: 3 * COLOURS - len(own)])
+    return image.quantize(palette=palette, dither=Image.Dither.NONE)
 
 
 def show(picture: tuple[Figure, str]) -> None:

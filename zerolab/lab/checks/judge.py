@@ -194,6 +194,7 @@ def judge(id: str, source: str, filename: str = "answer.py", patience: float = P
             lines = [line for line in error.traceback.splitlines() if filename in line]
             where = f" · {lines[0].strip()}" if lines else ""
             first = str(error).splitlines()[0].removeprefix("the time is over: ").split(", in zerolab")[0]
+            first = first.removeprefix(f"rank {error.rank} of {world_size} ")
             known = [mistake for part, mistake in asked.errors.items() if part in first]
             likely = known[0] if known else "the process itself died: look for exit() or endless recursion"
             if "the time is over" in str(error):
@@ -216,13 +217,13 @@ def _verdict(asked: Exercise, good: list[int], world_size: int, reports: list[Re
     likely, where = worst.likely, f"rank {worst.rank}"
     # A rank that waits further on had nothing to complain of where this one stopped.
     rights = [r.rank for r in reports if r.kind == "right" or (r.kind == "waits" and r.blocks > worst.blocks)]
+    known = [mistake for part, mistake in asked.errors.items() if part in worst.seen]
     if worst.kind == "waits":
-        likely = likely or _why_it_waits(reports)
+        likely = likely or (known[0] if known else _why_it_waits(reports))
     if worst.values_differ and rights == [0]:
         likely = asked.first_rank_only or likely
     likely = likely or UNKNOWN
     if worst.kind == "raised":
-        known = [mistake for part, mistake in asked.errors.items() if part in worst.seen]
         likely = known[0] if known else "an error in the code, at the line shown"
     lines = [
         f"✗ {asked.id} {asked.title}    " + " · ".join([*(f"N={n} ok" for n in good), f"N={world_size} wrong"]),

@@ -45,6 +45,12 @@ def explained(
 # ---------------------------------------------------------------------- 04.1
 
 SHARD = 5
+SWAPPED = "the output comes first, and is a tensor of its own: dist.all_to_all_single(received, flat)"
+OVER_ELEMENTS = "the mean was taken over elements, not over ranks: view(N, S) has a row for each rank, over dim=0"
+OWN_SHARDS = "this rank's own shards were added up, and nothing that came from the others: they are in `received`"
+DIFFERENT_SHARDS = (
+    "different shards were added up, rank 0's first, rank 1's second: add up everyone's shard r on rank r"
+)
 
 
 def check_reduce_scatter(answer: Any, world: World) -> None:
@@ -53,10 +59,15 @@ def check_reduce_scatter(answer: Any, world: World) -> None:
     flat = values.share(base, rank)
     with world.record() as calls:
         got = answer.reduce_scatter_mean(flat, rank, N)
+    exchanged = bool(calls) and all(call.op == "all_to_all_single" for call in calls)
+    if exchanged and not torch.equal(flat, values.share(base, rank)):
+        raise Wrong("`flat` holds other numbers after the all-to-all than before", SWAPPED)
     if isinstance(got, Tensor) and N > 1 and got.numel() == N * SHARD:
         raise Wrong(
             f"it returns {got.numel()} elements", "the whole mean, where one shard, of flat.numel() / N, was asked"
         )
+    if isinstance(got, Tensor) and got.numel() in (1, N):
+        raise Wrong(f"it returns {got.numel()} elements, where a shard has {SHARD}", OVER_ELEMENTS)
     check_tensor("what it returns", got, (SHARD,))
     check_moved("a flat tensor", calls, world, 4 * base.numel(), _why_so_much(calls))
     shards = base.view(N, SHARD)
@@ -66,6 +77,9 @@ def check_reduce_scatter(answer: Any, world: World) -> None:
     mixed = transposed.view(SHARD, N)
     likely = "rows and columns are mixed up: view(N, S), and sum over the N"
     others += [(how(mixed, 1), likely) for how in (torch.mean, torch.sum)]
+    own_shards = sum(values.share(base, r).view(N, SHARD)[r] for r in range(N))
+    others += [(how(flat.view(N, SHARD), 0), OWN_SHARDS) for how in (torch.mean, torch.sum) if N > 1]
+    others += [(own_shards / k, DIFFERENT_SHARDS) for k in dict.fromkeys((1, N)) if N > 1]
     compare("its shard", got, mean[rank], explained(shards[rank], world, calls, others))
     check_waited(calls, world)
 
@@ -181,6 +195,27 @@ def reduce_scatter_mean(flat, rank, world_size):
         "a forgotten wait",
     ),
     "nothing returned": (edit(REDUCE_SCATTER, "return ", "mean = "), "`return` is missing"),
+    "the mean over elements": (
+        edit(REDUCE_SCATTER, f"{_SUM} / world_size", "received.view(world_size, -1).mean(dim=1)"),
+        "taken over elements, not over ranks",
+    ),
+    "input and output swapped": (
+        edit(REDUCE_SCATTER, "(received, flat)", "(flat, received)"),
+        "the output comes first",
+    ),
+    "looks at what it sent": (edit(REDUCE_SCATTER, "received.view", "flat.view"), "this rank's own shards"),
+    "room for one shard": (
+        edit(REDUCE_SCATTER, "torch.empty_like(flat)", "torch.empty(flat.numel() // world_size)"),
+        "room for a shard from every rank",
+    ),
+    "everyone's own shard": (
+        edit(
+            REDUCE_SCATTER_BY_REDUCES,
+            "    for owner, shard in enumerate(shards):\n        dist.reduce(shard, dst=owner)\n",
+            "    dist.all_reduce(shards[rank])\n",
+        ),
+        "different shards were added up",
+    ),
 }
 
 
@@ -353,6 +388,9 @@ def _compare_weights(unit: Unit, got: Tensor, want: Tensor, old: Tensor, calls: 
 
     pick = torch.cat([torch.arange(slot.offset, slot.end) for slot in unit.layout.slots])
     compare(f"unit {unit.name}, parameters after a step", got[pick], want[pick], explain)
+    if unit.whole.untyped_storage()._cdata != unit.wholes[0].untyped_storage()._cdata:
+        likely = "unit.whole was replaced, and forward reads views of the old one: gather into unit.whole itself"
+        raise Wrong(f"unit {unit.name}: after a step unit.whole is another tensor than the one forward reads", likely)
 
 
 def check_training(theirs: type, stage: type, world: World) -> None:
@@ -580,6 +618,38 @@ ZERO1_MUTANTS = {
         ),
         "this rank's own slice is wrong",
     ),
+    "unit.whole replaced": (
+        edit(
+            ZERO1,
+            _GATHER,
+            "whole = unit.whole.clone()\n"
+            "        self.comm.all_gather(whole, unit.master, unit.name).wait()\n"
+            "        unit.whole = whole",
+        ),
+        "unit.whole was replaced",
+    ),
+    "the work for the gradient": (
+        edit(
+            ZERO1,
+            "unit.grad = unit.layout.shard(unit.whole_grad, self.rank)\n        return self",
+            "unit.grad = self",
+            "reduce_scatter(unit.grad,",
+            "reduce_scatter(unit.layout.shard(unit.whole_grad, self.rank),",
+        ),
+        "what can be waited for",
+    ),
+    "one flat tensor for the optimizer": (
+        edit(ZERO1, _PARAMS, "[unit.keep_shard()]"),
+        "one tensor for each parameter",
+    ),
+    "whole and shard swapped": (
+        edit(ZERO1, _GATHER, "self.comm.all_gather(unit.master, unit.whole, unit.name).wait()"),
+        "the output comes first",
+    ),
+    "the function of 04.1": (
+        edit(ZERO1, _REDUCE, "unit.grad = reduce_scatter_mean(unit.whole_grad, self.rank, self.world_size)"),
+        "a file of its own",
+    ),
     "nothing of its own": (
         "import zerolab\n\n\nclass MyZero1(zerolab.Zero1):\n    stage = 1\n",
         "write your own",
@@ -593,6 +663,18 @@ ERRORS = {
     "storage of size": "unit.grad must have the size of unit.master: this rank's shard, (S,)",
     "modified by an inplace operation": "unit.whole was written to between forward and backward: gather after the step",
     "The size of tensor": "the whole (N * S,) and a shard (S,) were mixed up",
+    "is invalid for input of size": "the whole and a shard were mixed up: reduce_scatter fills a shard from "
+    "a whole, all_gather a whole from shards, and the output comes first",
+    "name 'reduce_scatter_mean' is not": "each exercise is a file of its own: use self.comm.reduce_scatter(), or copy "
+    "your function into this cell",
+    "'Pending' object": "reduce_scatter() returns what can be waited for: return that, and let unit.grad be the output",
+    "out=list": "layout.slices() is a list, a view for each parameter: unit.grad is one flat tensor, layout.shard()",
+    "'NoneType' object is not iterable": "optimizer_params() returns nothing: `return` is missing",
+    "zip() argument 2 is": "optimizer_params() must return one tensor for each parameter: layout.slices(shard, rank)",
+    "must be Tensor, not NoneType": "there is no tensor there: after a step unit.grad may be gone, and unit.master is "
+    "what travels",
+    "in->size == out->size": "`received` must have room for a shard from every rank: as many elements as `flat`",
+    "stuck in reduce: not through": "in dist.reduce() all ranks must name the same dst: a call for each owner",
 }
 FIRST_RANK = "the result reached rank 0 only: each rank needs the mean of its own shard"
 

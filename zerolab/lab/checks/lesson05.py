@@ -209,7 +209,20 @@ ZERO2_MUTANTS = {
         edit(ZERO2_WAITS, "unit.grad.clone()", "unit.grad / self.world_size"),
         "divided by N twice",
     ),
+    "no reduction to wait for": (
+        edit(ZERO2, _RELEASE, "unit.reduction.wait()\n        unit.grad = unit.grad.clone()"),
+        "unit.reduction is None where nothing was reduced",
+    ),
+    "releases the parameters": (edit(ZERO2, _RELEASE, "unit.release()"), "lets the *parameters* go"),
     "nothing of its own": ("import zerolab\n\n\nclass MyZero2(zerolab.Zero1):\n    stage = 2\n", "write your own"),
+}
+
+ERRORS5 = {  # before those of lesson 04, which are about stage 1's methods
+    "object has no attribute 'wait'": "unit.reduction is None where nothing was reduced, under no_sync(): look at "
+    "self.reduces(unit) first",
+    "no attribute 'whole_grad'": "`del` takes the attribute itself away, and the engine asks for it: it may be None",
+    "for storage of size 0": "unit.release() lets the *parameters* go, which is lesson 06: here unit.release_grad()",
+    "killed by SIG": "memory went that was still read: the reduction has only been started when super() returns",
 }
 
 EXERCISES = [
@@ -231,7 +244,6 @@ EXERCISES = [
         exports=("MyZero2",),
         extends="Zero2",
         first_rank_only=FIRST_RANK,
-        errors=ERRORS
-        | {"NoneType": "the gradient was let go before it was reduced: first super().post_backward(unit)"},
+        errors=ERRORS5 | ERRORS | {"NoneType": "the gradient was let go before it was reduced: first super()"},
     ),
 ]

@@ -24,6 +24,7 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from functools import partial
+from itertools import count
 from typing import Any
 
 import torch
@@ -36,6 +37,7 @@ from zerolab.clip import clip_grad_norm_
 from zerolab.comm import Comm, CommError
 from zerolab.partition import Part, agree_on_parts, modules_within, units_needed
 from zerolab.precision import KEEP, Precision
+from zerolab.prefetch import Prefetcher
 from zerolab.state import full_parameters, full_state_dict, load_full_state_dict, refuse_state_dict
 from zerolab.tree import cast_floats, detached_from, grad_tensors, kept_by_modules
 from zerolab.unit import ForwardCall, Unit
@@ -62,7 +64,7 @@ class Engine:
     """
 
     stage: int
-    prefetch = True  # in stages 1 and 2: gather the next unit while one computes; False: not before it is needed
+    prefetch = True  # gather the next unit while one computes; False: not before it is needed
 
     def __init__(
         self,
@@ -91,6 +93,8 @@ class Engine:
         self._in_backward = False
         self._training = False  # whether the outermost forward call began with gradients enabled
         self._outermost: Any = None  # its frame
+        self._clock = count()
+        self._unwatched: list[ForwardCall] = []  # whose backward has begun, and which have no inputs to tell its end
         self._turns: deque[Unit] = deque()  # units still to be reduced in this backward
         self._in_flight: deque[Unit] = deque()  # units whose reduction is under way
         self._first_uses: list[Unit] | None = []  # order of first use, until the ranks have agreed on one
@@ -108,6 +112,7 @@ class Engine:
             self._shard(unit, part, init)
         self._materialise(model.modules(), init)  # modules that hold only buffers
         self._broadcast_buffers()
+        self._prefetcher = Prefetcher(self.root)
         self._order = list(self.units)  # of first use in forward; gradients are reduced the other way round
         self._install_hooks(parts)
 
@@ -194,6 +199,17 @@ class Engine:
         if self.stale and self.prefetch:  # the next one is on its way while `until` computes
             self.stale[0].start_gather()
 
+    def gather(self, unit: Unit) -> None:
+        """Gather `unit`, and start with the one that will be needed next."""
+        self._prefetcher.visit(unit)
+        unit.gather()
+        self.prefetch_next()
+
+    def prefetch_next(self) -> None:
+        """Start to gather the unit that will be needed next, if that is known and only one is whole."""
+        if self.prefetch:
+            self._prefetcher.start_next()
+
     # -- construction --------------------------------------------------------------------------------------------
 
     @torch.no_grad()
@@ -256,7 +272,7 @@ class Engine:
         recompute = _in_backward()  # activation checkpointing
         if self._depth == 1 and not recompute:
             self._outermost = sys._getframe(1)
-            self._start_forward()
+            self._start_forward(module)
         if self._depth == 1 and self.precision.cast_inputs and self.precision.compute is not None:
             args, kwargs = cast_floats((args, kwargs), self.precision.compute)
         for unit in new:
@@ -280,6 +296,9 @@ class Engine:
         for unit in needs:
             unit.depth -= 1
         over = [unit for unit in needs if unit.depth == 0]
+        ended, unwatched = next(self._clock), over[0].unwatched if over else None
+        for unit in over:
+            unit.unwatched = None
         if _in_backward():  # a recompute releases nothing: backward is about to use it
             return output
         failed = output is None and sys.exc_info()[0] is not None
@@ -290,7 +309,7 @@ class Engine:
             # If backward may come in through something that cannot be seen, the units must stay.
             tensors, stay = grad_tensors([output, *kept_by_modules(inside)])
             for tensor in tensors:
-                tensor.register_hook(partial(self._pre_backward, over))
+                tensor.register_hook(partial(self._pre_backward, over, ended, unwatched))
         for unit in over:
             unit.show_params()
             if stay:
@@ -299,17 +318,19 @@ class Engine:
                 self.post_forward(unit)
         if self._depth == 0:
             self._outermost = None
+            self._prefetcher.end()
             if module is self.model and not failed:
                 self.gather_stale()  # what this rank did not need, another may have needed
         return output
 
-    def _start_forward(self) -> None:
+    def _start_forward(self, module: nn.Module) -> None:
         """The outermost call of a forward: tidy up what an error left, and notice parameters changed by hand."""
         if self._in_backward:
             self._drop_backward()
         self._stepped = False
         self.comm.phase = "forward"
         self._training = torch.is_grad_enabled()
+        self._prefetcher.begin((id(module), self._training))
         self._notice_changes()
 
     def _notice_changes(self) -> None:
@@ -327,17 +348,17 @@ class Engine:
         """Learn when backward has passed the units: when a gradient arrives at one of their inputs.
 
         Autograd runs what was created last first. What made an input is older than all that the unit did with it,
-        so when it is its turn, nothing of the unit is left to run.
+        so when it is its turn, nothing of the unit is left to run. If there is no such input, it is known when a
+        gradient reaches the outputs of a call that had ended before this one began. (That all parameters have their
+        gradients would often be known earlier, but not on every rank at the same point between the gathers.)
         """
-        call = ForwardCall()
+        call = ForwardCall(units, next(self._clock))
         made = [tensor for tensor in grad_tensors(inputs, objects=False)[0] if tensor.grad_fn is not None]
         for tensor in made:
-            tensor.register_hook(partial(self._at_inputs, units, call))
+            tensor.register_hook(partial(self._at_inputs, call))
         for unit in units:
-            if made:
-                unit.calls.add(call)
-            else:
-                unit.unwatched = True
+            unit.calls.add(call)
+            unit.unwatched = None if made else call
 
     def _forget_calls(self) -> None:
         """Ctrl-C gets past _leave: if the outermost call is over all the same, show the optimizer's parameters."""
@@ -359,19 +380,26 @@ class Engine:
         Variable._execution_engine.queue_callback(self._end_backward)
         self._in_backward = True
         self.comm.phase = "backward"
+        self._prefetcher.begin("backward")
         self._notice_changes()
         self.gather_stale()
         for unit in self.units:
             unit.resume()
         self._turns = deque(unit for unit in reversed(self._order) if unit.trainable and self._sync)
 
-    def _pre_backward(self, units: list[Unit], grad: Tensor) -> None:
+    def _pre_backward(self, units: list[Unit], ended: int, unwatched: ForwardCall | None, grad: Tensor) -> None:
+        """A gradient reached the outputs of a call of `units` that was over when the clock showed `ended`."""
         self._begin_backward()
         for unit in units:
             if not unit.opened:
                 unit.opened = True
                 self.pre_backward(unit)
                 unit.show_whole()  # for recomputation
+        for call in [call for call in self._unwatched if call.begun > ended]:
+            self._unwatched.remove(call)
+            self._passed(call)
+        if unwatched and unwatched not in self._unwatched:
+            self._unwatched.append(unwatched)
 
     def _on_gradient(self, unit: Unit, i: int, leaf: nn.Parameter) -> None:
         self._begin_backward()
@@ -379,11 +407,15 @@ class Engine:
         if not unit.calls and unit.all_arrived:
             self._done(unit)
 
-    def _at_inputs(self, units: list[Unit], call: ForwardCall, grad: Tensor) -> None:
+    def _at_inputs(self, call: ForwardCall, grad: Tensor) -> None:
         self._begin_backward()
-        for unit in units:
+        self._passed(call)
+
+    def _passed(self, call: ForwardCall) -> None:
+        """Backward is through with `call`."""
+        for unit in call.units:
             unit.calls.discard(call)
-            if not unit.calls and (unit.all_arrived or not unit.unwatched):
+            if not unit.calls:
                 self._done(unit)
 
     def _done(self, unit: Unit) -> None:
@@ -438,10 +470,15 @@ class Engine:
                 self._finish(unit)
             if not self._sync:
                 unit.keep_back()
+        self._prefetcher.end()
+        for call in self._unwatched:
+            for unit in call.units:
+                unit.calls.discard(call)
         keep_graph = torch._C._autograd._get_current_graph_task_keep_graph()
         for unit in self.units:
             unit.end_backward(keep_ran=keep_graph)
         self._held = []
+        self._unwatched = []
         self._in_backward = False
         if self._stepping:  # a closure: the optimizer goes on to use the gradients at once
             self._promote_grads(self.units)
@@ -502,6 +539,7 @@ class Engine:
                 self._finish(unit)
             unit.end_backward(keep_ran=False)
         self._held = []
+        self._unwatched = []
         self._in_backward = False
 
     # -- the optimizer's step ------------------------------------------------------------------------------------

@@ -32,7 +32,10 @@ Site = tuple[nn.Module, str]  # a module and the name under which it holds a par
 
 
 class ForwardCall:
-    """A call of a unit in forward. Only its autograd graph holds it: where there is no backward, it goes with that."""
+    """A call of `units` in forward. Only its autograd graph holds it: where there is no backward, it goes with that."""
+
+    def __init__(self, units: list[Unit], begun: int) -> None:
+        self.units, self.begun = units, begun
 
 
 class Unit:
@@ -72,7 +75,7 @@ class Unit:
         self.depth = 0  # how many calls of modules that need this unit are under way
         self.ran = False  # used in a forward since the last backward
         self.calls: WeakSet[ForwardCall] = WeakSet()  # those whose backward has not come back to the unit's inputs
-        self.unwatched = False  # some call had no inputs by which to see that
+        self.unwatched: ForwardCall | None = None  # the call under way, if it has no inputs by which to see that
         self.opened = False  # pre_backward has run, post_backward has not
         self.ready = False  # backward has passed the unit
 
@@ -330,7 +333,6 @@ class Unit:
         """Ready for the next backward. `keep_ran`: the graph was kept, so the same forward may have another."""
         self.ready = False
         self.ran = self.ran and (keep_ran or len(self.calls) > 0)
-        self.unwatched = self.unwatched and self.ran
         self.arrived.clear()
         self.used = [False] * len(self.used)
 

@@ -29,7 +29,7 @@ class Zero3(Zero2):
         return super().optimizer_params(unit)
 
     def pre_forward(self, unit: Unit) -> None:
-        unit.gather()
+        self.gather(unit)
 
     def post_forward(self, unit: Unit) -> None:
         """Backward will gather again; the root's begins at once, so it may stay if there is to be a backward."""
@@ -37,11 +37,12 @@ class Zero3(Zero2):
             unit.release()
 
     def pre_backward(self, unit: Unit) -> None:
-        unit.gather()
+        self.gather(unit)
 
     def post_backward(self, unit: Unit) -> None:
         """Let the parameters go before the reduction needs memory."""
         unit.release()
+        self.prefetch_next()
         super().post_backward(unit)
 
     def after_step(self, unit: Unit) -> None:

@@ -491,6 +491,31 @@ class RawInputTwice(Case):
         return model(noise(rank, step, 4, WIDTH)).square().mean()
 
 
+class HalfUsed(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.always, self.at_times = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor, both: bool) -> Tensor:
+        return self.always(x) + (self.at_times(x) if both else 0)
+
+
+class RawBranches(Case):
+    """Units beside the others, on inputs that have no gradient, of which some ranks use only a part."""
+
+    units = (Block, HalfUsed)
+
+    def model(self):
+        model = Stack()
+        model.first, model.last = HalfUsed(), HalfUsed()
+        return model
+
+    def loss(self, model, rank, step):
+        tokens, raw = words(rank, step, 2, 5), noise(rank, step, 2, 5, WIDTH)
+        x = model.first(raw, rank != step) + model.body(model.emb(tokens)) + model.last(raw, rank == step)
+        return F.cross_entropy(model.head(x).flatten(0, 1), tokens.flatten())
+
+
 class Positions(nn.Module):
     def __init__(self) -> None:
         super().__init__()
@@ -668,6 +693,7 @@ CASES: dict[str, Case] = {
     "two backwards": TwoBackwards(),
     "two losses": TwoLosses(),
     "raw input twice": RawInputTwice(),
+    "raw branches": RawBranches(),
     "view of own weight": ViewOfOwnWeight(),
     "frozen": Frozen(),
     "freezing and thawing": FreezingAndThawing(),

@@ -165,7 +165,36 @@ def add_bench(commands: argparse._SubParsersAction) -> None:
     bench.set_defaults(run=run)
 
 
-COMMANDS = (add_demo, add_plan, add_simulate, add_bench)
+def add_train(commands: argparse._SubParsersAction) -> None:
+    train = commands.add_parser(
+        "train",
+        help="train a GPT, a CNN or an encoder at any stage, with checkpoints; the script of the course",
+        description="Trains on ranks of this machine; under torchrun or srun it is `python -m zerolab.train`. "
+        "SIGTERM and Ctrl-C end a step, save and stop. Exit status: 0 if it came to the end, or was stopped and saved.",
+    )
+    train.add_argument("--ranks", type=int, default=4, help="processes to start (default 4)")
+    from zerolab.train import add_arguments
+
+    add_arguments(train)
+
+    def run(args: argparse.Namespace) -> int:
+        from zerolab import train as script
+
+        if args.ranks < 1:
+            train.error(f"--ranks must be 1 or more, not {args.ranks}")
+        try:
+            script.check(args, args.ranks)
+        except script.Refused as why:
+            train.error(str(why))
+        del args.run  # this function: the ranks could not import it
+        if problem := script.launch(args, args.ranks):
+            train.error(problem)
+        return 0
+
+    train.set_defaults(run=run)
+
+
+COMMANDS = (add_demo, add_plan, add_simulate, add_bench, add_train)
 
 
 def _rich(parser: argparse.ArgumentParser) -> Any:

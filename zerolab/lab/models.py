@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 
 class Attention(nn.Module):
-    """Causal self-attention with `heads` heads: (B, T, C) -> (B, T, C)."""
+    """Self-attention with `heads` heads: (B, T, C) -> (B, T, C). Causal, unless a mask says who may be looked at."""
 
     def __init__(self, width: int, heads: int) -> None:
         super().__init__()
@@ -18,11 +18,11 @@ class Attention(nn.Module):
         self.qkv = nn.Linear(width, 3 * width)
         self.out = nn.Linear(width, width)
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x: Tensor, mask: Tensor | None = None) -> Tensor:
         B, T, C = x.shape
         qkv = self.qkv(x).view(B, T, 3, self.heads, C // self.heads)
         q, k, v = qkv.permute(2, 0, 3, 1, 4)  # each (B, heads, T, C / heads)
-        y = F.scaled_dot_product_attention(q, k, v, is_causal=True)
+        y = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=mask is None)
         return self.out(y.transpose(1, 2).reshape(B, T, C))
 
 
@@ -48,8 +48,8 @@ class Block(nn.Module):
         self.norm2 = nn.LayerNorm(width)
         self.mlp = MLP(width)
 
-    def forward(self, x: Tensor) -> Tensor:
-        x = x + self.attention(self.norm1(x))
+    def forward(self, x: Tensor, mask: Tensor | None = None) -> Tensor:
+        x = x + self.attention(self.norm1(x), mask)
         return x + self.mlp(self.norm2(x))
 
 
@@ -87,3 +87,61 @@ class GPT(nn.Module):
         if targets is None:
             return logits
         return F.cross_entropy(logits.flatten(0, 1).float(), targets.flatten())
+
+
+class ConvBlock(nn.Module):
+    """A convolution that halves height and width, normalised over the batch: (B, C, H, W) -> (B, 2C, H/2, W/2)."""
+
+    def __init__(self, channels: int) -> None:
+        super().__init__()
+        self.conv = nn.Conv2d(channels, 2 * channels, 3, stride=2, padding=1, bias=False)
+        self.norm = nn.BatchNorm2d(2 * channels)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.relu(self.norm(self.conv(x)))
+
+
+class CNN(nn.Module):
+    """A small network for images: (B, channels, H, W), values from 0 to 1 -> logits (B, classes)."""
+
+    def __init__(self, layers: int = 2, width: int = 16, channels: int = 1, classes: int = 10) -> None:
+        super().__init__()
+        self.norm = nn.BatchNorm2d(channels)  # learns what a usual image looks like
+        self.first = nn.Conv2d(channels, width, 3, padding=1)
+        self.blocks = nn.ModuleList(ConvBlock(width * 2**i) for i in range(layers))
+        self.head = nn.Linear(width * 2**layers, classes)
+
+    def forward(self, images: Tensor) -> Tensor:
+        x = F.relu(self.first(self.norm(images)))
+        for block in self.blocks:
+            x = block(x)
+        return self.head(x.mean(dim=(2, 3)))
+
+
+class PairEncoder(nn.Module):
+    """Do two sentences say the same? Pairs of words by number (B, 2, T), 0 where there is none -> logits (B, 2).
+
+    Each sentence is encoded by itself; the answer depends on how the two means of their words' outputs differ.
+    """
+
+    def __init__(
+        self, layers: int = 2, width: int = 64, heads: int = 4, context: int = 32, vocabulary: int = 4096
+    ) -> None:
+        super().__init__()
+        self.token = nn.Embedding(vocabulary, width, padding_idx=0)
+        self.position = nn.Embedding(context, width)
+        self.dropout = nn.Dropout(0.1)
+        self.blocks = nn.ModuleList(Block(width, heads) for _ in range(layers))
+        self.norm = nn.LayerNorm(width)
+        self.head = nn.Linear(2 * width, 2)
+
+    def forward(self, pairs: Tensor) -> Tensor:
+        words = pairs.flatten(0, 1)  # (2B, T)
+        there = words != 0
+        x = self.dropout(self.token(words) + self.position(torch.arange(words.shape[1], device=words.device)))
+        for block in self.blocks:
+            x = block(x, there[:, None, None, :])  # nobody looks at a word that is not there
+        weight = there.unsqueeze(2).to(x.dtype)  # (2B, T, 1)
+        means = (self.norm(x) * weight).sum(1) / weight.sum(1).clamp(min=1)
+        one, other = means.unflatten(0, (-1, 2)).unbind(1)  # each (B, C)
+        return self.head(torch.cat([(one - other).abs(), one * other], dim=1))

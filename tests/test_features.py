@@ -1,0 +1,243 @@
+"""What training for real needs beside a plain step, at every stage: accumulation and its bytes, evaluation and
+generation between steps, torch.compile, clipping of scaled gradients. Always against one process."""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+import pytest
+import torch
+from test_measure import BF16, PADDED, PARAMETERS, TwoLayers
+from torch import Tensor, nn
+from zoo import CASES, Block, Plain, Stack, alone, build, words
+
+import zerolab
+from zerolab.measure import model_states
+
+PLAIN = CASES["plain"]
+
+
+# -- accumulation: what it holds, to the byte -----------------------------------------------------------------------
+
+
+def held_between(precision: zerolab.Precision | None) -> list[tuple[list[int], list[int], int]]:
+    """Bytes of gradients after each of three backwards, the same under no_sync and after one that ends it, and how many
+    elements of parameters this rank updates."""
+    seen = []
+    for stage in range(4):
+        zero = zerolab.shard(TwoLayers(), stage, units=[nn.Linear], precision=precision)
+        optimizer = torch.optim.AdamW(zero.model.parameters())
+
+        def backward(zero=zero, optimizer=optimizer) -> int:
+            zero.model(torch.ones(3, 6)).backward()
+            return model_states(zero, optimizer)["gradients"]
+
+        synchronised = [backward() for _ in range(3)]
+        optimizer.zero_grad()
+        with zero.no_sync():
+            kept_back = [backward() for _ in range(3)]
+        kept_back.append(backward())
+        seen.append((synchronised, kept_back, sum(p.numel() for p in zero.model.parameters())))
+    return seen
+
+
+@pytest.mark.parametrize("n", [1, 2, 3, 4])
+@pytest.mark.parametrize("name", ["fp32", "bf16"])
+def test_bytes_of_accumulation(ranks, n, name):
+    """Under no_sync gradients are whole in every stage, and in float32 from the second micro-batch on; the backward
+    that reduces them brings them back to what one backward holds. Reduced each time, they are held as after one
+    backward; in bf16 they are then added up in float32, of what this rank updates (which has no padding)."""
+    whole, share = PADDED[name][n], PADDED[name][n] // n
+    size = 4 if name == "fp32" else 2
+    everyone = ranks.run(held_between, BF16 if name == "bf16" else None, ranks=n)
+    for stage in range(4):
+        mine = share if stage >= 2 else whole
+        for synchronised, kept_back, elements in (seen[stage] for seen in everyone):
+            added = 4 * mine if name == "fp32" else 4 * elements
+            assert synchronised == [size * mine, added, added], f"stage {stage}"
+            assert kept_back == [size * whole, 4 * whole, 4 * whole, size * mine], f"stage {stage}"
+        assert sum(seen[stage][2] for seen in everyone) == PARAMETERS * (1 if stage else n)
+
+
+# -- evaluation and generation, between the steps -------------------------------------------------------------------
+
+
+class Speaker(nn.Module):
+    """Generates word after word, through its parts: its own forward is not called."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.stack = Stack()
+        self.drop = nn.Dropout(0.5)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        hidden = self.stack.body(self.stack.emb(tokens))
+        return self.stack.head(self.stack.norm(hidden if self.training else self.drop(hidden)))
+
+    @torch.no_grad()
+    def generate(self, tokens: Tensor, more: int) -> Tensor:
+        for _ in range(more):
+            hidden = self.stack.norm(self.stack.body(self.stack.emb(tokens)))
+            tokens = torch.cat([tokens, self.stack.head(hidden)[:, -1:].argmax(-1)], dim=1)
+        return tokens
+
+
+class Evaluated(Plain):
+    """Before each step, what the model makes of a batch and how it goes on from a prompt, another on every rank."""
+
+    def __init__(self) -> None:
+        self.seen: list[Tensor] = []
+        self.speak: Any = Speaker.generate
+
+    def model(self) -> nn.Module:
+        return Speaker()
+
+    def before(self, model, rank, step):
+        model.eval()
+        with torch.no_grad():
+            self.seen.append(model(words(rank, 50 + step, 3, 4)))
+        with torch.inference_mode():
+            self.seen.append(model(words(rank, 60 + step, 1, 6)).clone())
+        self.seen.append(self.speak(model, words(rank, 70 + step, 2, 3), 4))
+        model.train()
+
+
+def evaluated() -> list[Any]:
+    results = []
+    for stage in range(4):
+        for registered in (False, True):
+            case = Evaluated()
+            zero = zerolab.shard(build(case), stage, units=case.units)
+            if registered:
+                zero.register_forward_method("generate")
+                case.speak = lambda model, *args: model.generate(*args)
+            optimizer = case.optimizer(zero.model)
+            gathers = []
+            for step in range(case.steps):
+                with zero.comm.record() as calls:
+                    case.before(zero.model, zero.rank, step)
+                gathers.append(len([call for call in calls if call.op == "all_gather" and not call.control]))
+                # A registered method that turns gradients off itself leaves the root gathered until the next backward.
+                idle = [unit for unit in zero.units if not (registered and unit in zero.root)]
+                assert stage < 3 or not any(unit.whole.untyped_storage().size() for unit in idle)
+                case.loss(zero.model, zero.rank, step).backward()
+                optimizer.step()
+                optimizer.zero_grad()
+            results.append((case.seen, zero.full_state_dict(), gathers))
+    return results
+
+
+def evaluated_alone(ranks: int) -> tuple[list[Tensor], dict[str, Tensor]]:
+    case = Evaluated()
+    state, _ = alone(case, ranks)
+    return case.seen, state
+
+
+@pytest.mark.parametrize("n", [1, 2, 3, 4])
+def test_evaluation_and_generation(ranks, n):
+    """Bit for bit; training goes on as if nothing had been; and only stage 3 gathers more than once after a step."""
+    seen, state = ranks.run(evaluated_alone, n, ranks=1)[0]
+    by_step = [seen[3 * i : 3 * i + 3] for i in range(n * Evaluated.steps)]  # step 0: rank 0, rank 1, ...; step 1: ...
+    for rank, results in enumerate(ranks.run(evaluated, ranks=n, timeout=60, group_timeout=20)):
+        expected = [outputs for step in range(Evaluated.steps) for outputs in by_step[step * n + rank]]
+        for i, (got, got_state, gathers) in enumerate(results):
+            assert len(got) == len(expected) == 9
+            assert all(torch.equal(one, other) for one, other in zip(got, expected, strict=True)), f"stage {i // 2}"
+            assert all(torch.equal(got_state[name], value) for name, value in state.items()), f"stage {i // 2}"
+            # In stage 3 two passes over four units; then, for each of four words, the three blocks, and the root once
+            # for a registered method, else for each of its parts: emb, norm and head.
+            stage_3 = 2 * 4 + 4 * 3 + (1 if i % 2 else 4 * 3)
+            assert gathers == [[0] * 3, [0, 4, 4], [0, 4, 4], [stage_3] * 3][i // 2], f"stage {i // 2}"
+
+
+def of_unequal_length(stage: int) -> tuple[str, float, dict[str, Tensor]]:
+    """Between the steps, the first rank evaluates no batch, the second one, and so on."""
+    zero = zerolab.shard(build(PLAIN), stage, units=[Block])
+    optimizer = PLAIN.optimizer(zero.model)
+    for step in range(PLAIN.steps):
+        started = time.monotonic()
+        try:
+            if step:
+                with torch.no_grad():
+                    for i in range(zero.rank):
+                        zero.model(words(0, i, 1, 4))
+            PLAIN.loss(zero.model, zero.rank, step).backward()
+        except zerolab.CommError as error:
+            return str(error), time.monotonic() - started, {}
+        optimizer.step()
+        optimizer.zero_grad()
+    return "", 0.0, zero.full_state_dict()
+
+
+def test_evaluation_of_unequal_length(ranks):
+    """Stages 0 to 2 do not mind; stage 3, where each pass gathers, says so on every rank, in seconds."""
+    expected, _ = ranks.run(alone, PLAIN, 3, ranks=1)[0]
+    for stage in range(3):
+        for _, _, state in ranks.run(of_unequal_length, stage, ranks=3):
+            assert all(torch.equal(state[name], value) for name, value in expected.items()), f"stage {stage}"
+    for message, seconds, _ in ranks.run(of_unequal_length, 3, ranks=3, timeout=60, group_timeout=40):
+        assert "rank 0" in message and "gather" in message and "stage 0, 1 or 2" in message
+        assert seconds < 15
+
+
+# -- torch.compile --------------------------------------------------------------------------------------------------
+
+
+def compiled(how: str, inner: str, stages: tuple[int, ...]) -> dict[int, Any]:
+    """Train with compiled blocks: parameters, and what was compiled: in which step, and how many operators."""
+    from torch._dynamo.backends.registry import lookup_backend
+
+    results = {}
+    for stage in stages:
+        torch._dynamo.reset()
+        case, graphs, now = CASES["plain"], [], [0]
+
+        def backend(graph, examples, graphs=graphs, now=now):
+            graphs.append((now[0], sum(node.op == "call_function" for node in graph.graph.nodes)))
+            return lookup_backend(inner)(graph, examples)
+
+        zero = zerolab.shard(build(case), stage, units=case.units)
+        for block in zero.model.blocks:
+            if how == "module":
+                block.compile(backend=backend)
+            elif how == "forward":
+                block.forward = torch.compile(block.forward, backend=backend)
+        if how == "model":
+            zero.model.compile(backend=backend)
+        optimizer = case.optimizer(zero.model)
+        for now[0] in range(5):
+            case.loss(zero.model, zero.rank, now[0]).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            assert stage < 3 or not any(unit.whole.untyped_storage().size() for unit in zero.units)
+        results[stage] = zero.full_state_dict(), graphs
+    return results
+
+
+def five_steps_alone(ranks: int) -> dict[str, Tensor]:
+    case = Plain()
+    case.steps = 5
+    return alone(case, ranks)[0]
+
+
+@pytest.mark.parametrize(
+    ("how", "inner", "stages"),
+    [
+        ("module", "aot_eager", (0, 1, 2, 3)),
+        ("forward", "aot_eager", (3,)),
+        ("model", "aot_eager", (2, 3)),
+        pytest.param("module", "inductor", (3,), marks=pytest.mark.slow),  # calls the C++ compiler
+    ],
+)
+def test_torch_compile(ranks, how, inner, stages):
+    """`block.compile()`, a compiled forward, and `model.compile()`: all of a block's operators are compiled, once, and
+    the numbers are those of one process that compiles nothing: with aot_eager bit for bit."""
+    expected = ranks.run(five_steps_alone, 2, ranks=1)[0]
+    for results in ranks.run(compiled, how, inner, stages, ranks=2, timeout=100, group_timeout=80):
+        for stage, (state, graphs) in results.items():
+            assert sum(size for _, size in graphs) >= 5, "norm, up, gelu, down, +"
+            assert all(step <= 1 for step, _ in graphs), f"stage {stage}: compiled again and again"
+            for name, value in expected.items():
+                tolerance = {"rtol": 0, "atol": 0} if inner == "aot_eager" else {"rtol": 1e-3, "atol": 1e-4}
+                torch.testing.assert_close(state[name], value, **tolerance, msg=f"stage {stage}: {name}")

@@ -10,7 +10,7 @@ import pytest
 import torch
 from test_measure import BF16, PADDED, PARAMETERS, TwoLayers
 from torch import Tensor, nn
-from zoo import CASES, Block, Plain, Stack, alone, build, words
+from zoo import CASES, Block, Checkpointed, Plain, Stack, alone, build, words
 
 import zerolab
 from zerolab.measure import model_states
@@ -241,3 +241,100 @@ def test_torch_compile(ranks, how, inner, stages):
             for name, value in expected.items():
                 tolerance = {"rtol": 0, "atol": 0} if inner == "aot_eager" else {"rtol": 1e-3, "atol": 1e-4}
                 torch.testing.assert_close(state[name], value, **tolerance, msg=f"stage {stage}: {name}")
+
+
+# -- what is used together ------------------------------------------------------------------------------------------
+
+P_NORMS = (1.0, 2.0, float("inf"))
+
+
+def scaled_and_clipped() -> list[Any]:
+    """float16, two micro-batches of which the first is kept back, unscaled, clipped by each p in turn."""
+    results = []
+    for stage in range(4):
+        zero = zerolab.shard(build(PLAIN), stage, units=[Block], precision=zerolab.Precision(torch.float16))
+        optimizer = torch.optim.SGD(zero.model.parameters(), lr=0.5)
+        scaler = zerolab.LossScaler(zero, init_scale=1024.0)
+        norms, calls = [], []
+        for step, p in enumerate(P_NORMS):
+            with zero.no_sync():
+                scaler.scale(PLAIN.loss(zero.model, zero.rank, 2 * step).float()).backward()
+            scaler.scale(PLAIN.loss(zero.model, zero.rank, 2 * step + 1).float()).backward()
+            scaler.unscale_(optimizer)
+            with zero.comm.record() as made:
+                norms.append(zero.clip_grad_norm_(0.1, p).item())
+            calls.append(len(made))
+            scaler.step(optimizer)
+            scaler.update()
+            optimizer.zero_grad()
+        results.append((norms, calls, scaler.get_scale(), zero.full_state_dict()))
+    return results
+
+
+def scaled_and_clipped_alone(ranks: int) -> tuple[list[float], dict[str, Tensor]]:
+    """Each rank's micro-batches are added in float32 and rounded to float16; so is the mean over the ranks."""
+    model, half = build(PLAIN), build(PLAIN).half()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
+    norms = []
+    for step, p in enumerate(P_NORMS):
+        for copy, param in zip(half.parameters(), model.parameters(), strict=True):
+            copy.data.copy_(param.data)
+        own = []
+        for rank in range(ranks):
+            parts = []
+            for micro in range(2):
+                half.zero_grad()
+                (1024.0 * PLAIN.loss(half, rank, 2 * step + micro).float()).backward()
+                parts.append([param.grad.float() for param in half.parameters()])
+            own.append([(a + b).half().float() for a, b in zip(*parts, strict=True)])
+        for param, grads in zip(model.parameters(), zip(*own, strict=True), strict=True):
+            param.grad = (sum(grads[1:], grads[0]) / ranks).half().float() / 1024.0
+        norms.append(nn.utils.clip_grad_norm_(model.parameters(), 0.1, p).item())
+        optimizer.step()
+    return norms, model.state_dict()
+
+
+@pytest.mark.parametrize("n", [1, 2, 3, 4])
+def test_float16_kept_back_unscaled_and_clipped(ranks, n):
+    norms, state = ranks.run(scaled_and_clipped_alone, n, ranks=1)[0]
+    assert all(norm > 0.2 for norm in norms), "every step is clipped"
+    everyone = ranks.run(scaled_and_clipped, ranks=n, timeout=60)
+    for results in everyone:
+        for stage, (mine, calls, scale, got) in enumerate(results):
+            assert mine == everyone[0][stage][0], "the same on every rank"
+            assert mine == pytest.approx(norms, rel=1e-4)
+            assert calls == [1 if stage else 0] * 3 and scale == 1024.0, "at most one all-reduce"
+            for name, value in state.items():
+                torch.testing.assert_close(got[name], value, rtol=1e-3, atol=1e-5, msg=f"stage {stage}: {name}")
+
+
+def recomputed(precision: zerolab.Precision) -> list[list[dict[str, Tensor]]]:
+    """Blocks in no checkpoint, in a re-entrant one and in the other, with micro-batches kept back."""
+    cases = [PLAIN, Checkpointed(True, "blocks"), Checkpointed(False, "blocks")]
+    results = []
+    for stage in range(4):
+        states = []
+        for case in cases:
+            zero = zerolab.shard(build(case), stage, units=[Block], precision=precision)
+            optimizer = case.optimizer(zero.model)
+            for step in range(3):
+                with zero.no_sync():
+                    case.loss(zero.model, zero.rank, 2 * step).backward()
+                case.loss(zero.model, zero.rank, 2 * step + 1).backward()
+                optimizer.step()
+                optimizer.zero_grad()
+                assert stage < 3 or not any(unit.whole.untyped_storage().size() for unit in zero.units)
+            states.append(zero.full_state_dict())
+        results.append(states)
+    return results
+
+
+@pytest.mark.parametrize("n", [1, 3])
+def test_recomputed_in_bf16_with_micro_batches_kept_back(ranks, n):
+    """Both kinds of activation checkpointing change no bit, and no stage differs from another."""
+    for results in ranks.run(recomputed, BF16, ranks=n, timeout=60):
+        expected = results[0][0]
+        assert any(not torch.equal(expected[name], value) for name, value in build(PLAIN).state_dict().items())
+        for stage, states in enumerate(results):
+            for state in states:
+                assert all(torch.equal(state[name], value) for name, value in expected.items()), f"stage {stage}"

@@ -194,7 +194,31 @@ def add_train(commands: argparse._SubParsersAction) -> None:
     train.set_defaults(run=run)
 
 
-COMMANDS = (add_demo, add_plan, add_simulate, add_bench, add_train)
+def add_doctor(commands: argparse._SubParsersAction) -> None:
+    doctor = commands.add_parser(
+        "doctor",
+        help="what this machine can do, and what to do about what it cannot",
+        description="Tries what the course needs: versions, memory, files, ports, GPUs, and an all-reduce on every "
+        "backend at hand, with latency and bus bandwidth as nccl-tests defines it. Nothing it tries may take longer "
+        "than --timeout. Exit status: 0 all is well, 1 something needs fixing, 2 it cannot run.",
+    )
+    doctor.add_argument("--ranks", type=int, default=4, help="processes to start for the all-reduce (default 4)")
+    doctor.add_argument("--port", type=int, action="append", default=[], help="must be free; torchrun's is 29500")
+    doctor.add_argument("--timeout", type=float, default=60.0, help="seconds for each thing tried (default 60)")
+    doctor.add_argument("--json", metavar="FILE", help="write what was found")
+
+    def run(args: argparse.Namespace) -> int:
+        from zerolab.lab import doctor as module
+
+        try:
+            return module.doctor(args.ranks, args.port, args.timeout, args.json)
+        except module.Refused as why:
+            doctor.error(str(why))
+
+    doctor.set_defaults(run=run)
+
+
+COMMANDS = (add_demo, add_plan, add_simulate, add_bench, add_train, add_doctor)
 
 
 def _rich(parser: argparse.ArgumentParser) -> Any:

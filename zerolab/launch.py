@@ -82,6 +82,11 @@ def _join(place: _Place, timeout: float) -> None:
         meet: dict[str, Any] = {"store": next(_stores)}
     elif place.world_size == 1:
         meet = {"store": dist.HashStore()}
+    elif os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True" and place.local_world_size == place.world_size:
+        # torchrun's store outlives its restarts. The addresses that earlier lives left there must not be found: they
+        # would be tried in vain. (Between machines the restarts are not counted alike, so there it is left as it is.)
+        store = dist.TCPStore(place.address, place.port, place.world_size, False, timedelta(seconds=timeout))
+        meet = {"store": dist.PrefixStore(f"life {os.environ.get('TORCHELASTIC_RESTART_COUNT')}", store)}
     else:
         host = f"[{place.address}]" if ":" in place.address else place.address
         meet = {"init_method": f"tcp://{host}:{place.port}"}

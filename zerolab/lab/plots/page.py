@@ -31,10 +31,10 @@ def png(figure: Figure) -> bytes:
 
 
 def reduced(image: Image.Image) -> Image.Image:
-    """With a palette of 64 colours, among them those of the course: a patch in a legend has too few pixels to keep its
-    own, and would take that of another thing."""
-    own = [channel for colour in style.COLOURS.values() for channel in bytes.fromhex(colour[1:])]
-    others = image.quantize(COLOURS - len(style.COLOURS), dither=Image.Dither.NONE).getpalette()
+    """With a palette of 64 colours, among them those of the course and white: a patch in a legend has too few pixels to
+    keep its own, and would take that of another thing."""
+    own = [channel for colour in ("#FFFFFF", *style.COLOURS.values()) for channel in bytes.fromhex(colour[1:])]
+    others = image.quantize(COLOURS - len(own) // 3, dither=Image.Dither.NONE).getpalette()
     palette = Image.new("P", (1, 1))
     palette.putpalette(own + others[: 3 * COLOURS - len(own)])
     return image.quantize(palette=palette, dither=Image.Dither.NONE)

@@ -70,7 +70,8 @@ def _list(figure: Figure, line: Timeline, moment: int, top: float, step: float) 
     for number, (index, nbytes) in enumerate(held[:BUFFERS], start=1):
         buffer = line.buffers[index]
         file, place, function = buffer.site
-        made = f"{file.rsplit('/', 1)[-1]}:{place} {function}" if file else "before the step"
+        name = "the cell" if "/ipykernel_" in file else file.rsplit("/", 1)[-1]
+        made = f"{name}:{place} {function}" if file else "before the step"
         shape = "x".join(map(str, buffer.shape))
         text = f"{in_bytes(nbytes):>8}  {buffer.kind:<20}{buffer.unit[:10]:<11}{shape[:17]:<18}{made[:42]}"
         figure.text(0.03, top - number * step, text, color=INK, **look)

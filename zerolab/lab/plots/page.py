@@ -33,10 +33,13 @@ def png(figure: Figure) -> bytes:
 def reduced(image: Image.Image) -> Image.Image:
     """With a palette of 64 colours, among them those of the course and white: a patch in a legend has too few pixels to
     keep its own, and would take that of another thing."""
-    own = [channel for colour in ("#FFFFFF", *style.COLOURS.values()) for channel in bytes.fromhex(colour[1:])]
-    others = image.quantize(COLOURS - len(own) // 3, dither=Image.Dither.NONE).getpalette()
+    own = [bytes.fromhex(colour[1:]) for colour in ("#FFFFFF", *style.COLOURS.values())]
+    found = image.quantize(COLOURS - len(own), dither=Image.Dither.NONE).getpalette()
+    others = zip(found[::3], found[1::3], found[2::3])
+    # Pillow looks colours up in cells of 8 x 8 x 8: with two in one cell, either may be taken.
+    apart = [new for new in others if all(max(abs(a - b) for a, b in zip(new, old)) > 8 for old in own)]
     palette = Image.new("P", (1, 1))
-    palette.putpalette(own + others[: 3 * COLOURS - len(own)])
+    palette.putpalette([channel for colour in (*own, *apart) for channel in colour])
     return image.quantize(palette=palette, dither=Image.Dither.NONE)
 
 

@@ -33,7 +33,7 @@ def main(kills: int, diary: str, folder: str, arguments: list[str]) -> int:
     if life < kills and rank == victim:
         note = {"life": life, "rank": rank, "kind": kind}
         if kind == "start":
-            die_after(random.uniform(0, 4), diary, note)
+            die_after(random.uniform(0, 3), diary, note)
         else:
             moment = random.uniform(0, 0.05)
             number = random.randrange(1, 12)

@@ -137,8 +137,9 @@ def _write_part(folder: Path, zero: Engine, optimizer: Optimizer) -> dict[str, A
     ranges: dict[str, tuple[int, int]] = {}
     states: dict[str, dict[str, Any]] = {}
     shared = _shared_keys(optimizer)
+    first_replica = zero.comm.between is None or zero.comm.between.rank == 0
     for unit, slot, param in _parameters(zero):
-        begin, end = unit.layout.owned(slot, zero.rank)
+        begin, end = unit.layout.owned(slot, unit.rank)
         start, stop = begin - slot.offset, end - slot.offset
         state = optimizer.state.get(param, {})
         elements = {key: value for key, value in state.items() if _is_sliced(param, key, value, shared)}
@@ -147,7 +148,7 @@ def _write_part(folder: Path, zero: Engine, optimizer: Optimizer) -> dict[str, A
             "elements": {key: dtype_name(f"{key} of {slot.name}", value) for key, value in sorted(elements.items())},
             "numbers": dict(sorted(numbers.items())),
         }
-        if stop > start:
+        if stop > start and first_replica:
             sliced = {f"optimizer/{key}/{slot.name}": value for key, value in elements.items()}
             for name, value in {f"parameters/{slot.name}": param, **sliced}.items():
                 flat = _flat(value, param)
@@ -530,7 +531,7 @@ class _Loading:
         entry = self.entries[slot.name]
         start, stop = 0, slot.numel
         if unit.master.numel() < unit.layout.size:
-            start, stop = (i - slot.offset for i in unit.layout.owned(slot, self.zero.rank))
+            start, stop = (i - slot.offset for i in unit.layout.owned(slot, unit.rank))
         read = partial(self.pieces.read, f"{kind}/{entry['names'][0]}", DTYPES[dtype])
         if tuple(entry["stride"]) == slot.stride:
             return read(start, stop)

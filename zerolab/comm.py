@@ -48,6 +48,7 @@ emulated_link: Callable[[int, int], float] | None = None
 
 _numbers = count()  # of the Comms in this process
 _control_groups: WeakKeyDictionary[dist.ProcessGroup, dist.ProcessGroupGloo] = WeakKeyDictionary()
+_mesh_groups: WeakKeyDictionary[dist.ProcessGroup, dict[tuple[int, int], tuple[Ring, Ring]]] = WeakKeyDictionary()
 
 
 class CommError(RuntimeError):
@@ -61,6 +62,7 @@ class Call:
     `payload`: bytes of the whole tensor, all ranks' parts together. `sent`: bytes this rank sends when the
     operation runs as a ring: (N-1)/N of the payload, twice that for an all-reduce. `control`: a message about
     the run (agreement, scalars), not part of the traffic of the stage. `step`: 0 before the first optimizer step.
+    `link`: with a mesh, "inside" a node or "between" nodes.
 
     `start`, `end`: when this rank issued it and when it was through, in seconds on the clock of `time.perf_counter`
     (on NCCL, when the host had waited for it; the device may be elsewhere). `end` is None until then, and stays None
@@ -74,6 +76,7 @@ class Call:
     sent: int
     control: bool = False
     step: int = 0
+    link: str = ""
     start: float = field(default=0.0, compare=False)
     end: float | None = field(default=None, compare=False)
     waits: list[tuple[float, float]] = field(default_factory=list, compare=False)
@@ -81,6 +84,15 @@ class Call:
     @property
     def waited(self) -> float:
         return sum(end - begin for begin, end in self.waits)
+
+
+class Ring(NamedTuple):
+    """Ranks that make a collective together: their group, this rank's number in it, how many they are."""
+
+    group: dist.ProcessGroup
+    rank: int
+    size: int
+    link: str = ""
 
 
 class Issued(NamedTuple):
@@ -119,37 +131,49 @@ class Pending:
 
 
 class Comm:
-    """The collectives of one process group, for tensors on `device`. `rank` and `world_size` are the group's."""
+    """The collectives of one process group, for tensors on `device`. `rank` and `world_size` are the group's.
 
-    def __init__(self, group: dist.ProcessGroup | None, device: torch.device) -> None:
+    mesh: (replicas, ranks that share one), whose product is the number of ranks; neighbours share. Then shards travel
+    `inside` a replica, and only means of shards `between` the replicas. Without a mesh all ranks are inside.
+    """
+
+    def __init__(
+        self, group: dist.ProcessGroup | None, device: torch.device, mesh: tuple[int, int] | None = None
+    ) -> None:
         if not dist.is_initialized():
             raise CommError(
                 "there is no process group: call zerolab.init() first (it also serves a single process), "
                 "or start the ranks with zerolab.launch, torchrun or srun"
             )
-        self.group = group or dist.group.WORLD
-        if self.group == dist.GroupMember.NON_GROUP_MEMBER:
+        everyone = group or dist.group.WORLD
+        if everyone == dist.GroupMember.NON_GROUP_MEMBER:
             raise CommError(f"global rank {dist.get_rank()} is not a member of the group that it was given")
         self.device = device
-        self.rank = dist.get_rank(self.group)
-        self.world_size = dist.get_world_size(self.group)
-        self.first = dist.get_global_rank(self.group, 0)
+        self.rank = dist.get_rank(everyone)
+        self.world_size = dist.get_world_size(everyone)
+        self.first = dist.get_global_rank(everyone, 0)
+        self.everyone = Ring(everyone, self.rank, self.world_size)
         self.backend = self._backend_for(device)
         self.phase = "setup"
         self.step = 0  # optimizer steps so far
-        self._control = None if self.backend == "fake" else _control_group(self.group)
+        self._control = None if self.backend == "fake" else _control_group(everyone)
         self._recordings: list[list[Call]] = []
         self._gathers = 0  # how many all-gathers so far: the same number on every rank
         self._last: tuple[str, str] | None = None  # (unit, phase) of the last gather
         self._expected: dict[tuple[str, str] | None, tuple[str, str]] = {}  # what followed it, agreed between ranks
         # Where this Comm leaves its notes: numbered by the first rank, since others may have made more of them.
-        number = self.exchange(next(_numbers), "start of a Comm")[0]
-        name = f"zerolab/{self.group.group_name}/{number}"
+        asked = self.exchange([next(_numbers), mesh and list(mesh)], "start of a Comm")
+        for rank, (_, other) in enumerate(asked):
+            if other != asked[0][1]:
+                raise CommError(f"rank {rank} asks for mesh={other} where rank 0 asks for mesh={asked[0][1]}")
+        name = f"zerolab/{everyone.group_name}/{asked[0][0]}"
         self._store = dist.PrefixStore(name, dist.distributed_c10d._get_default_store())
+        self.inside, self.between = _rings_of_mesh(self.everyone, mesh) if mesh else (self.everyone, None)
+        self.group = self.inside.group
 
     def _backend_for(self, device: torch.device) -> str:
         """The backend that serves `device` in the group, which may have one for each kind of device."""
-        self.config = dist.get_backend_config(self.group)  # "cpu:gloo,cuda:nccl"
+        self.config = dist.get_backend_config(self.everyone.group)  # "cpu:gloo,cuda:nccl"
         return dict(part.split(":", 1) for part in self.config.split(",")).get(device.type, "")
 
     # -- collectives ---------------------------------------------------------------------------------------------
@@ -157,18 +181,24 @@ class Comm:
     def reduce_scatter(self, output: Tensor, input: Tensor, unit: str) -> Pending:
         """Mean over the ranks of `input` (N * S,), of which this rank gets its shard in `output` (S,).
 
-        `output` may be this rank's shard of `input` itself.
+        `output` may be this rank's shard of `input` itself. With a mesh: the mean of the replicas' means.
         """
-        return self._start(f"reduce-scatter of {unit}", self._reduce_scatter_steps(output, input, unit))
+
+        def steps() -> Steps:
+            yield from self._reduce_scatter_steps(output, input, unit, self.inside)
+            if self.between:
+                yield from self._all_reduce_steps(output, unit, self.between)
+
+        return self._start(f"reduce-scatter of {unit}", steps())
 
     def all_reduce(self, tensor: Tensor, unit: str) -> Pending:
         """Mean over the ranks of `tensor` (N * S,), in place."""
-        return self._start(f"all-reduce of {unit}", self._all_reduce_steps(tensor, unit))
+        return self._start(f"all-reduce of {unit}", self._all_reduce_steps(tensor, unit, self.everyone))
 
     def all_gather(self, output: Tensor, input: Tensor, unit: str) -> Pending:
         """The shards `input` (S,) of all ranks, in rank order, in `output` (N * S,), of which `input` may be a part."""
         complaint = self._agree_on_gather(unit)
-        return self._start(f"all-gather of {unit}", self._all_gather_steps(output, input, unit), complaint)
+        return self._start(f"all-gather of {unit}", self._all_gather_steps(output, input, unit, self.inside), complaint)
 
     def broadcast(self, tensor: Tensor, unit: str) -> None:
         """The first rank's `tensor` on every rank, in place."""
@@ -176,67 +206,68 @@ class Comm:
         payload = flat.view(torch.uint8) if flat.dtype == torch.bool else flat
 
         def steps() -> Steps:
-            yield self._issue("broadcast", unit, payload, partial(dist.broadcast, payload, src=self.first))
+            start = partial(dist.broadcast, payload, src=self.first)
+            yield self._issue("broadcast", unit, payload, self.everyone, start)
 
         self._start(f"broadcast of {unit}", steps()).wait()
         if flat is not tensor:
             tensor.copy_(flat)
 
     def all_reduce_scalar(self, value: Tensor, op: Any) -> Tensor:
-        """Reduce a one-element tensor in place; the same bits on every rank."""
+        """Reduce over the shards a one-element tensor in place; the same bits on every rank."""
 
         def steps() -> Steps:
-            yield self._issue("all_reduce", "", value, partial(dist.all_reduce, value, op), control=True)
+            yield self._issue("all_reduce", "", value, self.inside, partial(dist.all_reduce, value, op), control=True)
 
         self._start("all-reduce of a scalar", steps()).wait()
         return value
 
-    def _reduce_scatter_steps(self, output: Tensor, input: Tensor, unit: str) -> Steps:
+    def _reduce_scatter_steps(self, output: Tensor, input: Tensor, unit: str, ring: Ring) -> Steps:
         if self.backend != "gloo":
             native = partial(_reduce_scatter, output, input, dist.ReduceOp.AVG)
-            yield self._issue("reduce_scatter", unit, input, native)
+            yield self._issue("reduce_scatter", unit, input, ring, native)
             return
         received = torch.empty_like(input)
-        yield self._issue("reduce_scatter", unit, input, partial(dist.all_to_all_single, received, input))
-        _mean_in_rank_order(received.view(self.world_size, -1), output)
+        yield self._issue("reduce_scatter", unit, input, ring, partial(dist.all_to_all_single, received, input))
+        _mean_in_rank_order(received.view(ring.size, -1), output)
 
-    def _all_reduce_steps(self, tensor: Tensor, unit: str) -> Steps:
+    def _all_reduce_steps(self, tensor: Tensor, unit: str, ring: Ring) -> Steps:
         if self.backend != "gloo":
-            yield self._issue("all_reduce", unit, tensor, partial(dist.all_reduce, tensor, dist.ReduceOp.AVG))
+            yield self._issue("all_reduce", unit, tensor, ring, partial(dist.all_reduce, tensor, dist.ReduceOp.AVG))
             return
         # A reduce-scatter, then an all-gather: what a ring all-reduce is made of, but summed in rank order.
-        mine = tensor.view(self.world_size, -1)[self.rank]
-        yield from self._reduce_scatter_steps(mine, tensor, unit)
-        yield from self._all_gather_steps(tensor, mine, unit)
+        mine = tensor.view(ring.size, -1)[ring.rank]
+        yield from self._reduce_scatter_steps(mine, tensor, unit, ring)
+        yield from self._all_gather_steps(tensor, mine, unit, ring)
 
-    def _all_gather_steps(self, output: Tensor, input: Tensor, unit: str) -> Steps:
+    def _all_gather_steps(self, output: Tensor, input: Tensor, unit: str, ring: Ring) -> Steps:
         if self.backend != "gloo":
-            yield self._issue("all_gather", unit, output, partial(_all_gather, output, input))
+            yield self._issue("all_gather", unit, output, ring, partial(_all_gather, output, input))
             return
-        slices = output.view(self.world_size, -1)
-        if not slices[self.rank].is_set_to(input):
-            slices[self.rank].copy_(input)
-        ranks = range(self.world_size)
-        roots = [dist.get_global_rank(self.group, rank) for rank in ranks]
-        yield self._issue(
-            "all_gather", unit, output, *(partial(dist.broadcast, slices[rank], src=roots[rank]) for rank in ranks)
-        )
+        slices = output.view(ring.size, -1)
+        if not slices[ring.rank].is_set_to(input):
+            slices[ring.rank].copy_(input)
+        roots = [dist.get_global_rank(ring.group, rank) for rank in range(ring.size)]
+        starts = [partial(dist.broadcast, part, src=root) for part, root in zip(slices, roots, strict=True)]
+        yield self._issue("all_gather", unit, output, ring, *starts)
 
-    def _issue(self, op: str, unit: str, payload: Tensor, *starts: Callable[..., Any], control: bool = False) -> Issued:
+    def _issue(
+        self, op: str, unit: str, payload: Tensor, ring: Ring, *starts: Callable[..., Any], control: bool = False
+    ) -> Issued:
         """Record a collective and start it, of however many it is made."""
         nbytes = payload.numel() * payload.element_size()
-        call = self._record(op, unit, nbytes, control)
-        ready = self._emulate(op, nbytes)
-        works = [start(group=self.group, async_op=True) for start in starts]
+        call = self._record(op, unit, nbytes, ring, control)
+        ready = self._emulate(op, nbytes, ring.size)
+        works = [start(group=ring.group, async_op=True) for start in starts]
         if call is not None and self.backend == "gloo" and self._control is not None:
             both = torch.futures.collect_all([work.get_future() for work in works])
             both.add_done_callback(partial(_note_end, call, ready=ready))
         return Issued(works, call, ready)
 
-    def _emulate(self, op: str, payload: int) -> float:
+    def _emulate(self, op: str, payload: int, size: int) -> float:
         if emulated_link is None:
             return 0.0
-        return emulated_link(self._sent(op, payload), (2 if op == "all_reduce" else 1) * (self.world_size - 1))
+        return emulated_link(_sent(op, payload, size), (2 if op == "all_reduce" else 1) * (size - 1))
 
     # -- waiting -------------------------------------------------------------------------------------------------
 
@@ -352,7 +383,7 @@ class Comm:
             return lambda: [message] * self.world_size
         result = bytearray(self.world_size * len(message))
         tensors = [torch.frombuffer(data, dtype=torch.uint8) for data in (result, bytearray(message))]
-        call = self._record("all_gather", "", len(result), control=True)
+        call = self._record("all_gather", "", len(result), self.everyone, control=True)
         work = self._control._allgather_base(*tensors)
 
         def finish() -> list[bytes]:
@@ -377,18 +408,19 @@ class Comm:
         finally:
             self._recordings = [kept for kept in self._recordings if kept is not calls]
 
-    def _record(self, op: str, unit: str, payload: int, control: bool = False) -> Call | None:
+    def _record(self, op: str, unit: str, payload: int, ring: Ring, control: bool = False) -> Call | None:
         if not self._recordings:
             return None
-        sent = self._sent(op, payload)
-        call = Call(op, unit, self.phase, payload, sent, control, self.step, time.perf_counter())
+        sent = _sent(op, payload, ring.size)
+        call = Call(op, unit, self.phase, payload, sent, control, self.step, ring.link, time.perf_counter())
         for calls in self._recordings:
             calls.append(call)
         return call
 
-    def _sent(self, op: str, payload: int) -> int:
-        """Bytes that this rank sends when the operation runs as a ring."""
-        return (2 if op == "all_reduce" else 1) * payload * (self.world_size - 1) // self.world_size
+
+def _sent(op: str, payload: int, size: int) -> int:
+    """Bytes that one of `size` ranks sends when the operation runs as a ring."""
+    return (2 if op == "all_reduce" else 1) * payload * (size - 1) // size
 
 
 def _note_end(call: Call, future: Any = None, ready: float = 0.0) -> None:
@@ -422,6 +454,26 @@ def _control_group(group: dist.ProcessGroup) -> dist.ProcessGroupGloo:
         rank, size = dist.get_rank(group), dist.get_world_size(group)
         _control_groups[group] = dist.ProcessGroupGloo(store, rank, size, _timeout_of(group))
     return _control_groups[group]
+
+
+def _rings_of_mesh(everyone: Ring, mesh: tuple[int, int]) -> tuple[Ring, Ring]:
+    """The ranks that share a replica with this one, and those that hold the same shards in the other replicas.
+
+    Made once for each mesh: every rank takes part in making every group, its own or not.
+    """
+    known = _mesh_groups.setdefault(everyone.group, {})
+    if mesh not in known:
+        replicas, size = mesh
+        rows = [list(range(first, first + size)) for first in range(0, replicas * size, size)]
+        columns = [list(column) for column in zip(*rows, strict=True)]
+        timeout = _timeout_of(everyone.group)
+        made = [[dist.new_group(ranks, timeout=timeout) for ranks in lines] for lines in (rows, columns)]
+        replica, place = divmod(everyone.rank, size)
+        known[mesh] = (
+            Ring(made[0][replica], place, size, "inside"),
+            Ring(made[1][place], replica, replicas, "between"),
+        )
+    return known[mesh]
 
 
 def _timeout_of(group: dist.ProcessGroup) -> timedelta:

@@ -53,6 +53,9 @@ class Engine:
         repeat in the model, else its largest modules of at most 25 MB.
     precision: a `Precision`; default: everything in the parameters' own dtype.
     group: the process group to share the work with; default: the world.
+    mesh: (replicas, ranks that share one), in stages 1 to 3 of the whole world: shards are shared by so many
+        neighbours, in a node say, and each replica holds all of them. Gathers stay inside a replica, and only the
+        means of shards travel between replicas (hybrid sharding; Zhao et al., arXiv 2304.11277, section 3.2.2).
     offload: "optimizer", in stages 1 to 3: masters, gradients and the optimizer's state are kept on the host, and the
         optimizer works there (Ren et al., "ZeRO-Offload", arXiv 2101.06840). The device keeps what forward needs.
     init: for a model on the meta device: called with every module that holds parameters or buffers of its own, once
@@ -74,13 +77,14 @@ class Engine:
         group: dist.ProcessGroup | None = None,
         init: Callable[[nn.Module], Any] | None = None,
         offload: str | None = None,
+        mesh: tuple[int, int] | None = None,
     ) -> None:
         if offload not in (None, "optimizer") or (offload and self.stage == 0):
             raise ValueError(f'offload={offload!r} in stage {self.stage}: "optimizer" or None; stage 0 has no offload')
         self.model = model
         self.offload = offload is not None
         self.precision = precision or KEEP
-        self.comm = Comm(group, _device_of(model))
+        self.comm = Comm(group, _device_of(model), _checked_mesh(mesh, group, self.stage))
         self.rank, self.world_size = self.comm.rank, self.comm.world_size
 
         self.stale: deque[Unit] = deque()  # units whose whole parameters are old, in the order of their gathers
@@ -590,6 +594,18 @@ def _on_stack(frame: Any) -> bool:
     while here is not None and here is not frame:
         here = here.f_back
     return here is not None
+
+
+def _checked_mesh(mesh: Any, group: dist.ProcessGroup | None, stage: int) -> tuple[int, int] | None:
+    if mesh is None:
+        return None
+    if stage == 0 or group is not None:
+        other = "stage 0, which replicates everything anyway" if stage == 0 else "group"
+        raise ValueError(f"mesh={mesh!r} does not go with {other}")
+    mesh, ranks = tuple(mesh), dist.get_world_size() if dist.is_initialized() else 1
+    if len(mesh) != 2 or not all(isinstance(n, int) and n >= 1 for n in mesh) or mesh[0] * mesh[1] != ranks:
+        raise ValueError(f"mesh={mesh}: (replicas, ranks that share one), two numbers whose product is {ranks}")
+    return mesh
 
 
 def _device_of(model: nn.Module) -> torch.device:

@@ -43,9 +43,10 @@ class Layout:
     """The arrangement of named tensors in one flat storage of `size` elements, cut into equal shards.
 
     `align`: every parameter starts at a multiple of so many elements (kernels like 16-byte boundaries).
+    `parts`: every shard can be cut into so many equal parts.
     """
 
-    def __init__(self, tensors: Iterable[tuple[str, Tensor]], world_size: int, align: int = 1) -> None:
+    def __init__(self, tensors: Iterable[tuple[str, Tensor]], world_size: int, align: int = 1, parts: int = 1) -> None:
         if world_size < 1 or align < 1:
             raise ValueError(f"world_size and align must be at least 1, not {world_size} and {align}")
         self.world_size = world_size
@@ -60,7 +61,7 @@ class Layout:
             self.slots.append(Slot(name, tuple(tensor.shape), tuple(stride), offset))
             end = self.slots[-1].end
         self.numel = sum(slot.numel for slot in self.slots)
-        self.size = _round_up(max(end, 1), world_size)
+        self.size = _round_up(max(end, 1), world_size * parts)
         self.shard_size = self.size // world_size
         self._add_gap(end, self.size)
 

@@ -138,7 +138,7 @@ def _gather_master(unit: Unit) -> Tensor:
 def _set_master(engine: Engine, unit: Unit, flat: Tensor) -> None:
     """Write this rank's part of the whole masters `flat` (N * S,)."""
     if unit.master.numel() < unit.layout.size:
-        flat = unit.layout.shard(flat, unit.comm.rank)
+        flat = unit.layout.shard(flat, unit.rank)
     unit.master.detach().copy_(flat)
     engine._changed(unit)
 

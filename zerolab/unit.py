@@ -53,7 +53,8 @@ class Unit:
         self.name, self.sites, self.dtypes, self.comm, self.offload = name, sites, dtypes, comm, offload
         self.names = [name for name, _ in named]
         alignment = max(1, 16 // min(dtypes.master.itemsize, dtypes.compute.itemsize))
-        self.layout = Layout(named, comm.world_size, alignment)
+        self.rank = comm.inside.rank  # which shard is this rank's
+        self.layout = Layout(named, comm.inside.size, alignment, comm.between.size if comm.between else 1)
         self.trainable = any(p.requires_grad for _, p in named)  # as agreed between the ranks
 
         self.gathered = False  # whether `whole` holds every rank's current values
@@ -91,7 +92,7 @@ class Unit:
         for view, source in zip(layout.wholes(self.master), sources, strict=True):
             view.copy_(source)
         self.comm.broadcast(self.master, self.name)
-        self.shard = layout.shard(self.master, self.comm.rank)
+        self.shard = layout.shard(self.master, self.rank)
         self.whole = self.master if dtypes.compute == dtypes.master else self.master.to(dtypes.compute)
         self.wholes = [nn.Parameter(view, requires_grad=False) for view in layout.wholes(self.whole)]
         self.gathered = True
@@ -101,7 +102,7 @@ class Unit:
         if self.offload:
             self.master = _on_host(self.shard)
             released = self.whole.untyped_storage().size() == 0
-            self.shard = self.shard.to(self.whole.dtype) if released else self.layout.shard(self.whole, self.comm.rank)
+            self.shard = self.shard.to(self.whole.dtype) if released else self.layout.shard(self.whole, self.rank)
             return self.master
         if self.whole is not self.master:
             self.shard = self.shard.clone()
@@ -293,7 +294,7 @@ class Unit:
             return
         mine = self.whole_grad
         if self.master.numel() < self.layout.size:
-            mine = self.layout.shard(mine, self.comm.rank)
+            mine = self.layout.shard(mine, self.rank)
         mine = mine.to(self.master.device)
         for i, param in enumerate(self.params):
             if self.have[i]:

@@ -25,11 +25,11 @@ class Zero1(DDP):
 
     def optimizer_params(self, unit: Unit) -> list[Tensor]:
         """The optimizer sees this rank's slice of each parameter, and so keeps state for that alone."""
-        return unit.layout.slices(unit.keep_shard(), self.rank)
+        return unit.layout.slices(unit.keep_shard(), unit.rank)
 
     def reduce(self, unit: Unit) -> Any:
         """Every rank gets the mean of its own shard, in place; the rest is this rank's own gradient, of no more use."""
-        unit.grad = unit.layout.shard(unit.whole_grad, self.rank)
+        unit.grad = unit.layout.shard(unit.whole_grad, unit.rank)
         return self.comm.reduce_scatter(unit.grad, unit.whole_grad, unit.name)
 
     def after_step(self, unit: Unit) -> None:

@@ -3,6 +3,7 @@
 from zerolab.measure.formulas import (
     ADAM_BYTES,
     CATEGORIES,
+    between_bytes,
     host_state_bytes,
     moved_bytes,
     paper_state_bytes,
@@ -26,6 +27,7 @@ __all__ = [
     "Simulation",
     "Timeline",
     "Trace",
+    "between_bytes",
     "holdings",
     "host_state_bytes",
     "ledger",

@@ -116,6 +116,20 @@ def moved_bytes(
     return round(payload * (world_size - 1) / world_size)
 
 
+def between_bytes(
+    mesh: tuple[int, int], parameters: int, precision: Precision = KEEP, own: torch.dtype = torch.float32
+) -> int:
+    """Bytes that one rank sends to other replicas in one step with `mesh=(R, S)`: 2(Ψ/S)(R-1)/R elements of gradients.
+
+    The all-reduce of its shard's mean, in the reduce dtype. What it sends inside its replica is `moved_bytes` with
+    `world_size` S. Without the mesh, all of `moved_bytes` of R*S ranks goes over the slowest link in a ring.
+    """
+    replicas, size = mesh
+    _check(1, size, parameters)
+    _, _, reduce = precision.dtypes(own, trainable=True)
+    return round(2 * parameters / size * reduce.itemsize * (replicas - 1) / replicas)
+
+
 def paper_state_bytes(stage: int, world_size: int, parameters: float, k: float = 12) -> float:
     """The paper's bytes per rank: 16-bit parameters (2Ψ) and gradients (2Ψ), and KΨ for all that the optimizer needs.
 

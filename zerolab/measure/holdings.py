@@ -47,7 +47,7 @@ def holdings(zero: Engine, optimizer: Optimizer) -> Holdings:
             found["parameters"] += _held(zero, unit, tensor, base)
         for tensor in (unit.whole_grad, unit.grad, *(param.grad for param in unit.params)):
             found["gradients"] += _held(zero, unit, tensor, base)
-        first = 0 if unit.master.numel() == unit.layout.size else unit.layout.bounds(zero.rank)[0]
+        first = 0 if unit.master.numel() == unit.layout.size else unit.layout.bounds(unit.rank)[0]
         origin = base + first - unit.master.storage_offset()
         for param in unit.params:
             state = optimizer.state.get(param, {})
@@ -67,7 +67,7 @@ def _held(zero: Engine, unit: Unit, tensor: Tensor | None, base: int) -> list[Ex
         return []
     if elements >= unit.layout.size:
         return [Extent(base, base + unit.layout.size)]
-    start, end = unit.layout.bounds(zero.rank)
+    start, end = unit.layout.bounds(unit.rank)
     return [Extent(base + start, base + end)]
 
 

@@ -5,7 +5,7 @@ with ledger(zero) as book:
     loss.backward()
     optimizer.step()
 book.moved                   # bytes that this rank sent, as a ring would send them
-book.totals("unit")          # the same by unit, or by "op", "phase", "step"
+book.totals("unit")          # the same by unit, or by "op", "phase", "step", "link"
 rich.print(book.table())     # line by line; book.table("op") adds up
 """
 
@@ -24,7 +24,7 @@ from zerolab.measure.units import table as new_table
 if TYPE_CHECKING:
     from rich.table import Table
 
-KEYS = ("op", "unit", "phase", "step")
+KEYS = ("op", "unit", "phase", "step", "link")
 
 
 @dataclass
@@ -59,7 +59,7 @@ class Ledger:
         return sum(call.sent for call in self.calls if not call.control)
 
     def totals(self, by: str, control: bool = False) -> dict[Any, Total]:
-        """Sums by "op", "unit", "phase" or "step", in order of appearance; with `control`, messages too."""
+        """Sums by "op", "unit", "phase", "step" or "link", in order of appearance; with `control`, messages too."""
         if by not in KEYS:
             raise ValueError(f"totals by what? {by!r} is none of {', '.join(KEYS)}")
         result: dict[Any, Total] = {}

@@ -37,7 +37,17 @@ import zerolab
 PYTHON = (3, 11)
 TORCH = ("2.11", "2.13")  # the oldest that works, the newest that was tested
 SHARING_NCCL = (2, 30, 3)  # from here several ranks may share a GPU
-EXTRA = ("ipykernel", "ipywidgets", "jupyter_client", "jupyterlab", "matplotlib", "psutil", "rich", "tqdm")
+EXTRA = (
+    "ipykernel",
+    "ipywidgets",
+    "jupyter_client",
+    "jupyterlab",
+    "matplotlib",
+    "psutil",
+    "rich",
+    "scikit-learn",
+    "tqdm",
+)
 MiB, GiB = 2**20, 2**30
 PER_RANK = 300 * MiB  # measured: 245 MiB resident with a small model, of which ranks share a third
 PROBE_TIMEOUT = 60.0  # seconds for the driver to answer
@@ -90,7 +100,8 @@ def _numbers(version: str) -> tuple[int, ...]:
 
 
 def check_packages(names: Sequence[str] = EXTRA) -> Finding:
-    missing = [name for name in names if importlib.util.find_spec(name) is None]
+    modules = {"scikit-learn": "sklearn"}
+    missing = [name for name in names if importlib.util.find_spec(modules.get(name, name)) is None]
     if missing:
         return Finding("packages", "fix", f"the lessons need {', '.join(missing)}, not installed", INSTALL)
     return Finding("packages", "good", "all that the lessons need are installed")
@@ -206,7 +217,9 @@ def check_loopback(ranks: int) -> Finding:
                     server.settimeout(2.0)
                     server.recv(1)
         except OSError as error:
-            fix = "a firewall drops them: let all through on this interface (iptables -I INPUT -i lo -j ACCEPT)"
+            fix = "is it up? ip link set lo up"
+            if isinstance(error, TimeoutError):
+                fix = "a firewall drops them: let all through on this interface (iptables -I INPUT -i lo -j ACCEPT)"
             return Finding("loopback", "fix", f"connections to 127.0.0.1 do not come through: {error}", fix)
     return Finding("loopback", "good", f"{count} {what} at once, and bytes come through")
 

@@ -1,0 +1,200 @@
+"""`zerolab doctor`: its findings are true, on a machine made worse on purpose, and it always comes to an end."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+import tomllib
+from multiprocessing import active_children
+from pathlib import Path
+
+import psutil
+import pytest
+import torch
+
+from zerolab.cli import main
+from zerolab.lab import doctor
+
+pytestmark = pytest.mark.slow
+
+ROOT = Path(__file__).resolve().parents[1]
+COMMAND = [sys.executable, "-m", "zerolab.cli", "doctor"]
+
+
+def run(*arguments: str, **options) -> subprocess.CompletedProcess[str]:
+    return subprocess.run([*COMMAND, *arguments], cwd=ROOT, capture_output=True, text=True, timeout=110, **options)
+
+
+def finding_in(code: str, before: str = "", prefix: tuple[str, ...] = ()) -> doctor.Finding:
+    """What a check says in a process of its own, which `before` made worse."""
+    text = f"{before}\nimport dataclasses, json\nfrom zerolab.lab import doctor\n"
+    text += f"print(json.dumps(dataclasses.asdict({code})))"
+    done = subprocess.run([*prefix, sys.executable, "-c", text], cwd=ROOT, capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0, done.stderr
+    return doctor.Finding(**json.loads(done.stdout.splitlines()[-1]))
+
+
+def test_a_whole_visit(tmp_path):
+    file = tmp_path / "doctor.json"
+    begin = time.monotonic()
+    done = run("--ranks", "2", "--json", str(file))
+    seconds = time.monotonic() - begin
+    assert done.stderr == ""
+    report = json.loads(file.read_text())
+    states = {finding["subject"]: finding["state"] for finding in report["findings"]}
+    assert done.returncode == report["status"] == int("fix" in states.values())
+    assert {"Python", "torch", "packages", "memory", "shared memory", "open files", "loopback", "host name"} <= set(
+        states
+    )
+    assert states["all-reduce (gloo, CPU)"] == states["packages"] == states["loopback"] == "good", done.stdout
+    entry = report["all_reduce"][0]
+    assert (entry["over"], entry["ranks"], entry["bytes"]) == ("gloo, CPU", 2, 2**24)
+    assert 0 < entry["latency_seconds"] < entry["seconds"] < 10
+    # As nccl-tests has it; for two ranks the factor 2(N-1)/N is 1.
+    assert entry["bus_bytes_per_second"] == pytest.approx(entry["bytes"] / entry["seconds"])
+    names = {row["lesson"][:2]: row for row in report["lessons"]}
+    assert set(names) == {path.name[:2] for path in (ROOT / "lessons").glob("*.ipynb")}
+    assert names["16"]["ranks"] == "-" and names["03"]["ranks"] == "4"
+    for finding in report["findings"]:
+        assert finding["subject"] in done.stdout
+        assert bool(finding["fix"]) == (finding["state"] == "fix"), finding
+    if not torch.cuda.is_available():
+        assert seconds < 30
+
+
+@pytest.mark.parametrize(
+    "arguments", [["--ranks", "0"], ["--port", "70000"], ["--json", "/nowhere/x"], ["--ranks", "x"]]
+)
+def test_a_wrong_argument_is_one_line(arguments, capsys):
+    with pytest.raises(SystemExit) as ended:
+        main(["doctor", *arguments])
+    told = capsys.readouterr()
+    assert ended.value.code == 2 and told.out == ""
+    assert len(told.err.splitlines()) == 1 and arguments[1] in told.err
+
+
+def test_versions():
+    says = doctor.check_torch("2.9.1+cu128")
+    assert says.state == "fix" and "2.11 or newer" in says.says and "torch>=2.11" in says.fix
+    assert [doctor.check_torch(version).state for version in ("2.11.0", "2.13.0+cpu", "2.14.0a0")] == [
+        "good",
+        "good",
+        "note",
+    ]
+    old = doctor.check_python((3, 10, 4))
+    assert old.state == "fix" and "3.10.4" in old.says
+    missing = doctor.check_packages(("json", "no_such_package"))
+    assert missing.state == "fix" and "no_such_package" in missing.says and "json" not in missing.says
+    # What it calls oldest and tested is what is declared and pinned.
+    assert f'"torch>={doctor.TORCH[0]}"' in (ROOT / "pyproject.toml").read_text()
+    assert re.search(rf"^torch=={doctor.TORCH[1]}\.", (ROOT / "constraints.txt").read_text(), re.MULTILINE)
+    declared = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]["lab"]
+    assert set(doctor.EXTRA) == {re.match(r"[\w-]+", line).group() for line in declared}
+
+
+def test_a_limit_on_open_files():
+    before = "import resource; resource.setrlimit(resource.RLIMIT_NOFILE, ({}, {}))"
+    soft = finding_in("doctor.check_open_files(4)", before.format(128, 4096))
+    assert soft.state == "fix" and "128 files" in soft.says and soft.fix.startswith("ulimit -n 256")
+    hard = finding_in("doctor.check_open_files(4)", before.format(128, 128))
+    assert hard.state == "fix" and "nofile" in hard.fix
+    assert finding_in("doctor.check_open_files(4)", before.format(1024, 1024)).state == "good"
+
+
+def test_a_port_that_is_taken():
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        port = server.getsockname()[1]
+        taken = doctor.check_port(port)
+        assert taken.state == "fix" and f"process {os.getpid()}" in taken.fix
+    assert doctor.check_port(port).state == "good"
+
+
+@pytest.fixture
+def no_network():
+    """The start of a command that runs in a network of its own, with nothing in it that is up."""
+    prefix = ("unshare", "--net")
+    tried = shutil.which("unshare") and subprocess.run([*prefix, "true"], capture_output=True, timeout=10)
+    if not tried or tried.returncode:
+        pytest.skip("needs a network namespace: Linux, unshare, and the permission")
+    return prefix
+
+
+def test_a_loopback_that_is_down_has_no_ports_or_a_firewall(no_network):
+    down = finding_in("doctor.check_loopback(4)", prefix=no_network)
+    assert down.state == "fix" and "ip link set lo up" in down.fix
+
+    def after(*commands: str) -> doctor.Finding:
+        before = f"import subprocess; subprocess.run({'; '.join(('set -e; ip link set lo up', *commands))!r}, "
+        return finding_in("doctor.check_loopback(4)", f"{before}shell=True, check=True)", no_network)
+
+    few = after("echo 40000 40007 > /proc/sys/net/ipv4/ip_local_port_range")
+    assert few.state == "fix" and "only 8 of 40 ports" in few.says and "(now 40000-40007)" in few.fix
+    policy = "ip xfrm policy add src 127.0.0.1/32 dst 127.0.0.1/32 dir in action block"  # drops what comes in
+    dropped = after(*(f"echo 0 > /proc/sys/net/ipv4/conf/lo/disable_{what}" for what in ("policy", "xfrm")), policy)
+    assert dropped.state == "fix" and "timed out" in dropped.says and "iptables" in dropped.fix
+
+
+def test_little_shared_memory(tmp_path):
+    enough = doctor.check_shared_memory(str(tmp_path))
+    assert enough.state == "good", enough
+    gone = doctor.check_shared_memory(str(tmp_path / "none"))
+    assert gone.state == "fix"
+    mount = ["mount", "-t", "tmpfs", "-o", "size=2m", "tmpfs", str(tmp_path)]
+    if not shutil.which("mount") or subprocess.run(mount, capture_output=True, timeout=10).returncode:
+        pytest.skip("needs the permission to mount")
+    try:
+        small = doctor.check_shared_memory(str(tmp_path))
+        (tmp_path / "left behind").write_bytes(bytes(3 * 2**19))
+        full = doctor.check_shared_memory(str(tmp_path))
+    finally:
+        subprocess.run(["umount", str(tmp_path)], check=True, timeout=10)
+    assert small.state == "fix" and "2 MiB free of 2 MiB" in small.says and "--shm-size" in small.fix
+    assert full.state == "fix" and "could not be written: No space left" in full.says
+
+
+def test_a_rank_that_stops_does_not_stop_the_doctor():
+    answers = []
+
+    def visit() -> None:
+        answers.append(doctor.all_reduce("cpu", 2, timeout=40, group_timeout=3, repeats=10**7))
+
+    before = set(active_children())
+    thread = threading.Thread(target=visit)
+    thread.start()
+    deadline, begin = time.monotonic() + 30, time.monotonic()
+    while time.monotonic() < deadline:
+        ranks = [psutil.Process(child.pid) for child in set(active_children()) - before]
+        ranks.sort(key=lambda process: process.pid)
+        connected = [len([c for c in rank.net_connections() if c.status == "ESTABLISHED"]) for rank in ranks]
+        if len(ranks) == 2 and min(connected) >= 2:  # the store, and each other
+            break
+        time.sleep(0.1)
+    time.sleep(1.0)
+    ranks[1].send_signal(signal.SIGSTOP)
+    thread.join(40)
+    assert not thread.is_alive() and time.monotonic() - begin < 40
+    entry, finding = answers[0]
+    assert entry is None and finding.state == "fix"
+    assert "did not end within 3 s, because rank 1 of 2 took no part" in finding.says
+    assert not ranks[0].is_running() and not ranks[1].is_running()
+
+
+def test_a_probe_that_hangs_is_given_up(tmp_path):
+    begin = time.monotonic()
+    file = tmp_path / "lives"
+    hang = f"import time\nwhile True: open({str(file)!r}, 'w').write(str(time.time())); time.sleep(0.05)"
+    assert doctor._in_a_process([sys.executable, "-c", hang], 1.0) == ("", "no answer within 1 s")
+    assert time.monotonic() - begin < 8
+    last = file.read_text()
+    time.sleep(0.3)
+    assert file.read_text() == last
+    facts, findings = doctor.look_at_gpus(0.05)  # torch takes longer to import
+    assert facts == {"gpus": []} and findings[0].state == "fix" and "no answer within 0.05 s" in findings[0].says

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import base64
+import io
 import json
 from pathlib import Path
 
+import matplotlib.pyplot as plt
 import pytest
 import torch
 import torch.distributed as dist
+from PIL import Image, ImageChops
 
 import zerolab
 from zerolab.lab.models import GPT, Block
@@ -41,11 +44,38 @@ def seen(stage, precision=None):
     return line, record, held
 
 
+def drawn(figure):
+    """The share of the picture that is lines, areas and words inside the axes, and not white, frame or axis."""
+    inside = [a for axes in figure.axes for a in (*axes.lines, *axes.patches, *axes.collections, *axes.images)]
+    inside += [text for axes in figure.axes for text in axes.texts]
+    with_them = Image.open(io.BytesIO(plots.png(figure))).convert("L")
+    shown = [artist for artist in inside if artist.get_visible()]
+    for artist in shown:
+        artist.set_visible(False)
+    without = Image.open(io.BytesIO(plots.png(figure))).convert("L")
+    for artist in shown:
+        artist.set_visible(True)
+    difference = ImageChops.difference(with_them, without)
+    return sum(difference.histogram()[16:]) / (difference.width * difference.height)
+
+
 def save(figure, tmp_path):
-    """Draws it as a page has it, in at most 60 kB."""
-    (tmp_path / "picture.png").write_bytes(plots.png(figure))
-    assert 2_000 < (tmp_path / "picture.png").stat().st_size <= 60_000
-    assert (tmp_path / "picture.png").read_bytes().startswith(b"\x89PNG")
+    """Draws it as a page has it: in at most 60 kB, and with something in it."""
+    picture = plots.png(figure)
+    (tmp_path / "picture.png").write_bytes(picture)
+    assert picture.startswith(b"\x89PNG") and len(picture) <= 60_000
+    assert drawn(figure) > 0.002, "nothing is drawn but axes"
+
+
+def test_an_empty_picture_is_noticed(tmp_path):
+    figure, axes = plt.subplots(figsize=(9, 4))
+    axes.set(title="What a rank holds", xlabel="time, ms", ylabel="MB")
+    assert len(plots.png(figure)) > 2_000, "the size would not tell"
+    with pytest.raises(AssertionError, match="nothing is drawn"):
+        save(figure, tmp_path)
+    axes.bar([1, 2], [3, 4])
+    save(figure, tmp_path)
+    plt.close(figure)
 
 
 @pytest.fixture(scope="module")

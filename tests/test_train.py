@@ -108,14 +108,16 @@ def test_digits_at_every_stage(ranks, tmp_path):
 
 
 def test_pairs_and_the_other_precisions(ranks, tmp_path):
-    """Sentence pairs in bf16, digits in fp16, with accumulation, clipping and offload on the way."""
+    """Sentence pairs; digits in bf16 and in fp16; with accumulation, clipping and offload on the way."""
     runs = (
-        f"--task pairs --steps 150 --precision bf16 --clip 1 --metrics {tmp_path}/pairs.jsonl",
+        f"--task pairs --steps 120 --global-batch 32 --lr 5e-3 --clip 1 --metrics {tmp_path}/pairs.jsonl",
+        f"--task images --steps 50 --precision bf16 --stage 3 --metrics {tmp_path}/bf16.jsonl",
         f"--task images --steps 50 --precision fp16 --accumulate 2 --offload optimizer --metrics {tmp_path}/fp16.jsonl",
     )
     well(ranks, 2, *runs)
-    assert lines(tmp_path / "pairs.jsonl", "validation_accuracy")[150] >= 0.85
-    assert lines(tmp_path / "fp16.jsonl", "validation_accuracy")[50] >= 0.95
+    assert lines(tmp_path / "pairs.jsonl", "validation_accuracy")[120] >= 0.75
+    for name in ("bf16", "fp16"):
+        assert lines(tmp_path / f"{name}.jsonl", "validation_accuracy")[50] >= 0.95
 
 
 def alone(words: str, size: int) -> tuple[dict[int, float], dict[str, Tensor]]:
@@ -157,7 +159,7 @@ def test_every_stage_is_one_process(ranks, tmp_path, task):
         assert lines(tmp_path / f"{stage}.jsonl", "loss") == losses
         assert same(weights(task, tmp_path / f"{stage}/step-000006"), expected) == []
     if task == "text":
-        assert losses[6] < losses[1] - 0.1
+        assert losses[6] < losses[1] - 0.01
 
 
 # -- it stops and goes on --------------------------------------------------------------------------------------------
@@ -175,6 +177,7 @@ def test_a_stop_costs_nothing(ranks, tmp_path, task, options):
     assert sorted(path.name for path in stopped.iterdir()) == ["step-000003", "step-000005"]
 
     assert well(ranks, 2, one(stopped)).startswith(f"going on from {last}\nstep 8: loss ")
+    assert well(ranks, 2, one(stopped)).endswith("nothing to do: it has made 8 steps, and --steps is 8\n")
     assert read_manifest(stopped / "step-000008")[1] == read_manifest(whole / "step-000008")[1]  # with all checksums
     assert lines(Path(f"{stopped}.jsonl"), "loss") == lines(Path(f"{whole}.jsonl"), "loss")
 
@@ -251,6 +254,14 @@ def test_a_bad_argument_is_one_line(capsys, words, says):
 
 def refusals(rank: int, words: str, words_of_rank_1: str) -> str | None:
     return train.attempt(arguments(words_of_rank_1 if torch.distributed.get_rank() == 1 else words))
+
+
+def test_a_bad_argument_is_one_line_under_torchrun_too(capsys, monkeypatch):
+    for rank, count in ((0, 1), (1, 0)):
+        monkeypatch.setenv("RANK", str(rank))
+        with pytest.raises(SystemExit, match="2"):
+            train.main(["--stage", "x"])
+        assert capsys.readouterr().err.count("\n") == count
 
 
 def test_what_cannot_begin_is_one_line_on_all_ranks(ranks, tmp_path):
@@ -405,14 +416,15 @@ def test_sigterm_to_the_command(tmp_path):
 KILLS = 20
 
 
-@pytest.mark.timeout(400)
+@pytest.mark.timeout(500)
 def test_twenty_kills(tmp_path):
     """SIGKILL to a rank, at random moments and within saves, twenty times: the same bits as without."""
     killed, whole, diary = tmp_path / "killed", tmp_path / "whole", tmp_path / "diary"
     killed.mkdir()
-    words = f"{SMALL} --steps 400 --save-every 4 --validate-every 400 --metrics".split()
+    # --resume never is for the start: a restart by torchrun goes on all the same.
+    words = f"{SMALL} --steps 400 --save-every 4 --validate-every 400 --resume never --metrics".split()
     job = [str(ROOT / "tests/jobs_killed.py"), str(KILLS), str(diary), str(killed)]
-    code, out, err = finish(torchrun(KILLS, *job, *words, f"{killed}.jsonl"), 300)
+    code, out, err = finish(torchrun(KILLS, *job, *words, f"{killed}.jsonl"), 350)
     assert code == 0, out + err
     deaths = [json.loads(line) for line in diary.read_text().splitlines()]
     assert [death["life"] for death in deaths] == list(range(KILLS))  # so no life ended otherwise

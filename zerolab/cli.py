@@ -143,11 +143,11 @@ def add_simulate(commands: argparse._SubParsersAction) -> None:
 def add_bench(commands: argparse._SubParsersAction) -> None:
     bench = commands.add_parser(
         "bench",
-        help="step times and peaks beside torch's DDP, ZeroRedundancyOptimizer and FSDP2",
+        help="step times and peaks beside torch's DDP, ZeroRedundancyOptimizer, FSDP2 and DeepSpeed",
         description="Every stage and the library that does the same, on the same ranks, a step each in turn. Ratios of "
         "wall and CPU time, of peak memory, and the losses, to show that they do the same work.",
     )
-    bench.add_argument("--ranks", type=int, default=2, help="processes to start (default 2)")
+    bench.add_argument("--ranks", type=int, help="processes to start (default: one for each GPU, 2 without)")
     bench.add_argument("--rounds", type=int, default=40, help="steps of each that count (default 40)")
     bench.add_argument("--precision", choices=["fp32", "bf16", "both"], default="both", help="default: both")
     bench.add_argument("--json", metavar="FILE", help="write what was measured")
@@ -155,8 +155,8 @@ def add_bench(commands: argparse._SubParsersAction) -> None:
 
     def run(args: argparse.Namespace) -> int:
         _rich(bench)
-        if args.ranks < 1 or args.rounds < 4:
-            bench.error(f"--ranks must be 1 or more and --rounds 4 or more, not {args.ranks} and {args.rounds}")
+        if (args.ranks is not None and args.ranks < 1) or args.rounds < 4:
+            bench.error("--ranks must be 1 or more and --rounds 4 or more")
         from zerolab.lab import bench as module
 
         precisions = ["fp32", "bf16"] if args.precision == "both" else [args.precision]
@@ -187,7 +187,12 @@ def add_train(commands: argparse._SubParsersAction) -> None:
         except script.Refused as why:
             train.error(str(why))
         del args.run  # this function: the ranks could not import it
-        if problem := script.launch(args, args.ranks):
+        try:
+            problem = script.launch(args, args.ranks)
+        except zerolab.RankError as why:
+            print(why, file=sys.stderr)
+            return 1
+        if problem is not None:
             train.error(problem)
         return 0
 

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import argparse
 import hashlib
+import io
 import json
 import math
 import multiprocessing
@@ -23,10 +24,11 @@ import re
 import resource
 import secrets
 import signal
+import struct
 import sys
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext, redirect_stderr
 from functools import lru_cache, partial
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -227,7 +229,8 @@ def train(args: argparse.Namespace) -> int:
             started = time.perf_counter()
             loss, norm = train_step(args, task, zero, optimizer, scaler, step)
             # One message tells the ranks each other's loss, and whether one of them was asked to stop: all do, or none.
-            rows = zero.comm.exchange([loss, bool(came)], "end of a step")
+            message = struct.pack("<d?", loss, bool(came))
+            rows = [struct.unpack("<d?", row) for row in comm.exchange_bytes(message, "end of a step")]
             loss, stop = sum(row[0] for row in rows) / len(rows), any(row[1] for row in rows)
             seconds = time.perf_counter() - started
             step += 1
@@ -248,11 +251,11 @@ def train(args: argparse.Namespace) -> int:
                 run.say(f"step {step}: loss {loss:.4f}, " + ", ".join(f"{key} {found[key]:.4f}" for key in found))
             if step % args.save_every == 0 or step == args.steps or stop:
                 run.save(step)
-    if stop and step < args.steps:
+    if step < args.steps:
         saved = f"saved {run.path(step)}; the same command goes on from there" if args.checkpoint else "nothing saved"
-        run.say(
-            f"stopped after step {step} of {args.steps}; {saved}" + ("" if args.checkpoint else ": no --checkpoint")
-        )
+        run.say(f"stopped after step {step} of {args.steps}; {saved}")
+    elif begin >= args.steps:
+        run.say(f"nothing to do: it has made {begin} steps, and --steps is {args.steps}")
     return step
 
 
@@ -301,17 +304,14 @@ def validate(zero: zerolab.Engine, task: Task) -> dict[str, float]:
     for name, buffer in zero.model.named_buffers():
         zero.comm.broadcast(buffer, name)
     zero.model.eval()
-    split, loss, right, count = task.data, 0.0, 0, 0
-    samples = len(split.validation_inputs)
-    for first in range(
-        zero.rank * VALIDATION_BATCH, samples + zero.rank * VALIDATION_BATCH, zero.world_size * VALIDATION_BATCH
-    ):
+    inputs, targets = task.data.validation_inputs, task.data.validation_targets
+    loss, right, count = 0.0, 0, 0
+    for start in range(0, len(inputs), zero.world_size * VALIDATION_BATCH):
         # All ranks make as many forwards: in stage 3 each is a collective. Who has no samples left looks at the last.
-        part = slice(min(first, samples - 1), first + VALIDATION_BATCH)
-        found, hits = losses(
-            zero.model, split.validation_inputs[part], split.validation_targets[part], zero.comm.device
-        )
-        if first < samples:
+        first = start + zero.rank * VALIDATION_BATCH
+        part = slice(min(first, len(inputs) - 1), first + VALIDATION_BATCH)
+        found, hits = losses(zero.model, inputs[part], targets[part], zero.comm.device)
+        if first < len(inputs):
             loss, right, count = loss + found.sum().item(), right + hits.sum().item(), count + len(found)
     rows = zero.comm.exchange([loss, right, count], "end of a validation")
     loss, right, count = (sum(column) for column in zip(*rows, strict=True))
@@ -407,9 +407,8 @@ class Run:
         for name, here in self.settings.items():
             if there.get(name) != here:
                 option = "--" + name.replace("_", "-")
-                raise Refused(
-                    f"{path} was trained with {option} {there.get(name)}, not {here}: other samples would come"
-                )
+                what = "other data" if name == "data" else f"{option} {there.get(name)}, not {here}"
+                raise Refused(f"{path} was trained with {what}: other samples would come")
         if extra["scaler"]:
             self.scaler.load_state_dict(extra["scaler"])
         self.say(f"going on from {path}")
@@ -524,7 +523,9 @@ def main(arguments: list[str] | None = None) -> int:
 
     parser = Parser(prog="zerolab.train", description="Train at any stage of ZeRO; under torchrun or srun.")
     add_arguments(parser)
-    args = parser.parse_args(arguments)
+    first = os.environ.get("RANK", os.environ.get("SLURM_PROCID", "0")) == "0"
+    with nullcontext() if first else redirect_stderr(io.StringIO()):  # what is wrong with them is said once
+        args = parser.parse_args(arguments)
     zerolab.init()
     try:
         if problem := attempt(args):

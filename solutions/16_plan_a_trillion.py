@@ -17,8 +17,10 @@ from zerolab.lab import plots
 # group*: it has as many ranks as you like, and moves nothing. `simulate` runs the real engine on both, unchanged, as
 # rank 0 of N. What it holds and sends is then real arithmetic of real code, for a model that no laptop could hold.
 #
-# The paper's Figure 1 asks about 7.5 billion parameters on 64 GPUs, in bf16 with Adam. (16-bit parameters and gradients, 2
-# bytes each, and masters and Adam's two averages, 12 bytes: lesson 02.) What does a rank hold in stage 1, 2, and 3, in GB?
+# The paper that ZeRO comes from (Rajbhandari et al., arXiv 1910.02054) begins with a figure: 7.5 billion parameters on 64
+# GPUs, in bf16 with Adam. Per parameter that is 2 bytes for a 16-bit weight, 2 for its gradient, and 12 for a master copy
+# of the weight in 32 bits and Adam's two averages (lesson 02). What does a rank hold in stages 1, 2 and 3, in GB, when
+# backward returns? (Two digits after the point in stage 3, one else. `lab.skip("16.1")` and so on, to see it at once.)
 
 # %%
 lab.predict("16.1", round(4 * 7.5 + 12 * 7.5 / 64, 1))
@@ -34,6 +36,7 @@ from zerolab import DDP, Zero1, Zero2, Zero3
 from zerolab.lab.paper import FIGURE_1, SIZES, simulate_gpt
 
 stages = [lab.mine(stage) for stage in (DDP, Zero1, Zero2, Zero3)]
+yours = all(lab.passed(id) for id in ("03.3", "04.2", "05.1", "06.2", "07.1"))  # solid bars, else hatched
 
 # %%
 layers, width = SIZES["7.5B"]
@@ -51,7 +54,19 @@ if lab.predicted("16.1"):
     assert all(abs(engine / paper - 1) < 0.01 for paper, engine in zip(FIGURE_1[:3], held))
 
 # %% [markdown]
-# Stages 1 and 2 agree. In stage 3 the paper says 1.9 GB and the engine 1.64, and it is no error: the paper keeps a 16-bit
+# Now as the figure itself. One colour is cut per stage:
+
+# %%
+if lab.predicted("16.1") and lab.predicted("16.2") and lab.predicted("16.3"):
+    bars = {s.__name__: {kind: size / 1e9 for kind, size in run.states.items()} for s, run in zip(stages, runs)}
+    subtitle = "7.5 billion parameters on 64 GPUs, bf16 with Adam; simulated, held when backward returns"
+    picture, _ = plots.stacks(bars, "Figure 1 of the paper, from your classes", subtitle, "GB", learner=yours)
+    plots.show(
+        (picture, f"From {held[0]:.0f} GB to {held[3]:.2f}: optimizer state goes first, being the largest part.")
+    )
+
+# %% [markdown]
+# Stages 0, 1 and 2 agree with the paper. In stage 3 the paper says 1.9 GB and the engine 1.64, and it is no error: the paper keeps a 16-bit
 # copy of the slice beside the masters, 16Ψ/N. This engine makes the copy anew on the way into each gather: 14Ψ/N.
 
 # %% [markdown]
@@ -72,10 +87,9 @@ if lab.predicted("16.3"):
         print(stage.__name__, f"peak {run.timeline.peak / 1e9:.1f} GB:", parts)
 
 # %% [markdown]
-# In stage 3 a rank *holds* 1.6 GB and *needs* more than five times that: activations, and the units in flight. More GPUs
-# make the first number smaller and leave the second as it is.
-
-# %% [markdown]
+# In stage 3 a rank *holds* 1.6 GB and *needs* more than five times that: activations, and the units in flight, whole, with
+# their gradients (lessons 06 and 07). More GPUs make the first number smaller and leave the second as it is.
+#
 # ## To a trillion
 #
 # Three models on up to 1,024 GPUs: the paper's Table 1. All 54 cells take some minutes (`zerolab simulate --table1 --json
@@ -93,9 +107,11 @@ plots.show(plots.to_a_trillion(cells))
 
 # %% [markdown]
 # Look at the two upper lines: they stop falling. What is not shared out stays, however many GPUs there are: 4Ψ bytes in
-# stage 1, 2Ψ in stage 2. A trillion parameters are 2 TB of gradients and parameters in 16 bits, and no GPU has that.
-
-# %% [markdown]
+# stage 1, 2Ψ in stage 2. A trillion parameters in 16 bits are 2 TB, and no GPU has that.
+#
+# (The circles are the paper's numbers, the dots this engine's, the lines the formulas; the grey rules are the memory of GPUs
+# that one can rent.)
+#
 # ## Write: the fewest GPUs
 #
 # So for each stage there is a fewest number of GPUs, or none is enough. Write it: bf16 with Adam, and activations that
@@ -128,75 +144,181 @@ lab.check("16.1")
 # ## A plan for a cluster
 #
 # A customer has 32 GPUs of 80 GB, and a model of 13 billion parameters in mind. A sequence of theirs needs 12 GB of
-# activations. In which stages does it fit, and on how many of the GPUs?
+# activations. In which stages does it fit, and on how many of the GPUs? (The answer counts what is held, and leaves nothing
+# for units in flight: read it as a lower bound.)
 
 # %%
 fewest = lab.mine("16.1")
-plan = fewest(13_000_000_000, 80e9, 12e9)
-print({stage: n for stage, n in plan.items() if n is not None and n <= 32})
-assert plan == {0: None, 1: 10, 2: 5, 3: 3}
+needed = fewest(13_000_000_000, 80e9, 12e9)
+if lab.passed("16.1"):
+    print({stage: n for stage, n in needed.items() if n is not None and n <= 32})
+assert needed == {0: None, 1: 10, 2: 5, 3: 3}
 
 # %% [markdown]
-# And the other way round: the largest model per kind of GPU, on 64 of them, if the model states may have all but a quarter of
-# the memory.
+# ## The largest model
+#
+# And the other way round: the largest model per kind of GPU, on 64 of them, if activations and what is in flight take a
+# quarter of the memory. Below it is an explorer: put in your own numbers.
 
 # %%
 # NBVAL_CHECK_OUTPUT
-from zerolab.measure.plan import in_parameters, plan as compare
+from zerolab.measure.plan import in_parameters
+from zerolab.measure.plan import plan as compare
 
 for gpu in (24e9, 80e9, 141e9):
     rows = compare(1e9, 64, memory=gpu, activations=gpu / 4)
     print(f"{gpu / 1e9:.0f} GB:", ", ".join(f"stage {row.stage} {in_parameters(row.largest)}" for row in rows))
 
+# %%
+from zerolab.lab.explorers import memory_explorer
+
+display(memory_explorer("13B", ranks=32, activations="20 GB"))
+
 # %% [markdown]
 # ## Where the time goes
 #
-# Fitting is not all. In a step each rank of stage 3 sends about three times the 16-bit parameters, whatever N is, and it
-# computes 6 operations per parameter and token. More GPUs with the same number of sequences each: computing stays, sending
-# stays, latency grows: 2 messages for each unit and neighbour. Put in numbers for 7.5 billion parameters, 16 sequences a
-# GPU, 200 TFLOP/s, and 25 GB/s between the GPUs of different nodes, 20 µs a message:
+# Fitting is not all. Say, each GPU computes 16 sequences of 1,024 tokens in a step, and we add GPUs. In stage 3
+#
+# - *computing* stays: 6 operations per parameter and token, at 200 TFLOP/s.
+# - *sending* stays: 3Ψ elements of 2 bytes, whatever N is (lesson 07). A ring over several nodes is as slow as the wires
+#   between nodes: 25 GB/s out of a node of 8 GPUs, where inside it is 300 GB/s.
+# - *latency* grows: a ring of N ranks passes N - 1 messages one after the other, in 3 collectives for each of 37 units, at
+#   20 µs a message.
+
+# %%
+psi, tokens, units = 7.5e9, 16 * 1024, 37
+inside, between = {"speed": 300e9, "message": 5e-6}, {"speed": 25e9, "message": 20e-6}
+
+
+def flat(n):
+    return {
+        "computing": 6 * psi * tokens / 200e12,
+        "sending": 3 * 2 * psi * (n - 1) / n / between["speed"],
+        "latency": 3 * units * (n - 1) * between["message"],
+    }
+
 
 # %%
 # NBVAL_CHECK_OUTPUT
-psi, tokens, units = 7.5e9, 16 * 1024, 37
-for n in (8, 64, 512, 4096):
-    computing = 6 * psi * tokens / 200e12
-    sending = 3 * 2 * psi * (n - 1) / n / 25e9
-    latency = 3 * units * (n - 1) * 20e-6
-    print(f"{n:5,} GPUs: computing {computing:.1f} s, sending {sending:.1f} s, latency {latency:.1f} s")
+for n in (16, 64, 512, 4096):
+    print(f"{n:5,} GPUs:", ", ".join(f"{kind} {seconds:.1f} s" for kind, seconds in flat(n).items()))
 
 # %% [markdown]
-# These are formulas, not measurements: a ring over 4,096 ranks pays 4,095 latencies for each collective. Nobody trains like
-# that. **Hybrid sharding** shards inside a node, where the wires are fast, and keeps replicas of the node's shards on the
-# others: parameters are gathered among 8 ranks and never leave the node; between nodes travel only the gradients of a
-# rank's own shard, an eighth of them. What it costs is memory: the states are divided by 8 and not by N.
+# So it scales, up to some hundred GPUs. Then a step waits for messages that hardly carry anything.
+#
+# **Hybrid sharding** shards inside of a node, where wires are fast, and keeps a replica of the whole in each node. Look at
+# which wires are used:
+
+# %%
+plots.show(plots.sharding_map(nodes=4, per_node=8))
+
+# %% [markdown]
+# Left, every gather of every unit goes round through all nodes. Right, parameters are gathered among 8 GPUs and never leave
+# the node. Between nodes travel gradients alone: each GPU has the mean of its eighth over the node, and averages it with
+# those GPUs of other nodes that hold the same eighth. That is an all-reduce of Ψ/8 elements, and all eight of them share the
+# node's wires. The price is memory: states are divided by 8, and no longer by N.
+
+
+# %%
+def hybrid(n):
+    nodes = n // 8
+    sent_inside, sent_between = 3 * 2 * psi * 7 / 8, 8 * 2 * (2 * psi / 8) * (nodes - 1) / nodes
+    return {
+        "computing": 6 * psi * tokens / 200e12,
+        "sending": sent_inside / inside["speed"] + sent_between / between["speed"],
+        "latency": 3 * units * 7 * inside["message"] + 2 * units * (nodes - 1) * between["message"],
+    }
+
+
+counts = (16, 64, 512, 4096)
+panels = {"flat": {n: flat(n) for n in counts}, "hybrid": {n: hybrid(n) for n in counts}}
+subtitle = "7.5 billion parameters, 16 sequences per GPU; by the formulas above, nothing overlaps"
+plots.show(plots.where_time_goes(panels, subtitle))
 
 # %%
 # NBVAL_CHECK_OUTPUT
 for n in (64, 512):
-    flat, hybrid = 14 * psi / n, 14 * psi / 8
-    across_flat = 3 * 2 * psi * (n - 1) / n
-    across_hybrid = 2 * (2 * psi / 8) * (n / 8 - 1) / (n / 8)
-    print(f"{n} GPUs: held {flat / 1e9:.1f} or {hybrid / 1e9:.1f} GB;", end=" ")
-    print(f"a rank sends {across_flat / 1e9:.0f} GB over a slow wire, or {across_hybrid / 1e9:.1f} GB")
+    print(
+        f"{n} GPUs: flat holds {14 * psi / n / 1e9:.1f} GB, {6 * psi * (n - 1) / n / 1e9:.0f} GB leave a node; ", end=""
+    )
+    print(f"hybrid holds {14 * psi / 8 / 1e9:.1f} GB, {4 * psi * (n - 8) / n / 1e9:.0f} GB leave it")
 
 # %% [markdown]
-# In a flat ring only the ranks at a node's edge use the slow wire, but the ring is no faster than its slowest link, so all
-# of its bytes count as if they were sent there. Hybrid sharding sends a twelfth of them.
+# A third less leaves the node: 2Ψ elements, as in DDP, and not 3Ψ. Latency nearly goes, since a ring has 8 members, or as many as
+# there are nodes. And what is left can wait: gradients are wanted at the step, where a gather holds up the next block. If
+# several micro-batches make a step, gathers come for each, and the gradients between nodes only once.
+#
+# (These are formulas, not measurements. Real networks also have trees in place of rings, which pay the logarithm of N in
+# latency; and libraries overlap part of it. That is why FSDP on thousands of GPUs is not as hopeless as the left panel, and
+# why hybrid sharding is used all the same.)
+#
+# ## Write: a plan that pays
+#
+# A customer wants to train 13 billion parameters on 20 billion tokens, in sequences of 2,048. There are at most 32 GPUs of 80 GB,
+# in nodes of 8, at 2 dollars an hour each. **At most 7 days, and at most 8,000 dollars.** Which stage, how many GPUs, how many
+# sequences on each?
+#
+# - Memory: states by the stage's formula (bf16 with Adam), 12 GB of activations for each sequence, 2 GB for what is in flight.
+# - Time of a step: computing at 200 TFLOP/s, and then sending: 2Ψ elements in stages 0 to 2, 3Ψ in stage 3, (N-1)/N of it, at
+#   300 GB/s on one node and 25 GB/s on more. No overlap, no latency.
+#
+# More than one plan is right, and most are wrong. Compute, or try: the check says what is broken.
+
+
+# %%
+# %%exercise 16.2
+def plan() -> dict[str, int]:
+    return {"stage": 3, "gpus": 32, "sequences": 6}
+
+
+# %%
+lab.check("16.2")
 
 # %% [markdown]
+# What it comes to, of all plans with as many sequences as fit:
+
+# %%
+import torch
+from zerolab import Precision
+from zerolab.measure.formulas import bytes_per_parameter
+
+
+def weigh(stage, gpus, sequences, psi=13e9):
+    held = bytes_per_parameter(stage, gpus, Precision(torch.bfloat16)) * psi + sequences * 12e9 + 2e9
+    sent = (3 if stage == 3 else 2) * 2 * psi * (gpus - 1) / gpus
+    step = 6 * psi * sequences * 2048 / 200e12 + sent / (300e9 if gpus == 8 else 25e9)
+    days = 20e9 / (gpus * sequences * 2048) * step / 86400
+    return held / 1e9, days, days * 24 * 2 * gpus
+
+
+if lab.passed("16.2"):
+    mine = lab.mine("16.2")()
+    print(f"your plan, {mine}: {weigh(**mine)[0]:.1f} GB, {weigh(**mine)[1]:.1f} days, ${weigh(**mine)[2]:,.0f}")
+    for stage, gpus in ((stage, gpus) for stage in (1, 2, 3) for gpus in (8, 16, 32)):
+        fits = [n for n in range(1, 7) if weigh(stage, gpus, n)[0] <= 80]
+        if fits:
+            held, days, dollars = weigh(stage, gpus, fits[-1])
+            verdict = "good" if days <= 7 and dollars <= 8000 else "too slow" if days > 7 else "too expensive"
+            print(f"stage {stage}, {gpus:2} GPUs, {fits[-1]} sequences: {days:4.1f} days, ${dollars:6,.0f}  {verdict}")
+
+# %% [markdown]
+# The stage that sends most is the cheapest on 32 GPUs: what it frees is room for sequences, and with more sequences in a step
+# the bytes of that step are paid once for all of them. On one node it is cheaper still, and too slow. So the question is not how
+# much a stage sends, but how much it sends *per token*.
+#
 # ## In production
 #
-# FSDP2 calls it a two-dimensional mesh: `fully_shard(model, mesh=init_device_mesh("cuda", (nodes, 8)))`. DeepSpeed has
-# `zero_hpz_partition_size` for the same idea in stage 3. The classes of this course shard over one group; their `group=`
-# takes any.
-
-# %% [markdown]
+# The course's engine takes `mesh=(nodes, 8)` for hybrid sharding, in stages 1 to 3. FSDP2 says it with a mesh of two dimensions,
+# `fully_shard(model, mesh=init_device_mesh("cuda", (nodes, 8)))`; DeepSpeed has `zero_hpz_partition_size` for a related idea
+# in stage 3 (a second copy of the parameters, sharded over the node only; the rest stays sharded over all), and MiCS
+# (`mics_shard_size`) for this one. And people who plan real runs measure on a single node first, since none of the constants
+# above is more than a guess until then.
+#
 # ## On trial
 #
 # > "With more devices the model can grow without limit."
 #
-# Lesson 07 tried it on your machine. Here is the same claim at scale: the peak of a trillion parameters on 1,024 GPUs was
+# Lesson 07 tried it on your machine. Here is the same claim at scale: the peak of a trillion parameters on up to 1,024 GPUs was
 # simulated into the same table.
 
 # %%
@@ -207,14 +329,21 @@ for cell in big:
 
 # %% [markdown]
 # **Verdict: false.** From 256 to 1,024 GPUs what a rank holds falls to a quarter, and the peak by a sixth: activations and
-# three whole units, 35 GB of parameters and 35 GB of gradients, do not care how many ranks there are.
-
-# %% [markdown]
+# whole units, parameters and gradients, do not care how many ranks there are. A block of this model has
+# 7.9 billion parameters, 16 GB in 16 bits. And in time, the picture above: from some N on, a GPU more makes the step longer.
+#
+# > "Full sharding keeps 16Ψ/N."
+#
+# Measured in lesson 06 in float32. Here, in bf16: **true for the paper's engine, 14Ψ/N for this one, and in both, plus what is in
+# flight**, which in the table above is nearly everything from 1,024 GPUs on.
+#
 # ## Questions
 #
 # 1. A GPU has 80 GB, and activations take 20. What is the largest model for stage 2, on any number of GPUs?
 # 2. Why does the simulation of stage 3 give 14Ψ/N and the paper 16Ψ/N?
 # 3. You double the number of GPUs and keep the global batch. What happens to computing, sending and latency per step?
+# 4. Hybrid sharding over 8 GPUs of 80 GB: what is the largest model, if 30 GB are needed besides? When does it not help?
+# 5. Two plans send the same bytes in a step. Why may one cost half as much?
 
 # %% [markdown] tags=["answer"]
 # **Answers**
@@ -223,6 +352,9 @@ for cell in big:
 # 2. The paper keeps a 16-bit copy of the slice; here each gather makes it from the masters on its way.
 # 3. Computing halves, because each rank has half as many tokens; sending stays as it is; latency doubles. So at some number
 #    of GPUs a step does not get faster any more.
+# 4. 14Ψ/8 = 50 GB: 29 billion parameters, on any number of nodes. Larger models must be sharded over more GPUs than a node
+#    has; and where all wires are equally fast, only latency is gained.
+# 5. It computes more tokens in a step, so that the bytes are paid less often; or it sends them on faster wires, or while it computes.
 
 # %%
 lab.progress()

@@ -5,8 +5,10 @@ from __future__ import annotations
 import math
 from typing import Any
 
+import torch
+
 from zerolab.lab.checks import Exercise, World, Wrong, edit, forgot_to_return
-from zerolab.measure.formulas import state_bytes
+from zerolab.measure.formulas import moved_bytes, state_bytes
 from zerolab.precision import Precision
 
 # parameters, bytes of a GPU, bytes of activations on each
@@ -183,6 +185,78 @@ FEWEST_MUTANTS = {
     "returns nothing": (edit(FEWEST, "    return result\n", ""), "`return` is missing"),
 }
 
+# ---------------------------------------------------------------------- 16.2
+
+PARAMETERS, GPU, IN_FLIGHT, SEQUENCE = 13_000_000_000, 80e9, 2e9, 12e9  # bytes; of activations per sequence
+MOST_GPUS, PER_NODE = 32, 8
+TOKENS, CONTEXT = 20e9, 2048
+FLOPS, INSIDE, BETWEEN = 200e12, 300e9, 25e9  # operations per second; bytes per second in and between nodes
+DAYS, DOLLARS, PRICE = 7.0, 8000.0, 2.0  # at most, at most, of a GPU and hour
+STAGES = (0, 1, 2, 3)
+
+
+def cost(stage: int, gpus: int, sequences: int) -> tuple[float, float, float]:
+    """Bytes per GPU, days and dollars of a plan: computing and sending one after the other, no latency."""
+    held = _held(stage, gpus, PARAMETERS) + sequences * SEQUENCE + IN_FLIGHT
+    computing = 6 * PARAMETERS * sequences * CONTEXT / FLOPS
+    sent = moved_bytes(stage, gpus, PARAMETERS, precision=Precision(torch.bfloat16))
+    step = computing + sent / (INSIDE if gpus <= PER_NODE else BETWEEN)
+    seconds = TOKENS / (gpus * sequences * CONTEXT) * step
+    return held, seconds / 86400, gpus * seconds / 3600 * PRICE
+
+
+def check_plan(answer: Any, world: World) -> None:
+    plan = answer.plan()
+    if not isinstance(plan, dict) or set(plan) != {"stage", "gpus", "sequences"}:
+        raise Wrong(f"the plan is {plan!r}", forgot_to_return(plan) or "it must have stage, gpus and sequences")
+    for name, value in plan.items():
+        if not isinstance(value, int) or isinstance(value, bool) or value < (name != "stage"):
+            raise Wrong(f"{name} is {value!r}", "a whole number is wanted, and of GPUs and sequences at least 1")
+    stage, gpus, sequences = plan["stage"], plan["gpus"], plan["sequences"]
+    if stage not in STAGES:
+        raise Wrong(f"stage is {stage}", "there are stages 0 to 3")
+    if gpus > MOST_GPUS:
+        raise Wrong(f"{gpus} GPUs", f"the customer has {MOST_GPUS}")
+    if gpus > PER_NODE and gpus % PER_NODE:
+        raise Wrong(f"{gpus} GPUs", f"nodes have {PER_NODE} GPUs: use whole nodes, or one node or less")
+    held, days, dollars = cost(stage, gpus, sequences)
+    if held > GPU:
+        seen = f"a GPU would need {held / 1e9:.1f} GB and has {GPU / 1e9:.0f}"
+        alone = (held - sequences * SEQUENCE) / 1e9
+        raise Wrong(seen, f"without any sequence it is {alone:.1f} GB: fewer sequences, a higher stage or more GPUs")
+    if days > DAYS:
+        likely = "more GPUs, or more sequences on each: what is sent in a step does not depend on their number"
+        raise Wrong(f"it would take {days:.1f} days, and there are {DAYS:.0f}", likely)
+    if dollars > DOLLARS:
+        likely = "the GPUs wait for the wires: more sequences on each, or a stage that sends less"
+        raise Wrong(f"it would cost ${dollars:,.0f}, and there are ${DOLLARS:,.0f}", likely)
+
+
+PLAN_STUB = '''\
+from zerolab.lab.exercises import Todo
+
+
+def plan() -> dict[str, int]:
+    """{"stage": 0 to 3, "gpus": how many, in whole nodes of 8, "sequences": on each GPU in a step}."""
+    raise Todo("16.2")
+'''
+
+PLAN = """\
+def plan() -> dict[str, int]:
+    return {"stage": 3, "gpus": 32, "sequences": 5}
+"""
+
+PLAN_MUTANTS = {
+    "does not fit": (edit(PLAN, '"stage": 3', '"stage": 2'), "without any sequence it is"),
+    "one sequence too many": (edit(PLAN, '"sequences": 5', '"sequences": 7'), "without any sequence it is"),
+    "replicated": (edit(PLAN, '"stage": 3', '"stage": 0', '"sequences": 5', '"sequences": 1'), "a higher stage"),
+    "one node": (edit(PLAN, '"gpus": 32, "sequences": 5', '"gpus": 8, "sequences": 4'), "more GPUs"),
+    "waits for the wires": (edit(PLAN, '"sequences": 5', '"sequences": 4'), "the GPUs wait for the wires"),
+    "half a node": (edit(PLAN, "32", "28"), "use whole nodes"),
+    "more than there are": (edit(PLAN, "32", "64"), "the customer has 32"),
+    "words": (edit(PLAN, '"stage": 3', '"stage": "Zero3"'), "a whole number is wanted"),
+}
+
 EXERCISES = [
     Exercise(
         id="16.1",
@@ -201,5 +275,22 @@ EXERCISES = [
             "N = math.ceil(shared * parameters / room), and at least 1. Stage 0 shares nothing: 1 or None.",
         ),
         exports=("fewest_gpus",),
+    ),
+    Exercise(
+        id="16.2",
+        title="a plan that pays",
+        section="Write: a plan that pays",
+        check=check_plan,
+        stub=PLAN_STUB,
+        reference=PLAN,
+        alternatives=(edit(PLAN, "5}", "6}"), edit(PLAN, "32", "24")),
+        mutants=PLAN_MUTANTS,
+        hints=(
+            "What does not fit is out: 16Ψ = 208 GB in stage 0. Stages 1 and 2 keep 4Ψ = 52 and 2Ψ = 26 GB on each.",
+            "A step sends the same however many sequences it computes. So the stage with the most room for sequences "
+            "may be the cheapest, although it sends half as much again.",
+            "Stage 3 on 24 or 32 GPUs holds 7.6 or 5.7 GB, and 5 sequences 60.",
+        ),
+        exports=("plan",),
     ),
 ]

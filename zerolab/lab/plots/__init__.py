@@ -9,6 +9,7 @@ from zerolab.lab.plots.flat import flat_storage
 from zerolab.lab.plots.gantt import gantt
 from zerolab.lab.plots.growth import fit_line, growth
 from zerolab.lab.plots.holdings import who_holds_what
+from zerolab.lab.plots.hybrid import sharding_map, where_time_goes
 from zerolab.lab.plots.ladder import ladder
 from zerolab.lab.plots.memory import memory_plan
 from zerolab.lab.plots.page import png, show
@@ -38,10 +39,12 @@ __all__ = [
     "moment_picture",
     "png",
     "ring_against_root",
+    "sharding_map",
     "show",
     "skyline",
     "stacks",
     "step_times",
     "to_a_trillion",
+    "where_time_goes",
     "who_holds_what",
 ]

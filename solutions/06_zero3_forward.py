@@ -28,7 +28,9 @@ inputs = batch(words, rank, 0, batch_size=1, context=32)
 
 def build(stage, units=(Block,)):
     torch.manual_seed(0)
-    return stage(GPT(layers=6, width=128), units=units)
+    zero = stage(GPT(layers=6, width=128), units=units)
+    zero.prefetch = False  # nothing is gathered before its turn; lesson 09 turns that on
+    return zero
 
 
 zero = build(Zero2)
@@ -115,7 +117,7 @@ lab.check("06.1")
 from zerolab import lab
 
 gather = lab.mine("06.1")
-release = gather.__globals__["release"]  # the one that was written with it
+release = lab.mine("06.1", "release")
 torch.manual_seed(0)
 layer, x = torch.nn.Linear(64, 64, bias=False), torch.randn(2, 64)
 expected = layer(x)
@@ -176,7 +178,9 @@ lab.reveal("06.2")
 if lab.predicted("06.1") and lab.predicted("06.2"):
     bars = {moment: {kind: size / 1e6 for kind, size in kinds.items()} for moment, kinds in moments.items()}
     title = "Parameters on one rank in the course of a forward"
-    plots.show(plots.stacks(bars, title, "ZeRO-3 on 4 ranks; the whole model would be 5.05 MB", "MB"))
+    picture, _ = plots.stacks(bars, title, "ZeRO-3 on 4 ranks; the whole model would be 5.05 MB", "MB")
+    most = max(sum(kinds.values()) for kinds in bars.values())
+    plots.show((picture, f"1.26 MB of shards stay; what is whole comes on top, together {most:.2f} MB at the most."))
 
 # %% [markdown]
 # The lower part is the shard, a quarter of everything, and it never moves. Above it the block that has its turn, and the
@@ -251,7 +255,8 @@ if lab.predicted("06.3"):
 # gather them again in backward: that second time is the price. At 10 GB/s, the 70
 # billion parameters in 16 bits take 14 seconds, each time. Whoever has the memory for ZeRO-2 should not pay that.
 #
-# Now a whole training step of both, every allocation recorded. The batch is small, so that parameters show beside
+# Now a whole training step of both, every allocation recorded. (`holdings` notes what each rank holds when backward
+# returns, `timeline` every buffer of a step, from when to when.) The batch is small, so that parameters show beside
 # activations.
 
 # %%
@@ -284,7 +289,8 @@ if lab.predicted("06.2"):
 # %% [markdown]
 # Left, stage 2: all parameters lie at the bottom, all the time. Right, stage 3: a quarter of them, and on top a saw: a
 # tooth is a block that comes and goes. (It has wider teeth in backward, for which lesson 07 has the reason.) Use the slider
-# to go through it; the list names the largest buffers and the line of code that made each.
+# to go through it; the list below it names the largest buffers of a rank, and the line of code that made each, if it was
+# made in this step. (The tensors of gathered parameters were made long ago; only their memory is new.)
 
 # %%
 from zerolab.lab.explorers import timeline_scrubber
@@ -300,13 +306,14 @@ if lab.predicted("06.2"):
 # %%
 if lab.predicted("06.2"):
     line = lines[0]
-    phase = line.events[line.peak_moment - 1].phase
+    rows = {kind: {} for kind in line.by_kind()}
     for part in line.parts():
-        if part.kind != "activations":
-            print(f"{part.nbytes:>12,}  {part.kind} of {part.unit or 'no unit'}")
-    print(f"{line.by_kind()['activations']:>12,}  activations")
-    print(f"{line.peak:>12,}  together, the peak, in {phase}")
-    assert sum(line.by_kind().values()) == line.peak
+        rows[part.kind][part.unit] = part.nbytes
+    for kind, units in rows.items():
+        whose = ", ".join(f"{unit} {nbytes:,}" for unit, nbytes in units.items() if unit)
+        print(f"{sum(units.values()):>12,}  {kind:20} {whose if len(units) < 6 else 'of all units'}")
+    print(f"{line.peak:>12,}  together, the peak, in {line.events[line.peak_moment - 1].phase}")
+    assert sum(sum(units.values()) for units in rows.values()) == line.peak
 
 # %% [markdown]
 # Parameters and optimizer state are 12 bytes for each parameter of the shard, and Adam's counters. The rest is in flight, and
@@ -323,7 +330,7 @@ if lab.predicted("06.1"):
 
 # %% [markdown]
 # The last band is cut: between steps, nothing is whole any more, on any rank.
-##
+#
 # ## Break it on purpose
 #
 # What if a unit is released too early? Say, right after it was gathered, before its forward has run:
@@ -346,10 +353,11 @@ build(TooEarly).model(*inputs)
 # *Its data is not allocated*: a view was used whose storage has no memory, by a norm, the first thing that a block does. Other
 # operations say *storage of size 0*, as above. Nothing in the message speaks of ZeRO, so it is worth knowing: in
 # production it usually means that a parameter was used *outside* of the forward of the module that was wrapped, where
-# nobody had gathered it.
+# nobody had gathered it. (Here all ranks raised it at the same place, so nobody waits for anybody, and `lab.reset()` is not
+# needed. If one rank alone raises it, the others hang.)
 #
-# And gathered too late? Then the memory is not there either, and the same error comes from the same line. The third kind is
-# silent: memory that is there with *old* values in it. That is why `after_step` releases whatever is gathered.
+# And gathered too late? Then the memory is not there either, and the same kind of error comes; lesson 07 tries it in
+# backward. The third kind is silent: memory that is there with *old* values in it. Lesson 07 tries that, too.
 #
 # Parameters outside of forward are what the optimizer sees: slices. The engine shows whole ones on demand:
 
@@ -362,6 +370,9 @@ with zero3.full_parameters():
     print("full_parameters(): ", tuple(zero3.model.blocks[0].mlp.up.weight.shape))
 
 # %% [markdown]
+# The matrix lies in a stretch of its block's flat storage, which is cut into four without regard to matrices. So some ranks
+# hold half of it and some nothing, and each updates what it holds.
+#
 # ## In production
 #
 # PyTorch's own ZeRO-3 is `fully_shard` (FSDP2). It is called once for each unit and then for the model, which becomes the
@@ -393,8 +404,8 @@ if lab.predicted("06.1") and lab.predicted("06.3"):
 # you wrote. It lets memory go with the same `untyped_storage().resize_(0)`
 # (`torch/distributed/fsdp/_fully_shard/_fsdp_param.py`, `free_storage`), and keeps the root after forward, as you do;
 # `reshard_after_forward=False` keeps every unit, which makes ZeRO-2 of it. It differs in what a shard is: rows of each
-# parameter, where ours is a stretch of the flat unit. And it gathers the next unit while the current one computes, which is
-# lesson 09. DeepSpeed's stage 3 does the same per parameter, with a *persistence threshold* below which parameters stay.
+# parameter, where ours is a stretch of the flat unit. And it gathers the next unit while the current one computes, as
+# ours does where `prefetch` is not switched off: lesson 09. DeepSpeed's stage 3 does the same per parameter, with a *persistence threshold* below which parameters stay.
 #
 # ## On trial
 #

@@ -26,6 +26,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from zerolab.lab.checks import Exercise, Todo, catalogue, exercise, judge
+from zerolab.lab.rank import _syntax
 from zerolab.measure.units import in_bytes
 
 _loaded: dict[str, tuple[str, ModuleType]] = {}  # id -> digest of the source and the module made of it, the newest
@@ -40,6 +41,14 @@ class Misused(ValueError):
 
     def _render_traceback_(self) -> list[str]:
         return [str(self)]
+
+
+class NotPython(Misused):
+    """An answer does not compile: its line, and a mark under the place."""
+
+    def __init__(self, id: str, error: SyntaxError) -> None:
+        place = _syntax(error, 1) if error.text else ""  # the cell begins with a line of its own, %%exercise
+        super().__init__(f"{id} is not Python yet: {type(error).__name__}: {error.msg}\n{place}".rstrip())
 
 
 class Stale(RuntimeError):
@@ -254,13 +263,13 @@ def progress() -> None:
 # ---------------------------------------------------------------------- whose code runs
 
 
-def mine(what: str | type) -> Any:
+def mine(what: str | type, name: str = "") -> Any:
     """The learner's code where it has passed its check, else the course's; one line says whose it is.
 
-    `mine("03.2")` is what that exercise defines, a function or a class. `mine(DDP)` is a class of the package with the
-    learner's passed methods over it.
+    `mine("03.2")` is what that exercise defines, a function or a class, the first or that of `name`. `mine(DDP)` is a
+    class of the package with the learner's passed methods over it.
     """
-    return _mine_of_exercise(exercise(what)) if isinstance(what, str) else _mine_of_class(what)
+    return _mine_of_exercise(exercise(what), name) if isinstance(what, str) else _mine_of_class(what)
 
 
 def _answer(asked: Exercise) -> tuple[ModuleType | None, str]:
@@ -274,9 +283,11 @@ def _answer(asked: Exercise) -> tuple[ModuleType | None, str]:
     return None, f'{asked.id} has not passed as it is now: lab.check("{asked.id}")'
 
 
-def _mine_of_exercise(asked: Exercise) -> Any:
+def _mine_of_exercise(asked: Exercise, name: str) -> Any:
     module, why_not = _answer(asked)
-    name = asked.exports[0]
+    name = name or asked.exports[0]
+    if name not in asked.exports:
+        raise ValueError(f"exercise {asked.id} defines {', '.join(asked.exports)}, and no {name!r}")
     print(f"{name}: your code ({asked.id})" if module else f"{name}: the course's code, {why_not}")
     return getattr(module or _reference(asked.id), name)
 
@@ -400,7 +411,10 @@ def _exercise_magic(line: str, cell: str) -> None:
     """`%%exercise 03.2`: the rest of the cell is the answer to exercise 03.2."""
     if not line.strip():
         raise ValueError(f"which exercise? %%exercise and one of {', '.join(catalogue())}")
-    define(line.strip(), cell)
+    try:
+        define(line.strip(), cell)
+    except SyntaxError as error:
+        raise NotPython(line.strip(), error) from None
 
 
 def register(shell: Any) -> None:

@@ -6,7 +6,7 @@
 
 The same command again takes up the newest checkpoint; so do torchrun's restarts. Which samples a step sees depends on
 the seed and the step alone: a run that goes on with another number of ranks sees the samples it would have seen, and
-with the same number it ends with the same parameters, bit for bit, as if it had never stopped.
+with the same number it ends with the same parameters, bit for bit on the CPU, as if it had never stopped.
 
 Read from the top: arguments, task (data and model), train (shard, loop), validation, checkpoints, metrics, stop.
 """
@@ -30,6 +30,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext, redirect_stderr
 from functools import lru_cache, partial
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -101,6 +102,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def check(args: argparse.Namespace, ranks: int) -> None:
     """Fill in the task's defaults; refuse what cannot be."""
+    if find_spec("tqdm") is None:
+        raise Refused("this needs tqdm: pip install 'zerolab[lab]'")
     defaults = zip(("layers", "width", "global_batch", "lr"), DEFAULTS[args.task], strict=True)
     for name, value in defaults:
         if getattr(args, name) is None:

@@ -10,38 +10,48 @@ from matplotlib.patches import Patch
 
 from zerolab.lab.plots.style import GREY, INK, above, frame, legend, many, plain
 
-OURS, PEER, FLOOR = "#0072B2", "#BBBBBB", "#1a1a1a"
+OURS, PEER, DEEPSPEED, FLOOR = "#0072B2", "#BBBBBB", "#E8C547", "#1a1a1a"
 
 
 def step_times(reports: Sequence[dict[str, Any]]) -> tuple[Figure, str]:
     """reports: of `zerolab bench`, one for each precision, of equal numbers of ranks."""
     ranks = reports[0]["ranks"]
     sentence = _sentence(reports)
-    subtitle = f"{many(ranks, 'rank')}, seconds of a step: the median of {reports[0]['rounds']} rounds, in turn"
-    figure = frame("Every stage beside its peer", subtitle, sentence, (9.0, 5.2))
+    subtitle = f"{many(ranks, 'rank')}, seconds of a step, median of {reports[0]['rounds']} rounds; above a peer our part of its time"
+    figure = frame("Every stage beside its peers", subtitle, sentence, (9.0, 5.2))
     width = 0.92 / len(reports)
     for number, report in enumerate(reports):
-        axes = figure.add_axes((0.07 + number * width, 0.32, width - 0.05, 0.42))
+        axes = figure.add_axes((0.07 + number * width, 0.36, width - 0.05, 0.38))
         _panel(axes, report)
     handles = [Patch(facecolor=OURS, hatch="//", edgecolor="white", label="this package")]
-    handles += [Patch(facecolor=PEER, edgecolor="white", label="the peer")]
+    handles += [Patch(facecolor=PEER, edgecolor="white", label="torch's peer")]
+    if any(_is_deepspeed(pair) for report in reports for pair in report["pairs"]):
+        handles += [Patch(facecolor=DEEPSPEED, hatch="..", edgecolor="white", label="DeepSpeed")]
     handles += [Patch(facecolor=FLOOR, label="the floor: no communication")]
-    legend(figure, handles, loc="upper center", bbox_to_anchor=(0.5, 0.86), ncols=3, borderpad=0.0, fontsize=10)
+    legend(figure, handles, loc="upper center", bbox_to_anchor=(0.5, 0.86), ncols=4, borderpad=0.0, fontsize=10)
     return figure, sentence
 
 
+def _is_deepspeed(pair: dict[str, Any]) -> bool:
+    return pair["peer"].startswith("DeepSpeed")
+
+
 def _panel(axes: Any, report: dict[str, Any]) -> None:
+    """A group for each stage of ours: itself, then its peers, each with our part of its time above it."""
     plain(axes, grid="y")
     seconds = report["step_seconds"]
-    floor = seconds["no communication"]
-    for x, pair in enumerate(report["pairs"]):
-        axes.bar(x - 0.19, seconds[pair["ours"]], 0.36, color=OURS, hatch="//", edgecolor="white", zorder=2)
-        axes.bar(x + 0.19, seconds[pair["peer"]], 0.36, color=PEER, edgecolor="white", zorder=2)
-        highest = max(seconds[pair["ours"]], seconds[pair["peer"]])
-        above(axes, x, highest, f"{pair['wall_ratio']:.2f}", 3, fontsize=11, weight="bold")
-    axes.axhline(floor, color=FLOOR, linewidth=1.2, zorder=4)
+    stages = list(dict.fromkeys(pair["ours"] for pair in report["pairs"]))
+    for x, ours in enumerate(stages):
+        axes.bar(x - 0.28, seconds[ours], 0.27, color=OURS, hatch="//", edgecolor="white", zorder=2)
+        for k, pair in enumerate(pair for pair in report["pairs"] if pair["ours"] == ours):
+            look = {"color": DEEPSPEED, "hatch": ".."} if _is_deepspeed(pair) else {"color": PEER}
+            height = seconds[pair["peer"]]
+            axes.bar(x + 0.28 * k, height, 0.27, edgecolor="white", zorder=2, **look)
+            above(axes, x + 0.28 * k, height, f"{pair['wall_ratio']:.2f}", 3, fontsize=8)
+    axes.axhline(seconds["no communication"], color=FLOOR, linewidth=1.2, zorder=4)
     short = {"ZeroRedundancyOptimizer": "ZeroRedund.\nOptimizer", "FSDP2 reshard": "FSDP2\nreshard"}
-    names = [f"{pair['ours']}\n{short.get(pair['peer'], pair['peer'])}" for pair in report["pairs"]]
+    peers = {pair["ours"]: pair["peer"] for pair in report["pairs"] if not _is_deepspeed(pair)}
+    names = [f"{ours}\n{short.get(peers.get(ours, ''), peers.get(ours, ''))}" for ours in stages]
     axes.set_xticks(range(len(names)), names, fontsize=9, color=INK)
     axes.set_ylim(0, 1.18 * max(seconds.values()))
     axes.set_title(report["precision"], loc="left", fontsize=11, color=INK)
@@ -51,6 +61,8 @@ def _panel(axes: Any, report: dict[str, Any]) -> None:
 def _sentence(reports: Sequence[dict[str, Any]]) -> str:
     parts = []
     for report in reports:
-        ratios = ", ".join(f"{pair['ours']} {pair['wall_ratio']:.2f} of {pair['peer']}" for pair in report["pairs"])
-        parts.append(f"{report['precision']}: {ratios}")
+        torchs = [pair for pair in report["pairs"] if not _is_deepspeed(pair)]
+        part = ", ".join(f"{pair['ours']} {pair['wall_ratio']:.2f} of {pair['peer']}" for pair in torchs)
+        others = [f"{pair['ours']} {pair['wall_ratio']:.2f}" for pair in report["pairs"] if _is_deepspeed(pair)]
+        parts.append(f"{report['precision']}: {part}" + (f", of DeepSpeed's stages {', '.join(others)}" * bool(others)))
     return f"A step takes, in {'; in '.join(parts)}."

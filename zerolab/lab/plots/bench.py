@@ -17,7 +17,8 @@ def step_times(reports: Sequence[dict[str, Any]]) -> tuple[Figure, str]:
     """reports: of `zerolab bench`, one for each precision, of equal numbers of ranks."""
     ranks = reports[0]["ranks"]
     sentence = _sentence(reports)
-    subtitle = f"{many(ranks, 'rank')}, seconds of a step, median of {reports[0]['rounds']} rounds; above a peer our part of its time"
+    rounds = reports[0]["rounds"]
+    subtitle = f"{many(ranks, 'rank')}, seconds of a step, median of {rounds} rounds; above a peer our part of its time"
     figure = frame("Every stage beside its peers", subtitle, sentence, (9.0, 5.2))
     width = 0.92 / len(reports)
     for number, report in enumerate(reports):

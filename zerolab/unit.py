@@ -114,7 +114,7 @@ class Unit:
         self.params = [nn.Parameter(t, requires_grad=r) for t, r in zip(tensors, trainable, strict=True)]
         self._on_gradient = on_gradient
         self._hooked = [False] * len(self.params)  # which of `wholes` tell of their gradients
-        self._demoted: dict[int, Tensor] = {}  # gradients as they were before `promote_grads`
+        self._promoted: dict[int, torch.dtype] = {}  # of which gradients `promote_grads` changed the dtype
         self.version = self.master._version
         for i, param in enumerate(self.params):
             param.grad_dtype = None  # a gradient may wait for the step in the reduce dtype, or in float32
@@ -341,15 +341,15 @@ class Unit:
         """Show gradients in the dtype of the masters, as optimizers want them."""
         for i, param in enumerate(self.params):
             if param.grad is not None and param.grad.dtype != param.dtype:
-                self._demoted[i] = param.grad
+                self._promoted[i] = param.grad.dtype
                 param.grad = param.grad.to(param.dtype)
 
     def demote_grads(self) -> None:
         """After the step: gradients that stay are kept in the reduce dtype again."""
-        for i, grad in self._demoted.items():
+        for i, dtype in self._promoted.items():
             if self.params[i].grad is not None:
-                self.params[i].grad = grad
-        self._demoted = {}
+                self.params[i].grad = self.params[i].grad.to(dtype)
+        self._promoted = {}
 
     def _grad_of(self, param: nn.Parameter, flat: Tensor) -> Tensor:
         """The part of `flat` that lies where `param` lies in `master`."""

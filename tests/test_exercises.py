@@ -346,6 +346,24 @@ def test_the_magic(my: Path, capsys: pytest.CaptureFixture) -> None:
         InteractiveShell.clear_instance()
 
 
+def test_a_cell_that_does_not_compile_shows_its_line_alone(my: Path, capsys: pytest.CaptureFixture) -> None:
+    shell = InteractiveShell.instance()
+    try:
+        exercises.register(shell)
+        result = shell.run_cell("%%exercise 01.2\ndef ring_all_gather(mine, rank):\n    x = = 1\n")
+    finally:
+        InteractiveShell.clear_instance()
+    assert isinstance(result.error_in_exec, exercises.NotPython)
+    shown = capsys.readouterr().out.partition("tries it\n")[2].splitlines()
+    assert shown == [
+        "01.2 is not Python yet: SyntaxError: invalid syntax",
+        "  line 3 of the cell",
+        "    x = = 1",
+        "        ^",
+    ]
+    assert (my / "ex_01_2.py").read_text().endswith("x = = 1\n"), "what was written is not lost"
+
+
 def test_the_matrix(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture) -> None:
     few = dict(list(CATALOGUE["01.2"].mutants.items())[:2])
     asked = dataclasses.replace(CATALOGUE["01.2"], mutants=few)

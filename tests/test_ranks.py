@@ -191,6 +191,31 @@ def test_a_syntax_error_shows_its_place(four: Session) -> None:
     ]
 
 
+OUT_OF_STEP = "lab.reset() gives fresh process groups, variables are kept"
+
+
+def test_a_reset_is_advised_only_where_it_helps(fresh: Session) -> None:
+    """After a mistake that nobody waited for, and after a call that did not match, the ranks go on without one."""
+    plain = ["nothing", "if rank == 2: nothing", "dist.all_reduce(torch.ones(3 if rank else 4))", "x = = 1"]
+    for code in plain:
+        assert "lab.reset()" not in str(fails(fresh, code))
+        fresh.run(IMPORT + "x = torch.ones(1); dist.all_reduce(x); assert x.item() == 4")
+    for code in (
+        "if rank == 2: nothing\ndist.barrier()",
+        "if rank: dist.barrier()",
+        "raise zerolab.CommError('order')",
+    ):
+        assert str(fails(fresh, code)).splitlines()[-1] == OUT_OF_STEP
+
+
+def test_without_ranks_a_sentence_is_shown(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(session, "_current", None)
+    for call in (session.need, lab.reset, lab.link, lambda: lab.push(x=1), lambda: lab.pull("x")):
+        with pytest.raises(session.NoRanks) as caught:
+            call()
+        assert caught.value._render_traceback_() == ["there are no live ranks: lab.start(4) starts four"]
+
+
 def test_a_dead_rank_is_reported_and_restarted(fresh: Session, capsys: pytest.CaptureFixture) -> None:
     fresh.run("kept = rank")
     error = fails(fresh, "import os\nif rank == 3: os._exit(7)\ndist.barrier()")
@@ -474,7 +499,7 @@ def gone(pid: int) -> bool:
 
 def test_a_notebook_from_its_first_cell_to_its_violent_end(notebooks: list[Notebook]) -> None:
     first, second = notebooks
-    assert "there are no live ranks: lab.start(4) starts four" in first.text("%%ranks\n1")
+    assert first.text("%%ranks\n1") == "there are no live ranks: lab.start(4) starts four"
     begin = time.monotonic()
     shown = [content for content in first.run("from zerolab import lab\nlab.start(2)") if content["type"] != "status"]
     (told,) = [content["text"] for content in shown if content["type"] != "execute_input"]

@@ -239,10 +239,10 @@ def _show_failure(shell: Any, kind: type, error: BaseException, trace: Traceback
     return text
 
 
-def _syntax(error: SyntaxError) -> str:
-    """Where in the cell, and the line with a mark under the place."""
+def _syntax(error: SyntaxError, above: int = 0) -> str:
+    """Where in the cell, and the line with a mark under the place. `above`: lines of the cell that were left out."""
     mark = " " * (max(error.offset or 1, 1) - 1 - (len(error.text) - len(error.text.lstrip())))
-    return f"  line {error.lineno} of the cell\n    {error.text.strip()}\n    {mark}^"
+    return f"  line {(error.lineno or 1) + above} of the cell\n    {error.text.strip()}\n    {mark}^"
 
 
 def _frames(shell: Any, trace: TracebackType) -> list[str]:

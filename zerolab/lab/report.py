@@ -16,6 +16,8 @@ Output = tuple[str, Any]
 _CONSEQUENCE = re.compile(
     r"Connection (closed|reset|refused)|Timed out|timed out|Broken pipe|Application timeout|Another rank stopped"
 )
+# After these the ranks may not be at the same collective. After a CollectiveError they are: nothing was sent.
+_OUT_OF_STEP = re.compile(r"LostRank|CommError|Dist\w*Error")
 _SOURCE = re.compile(r"\[/\S*/gloo/\S+\] | \(\d+\.py, line \d+\)$")  # where in gloo's source, in a cell's own file
 _ANSI = re.compile(r"\x1b\[[0-9;]*m")
 
@@ -108,7 +110,18 @@ def failure(results: dict[int, Result], size: int, hint: str) -> RankFailure | N
         other = results[rank].failure
         rest.setdefault(_shorten(_did(other, False, short=True)) if other else "finished the cell", []).append(rank)
     lines += [f"{_who(ranks, size)}: {what}" for what, ranks in rest.items()]
-    return RankFailure("\n".join([*lines, hint]), first, results)
+    return RankFailure("\n".join([*lines, hint] if hint else lines), first, results)
+
+
+def out_of_step(results: dict[int, Result]) -> bool:
+    """Whether the ranks may miss each other from now on: not after a mistake of the learner's that nobody met."""
+    failures = [result.failure for result in results.values() if result.failure]
+    return any(
+        failure.kind != "raised"
+        or _OUT_OF_STEP.match(failure.message) is not None
+        or (failure.consequence and not failure.message.startswith("CollectiveError"))
+        for failure in failures
+    )
 
 
 def _key(failure: Failure) -> tuple[str, str]:

@@ -49,6 +49,13 @@ ON_GPUS = "on a GPU each, talking through NCCL: times are real, and the order of
 _current: Session | None = None
 
 
+class NoRanks(RuntimeError):
+    """There are no ranks to do it. A notebook shows the sentence alone, without our frames."""
+
+    def _render_traceback_(self) -> list[str]:
+        return [str(self)]
+
+
 @dataclass
 class _Rank:
     """The process of one rank, and the sockets to its kernel."""
@@ -204,7 +211,8 @@ class Session:
             if result.failure and not traces:
                 result.failure.trace = ""
         dead = [rank for rank in results if self._ranks[rank].fate]
-        error = report.failure(results, self.size, self._hint(bool(dead)))
+        hint = self._hint(bool(dead)) if report.out_of_step(results) else ""
+        error = report.failure(results, self.size, hint)
         if error is not None:
             raise RankFailure(f"{reason}{error}", error.rank, results)
         return [results[rank] for rank in chosen]
@@ -224,7 +232,7 @@ class Session:
 
     def _must_live(self) -> None:
         if not self._ranks:
-            raise RuntimeError("these ranks were stopped: lab.start(4) starts new ones")
+            raise NoRanks("these ranks were stopped: lab.start(4) starts new ones")
 
     def _note(self, cell: int, rank: int, what: str) -> None:
         """For ranks that wait for this one (guard.py): it will not come, and why."""
@@ -540,7 +548,7 @@ def current() -> Session | None:
 
 def need() -> Session:
     if _current is None:
-        raise RuntimeError("there are no live ranks: lab.start(4) starts four")
+        raise NoRanks("there are no live ranks: lab.start(4) starts four")
     return _current
 
 

@@ -65,7 +65,7 @@ if lab.predicted("16.1") and lab.predicted("16.2") and lab.predicted("16.3"):
     plots.show(
         (
             picture,
-            f"{held[0]:.0f} GB, {held[1]:.1f}, {held[2]:.1f} and {held[3]:.2f}: each stage cuts what was the largest part left.",
+            f"{held[0]:.0f} GB, {held[1]:.1f}, {held[2]:.1f} and {held[3]:.2f}: a stage cuts optimizer and masters, the next gradients, the last weights.",
         )
     )
 

@@ -52,7 +52,7 @@ test-lessons: $(STAMP) ## every notebook from top to bottom, as a learner gets i
 	    rm -rf $$answers; [ $$rc = 0 ] || exit $$rc; \
 	done
 
-test-fast: $(STAMP) ## the tests that are not marked slow
+test-fast: $(STAMP) ## the tests of the package alone, without the lab and the commands
 	$(BIN)/python -m pytest -m 'not slow' $(ARGS)
 
 # Builds nothing, so that it runs without a network: the first of .venv and python3 that sees a device is

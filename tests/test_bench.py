@@ -14,6 +14,8 @@ from zerolab.lab import bench
 from zerolab.lab.models import GPT
 from zerolab.measure import moved_bytes, peak_of
 
+pytestmark = pytest.mark.slow
+
 SMALL = {"layers": 2, "width": 64, "context": 16}
 
 
@@ -61,7 +63,6 @@ def test_the_command(tmp_path):
         assert done.returncode == 2 and "--rounds 4 or more" in done.stderr
 
 
-@pytest.mark.slow
 @pytest.mark.timeout(300)
 def test_table_and_picture(capsys, tmp_path, monkeypatch):
     """Peaks of one pair: each system takes processes of its own."""
@@ -81,7 +82,6 @@ def test_table_and_picture(capsys, tmp_path, monkeypatch):
     assert drawn.read_bytes().startswith(b"\x89PNG")
 
 
-@pytest.mark.slow
 @pytest.mark.timeout(300)
 def test_deepspeed_does_the_same_work():
     pytest.importorskip("deepspeed", reason="the extra bench is not installed")

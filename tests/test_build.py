@@ -52,6 +52,8 @@ print("a line magic stays one")
 # %%
 import matplotlib.pyplot as plt
 
+pytestmark = pytest.mark.slow
+
 _ = plt.plot([1, 2])
 """
 

@@ -16,7 +16,7 @@ from zerolab.lab import cluster, magics
 from zerolab.lab.cluster import ClusterSession, _Engine
 from zerolab.lab.session import RankFailure
 
-pytestmark = pytest.mark.timeout(120)
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(120)]
 RANKS = {0: "2", 1: "0", 2: "1"}  # by the engine's id
 
 

@@ -18,6 +18,8 @@ from zerolab.lab.demo import conclusion, measure_ladder, print_table
 from zerolab.lab.models import GPT
 from zerolab.measure import CATEGORIES
 
+pytestmark = pytest.mark.slow
+
 SMALL = {"layers": 2, "width": 32, "context": 16}
 KEYS = {
     "losses",

@@ -18,6 +18,8 @@ from zerolab.lab import exercises, session
 from zerolab.lab.checks import Todo, catalogue, judge
 from zerolab.lab.checks import __main__ as matrix
 
+pytestmark = pytest.mark.slow
+
 CATALOGUE = catalogue()
 RIGHT = [
     pytest.param(asked.id, source, id=f"{asked.id} {name}")

@@ -12,10 +12,11 @@ from nbclient import NotebookClient
 
 from zerolab.lab.checks import catalogue, judge
 
+pytestmark = pytest.mark.slow
+
 SOURCE = Path(__file__).parents[1] / "solutions" / "16_plan_a_trillion.py"
 
 
-@pytest.mark.slow
 def test_the_learners_classes_make_figure_1(tmp_path):
     my, passed = tmp_path / "my", {}
     my.mkdir()

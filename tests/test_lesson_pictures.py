@@ -13,6 +13,8 @@ from zerolab.layout import Layout
 
 plots = pytest.importorskip("zerolab.lab.plots")
 
+pytestmark = pytest.mark.slow
+
 
 def small(picture):
     figure, sentence = picture

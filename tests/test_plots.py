@@ -21,6 +21,8 @@ from zerolab.measure import CATEGORIES, holdings, timeline, trace
 plots = pytest.importorskip("zerolab.lab.plots")
 explorers = pytest.importorskip("zerolab.lab.explorers")
 
+pytestmark = pytest.mark.slow
+
 
 def seen(stage, precision=None):
     """One rank's timeline, trace and holdings of a real step."""

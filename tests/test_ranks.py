@@ -26,7 +26,7 @@ from zerolab.lab.__main__ import copy_lessons
 from zerolab.lab.magics import parse
 from zerolab.lab.session import RankFailure, Session
 
-pytestmark = pytest.mark.timeout(180)
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(180)]
 IMPORT = "import torch.distributed as dist\n"
 
 

@@ -7,6 +7,8 @@ import pytest
 from zerolab.lab.plots import png
 from zerolab.lab.plots.shards import Piece, largest_share, shard_map
 
+pytestmark = pytest.mark.slow
+
 EVEN = [Piece(3, 0), Piece(3, 1)]
 
 

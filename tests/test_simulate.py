@@ -171,6 +171,7 @@ def zerolab_command(*arguments):
     return subprocess.run(command, capture_output=True, text=True, timeout=110, encoding="utf-8")
 
 
+@pytest.mark.slow
 def test_figure_1_by_the_command(tmp_path):
     path = tmp_path / "figure1.json"
     done = zerolab_command("simulate", "--figure1", "--json", str(path))
@@ -186,6 +187,7 @@ def test_figure_1_by_the_command(tmp_path):
     assert "4 of 4 engine values" in done.stdout and "…" not in done.stdout
 
 
+@pytest.mark.slow
 def test_table_1_as_stored():
     """`zerolab simulate --table1 --json docs/table1.json` made it, in some minutes; one cell is run again here."""
     stored = json.loads((Path(__file__).parent.parent / "docs" / "table1.json").read_text())["cells"]
@@ -216,6 +218,7 @@ def test_the_peak_of_a_trillion_is_explained_by_name():
     assert by_kind["activations"] == pytest.approx(125 * 16 * 1024 * 25_600 * 2, rel=0.02)
 
 
+@pytest.mark.slow
 def test_the_commands_speak(tmp_path):
     done = zerolab_command("plan", "--params", "7.5B", "--ranks", "64", "--gpu-memory", "32GB")
     assert done.returncode == 0 and "fits with Zero1, Zero2, Zero3" in done.stdout and "…" not in done.stdout

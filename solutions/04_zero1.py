@@ -15,6 +15,7 @@ from zerolab import lab
 from zerolab.lab import plots
 
 lab.start(4)
+
 # %%
 # %%ranks
 # NBVAL_CHECK_OUTPUT
@@ -24,7 +25,7 @@ import zerolab
 from zerolab import lab
 from zerolab.lab.data import batch, text
 from zerolab.lab.models import GPT, Block
-from zerolab.measure import holdings, ledger, model_states
+from zerolab.measure import holdings, ledger, model_states, timeline
 
 words = text()
 
@@ -101,7 +102,8 @@ from zerolab.lab.calls import calls
 reduce_scatter_mean = lab.mine("04.1")
 model = make_model()
 model(*batch(words, rank, 0, 8, 64)).backward()
-flat = torch.cat([param.grad.flatten() for param in model.parameters()])  # Ψ divides by 4: no padding
+# Ψ divides by 4, so there is no padding.
+flat = torch.cat([param.grad.flatten() for param in model.parameters()])
 with calls() as half:
     shard = reduce_scatter_mean(flat, rank, world_size)
 with calls() as whole:
@@ -119,14 +121,37 @@ print("every rank has the mean of its shard:", all(lab.pull("equal")))
 # ## ZeRO-1 as a class
 #
 # A stage of this course's engine is a class, and ZeRO-1 changes three methods of DDP (lesson 03). The engine keeps each block
-# of the model as a **unit**: one flat buffer `unit.whole` of N·S elements, which cuts into N shards of S elements.
+# of the model as a **unit**: one flat buffer `unit.whole` of N·S elements, which cuts into N shards of S elements. Here is a
+# toy unit of three parameters, a, b and c, cut for four ranks:
+
+# %%
+import torch
+from zerolab.layout import Layout
+
+three = [("a", torch.empty(5)), ("b", torch.empty(2, 2)), ("c", torch.empty(3, 2))]
+layout = Layout(three, world_size=4)
+plots.show(plots.flat_storage(layout))
+
+# %%
+# NBVAL_CHECK_OUTPUT
+flat = torch.arange(float(layout.size))
+shard = layout.shard(flat, 1)
+slices = [part.flatten().tolist() for part in layout.slices(shard, 1)]
+print("rank 1's shard:", shard.tolist(), "its slices of a, b and c:", slices)
+
+# %% [markdown]
+# The cuts do not ask where a parameter begins or ends. What of a parameter lies in a rank's shard is the rank's **slice** of it:
+# rank 1 has the end of a, most of b, and of c nothing. `layout.shard` and `layout.slices` give views, no copies. Every unit
+# has a layout of its own, `unit.layout`. The three methods:
 #
 # - `optimizer_params(unit)`, once: what the optimizer is given. In DDP all parameters; now this rank's slice of each.
 # - `reduce(unit)`, in backward: leaves the mean in `unit.grad`. In DDP an all-reduce; now the shard alone.
 # - `after_step(unit)`: the step has changed this rank's shard, `unit.master`. Forward reads `unit.whole`, in which the
 #   other ranks' shards are old.
 #
-# (`unit.whole` may be bfloat16 where `unit.master` is float32: `.to(unit.whole.dtype)` is right for both.)
+# `self.comm` has the collectives: `reduce_scatter(output, input, unit.name)` leaves the mean of your shard, as in 04.1, and
+# `all_gather(output, input, unit.name)` puts everyone's shards in their places. Both only *start*, and return something with
+# a `wait()`. (`unit.whole` may be bfloat16 where `unit.master` is float32: `.to(unit.whole.dtype)` is right for both.)
 
 # %%
 # %%exercise 04.2
@@ -155,8 +180,8 @@ lab.check("04.2")
 # %% [markdown]
 # ## Measure
 #
-# Five steps of training on real text: DDP, and ZeRO-1 with your methods over the package's. The ledger writes down every
-# collective, `model_states` counts live storages, `holdings` looks up which elements a rank holds.
+# Five steps of training on real text: DDP, ZeRO-1 with your methods over the package's, and the package's own. The ledger
+# writes down every collective, `model_states` counts live storages, `holdings` looks up which elements a rank holds.
 
 # %%
 # %%ranks
@@ -177,13 +202,21 @@ def train(stage, precision=None, steps=5):
         losses.append(loss.item())
     with zero.full_parameters():
         weights = [param.detach().clone() for param in zero.model.parameters()]
-    return {"zero": zero, "book": book, "held": held, "where": held_where, "weights": weights, "losses": losses}
+    found = {"zero": zero, "book": book, "held": held, "where": held_where}
+    return found | {"weights": weights, "losses": losses}
 
 
-ddp, sharded = train(zerolab.DDP), train(Zero1)
+ddp, sharded, package = train(zerolab.DDP), train(Zero1), train(zerolab.Zero1)
 held, where = (ddp["held"], sharded["held"]), (ddp["where"], sharded["where"])
 sent = ddp["book"].moved, sharded["book"].moved
-same = all(torch.equal(a, b) for a, b in zip(ddp["weights"], sharded["weights"]))
+
+
+def equal(one, other):
+    weights = all(map(torch.equal, one["weights"], other["weights"]))
+    return weights and one["losses"] == other["losses"]
+
+
+same = {"DDP": equal(sharded, ddp), "package": equal(sharded, package)}
 
 # %%
 before, after = lab.pull("held", rank=0)
@@ -197,7 +230,9 @@ if lab.predicted("04.1"):
     for rank, (before, after) in enumerate(lab.pull("held")):
         print(f"rank {rank}: optimizer {before['optimizer']:,} -> {after['optimizer']:,} bytes")
         assert after["optimizer"] == 8 * psi // ranks + 4 * tensors
-        assert after["parameters"] == before["parameters"] and after["gradients"] == before["gradients"]
+        assert after["parameters"] == before["parameters"] == 4 * psi
+    if after["gradients"] < before["gradients"]:
+        print("reduce() puts the shard into memory of its own: that is ZeRO-2 already, see lesson 05")
 
 # %%
 if lab.predicted("04.1"):
@@ -212,25 +247,25 @@ if lab.predicted("04.1"):
 
 # %%
 ddp_sent, zero_sent = lab.pull("sent", rank=0)
-lab.measured("04.2", zero_sent / ddp_sent, "times")
+lab.measured("04.2", zero_sent / ddp_sent, "× DDP's bytes")
 lab.reveal("04.2")
 
 # %%
 # %%ranks
-calls = {}
+by_op = {}
 for name, run in (("DDP", ddp), ("Zero1", sharded)):
     for call in run["book"].calls:
-        if not call.control:
-            key = name, call.phase, call.op
-            calls[key] = calls.get(key, 0) + call.sent
+        if not call.control:  # by which the ranks make sure that they agree: a few bytes
+            by_op[name, call.op] = by_op.get((name, call.op), 0) + call.sent
 
 # %%
 # NBVAL_CHECK_OUTPUT
 if lab.predicted("04.2"):
+    by_op = lab.pull("by_op", rank=0)
     for stage in ("DDP", "Zero1"):
-        found = {op: sent for (name, _, op), sent in lab.pull("calls", rank=0).items() if name == stage}
-        first, second = found["reduce_scatter"], found["all_gather"]
-        print(f"{stage:6} reduce-scatter {first:,} + all-gather {second:,} = {first + second:,} bytes")
+        first, second = by_op[stage, "reduce_scatter"], by_op[stage, "all_gather"]
+        together = f"{first:,} + all-gather {second:,} = {first + second:,}"
+        print(f"{stage:6} reduce-scatter {together} bytes")
 
 # %% [markdown]
 # The same two halves, the same bytes (the engine's DDP makes its all-reduce of them, so that sums keep their order). In DDP
@@ -239,12 +274,67 @@ if lab.predicted("04.2"):
 
 # %%
 # NBVAL_CHECK_OUTPUT
-print("after 5 steps all parameters equal DDP's, to the last bit:", all(lab.pull("same")))
+same = lab.pull("same")
+print("after 5 steps all losses and parameters, to the last bit:")
+print("ZeRO-1 as above and DDP equal:", all(of["DDP"] for of in same))
+print("ZeRO-1 as above and the package's equal:", all(of["package"] for of in same))
 
 # %% [markdown]
 # They must be: Adam computes each element from that element's gradient, average and square, wherever it happens. This is
 # true of SGD, Adam, and their kin. An optimizer that looks at a whole matrix at once (Muon, Shampoo) or at the norm of a
 # layer (LAMB) cannot be cut like that; the engine refuses those it knows.
+#
+# ## Where the peak is
+#
+# What has to fit is the *peak* of a step. `timeline` records every buffer of one step from its allocation to its release
+# (lesson 02), so one can see when the saved bytes are missing:
+
+
+# %%
+# %%ranks
+def record(stage):
+    zero = stage(make_model(), units=[Block])
+    adam = torch.optim.AdamW(zero.model.parameters(), lr=1e-3)
+    for step in range(2):  # the first makes the optimizer state
+        with timeline(zero, adam) as line:
+            zero.model(*batch(words, rank, step, 8, 64)).backward()
+            adam.step()
+            adam.zero_grad()
+    return line
+
+
+lines = record(zerolab.DDP), record(Zero1)
+
+# %%
+lines = lab.pull("lines", rank=0)
+if lab.predicted("04.1"):
+    plots.show(plots.skyline(lines))
+
+# %%
+from zerolab.measure.timeline import KINDS
+
+if lab.predicted("04.1"):
+    before, after = (line.by_kind() for line in lines)
+    print(f"{'at the peak':20}{'DDP':>12}{'ZeRO-1':>12}{'less by':>12}")
+    for kind in KINDS:
+        if before[kind] or after[kind]:
+            saved = before[kind] - after[kind]
+            print(f"{kind:20}{before[kind]:>12,}{after[kind]:>12,}{saved:>12,}")
+    saved = lines[0].peak - lines[1].peak
+    print(f"{'together':20}{lines[0].peak:>12,}{lines[1].peak:>12,}{saved:>12,}")
+    assert sum(before.values()) == lines[0].peak and sum(after.values()) == lines[1].peak
+    assert before["optimizer"] - after["optimizer"] == 8 * 867_072 * 3 // 4
+
+# %% [markdown]
+# The green band is there during the whole step, so the peak falls by all of it, wherever it is. Of what is left,
+#
+# - *parameters* are 4Ψ, and the *optimizer* has 8Ψ/4 and the 212 bytes;
+# - *activations* are what forward leaves for backward (lesson 02 takes them apart): all ranks have their own, and no stage of
+#   ZeRO touches them;
+# - *gradients* have only begun to come: the buckets of the last block and of the root, where backward begins. They grow to
+#   4Ψ while activations go, and are the subject of lesson 05;
+# - *other* is the text, 465 kB or so, the batch, and a few bytes in which the ranks agree on what they are about to send
+#   (so it may differ by 20 bytes or so).
 #
 # ## In production
 #
@@ -276,6 +366,7 @@ def with_torch(model, steps=2):
             parallel(*batch(words, rank, step, 8, 64)).backward()
         with watch() as updating:
             adam.step()
+    # A broadcast in a ring: all but the last rank pass it on, so each sends 3/4 of it on average.
     return {"state": state_of(adam.optim), "sent": (backward.sent, updating.payload * 3 / 4)}
 
 
@@ -287,7 +378,8 @@ def with_zerolab(model, steps=2):
         model(*batch(words, rank, step, 8, 64)).backward()
         adam.step()
     with zero.full_parameters():
-        return {"state": state_of(adam), "weights": [param.detach().clone() for param in model.parameters()]}
+        weights = [param.detach().clone() for param in model.parameters()]
+    return {"state": state_of(adam), "weights": weights}
 
 
 def large_vocabulary():
@@ -299,13 +391,14 @@ def large_vocabulary():
 # %%ranks
 model = make_model()
 torchs, ours = with_torch(model), with_zerolab(make_model())
-differ = max((a - b).abs().max().item() for a, b in zip(model.parameters(), ours["weights"]))
+pairs = zip(model.parameters(), ours["weights"], strict=True)
+differ = max((a - b).abs().max().item() for a, b in pairs)
 uneven = with_torch(large_vocabulary())["state"], with_zerolab(large_vocabulary())["state"]
 balance = {"small": (torchs["state"], ours["state"]), "large": uneven}
 
 # %%
 in_backward, in_step = lab.pull("torchs", rank=0)["sent"]
-lab.measured("04.3", round((in_backward + in_step) / ddp_sent, 3), "times")
+lab.measured("04.3", round((in_backward + in_step) / ddp_sent, 3), "× DDP's bytes")
 lab.reveal("04.3")
 
 # %%
@@ -315,7 +408,7 @@ if lab.predicted("04.1"):
     for model in ("small", "large"):
         for number, name in enumerate(("ZeroRedundancyOptimizer", "flat shards")):
             held = [rank[model][number] for rank in everyone]
-            print(f"{model} vocabulary, {name:23}", " ".join(f"{size:>10,}" for size in held), "bytes of state")
+            print(f"{model} vocabulary, {name:23}", *(f"{size:>10,}" for size in held), "bytes")
 print("the same parameters to 0.0001:", max(lab.pull("differ")) < 1e-4)
 
 # %% [markdown]
@@ -337,7 +430,8 @@ from zerolab.lab.models import GPT
 from zerolab.lab.plots.shards import Piece, largest_share, shard_map
 
 RANKS = 4
-sizes = [(name, param.numel()) for name, param in GPT(layers=2, width=128, vocabulary=4096).named_parameters()]
+model = GPT(layers=2, width=128, vocabulary=4096)
+sizes = [(name, param.numel()) for name, param in model.named_parameters()]
 psi = sum(numel for _, numel in sizes)
 
 
@@ -360,8 +454,8 @@ def in_turn(pieces):
     return [Piece(numel, number % RANKS) for number, numel in enumerate(pieces.values())]
 
 
-def block(name):
-    return ".".join(name.split(".")[:2]) if name.startswith("blocks") else name.split(".")[0]
+def block(name):  # "blocks.0" of "blocks.0.mlp.up.weight", "token" of "token.weight"
+    return ".".join(name.split(".")[: 2 if name.startswith("blocks") else 1])
 
 
 ways = {
@@ -384,8 +478,10 @@ for name, pieces in ways.items():
 # %% [markdown]
 # **Verdict: false.** Every way is right, in the sense that the numbers come out the same. But the fullest rank decides,
 # and by block, by layer or by tensor it holds far more than its share here. Dealing tensors greedily is good while none is
-# larger than an even share; here two are. Flat cuts are even whatever the model is (up to a few elements of padding), and
-# only equal pieces fit the fast collectives: reduce-scatter and all-gather want as many elements from everyone.
+# larger than an even share; here two are. Flat cuts are even whatever the model is (up to a few elements of padding).
+#
+# It costs bytes as well. Reduce-scatter and all-gather want as many elements from everyone, so unequal pieces are padded to
+# the largest, and the network carries 1.44 to 1.76 times as much, or they travel by slower ways, as the broadcasts above.
 #
 # > "Gradients are gathered on a main GPU, which updates the model."
 
@@ -396,7 +492,8 @@ updated = sum(param.numel() for param in sharded["zero"].model.parameters())
 # %%
 # NBVAL_CHECK_OUTPUT
 if lab.predicted("04.2"):
-    for rank, (elements, (_, bytes_sent)) in enumerate(zip(lab.pull("updated"), lab.pull("sent"))):
+    for rank, (_, bytes_sent) in enumerate(lab.pull("sent")):
+        elements = lab.pull("updated", rank=rank)
         print(f"rank {rank} updates {elements:,} elements and sends {bytes_sent:,} bytes a step")
 
 # %% [markdown]
@@ -411,7 +508,8 @@ if lab.predicted("04.2"):
 # %%
 # %%ranks
 half = zerolab.Precision(torch.bfloat16)
-rows = {"ZeRO-1, float32": sharded["held"], "ZeRO-1, bfloat16": train(Zero1, half, steps=2)["held"]}
+rows = {"ZeRO-1, float32": package["held"]}
+rows["ZeRO-1, bfloat16"] = train(zerolab.Zero1, half, steps=2)["held"]
 rows["ZeRO-2, float32"] = train(zerolab.Zero2, steps=2)["held"]
 rows["ZeRO-2, bfloat16"] = train(zerolab.Zero2, half, steps=2)["held"]
 rows = {name: round(sum(held.values()) / psi, 2) for name, held in rows.items()}
@@ -424,8 +522,9 @@ if lab.predicted("04.1"):
         print(f"{name:17} measured {measured:5.2f} bytes per parameter, claimed {claimed:.2f}")
 
 # %% [markdown]
-# **False**, in float32 and in mixed precision. It is 8Ψ + 8Ψ/N for stage 1 in float32, and 4Ψ + 12Ψ/N with bfloat16, where the
-# masters are shared out too: 10 and 7 bytes here. Whoever plans with the claim buys almost twice the memory.
+# **False**, in float32 and with bfloat16. Stage 1 keeps 8Ψ + 8Ψ/N in float32 (parameters and gradients whole, Adam's two averages
+# shared out), and 4Ψ + 12Ψ/N with bfloat16, whose float32 masters are shared out too. Stage 2, which is lesson 05, shares
+# out gradients as well: 4Ψ + 12Ψ/N and 2Ψ + 14Ψ/N. Whoever plans with the claim buys almost twice the memory.
 #
 # ## Questions
 #

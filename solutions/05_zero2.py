@@ -77,10 +77,11 @@ plots.show(plots.skyline([lab.pull("stage1", rank=0)]))
 # once a block is reduced, this rank's slice of it is all that is wanted: the area should grow by a quarter of that.
 #
 # Your method is `post_backward(unit)`, which the engine calls when all gradients of the unit are there, in the bucket
-# `unit.whole_grad` (lesson 03). Stage 1 starts the reduction in it, and leaves the mean of the shard in `unit.grad`. Two traps:
+# `unit.whole_grad` (lesson 03). Stage 1 starts the reduction in it, and leaves the mean of the shard in `unit.grad`. Three traps:
 #
 # - The reduction runs *while* your method returns. Memory that it still reads must not go.
 # - In stage 1 `unit.grad` is a **view** of the whole gradient, and a view keeps the whole storage alive.
+# - Inside `no_sync` (lesson 03) nothing is reduced, and nothing may go: `self.reduces(unit)` is False there.
 
 # %%
 # %%exercise 05.1
@@ -211,11 +212,11 @@ if lab.predicted("05.2"):
 
 # %% [markdown]
 # - *parameters* are 4Ψ and stay; *optimizer* is 8Ψ/4 and 4 bytes for each of the 101 tensors' step counters.
-# - *gradients*, large batch: those of the last block, where backward begins. Small batch, stage 1: all 4Ψ, and what autograd
-#   has just made and not yet put into the bucket. Stage 2: the slices of the blocks that are done, and one or two whole
-#   blocks, one that is filled and one that is reduced.
+# - *gradients*, large batch: the buckets of the last block and of the root, where backward begins. Small batch, stage 1: all
+#   4Ψ, and what autograd has just made and not yet put into a bucket. Stage 2: the slices of the blocks that are done, the
+#   root's bucket, which is full only in the end, and one or two whole blocks, one that is filled and one that is reduced.
 # - *communication* is the copy in which a reduction receives the other ranks' parts: as much as the block itself.
-# - *other* is the text (465 kB or so) and the batch. *activations* you took apart in lesson 02.
+# - *other* is the text (465 kB or so), the batch, and a few bytes in which the ranks agree. *activations* you took apart in lesson 02.
 #
 # (A collective gives its buffers back a moment sooner or later, so with the small batch gradients and communication may
 # differ by a block from run to run. All else is the same every time.)
@@ -280,7 +281,7 @@ lines = {name: record(Zero2, 1, 16, units) for name, units in CHOICES.items() if
 lines["blocks"] = small[1]
 peaks = {name: (lines[name].peak, max(lines[name].curve("gradients"))) for name in CHOICES}
 
-# %%
+# %% tags=["reveals"]
 peaks = lab.pull("peaks", rank=0)
 for name, (peak, gradients) in peaks.items():
     print(f"{name:13} peak {peak:>10,} bytes, gradients up to {gradients:>9,}")
@@ -403,7 +404,11 @@ kept["gradients"] = sum(param.grad.to_local().nbytes for param in theirs.paramet
 # %%
 # %%ranks
 def peak_with(build):
-    return peak_of(lambda: steps_of(build, 8, 64)[1], torch.device("cpu"), steps=2)
+    if rank == 0:  # the profiler takes its time, and one rank is like the others
+        return peak_of(lambda: steps_of(build, 8, 64)[1], torch.device("cpu"), steps=2)
+    _, step = steps_of(build, 8, 64)
+    step()
+    step()
 
 
 allocated = peak_with(build_ours), peak_with(build_theirs)
@@ -428,8 +433,8 @@ if lab.predicted("05.1"):
 
 # %% [markdown]
 # - **Numbers**: equal to rounding. gloo's reduce-scatter adds the ranks in the order of its ring, ours in rank order.
-# - **Traffic**: the same, to the byte: 9 all-gathers and 9 reduce-scatters, those of parameters before the forward that
-#   needs them. (`calls()` notes what passes PyTorch's dispatcher, and counts it as a ring would send it. gloo's own
+# - **Traffic**: the same, to the byte: 9 all-gathers, each just before the forward that needs the parameters, and 9
+#   reduce-scatters. (`calls()` notes what passes PyTorch's dispatcher, and counts it as a ring would send it. gloo's own
 #   reduce-scatter is an all-reduce inside and really sends twice as much; NCCL's is not.)
 # - **Memory**: between backward and the next forward `fully_shard` keeps a quarter of the parameters, where stage 2 of
 #   the paper keeps all. That lowers the floor, not the peak: in the middle of a step the whole parameters are there

@@ -28,18 +28,18 @@ def main(kills: int, diary: str, folder: str, arguments: list[str]) -> int:
     life, rank, size = (int(os.environ[name]) for name in ("TORCHELASTIC_RESTART_COUNT", "RANK", "WORLD_SIZE"))
     random = Random(life)
     kind, victim = KINDS[life % len(KINDS)], random.randrange(size)
-    if kind == "file":
-        victim = 1  # the first rank writes other files too
+    if kind in ("save", "file"):  # most is done by the first rank, which also writes other files than a checkpoint's
+        victim = ("save", "file").index(kind)
     if life < kills and rank == victim:
         note = {"life": life, "rank": rank, "kind": kind}
         if kind == "start":
             die_after(random.uniform(0, 3), diary, note)
         else:
             moment = random.uniform(0, 0.05)
-            number = random.randrange(1, 12)
+            number = random.randrange(1, 16)
             death = {
                 "step": lambda: die_after(moment, diary, note),
-                "save": lambda: die_before(number if rank == 0 else 1, folder, diary, note),
+                "save": lambda: die_before(number, folder, diary, note),
                 "file": lambda: (write(diary, note), die_when_writing(2000)),
             }
             after_steps(random.randrange(1, 8), death[kind])

@@ -27,6 +27,7 @@ from zerolab import train
 from zerolab.checkpoint import read_manifest
 from zerolab.cli import main
 from zerolab.lab import data
+from zerolab.lab.models import PairEncoder
 
 pytestmark = pytest.mark.slow
 
@@ -363,6 +364,17 @@ def test_made_up_pairs_are_fair():
     assert sum(same for same, *_ in rows) == 500
     assert len({tuple(sentences) for _, *sentences in rows}) == 1000
     assert rows == data.made_up_pairs(1000)
+
+
+def test_the_pair_encoder_does_not_see_padding():
+    """Words that are not there change nothing; words that are there do, wherever in the sentence."""
+    torch.manual_seed(0)
+    model = PairEncoder(layers=2, width=16, context=12).eval()
+    pairs = torch.randint(1, 4096, (3, 2, 5))
+    padded = torch.nn.functional.pad(pairs, (0, 7))
+    torch.testing.assert_close(model(padded), model(pairs))
+    pairs[:, 1, 0] = 1 + pairs[:, 1, 0] % 4095
+    assert not torch.isclose(model(padded), model(pairs)).any()
 
 
 # -- as users start it -----------------------------------------------------------------------------------------------

@@ -21,6 +21,7 @@ CASES = (
     (70_000_000_000, 80e9, 16e9),
     (1_000_000_000_000, 141e9, 40e9),
     (1_000_000_000, 9e9, 1e9),  # stage 2's whole divisor
+    (1_000_000_000, 5e9, 1e9),  # no room at all in stage 1
 )
 SHARDED = {0: (16, 0), 1: (4, 12), 2: (2, 14), 3: (0, 14)}  # bytes per parameter: on every rank, and shared out
 
@@ -66,6 +67,10 @@ def check_fewest(answer: Any, world: World) -> None:
 def _why(got: dict[int, Any], case: tuple[int, float, float], stage: int) -> str:
     parameters, memory, activations = case
     value, want = got[stage], fewest(*case)[stage]
+    if got == fewest(parameters, memory * 1e9, activations):
+        return "memory is in bytes already, as activations are"
+    if value == math.inf:
+        return "what no number of GPUs can hold is None"
     if isinstance(value, float):
         return "half a GPU cannot be bought: a whole number is wanted, math.ceil(...)"
     if want is None:
@@ -89,8 +94,11 @@ def _why(got: dict[int, Any], case: tuple[int, float, float], stage: int) -> str
     fp32 = {1: (8, 8), 2: (4, 12), 3: (0, 16)}.get(stage)
     if fp32 and memory - activations > fp32[0] * parameters:
         if value == max(1, math.ceil(fp32[1] * parameters / (memory - activations - fp32[0] * parameters))):
-            return "these are float32's bytes: in bf16 with masters it is 2 + 2 + 12"
-    return ""
+            whole = "the gradients were not shared out, or " if stage == 2 else ""
+            return whole + "these are float32's bytes: in bf16 with masters it is 2 + 2 + 12"
+    return (
+        f"other bytes than those of stage {stage}: which of 2 + 2 + 12 does it share out, and which stay on every GPU?"
+    )
 
 
 FEWEST_STUB = '''\
@@ -183,6 +191,13 @@ FEWEST_MUTANTS = {
     "a fraction of a GPU": (edit(FEWEST, WHERE_IT_ENDS, "shared[stage] * parameters / room"), "half a GPU"),
     "one to spare": (edit(FEWEST, WHERE_IT_ENDS, "int(shared[stage] * parameters // room) + 2"), "one too many"),
     "returns nothing": (edit(FEWEST, "    return result\n", ""), "`return` is missing"),
+    "gigabytes": (edit(FEWEST, "memory - activations -", "memory * 1e9 - activations -"), "in bytes already"),
+    "divides by what is not there": (edit(FEWEST, "room <= 0", "room < 0"), "there is no room left"),
+    "gradients not shared": (
+        edit(FEWEST, "2: 2, 3: 0}", "2: 4, 3: 0}", "2: 14, 3: 14}", "2: 12, 3: 14}"),
+        "the gradients were not shared out",
+    ),
+    "gradients forgotten": (edit(FEWEST, "2: 14, 3: 14}", "2: 12, 3: 12}"), "which of 2 + 2 + 12 does it share out"),
 }
 
 # ---------------------------------------------------------------------- 16.2
@@ -275,6 +290,7 @@ EXERCISES = [
             "N = math.ceil(shared * parameters / room), and at least 1. Stage 0 shares nothing: 1 or None.",
         ),
         exports=("fewest_gpus",),
+        errors={"division by zero": "there is no room left for what is shared out: then no number of GPUs is enough"},
     ),
     Exercise(
         id="16.2",

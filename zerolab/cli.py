@@ -165,6 +165,25 @@ def add_bench(commands: argparse._SubParsersAction) -> None:
     bench.set_defaults(run=run)
 
 
+def add_scaling(commands: argparse._SubParsersAction) -> None:
+    scaling = commands.add_parser(
+        "scaling",
+        help="how time and bytes grow with units, parameters and ranks; what the engine itself costs per unit",
+        description="The engine's own time per unit, apart from computing and communicating; steps on 1 to 8 ranks; "
+        "bytes simulated up to 1,024. Some minutes. Exit status: 1 if a rank sent other bytes than simulated.",
+    )
+    scaling.add_argument("--json", metavar="FILE", help="write what was measured")
+    scaling.add_argument("--plot", metavar="FILE.png", help="draw it")
+
+    def run(args: argparse.Namespace) -> int:
+        _rich(scaling)
+        from zerolab.lab import scaling as module
+
+        return module.scaling(args.json, args.plot)
+
+    scaling.set_defaults(run=run)
+
+
 def add_train(commands: argparse._SubParsersAction) -> None:
     train = commands.add_parser(
         "train",
@@ -223,7 +242,7 @@ def add_doctor(commands: argparse._SubParsersAction) -> None:
     doctor.set_defaults(run=run)
 
 
-COMMANDS = (add_demo, add_plan, add_simulate, add_bench, add_train, add_doctor)
+COMMANDS = (add_demo, add_plan, add_simulate, add_bench, add_scaling, add_train, add_doctor)
 
 
 def _rich(parser: argparse.ArgumentParser) -> Any:

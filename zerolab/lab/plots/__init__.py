@@ -14,6 +14,7 @@ from zerolab.lab.plots.ladder import ladder
 from zerolab.lab.plots.memory import memory_plan
 from zerolab.lab.plots.page import png, show
 from zerolab.lab.plots.ring import ring_against_root
+from zerolab.lab.plots.scaling import scaling
 from zerolab.lab.plots.scrubber import moment_picture
 from zerolab.lab.plots.skyline import skyline
 from zerolab.lab.plots.stacks import stacks
@@ -39,6 +40,7 @@ __all__ = [
     "moment_picture",
     "png",
     "ring_against_root",
+    "scaling",
     "sharding_map",
     "show",
     "skyline",

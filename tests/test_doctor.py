@@ -103,7 +103,7 @@ def test_versions():
 def test_a_limit_on_open_files():
     before = "import resource; resource.setrlimit(resource.RLIMIT_NOFILE, ({}, {}))"
     soft = finding_in("doctor.check_open_files(4)", before.format(128, 4096))
-    assert soft.state == "fix" and "128 files" in soft.says and soft.fix.startswith("ulimit -n 256")
+    assert soft.state == "fix" and "128 files" in soft.says and soft.fix.startswith("ulimit -n 192")
     hard = finding_in("doctor.check_open_files(4)", before.format(128, 128))
     assert hard.state == "fix" and "nofile" in hard.fix
     assert finding_in("doctor.check_open_files(4)", before.format(1024, 1024)).state == "good"

@@ -8,11 +8,17 @@ from __future__ import annotations
 
 import argparse
 import hashlib
+import ipaddress
 import json
 import os
 import sys
 from pathlib import Path
 
+OPEN = (
+    "others could reach JupyterLab there, and who has its token runs programs as you, over a line that is not "
+    "encrypted. From elsewhere: ssh -L 8888:127.0.0.1:8888 <this machine>, and nothing need be open. If you mean it "
+    "nevertheless, add --open-to-network"
+)
 REMEMBERED = ".copied.json"  # in work/: the digest of each lesson as it was copied
 
 
@@ -38,6 +44,15 @@ def copy_lessons(lessons: Path, work: Path) -> list[str]:
     return lines
 
 
+def _only_here(address: str) -> bool:
+    if address == "localhost":
+        return True
+    try:
+        return ipaddress.ip_address(address).is_loopback
+    except ValueError:  # a name, an interface or "*": what it stands for is another's to say
+        return False
+
+
 def _digest(data: bytes) -> str:
     return hashlib.sha256(data).hexdigest()
 
@@ -54,7 +69,11 @@ def main() -> int:
     parser.add_argument("--work", type=Path, default=Path("work"), help="where the copies are (default: work)")
     parser.add_argument("--no-browser", action="store_true", help="only print the address")
     parser.add_argument("--port", type=int, default=8888, help="of JupyterLab; the next free one is taken")
+    parser.add_argument("--ip", default="127.0.0.1", help="where JupyterLab listens (default: this machine alone)")
+    parser.add_argument("--open-to-network", action="store_true", help="needed for an --ip that others can reach")
     options = parser.parse_args()
+    if not options.open_to_network and not _only_here(options.ip):
+        parser.exit(2, f"{parser.prog}: --ip {options.ip}: {OPEN}\n")
     lessons = Path(__file__).resolve().parents[2] / "lessons"
     if not any(lessons.glob("*.ipynb")):
         print(f"there are no lessons in {lessons}: run this in a checkout of the course", file=sys.stderr)
@@ -62,7 +81,7 @@ def main() -> int:
     for line in copy_lessons(lessons, options.work):
         print(line)
     first = next(iter(sorted(options.work.glob("00_*.ipynb"))), None)
-    command = [sys.executable, "-m", "jupyterlab", "--ip=127.0.0.1", f"--port={options.port}"]
+    command = [sys.executable, "-m", "jupyterlab", f"--ip={options.ip}", f"--port={options.port}"]
     command += [f"--ServerApp.root_dir={options.work.resolve()}"]
     if first is not None:
         command.append(f"--LabApp.default_url=/lab/tree/{first.name}")

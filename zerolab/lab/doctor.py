@@ -171,7 +171,7 @@ def check_open_files(ranks: int) -> Finding:
     except ModuleNotFoundError:
         return Finding("open files", "note", "this system does not say how many files may be open")
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    needed = 64 + 48 * ranks  # a notebook's kernel with live ranks has most: measured in tests/test_doctor.py
+    needed = 128 + 16 * ranks  # a notebook with n live ranks has 70 + 10n, a rank 62 + n: tests/test_safety.py
     limits = f"a process may have {_limit(soft)} files open (the system allows {_limit(hard)})"
     if soft != resource.RLIM_INFINITY and soft < needed:
         more = hard == resource.RLIM_INFINITY or hard >= needed

@@ -43,6 +43,8 @@ GROUP_TIMEOUT = 15.0  # seconds until a collective fails that not every rank tak
 START_TIMEOUT = 90.0
 INTERRUPT_TIMEOUT = GROUP_TIMEOUT + 2.0  # a rank that has not reacted to an interrupt by then is killed
 PATIENCE = 5.0  # for so long the others may go on when one has failed
+# Of the environment: the server's tokens, which a cell would show to all, and what names another network or world.
+NOT_FOR_RANKS = ("JPY_", "JUPYTER_TOKEN", "JUPYTERHUB_", "GLOO_", "SLURM_")
 
 ON_GPUS = "on a GPU each, talking through NCCL: times are real, and the order of sums is NCCL's own."
 
@@ -366,7 +368,8 @@ class Session:
                 file = self._folder / f"rank{rank}.json"
                 file.unlink(missing_ok=True)
                 process = subprocess.Popen(
-                    [sys.executable, "-m", "zerolab.lab.rank", "-f", str(file)],
+                    # The address again: an IPython profile may name another, and the command line wins.
+                    [sys.executable, "-m", "zerolab.lab.rank", "-f", str(file), "--ip=127.0.0.1"],
                     env=self._environment(rank),
                     stdin=subprocess.DEVNULL,
                     stdout=self._log,
@@ -382,7 +385,7 @@ class Session:
             raise
 
     def _environment(self, rank: int) -> dict[str, str]:
-        rest = {name: value for name, value in os.environ.items() if not name.startswith(("JPY_", "GLOO_", "SLURM_"))}
+        rest = {name: value for name, value in os.environ.items() if not name.startswith(NOT_FOR_RANKS)}
         if self.device == "cpu":
             rest["CUDA_VISIBLE_DEVICES"] = ""
         world = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": self.size, "LOCAL_WORLD_SIZE": self.size}

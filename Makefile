@@ -32,7 +32,7 @@ $(STAMP): constraints.txt pyproject.toml
 lab: $(STAMP) ## open the lessons in JupyterLab, on copies of your own in work/ (ARGS="--no-browser")
 	@$(BIN)/python -m zerolab.lab $(ARGS)
 
-bench: $(STAMP) ## step times and peaks beside torch's DDP, ZeroRedundancyOptimizer and FSDP2 (ARGS="--ranks 4")
+bench: $(STAMP) ## step times and peaks beside torch's DDP, ZeroRedundancyOptimizer, FSDP2, DeepSpeed (ARGS="--ranks 4")
 	@$(BIN)/zerolab bench $(ARGS)
 
 demo: $(STAMP) ## train a small GPT at every stage and compare (ARGS="--ranks 2 --steps 5")

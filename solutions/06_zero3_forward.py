@@ -298,7 +298,9 @@ from zerolab.lab.explorers import timeline_scrubber
 lines = lab.pull("line3")
 if lab.predicted("06.2"):
     middle = len([event for event in lines[0].events[lines[0].before :] if event.phase == "forward"]) // 2
-    display(timeline_scrubber(lines, middle))
+    scrubber = timeline_scrubber(lines, middle)
+    display(scrubber)
+    print("At the start:", scrubber.sentence)
 
 # %% [markdown]
 # Every byte at the peak of stage 3:

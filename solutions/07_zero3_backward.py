@@ -234,7 +234,9 @@ if lab.predicted("07.3"):
 from zerolab.lab.explorers import timeline_scrubber
 
 if lab.predicted("07.3"):
-    display(timeline_scrubber(lines))
+    scrubber = timeline_scrubber(lines)
+    display(scrubber)
+    print("At the start:", scrubber.sentence)
 
 # %% [markdown]
 # Every byte of that peak has a reason:

@@ -131,7 +131,9 @@ lab.check("07.1")
 # %% [markdown]
 # ## Measure
 #
-# `lab.mine(Zero3)` puts together what you have written in lessons 06 and 07. First the traffic of one step, to the byte:
+# `lab.mine(Zero3)` puts together what you have written in lessons 06 and 07. (`zerolab/zero3.py`, which you have now written
+# all of, says `self.gather(unit)` for your `unit.gather()`, and has one line more: that starts the next unit's gather ahead,
+# where `prefetch` is on.) First the traffic of one step, to the byte:
 
 # %%
 # %%ranks

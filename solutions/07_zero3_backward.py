@@ -442,11 +442,11 @@ if lab.predicted("07.1") and lab.predicted("07.2"):
 # depend on their order. Adam divides by the size of the gradient, so a difference in the last digit of a tiny gradient can
 # grow: hence a tolerance of 1e-4, a tenth of what one step may move a weight.
 #
-# The peaks are higher than the one above: torch's profiler also sees what is allocated inside of an operation, such as
-# gloo's own buffer in each all-gather, as large as the block, where the timeline sees tensors. Both change from run to run
-# by some blocks, with the moment at which a collective gives its buffers back. `fully_shard` copies a unit into and out
-# of its buffers, because its shards are rows of each parameter, where ours is one stretch of the flat unit. It also gathers
-# the next block ahead, which ours does not today; lesson 09 says what that costs and saves.
+# The peaks come from torch's profiler, which sees every allocation of either library. Ours is what you have explained above,
+# and perhaps the buffers of a reduction or two that have not ended; how many there are at one moment changes from run to
+# run, for both. `fully_shard` copies a unit into and out of its buffers, because its shards are rows of each parameter, where
+# ours is one stretch of the flat unit. It also gathers the next block ahead, which ours does not today; lesson 09 says what
+# that costs and saves.
 #
 # There are no times here, and that is no oversight: four ranks share the cores of this machine, and nothing is gained by
 # sending while computing. What 1.5 times the bytes cost is to be seen where there are wires.

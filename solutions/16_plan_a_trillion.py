@@ -329,7 +329,6 @@ if lab.passed("16.2"):
 # simulated into the same table.
 
 # %%
-# NBVAL_CHECK_OUTPUT
 big = [cell for cell in cells if cell["model"] == "1T" and cell["stage"] == 3]
 for cell in big:
     print(f"{cell['ranks']:5,} GPUs: held {cell['engine_gb']:8,.0f} GB, peak of a step {cell['peak_gb']:8,.0f} GB")

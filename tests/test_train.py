@@ -184,15 +184,18 @@ def test_a_stop_costs_nothing(ranks, tmp_path, task, options):
 
 
 def test_other_ranks_see_the_same_samples(ranks, tmp_path):
+    """Two ranks, then four with two micro-batches each at another stage: other samples give other losses by far."""
     one = tiny("text", "--steps 8 --save-every 4 --checkpoint {0} --metrics {0}.jsonl --stage {1}").format
     two, four = tmp_path / "two", tmp_path / "four"
     well(ranks, 2, one(two, 2))
     shutil.copytree(two / "step-000004", four / "step-000004")
-    well(ranks, 4, one(four, 3))
+    well(ranks, 4, one(four, 3) + " --accumulate 2")
     losses, expected = lines(Path(f"{four}.jsonl"), "loss"), lines(Path(f"{two}.jsonl"), "loss")
     assert list(losses) == [5, 6, 7, 8]
     assert losses == pytest.approx({step: expected[step] for step in losses}, abs=1e-5)
     assert abs(expected[5] - expected[6]) > 1e-3  # what other samples do
+    norms, expected = lines(Path(f"{four}.jsonl"), "grad_norm"), lines(Path(f"{two}.jsonl"), "grad_norm")
+    assert norms == pytest.approx({step: expected[step] for step in norms}, rel=1e-3)
     a, b = weights("text", two / "step-000008"), weights("text", four / "step-000008")
     assert all(torch.allclose(a[name], b[name], atol=1e-4) for name in a)
 

@@ -93,8 +93,8 @@ lab.reveal("07.3")
 # %% [markdown]
 # Read it from the top. The root comes first: its output layer is where backward begins, and it is there already. Then block
 # 5 is gathered; and as soon as the gradient of its input is known, which is the gradient of block 4's output, block 4 is
-# gathered, *before* block 5 is released. So there are two blocks at a time. FSDP2 has the same; with the next block gathered ahead it
-# is three (lesson 09). The root goes last: the embeddings are where backward ends.
+# gathered, *before* block 5 is released. So there are two blocks at a time. FSDP2 has the same,
+# and three where it gathers the next block ahead; ours stays at two then, too (lesson 09). The root goes last: the embeddings are where backward ends.
 #
 # ## ZeRO-3's backward as a class
 #

@@ -103,7 +103,7 @@ def test_wheel_holds_the_whole_package(wheel):
     inside = {name for name in zipfile.ZipFile(wheel).namelist() if ".dist-info/" not in name}
     modules = {str(path.relative_to(ROOT)) for path in PACKAGE.rglob("*.py")}
     assert modules - inside == set(), "left out of the wheel: a folder without __init__.py?"
-    assert inside - modules >= {"zerolab/py.typed"}
+    assert inside - modules >= {"zerolab/py.typed", "zerolab/lab/slurm/srun.sbatch"}
     assert {name.partition("/")[0] for name in inside} == {"zerolab"}
 
 

@@ -198,3 +198,25 @@ def test_a_probe_that_hangs_is_given_up(tmp_path):
     assert file.read_text() == last
     facts, findings = doctor.look_at_gpus(0.05)  # torch takes longer to import
     assert facts == {"gpus": []} and findings[0].state == "fix" and "no answer within 0.05 s" in findings[0].says
+
+
+def test_without_the_extra_packages_it_says_so_and_goes_on():
+    hide = f"import sys; sys.modules.update(dict.fromkeys({[n for n in doctor.EXTRA if '-' not in n]}))\n"
+    code = hide + "from zerolab.cli import main; sys.exit(main(['doctor', '--ranks', '1']))"
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=100)
+    assert done.returncode == 1 and done.stderr == ""
+    assert "FIX  packages: the lessons need ipykernel," in done.stdout and "zerolab[lab]" in done.stdout
+    assert "ok   all-reduce (gloo, CPU): 1 rank:" in done.stdout and "00 · Welcome | 4 | gloo, CPU" in done.stdout
+    assert "to be fixed: packages" in done.stdout
+
+
+def test_what_is_left_in_the_environment():
+    assert doctor.check_environment({}) == []
+    (wrong,) = doctor.check_environment({"GLOO_SOCKET_IFNAME": "no-such-if0"})
+    assert wrong.state == "fix" and "no-such-if0" in wrong.says and "lo" in wrong.says
+    (half,) = doctor.check_environment({"RANK": "1"})
+    assert half.state == "fix" and "WORLD_SIZE" in half.says and half.fix.startswith("unset")
+    torchrun = {"RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29500"}
+    (whole,) = doctor.check_environment(torchrun)
+    assert whole.state == "note" and "rank 1 of 2" in whole.says
+    assert doctor.check_memory(4, 2**28).state == "fix" and doctor.check_memory(4, 2**33).state == "good"

@@ -136,7 +136,10 @@ def _available_memory() -> int | None:
         left.append(int(re.search(r"MemAvailable:\s+(\d+)", Path("/proc/meminfo").read_text()).group(1)) * 1024)
     with suppress(OSError, ValueError):  # "max" is no number: no limit
         group = Path("/sys/fs/cgroup")
-        left.append(int((group / "memory.max").read_text()) - int((group / "memory.current").read_text()))
+        used = int((group / "memory.current").read_text())
+        cached = re.search(r"^inactive_file (\d+)", (group / "memory.stat").read_text(), re.MULTILINE)
+        used -= int(cached.group(1)) if cached else 0  # given back when somebody needs it
+        left.append(int((group / "memory.max").read_text()) - used)
     return min(left) if left else None
 
 

@@ -444,7 +444,7 @@ def test_twenty_kills(tmp_path):
     deaths = [json.loads(line) for line in diary.read_text().splitlines()]
     assert [death["life"] for death in deaths] == list(range(KILLS))  # so no life ended otherwise
     where = [death.get("where", "save") for death in deaths]
-    assert where.count("save") >= 8 and len({death["rank"] for death in deaths}) == 2, where
+    assert where.count("save") >= 2 * KILLS // 5 and len({death["rank"] for death in deaths}) == 2, where
     assert "is passed over" not in out  # no save left a checkpoint that is not whole
 
     command = ["-m", "zerolab.train", *words, f"{whole}.jsonl", "--checkpoint", str(whole)]

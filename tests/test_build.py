@@ -13,6 +13,8 @@ from nbformat import NotebookNode
 from zerolab.lab import build
 from zerolab.lab.checks import exercise
 
+pytestmark = pytest.mark.slow
+
 SOURCE = f"""\
 # %% [markdown]
 # # 01 · A tiny lesson
@@ -51,8 +53,6 @@ print("a line magic stays one")
 
 # %%
 import matplotlib.pyplot as plt
-
-pytestmark = pytest.mark.slow
 
 _ = plt.plot([1, 2])
 """

@@ -90,3 +90,15 @@ def test_deepspeed_does_the_same_work():
     assert [(pair["ours"], pair["peer"]) for pair in deepspeed] == list(bench.DEEPSPEED)
     for pair in deepspeed:
         assert pair["loss_ours"] == pytest.approx(pair["loss_peer"], rel=1e-5)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+def test_one_rank_on_cuda():
+    """NCCL and CUDA events: the same work, and a rank alone sends nothing."""
+    pytest.importorskip("tqdm")
+    report = bench.measure_times(1, 4, "fp32", SMALL)
+    for pair in report["pairs"]:
+        assert pair["loss_ours"] == pytest.approx(pair["loss_peer"], rel=bench.SAME_LOSS)
+        assert pair["moved_ours"] == 0
+    assert all(seconds > 0 for seconds in report["step_seconds"].values())

@@ -43,6 +43,7 @@ SIZES = {
 }
 BATCH = {"cpu": 4, "cuda": 16}
 WARM_UP, LEARNING_RATE = 3, 1e-3
+BUCKET = 25 * 2**20 // 4  # elements: DeepSpeed's buckets are as large as those of torch's DDP, 25 MB
 SAME_LOSS = 0.002  # of each other: bf16 is done by autocast in torch's DDP, by casting the weights elsewhere
 PAIRS = (
     ("DDP", "torch DDP"),
@@ -133,7 +134,14 @@ def _deepspeed_step(gpt: GPT, stage: int, precision: str, inputs: Callable[[int]
     warnings.filterwarnings("ignore", category=FutureWarning, module="torch.distributed")  # it uses the old names
     config = {
         "train_micro_batch_size_per_gpu": BATCH[zerolab.init().type],
-        "zero_optimization": {"stage": stage, "overlap_comm": True, "contiguous_gradients": True},
+        "zero_optimization": {
+            "stage": stage,
+            "overlap_comm": True,
+            "contiguous_gradients": True,
+            "reduce_bucket_size": BUCKET,  # the default, 2 GB, is allocated however small the model
+            "allgather_bucket_size": BUCKET,
+            "stage3_prefetch_bucket_size": BUCKET,
+        },
         "zero_allow_untested_optimizer": True,
         "zero_force_ds_cpu_optimizer": False,
         "gradient_clipping": 0.0,  # else it clips at 1

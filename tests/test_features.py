@@ -118,9 +118,7 @@ def evaluated() -> list[Any]:
                 with zero.comm.record() as calls:
                     case.before(zero.model, zero.rank, step)
                 gathers.append(len([call for call in calls if call.op == "all_gather" and not call.control]))
-                # A registered method that turns gradients off itself leaves the root gathered until the next backward.
-                idle = [unit for unit in zero.units if not (registered and unit in zero.root)]
-                assert stage < 3 or not any(unit.whole.untyped_storage().size() for unit in idle)
+                assert stage < 3 or not any(unit.whole.untyped_storage().size() for unit in zero.units)
                 case.loss(zero.model, zero.rank, step).backward()
                 optimizer.step()
                 optimizer.zero_grad()
@@ -338,3 +336,41 @@ def test_recomputed_in_bf16_with_micro_batches_kept_back(ranks, n):
         for stage, states in enumerate(results):
             for state in states:
                 assert all(torch.equal(state[name], value) for name, value in expected.items()), f"stage {stage}"
+
+
+# -- buffers --------------------------------------------------------------------------------------------------------
+
+
+def same_buffers() -> list[Any]:
+    """BatchNorm's statistics after training, and after the first rank's were given to all, before the model goes on."""
+    case, results = CASES["batch norm, channels_last"], []
+    for stage in range(4):
+        zero = zerolab.shard(build(case), stage, units=case.units)
+        optimizer = case.optimizer(zero.model)
+        seen = []
+        for step in range(2):
+            case.loss(zero.model, zero.rank, step).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            seen.append({name: buffer.clone() for name, buffer in zero.model.named_buffers()})
+            zero.broadcast_buffers()
+            seen.append({name: buffer.clone() for name, buffer in zero.model.named_buffers()})
+        zero.model.eval()
+        with torch.no_grad():
+            seen.append(case.loss(zero.model, 0, 7))
+        results.append(seen)
+    return results
+
+
+@pytest.mark.parametrize("n", [1, 2, 4])
+def test_broadcast_buffers(ranks, n):
+    everyone = ranks.run(same_buffers, ranks=n)
+    for stage in range(4):
+        for own, equal in ((0, 1), (2, 3)):
+            first = everyone[0][stage][own]
+            for rank in range(n):
+                mine, after = everyone[rank][stage][own], everyone[rank][stage][equal]
+                assert all(torch.equal(after[name], first[name]) for name in first)
+                assert rank == 0 or not torch.equal(mine["1.running_mean"], first["1.running_mean"])
+        assert all(torch.equal(results[stage][4], everyone[0][stage][4]) for results in everyone)
+        assert int(everyone[0][stage][3]["1.num_batches_tracked"]) == 2

@@ -24,7 +24,6 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from functools import partial
-from itertools import count
 from typing import Any
 
 import torch
@@ -97,7 +96,7 @@ class Engine:
         self._in_backward = False
         self._training = False  # whether the outermost forward call began with gradients enabled
         self._outermost: Any = None  # its frame
-        self._clock = count()
+        self._clock = 0  # counts calls of units, as they begin and as they end
         self._unwatched: list[ForwardCall] = []  # whose backward has begun, and which have no inputs to tell its end
         self._turns: deque[Unit] = deque()  # units still to be reduced in this backward
         self._in_flight: deque[Unit] = deque()  # units whose reduction is under way
@@ -115,7 +114,7 @@ class Engine:
         for unit, part in zip(self.units, parts, strict=True):
             self._shard(unit, part, init)
         self._materialise(model.modules(), init)  # modules that hold only buffers
-        self._broadcast_buffers()
+        self.broadcast_buffers()
         self._prefetcher = Prefetcher(self.root)
         self._order = list(self.units)  # of first use in forward; gradients are reduced the other way round
         self._install_hooks(parts)
@@ -169,6 +168,16 @@ class Engine:
         self._check_grads_final(self.units)
         self._promote_grads(self.units)
         return clip_grad_norm_(self, max_norm, norm_type)
+
+    def broadcast_buffers(self) -> None:
+        """Give every rank the first rank's buffers, BatchNorm's running statistics for instance.
+
+        Each rank's batches leave it statistics of its own. Call this before a validation that shall not depend on
+        the rank; `full_state_dict()` has the first rank's in any case. On GPUs, `nn.SyncBatchNorm.
+        convert_sync_batchnorm(model)` before sharding keeps them equal in every forward; torch has none for the CPU.
+        """
+        for name, buffer in self.model.named_buffers():
+            self.comm.broadcast(buffer, name)
 
     full_parameters = full_parameters
     full_state_dict = full_state_dict
@@ -243,21 +252,19 @@ class Engine:
             if on_meta and init is not None:
                 init(module)
 
-    def _broadcast_buffers(self) -> None:
-        for name, buffer in self.model.named_buffers():
-            self.comm.broadcast(buffer, name)
-
     def _install_hooks(self, parts: list[Part]) -> None:
         """Every module that holds parameters may be called by itself, so each sees to the units that it needs."""
         unit_of = {id(param): unit for unit in self.units for param in unit.params}
         unit_modules = {id(part.module) for part in parts} | {id(self.model)}
+        # Not for torch.compile to trace: what they do depends on autograd, on the step, on the other ranks.
+        on_enter, on_leave = torch.compiler.disable(self._enter), torch.compiler.disable(self._leave)
         for module in self.model.modules():
             if self.stage > 0:
                 refuse_state_dict(self, module)
             if module._parameters or id(module) in unit_modules:
                 inside = list(modules_within(module, unit_modules))
                 needs = units_needed(inside, unit_of)
-                enter, leave = partial(self._enter, needs), partial(self._leave, needs, inside)
+                enter, leave = partial(on_enter, needs), partial(on_leave, needs, inside)
                 module.register_forward_pre_hook(enter, prepend=True, with_kwargs=True)
                 module.register_forward_hook(leave, with_kwargs=True, always_call=True)
 
@@ -273,6 +280,8 @@ class Engine:
         new = [unit for unit in needs if unit.depth == 0]
         for unit in needs:
             unit.depth += 1
+        if not new and self._depth > 1:  # inside of a unit that is at work
+            return args, kwargs
         recompute = _in_backward()  # activation checkpointing
         if self._depth == 1 and not recompute:
             self._outermost = sys._getframe(1)
@@ -287,7 +296,8 @@ class Engine:
             self.pre_forward(unit)
             unit.show_whole()
         if new and torch.is_grad_enabled() and not recompute:
-            self._watch_inputs(new, (args, kwargs))
+            self._clock += 1
+            self._watch_inputs(new, self._clock, (args, kwargs))
         return args, kwargs
 
     def _leave(
@@ -300,7 +310,10 @@ class Engine:
         for unit in needs:
             unit.depth -= 1
         over = [unit for unit in needs if unit.depth == 0]
-        ended, unwatched = next(self._clock), over[0].unwatched if over else None
+        if not over and self._depth:
+            return output
+        self._clock += 1
+        ended, unwatched = self._clock, over[0].unwatched if over else None
         for unit in over:
             unit.unwatched = None
         if _in_backward():  # a recompute releases nothing: backward is about to use it
@@ -308,7 +321,7 @@ class Engine:
         failed = output is None and sys.exc_info()[0] is not None
         if over:  # a result that is a part of a parameter must not go with it
             output = detached_from({unit.whole.untyped_storage()._cdata for unit in over}, output)
-        stay = False
+        tensors, stay = [], False
         if over and torch.is_grad_enabled() and not failed:
             # If backward may come in through something that cannot be seen, the units must stay.
             tensors, stay = grad_tensors([output, *kept_by_modules(inside)])
@@ -318,8 +331,9 @@ class Engine:
             unit.show_params()
             if stay:
                 self._held.append(unit)
-            else:
-                self.post_forward(unit)
+            else:  # a method that turns gradients off itself, such as generate(), has no backward either
+                with torch.set_grad_enabled(bool(tensors)):
+                    self.post_forward(unit)
         if self._depth == 0:
             self._outermost = None
             self._prefetcher.end()
@@ -346,9 +360,10 @@ class Engine:
     def _changed(self, unit: Unit) -> None:
         """The optimizer, or somebody else, wrote new values into the parameters of `unit`."""
         unit.follow_master()
-        self.after_step(unit)
+        self.after_step(unit)  # which may gather at once, into what the master is a view of
+        unit.mark_followed()
 
-    def _watch_inputs(self, units: list[Unit], inputs: Any) -> None:
+    def _watch_inputs(self, units: list[Unit], begun: int, inputs: Any) -> None:
         """Learn when backward has passed the units: when a gradient arrives at one of their inputs.
 
         Autograd runs what was created last first. What made an input is older than all that the unit did with it,
@@ -356,7 +371,7 @@ class Engine:
         gradient reaches the outputs of a call that had ended before this one began. (That all parameters have their
         gradients would often be known earlier, but not on every rank at the same point between the gathers.)
         """
-        call = ForwardCall(units, next(self._clock))
+        call = ForwardCall(units, begun)
         made = [tensor for tensor in grad_tensors(inputs, objects=False)[0] if tensor.grad_fn is not None]
         for tensor in made:
             tensor.register_hook(partial(self._at_inputs, call))
@@ -408,7 +423,8 @@ class Engine:
     def _on_gradient(self, unit: Unit, i: int, leaf: nn.Parameter) -> None:
         self._begin_backward()
         unit.collect(i)
-        if not unit.calls and unit.all_arrived:
+        # With a gradient for every parameter, backward needs none of them any more.
+        if len(unit.arrived) == len(unit.params) and not unit.calls:
             self._done(unit)
 
     def _at_inputs(self, call: ForwardCall, grad: Tensor) -> None:

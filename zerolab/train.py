@@ -304,8 +304,7 @@ def validate(zero: zerolab.Engine, task: Task) -> dict[str, float]:
 
     The model is the one that would be saved: with the first rank's buffers (each rank's batch norm saw other samples).
     """
-    for name, buffer in zero.model.named_buffers():
-        zero.comm.broadcast(buffer, name)
+    zero.broadcast_buffers()
     zero.model.eval()
     inputs, targets = task.data.validation_inputs, task.data.validation_targets
     loss, right, count = 0.0, 0, 0

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections import OrderedDict
 from collections.abc import Iterator, Mapping
 from enum import Enum
 from typing import Any
@@ -12,6 +13,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 _PLAIN = (str, bytes, int, float, complex, bool, type(None), torch.dtype, torch.device, torch.Generator, Enum, type)
+_NEVER_RESULTS = {bool, int, float, str, type(None), dict, OrderedDict, set}  # quicker to tell than what is a tensor
 
 
 def grad_tensors(tree: Any, objects: bool = True) -> tuple[list[Tensor], bool]:
@@ -56,7 +58,7 @@ def kept_by_modules(modules: list[nn.Module]) -> Iterator[Tensor]:
     """Results that `modules` keep as plain attributes: an auxiliary loss, say."""
     for module in modules:
         for value in vars(module).values():
-            if isinstance(value, Tensor) and value.grad_fn is not None:
+            if type(value) not in _NEVER_RESULTS and isinstance(value, Tensor) and value.grad_fn is not None:
                 yield value
 
 

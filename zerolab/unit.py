@@ -197,6 +197,9 @@ class Unit:
         self.outdate()
         if self.offload:
             self.shard.data.copy_(self.master.data)
+
+    def mark_followed(self) -> None:
+        """What changes the master from now on is another change."""
         # A backward through an older forward would mix old activations with new weights: autograd shall refuse it.
         increment_version(self.whole)
         self.version = self.master._version
@@ -231,11 +234,6 @@ class Unit:
             view.copy_(grad)
         self.have[i] = True
         self.arrived.add(i)
-
-    @property
-    def all_arrived(self) -> bool:
-        """Whether this backward brought a gradient for every parameter: then it needs none of them any more."""
-        return len(self.arrived) == len(self.params)
 
     def complete_grad(self) -> None:
         """Make `whole_grad` fit to travel: zeros where no gradient came, and the reduce dtype."""

@@ -47,6 +47,9 @@ lab.reveal("01.1")
 # %% tags=["answer"]
 print("the answer is 12")
 
+# %% tags=["reveals"]
+print("and now it is out")
+
 # %%
 # %%time
 print("a line magic stays one")
@@ -102,6 +105,7 @@ def test_build_then_nothing_then_what_changed(
     solution, lesson = read(course, "solutions"), read(course, "lessons")
     assert "measured 12 MB; you said 12 MB: exactly right" in printed(solution)
     assert "the answer is 12" in printed(solution) and "the answer" not in printed(lesson)
+    assert "and now it is out" in printed(solution) and "and now it is out" not in printed(lesson)
     assert 'first lab.predict("01.1", your number)' in printed(lesson)
     assert "01.2 ring all-gather: not written yet" in printed(lesson)
     assert "the course's code, 01.2 is not written yet" in printed(lesson)
@@ -185,7 +189,7 @@ def test_clean() -> None:
     picture.metadata = {"needs_background": "light"}
     notebook = with_outputs(stream("a\n"), stream("10%\r90%\r"), stream("100%\n"), widget, picture)
     notebook.metadata.widgets = {"state": {}}
-    build.clean(notebook)
+    build.clean(notebook, "solutions")
     first, second = notebook.cells[0].outputs
     assert first.text == "a\n100%\n"
     assert second.data == {"image/png": "AAAA", "text/plain": "<Figure>"} and second.metadata == {}

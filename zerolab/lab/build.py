@@ -9,8 +9,8 @@
     python -m zerolab.lab.build --check    # runs nothing: do the notebooks say what the sources say?
 
 What becomes of a cell in the lesson: the body of `%%exercise NN.k` is replaced by the stub of the catalogue,
-`predict("NN.k", value)` by `predict("NN.k", ...)`, and a cell tagged `answer` is left out. At the end stands a link to
-the solution.
+`predict("NN.k", value)` by `predict("NN.k", ...)`, and a cell tagged `answer` is left out. A cell tagged `reveals` runs
+there too, but what it shows would give a prediction away and is not kept. At the end stands a link to the solution.
 """
 
 from __future__ import annotations
@@ -128,7 +128,7 @@ def execute(notebook: NotebookNode, folder: Path) -> None:
             raise BuildError(f"a cell failed: {error}") from None
 
 
-def clean(notebook: NotebookNode) -> None:
+def clean(notebook: NotebookNode, kind: str) -> None:
     """Leave in the outputs what a reader wants and what is the same in every run of the same code."""
     notebook.metadata.pop("widgets", None)
     for cell in _code(notebook):
@@ -149,11 +149,19 @@ def clean(notebook: NotebookNode) -> None:
                 output.text = re.sub(r"[^\n]*\r(?!\n)", "", output.text)  # what a progress bar overwrote
                 output.text = re.sub(r"^another notebook \(process .*\n", "", output.text, flags=re.MULTILINE)
         cell.outputs = [output for output in outputs if output.get("text") != ""]
+        if kind == "lessons" and _reveals(cell):
+            cell.outputs = []
+
+
+def _reveals(cell: NotebookNode) -> bool:
+    return "reveals" in cell.metadata.get("tags", [])
 
 
 def inspect(notebook: NotebookNode, kind: str) -> None:
     """Raises BuildError if the outputs are not fit to be kept."""
     for cell in _code(notebook):
+        if kind == "lessons" and _reveals(cell) and cell.outputs:
+            raise BuildError(f"cell {cell.id} of lessons shows what its tag says that it reveals")
         for output in cell.outputs:
             for mime, data in output.get("data", {}).items():
                 size = len(data) * 3 // 4 if mime in ("image/png", "image/jpeg") else len(str(data))
@@ -183,7 +191,7 @@ def build(source: Path, force: bool = False) -> list[str]:
         begin = time.monotonic()
         try:
             execute(notebook, target.parent)
-            clean(notebook)
+            clean(notebook, kind)
             inspect(notebook, kind)
         except BuildError as error:
             raise BuildError(f"{kind}/{target.name}: {error}") from None

@@ -80,6 +80,7 @@ if lab.predicted("16.3"):
     plots.show(plots.skyline([runs[2].timeline, runs[3].timeline]))
 
 # %%
+# NBVAL_CHECK_OUTPUT
 if lab.predicted("16.3"):
     for run, stage in zip(runs[2:], stages[2:]):
         parts = {kind: round(size / 1e9, 1) for kind, size in run.timeline.by_kind().items() if size > 5e7}

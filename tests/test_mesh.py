@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from jobs_common import rank_ordered_mean
 from test_invariants import BF16, Model, batch, build, step
 from torch import Tensor, nn
 
@@ -42,13 +43,7 @@ def _gradients(model: nn.Module, rank: int, number: int) -> list[Tensor]:
 
 
 def _mean(rows: list[list[Tensor]]) -> list[Tensor]:
-    means = []
-    for own in zip(*rows, strict=True):
-        total = own[0].float()
-        for grad in own[1:]:
-            total = total + grad.float()
-        means.append((total / len(own)).to(own[0].dtype))
-    return means
+    return [rank_ordered_mean(list(own)) for own in zip(*rows, strict=True)]
 
 
 def train(stage: int, mesh: tuple[int, int], precision: zerolab.Precision | None) -> dict[str, Tensor]:

@@ -241,7 +241,7 @@ def test_reductions_run_while_backward_computes(ranks):
     everyone = ranks.run(traced, 2, ranks=4)
     # A rank that is always the last to come waits for nobody, so single scores may reach 1. Of each rank the step that
     # others disturbed least; without overlap the median is 0.2 to 0.38, with it 0.7 (idle, two cores).
-    assert 0.25 < median(max(record.overlap for record in records) for records in everyone) < 1
+    assert 0.4 < median(max(record.overlap for record in records) for records in everyone) < 1
     assert all(0 < record.overlap <= 1 for records in everyone for record in records)
     for records in everyone:
         assert max(hidden_share(record) for record in records) > 0.2

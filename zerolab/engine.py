@@ -107,8 +107,8 @@ class Engine:
         kinds = [KEEP if part.batch_norm else self.precision for part in parts]
         dtypes = [kind.dtypes(part.dtype, part.trainable) for kind, part in zip(kinds, parts, strict=True)]
         self.units = [
-            Unit(part.name, part.named, part.sites, kinds, self.comm, self.offload and part.trainable)
-            for part, kinds in zip(parts, dtypes, strict=True)
+            Unit(part.name, part.named, part.sites, three, self.comm, self.offload and part.trainable)
+            for part, three in zip(parts, dtypes, strict=True)
         ]
         self.root = [unit for unit, part in zip(self.units, parts, strict=True) if part.module is model]
         for unit, part in zip(self.units, parts, strict=True):

@@ -73,17 +73,11 @@ def host_state_bytes(
 ) -> dict[str, int]:
     """Bytes per rank on the host with `offload="optimizer"`, when backward returns: 14Ψ/N in bf16, 16Ψ/N in fp32.
 
-    The same in stages 1, 2 and 3: a slice of masters, of gradients in the reduce dtype, and of the optimizer's state.
+    The same in stages 1, 2 and 3: a slice of masters, of gradients in the reduce dtype, and of the optimizer's state,
+    which is all that stage 3 holds without offload.
     (ZeRO-Offload, arXiv 2101.06840, section 4.)
     """
-    _check(1, world_size, parameters)
-    master, _, reduce = precision.dtypes(own, trainable=True)
-    share = parameters / world_size
-    return {
-        "parameters": round(share * master.itemsize),
-        "gradients": round(share * reduce.itemsize),
-        "optimizer": round(share * optimizer_bytes),
-    }
+    return state_bytes(3, world_size, parameters, precision, own, optimizer_bytes)
 
 
 def moved_bytes(

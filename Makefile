@@ -44,13 +44,15 @@ test: $(STAMP) ## lint, format check and every test
 	$(BIN)/python -m pytest $(ARGS)
 	@$(MAKE) --no-print-directory test-lessons
 
-# Each folder begins without answers, as its notebooks did when they were built.
+# Both folders at the same time, since a notebook mostly waits for its ranks to start. Each begins without answers, as its
+# notebooks did when they were built.
 test-lessons: $(STAMP) ## every notebook from top to bottom, as a learner gets it and as solved
-	@for folder in lessons solutions; do \
-	    answers=$$(mktemp -d); \
-	    ZEROLAB_MY=$$answers/my $(BIN)/python -m pytest --nbval-lax --nbval-current-env $$folder && rc=0 || rc=$$?; \
-	    rm -rf $$answers; [ $$rc = 0 ] || exit $$rc; \
-	done
+	@$(MAKE) --no-print-directory -j2 $(if $(filter output-sync,$(.FEATURES)),--output-sync) nbval-lessons nbval-solutions
+
+nbval-%:
+	@answers=$$(mktemp -d); \
+	ZEROLAB_MY=$$answers/my $(BIN)/python -m pytest --nbval-lax --nbval-current-env $* && rc=0 || rc=$$?; \
+	rm -rf $$answers; exit $$rc
 
 test-fast: $(STAMP) ## the tests of the package alone, without the lab and the commands
 	$(BIN)/python -m pytest -m 'not slow' $(ARGS)

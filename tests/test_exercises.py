@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import inspect
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import jobs_exercises
@@ -88,8 +88,14 @@ def test_the_stub_is_not_done_yet(id: str) -> None:
     assert verdict.text.startswith(f"○ {id} ") and verdict.text.endswith("not done yet")
 
 
-def test_a_stub_raises_todo(my: Path) -> None:
+def test_a_stub_raises_todo_and_starts_no_ranks(
+    my: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
+) -> None:
     module = exercises.define("01.1", CATALOGUE["01.1"].stub)
+    capsys.readouterr()
+    monkeypatch.setattr(judge, "pool", lambda: pytest.fail("ranks were asked for"))
+    exercises.check("01.1")
+    assert capsys.readouterr().out == "○ 01.1 ring reduce-scatter    not done yet\n"
     with pytest.raises(Todo, match=r"exercise 01.1 is not written yet.*lab.check\(\"01.1\"\)"):
         module.ring_reduce_scatter([], 0, 1, None)
 
@@ -169,6 +175,18 @@ def test_a_pass_counts_until_the_answer_changes(my: Path, capsys: pytest.Capture
     assert "○ 01.2 ring all-gather              changed since it passed" in capsys.readouterr().out
 
 
+def test_mine_of_an_exercise_that_defines_two(my: Path, capsys: pytest.CaptureFixture) -> None:
+    assert exercises.mine("06.1").__name__ == "gather"
+    said = "gather: the course's code, 06.1 is not written yet"
+    assert capsys.readouterr().out == f'{said}; release is lab.mine("06.1", "release")\n'
+    assert exercises.mine("06.1", "release").__name__ == "release"
+    assert capsys.readouterr().out == "release: the course's code, 06.1 is not written yet\n"
+    with pytest.raises(exercises.Misused, match=r"exercise 06\.1 defines gather, release, and no 'let go'"):
+        exercises.mine("06.1", "let go")
+    with pytest.raises(exercises.Misused, match="3 is neither"):
+        exercises.mine(3)
+
+
 def test_a_wrong_answer_loses_an_earlier_pass(my: Path, capsys: pytest.CaptureFixture) -> None:
     exercises.define("01.2", CATALOGUE["01.2"].reference)
     exercises.check("01.2")
@@ -241,10 +259,24 @@ def test_skip(my: Path, capsys: pytest.CaptureFixture) -> None:
     exercises.predict("02.2", (3, 1))
     exercises.reveal("02.2")
     assert capsys.readouterr().out.endswith("exactly right\n")
-    with pytest.raises(TypeError, match=r"prediction 02.2 is a Tensor"):
+    with pytest.raises(exercises.Misused, match=r"prediction 02.2 is a Tensor"):
         exercises.predict("02.2", torch.ones(1))
     with pytest.raises(exercises.Misused, match="is a text"):
         exercises.predict(2.2, 3)
+
+
+@pytest.mark.parametrize("call", [exercises.predict, exercises.skip, exercises.reveal, exercises.predicted])
+def test_a_misspelt_prediction_names_those_there_are(my: Path, call: Callable) -> None:
+    for id, said in {
+        "05.9": "there is no prediction '05.9'; lesson 05 has 05.1, 05.2, 05.3, 05.4",
+        "05.01": "there is no prediction '05.01'; lesson 05 has 05.1, 05.2, 05.3, 05.4",
+        "5.1": "there is no prediction '5.1'; lesson 05 has 05.1, 05.2, 05.3, 05.4",
+        "cats": f"there is no prediction 'cats'; lessons {', '.join(exercises.PREDICTIONS)} have some",
+    }.items():
+        with pytest.raises(exercises.Misused) as caught:
+            call(id)
+        assert str(caught.value) == said
+    assert not my.exists(), "nothing was written down"
 
 
 def test_a_unit_in_a_prediction_is_no_number(my: Path, capsys: pytest.CaptureFixture) -> None:
@@ -364,6 +396,24 @@ def test_a_cell_that_does_not_compile_shows_its_line_alone(my: Path, capsys: pyt
         "        ^",
     ]
     assert (my / "ex_01_2.py").read_text().endswith("x = = 1\n"), "what was written is not lost"
+
+
+def test_a_cell_that_raises_shows_its_lines_alone(my: Path, capsys: pytest.CaptureFixture) -> None:
+    shell = InteractiveShell.instance()
+    try:
+        exercises.register(shell)
+        result = shell.run_cell("%%exercise 01.2\ndef f():\n    return undefined\n\nf()\n")
+    finally:
+        InteractiveShell.clear_instance()
+    assert isinstance(result.error_in_exec, exercises.Broken)
+    shown = capsys.readouterr().out.partition("tries it\n")[2].splitlines()
+    assert shown == [
+        "01.2 cannot be used yet: NameError: name 'undefined' is not defined",
+        "  line 5 of the cell",
+        "    f()",
+        "  line 3 of the cell",
+        "    return undefined",
+    ]
 
 
 def test_the_matrix(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture) -> None:

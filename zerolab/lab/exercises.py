@@ -17,6 +17,7 @@ import functools
 import json
 import os
 import sys
+import traceback
 from pathlib import Path
 from types import FunctionType, ModuleType
 from typing import Any
@@ -27,6 +28,7 @@ from torch import Tensor
 
 from zerolab.lab.checks import Exercise, Todo, catalogue, exercise, judge
 from zerolab.lab.rank import _syntax
+from zerolab.lab.report import Misused, Plain
 from zerolab.measure.units import in_bytes
 
 _loaded: dict[str, tuple[str, ModuleType]] = {}  # id -> digest of the source and the module made of it, the newest
@@ -35,12 +37,8 @@ _measured: dict[str, tuple[Any, str]] = {}  # prediction id -> value and unit
 _classes: dict[tuple, type] = {}  # what `mine` made of classes, so that it is the same one as long as nothing changes
 _last: str | None = None  # the exercise that was written or checked last
 
-
-class Misused(ValueError):
-    """Something was asked that cannot be done: a notebook shows the sentence alone, without our frames."""
-
-    def _render_traceback_(self) -> list[str]:
-        return [str(self)]
+# How many numbers each lesson asks for: those of 05 are 05.1 to 05.4. A test holds it to the lessons.
+PREDICTIONS = {"00": 2, "01": 3, "02": 6, "03": 3, "04": 3, "05": 4, "06": 3, "07": 3, "16": 3}
 
 
 class NotPython(Misused):
@@ -49,6 +47,20 @@ class NotPython(Misused):
     def __init__(self, id: str, error: SyntaxError) -> None:
         place = _syntax(error, 1) if error.text else ""  # the cell begins with a line of its own, %%exercise
         super().__init__(f"{id} is not Python yet: {type(error).__name__}: {error.msg}\n{place}".rstrip())
+
+
+class Broken(Misused):
+    """The cell of an answer fails when it is run: its own lines, and what was raised."""
+
+    def __init__(self, id: str, error: Exception) -> None:
+        file = str(file_of(id).absolute())
+        own = [frame for frame in traceback.extract_tb(error.__traceback__) if frame.filename == file]
+        places = [f"\n  line {(frame.lineno or 0) + 1} of the cell\n    {frame.line}" for frame in own]
+        super().__init__(f"{id} cannot be used yet: {type(error).__name__}: {error}{''.join(places)}")
+
+
+class NoPrediction(Misused, TypeError):
+    """What was given as a prediction is neither a number nor a word."""
 
 
 class Stale(RuntimeError):
@@ -219,6 +231,9 @@ def check(id: str | None = None) -> None:
         print(f"○ {asked} {exercise(asked).title}    not done yet: run the cell that begins with %%exercise {asked}")
         return
     source = file.read_text()
+    if judge.digest(source) == judge.digest(exercise(asked).stub):  # no need to start ranks for it
+        print(f"○ {asked} {exercise(asked).title}    not done yet")
+        return
     verdict = judge.judge(asked, source, str(file.absolute()))
     progress = _read_progress()
     progress["passed"].pop(asked, None)
@@ -266,9 +281,12 @@ def progress() -> None:
 def mine(what: str | type, name: str = "") -> Any:
     """The learner's code where it has passed its check, else the course's; one line says whose it is.
 
-    `mine("03.2")` is what that exercise defines, a function or a class, the first or that of `name`. `mine(DDP)` is a
-    class of the package with the learner's passed methods over it.
+    `mine("03.2")` is what that exercise defines, a function or a class. Where it defines several, `name` says which;
+    without it this is the first, and the line names the others. `mine(DDP)` is a class of the package with the
+    learner's passed methods over it.
     """
+    if not isinstance(what, (str, type)):
+        raise Misused(f'lab.mine("03.2") is an answer, lab.mine(DDP) a class with your methods; {what!r} is neither')
     return _mine_of_exercise(exercise(what), name) if isinstance(what, str) else _mine_of_class(what)
 
 
@@ -285,10 +303,11 @@ def _answer(asked: Exercise) -> tuple[ModuleType | None, str]:
 
 def _mine_of_exercise(asked: Exercise, name: str) -> Any:
     module, why_not = _answer(asked)
+    others = "".join(f'; {other} is lab.mine("{asked.id}", "{other}")' for other in asked.exports[1:]) * (not name)
     name = name or asked.exports[0]
     if name not in asked.exports:
-        raise ValueError(f"exercise {asked.id} defines {', '.join(asked.exports)}, and no {name!r}")
-    print(f"{name}: your code ({asked.id})" if module else f"{name}: the course's code, {why_not}")
+        raise Misused(f"exercise {asked.id} defines {', '.join(asked.exports)}, and no {name!r}")
+    print(f"{name}: " + (f"your code ({asked.id})" if module else f"the course's code, {why_not}") + others)
     return getattr(module or _reference(asked.id), name)
 
 
@@ -301,7 +320,7 @@ def _mine_of_class(base: type) -> type:
     parts = [asked for asked in catalogue().values() if asked.extends == base.__name__]
     if not parts:
         known = ", ".join(sorted({asked.extends for asked in catalogue().values() if asked.extends}))
-        raise ValueError(f"no exercise extends {base.__name__}; there are exercises for {known}")
+        raise Misused(f"no exercise extends {base.__name__}; there are exercises for {known}")
     answers = [(asked, *_answer(asked)) for asked in parts]
     ours = [getattr(module, asked.exports[0]) for asked, module, _ in answers if module is not None]
     said = [f"your code ({asked.id})" if module else why_not for asked, module, why_not in answers]
@@ -317,21 +336,38 @@ def _mine_of_class(base: type) -> type:
 
 def predict(id: str, value: Any = ...) -> None:
     """Write down what you expect, before it is measured. `...` stands for a number that is still to come."""
-    if not isinstance(id, str):
-        raise Misused(f'the name of a prediction is a text: lab.predict("01.1", 48), not lab.predict({id!r}, ...)')
+    _must_be_asked(id)
     if value is ... or value is None:
         print(f'{id}: put your number in the place of `...`, or lab.skip("{id}")')
         return
     if not isinstance(value, (int, float, str, list, tuple)) or isinstance(value, bool):
-        raise TypeError(f"prediction {id} is a {type(value).__name__}: give a number, a word, or a list of them")
+        raise NoPrediction(f"prediction {id} is a {type(value).__name__}: give a number, a word, or a list of them")
     kept = _read_progress()
     kept["predictions"][id] = value
     _write_progress(kept)
     print(f'{id}: written down; lab.reveal("{id}") compares, once it is measured')
 
 
+def _must_be_asked(id: Any) -> None:
+    """Raises Misused if no lesson asks for a prediction of that name, and says which it asks for."""
+    if not isinstance(id, str):
+        raise Misused(f'the name of a prediction is a text: "01.1", and not {id!r}')
+    lesson, _, number = id.partition(".")
+    if lesson not in PREDICTIONS:
+        near = lesson.zfill(2) if lesson.zfill(2) in PREDICTIONS else ""
+        lessons = f"lesson {near} has {_numbers(near)}" if near else f"lessons {', '.join(PREDICTIONS)} have some"
+        raise Misused(f"there is no prediction {id!r}; {lessons}")
+    if number not in map(str, range(1, PREDICTIONS[lesson] + 1)):
+        raise Misused(f"there is no prediction {id!r}; lesson {lesson} has {_numbers(lesson)}")
+
+
+def _numbers(lesson: str) -> str:
+    return ", ".join(f"{lesson}.{number}" for number in range(1, PREDICTIONS[lesson] + 1))
+
+
 def skip(id: str) -> None:
     """See the measured value without a prediction."""
+    _must_be_asked(id)
     kept = _read_progress()
     kept["predictions"][id] = None
     _write_progress(kept)
@@ -340,16 +376,19 @@ def skip(id: str) -> None:
 
 def predicted(id: str) -> bool:
     """For the lessons: whether there is a prediction, or none is wanted, so that a picture gives nothing away."""
+    _must_be_asked(id)
     return id in _read_progress()["predictions"]
 
 
 def measured(id: str, value: Any, unit: str = "") -> None:
     """For the lessons: what was measured, to be shown by `reveal(id)`. unit "bytes" is shown as kB, MB, GB."""
+    _must_be_asked(id)
     _measured[id] = (value, unit)
 
 
 def reveal(id: str) -> None:
     """Print what was measured and how far off the prediction was; nothing before there is a prediction."""
+    _must_be_asked(id)
     predictions = _read_progress()["predictions"]
     if id not in predictions:
         print(f'{id}: first lab.predict("{id}", your number), or lab.skip("{id}")')
@@ -410,11 +449,15 @@ def exchange(tensor: Tensor, to: int, source: int) -> Tensor:
 def _exercise_magic(line: str, cell: str) -> None:
     """`%%exercise 03.2`: the rest of the cell is the answer to exercise 03.2."""
     if not line.strip():
-        raise ValueError(f"which exercise? %%exercise and one of {', '.join(catalogue())}")
+        raise Misused(f"which exercise? %%exercise and one of {', '.join(catalogue())}")
     try:
         define(line.strip(), cell)
     except SyntaxError as error:
         raise NotPython(line.strip(), error) from None
+    except Exception as error:
+        if isinstance(error, Plain):
+            raise
+        raise Broken(line.strip(), error) from error
 
 
 def register(shell: Any) -> None:

@@ -10,12 +10,12 @@ from IPython import get_ipython
 from IPython.display import clear_output
 
 from zerolab.lab import session
-from zerolab.lab.report import RankFailure, Result, show
+from zerolab.lab.report import Misused, RankFailure, Result, show
 
 
 class _Parser(argparse.ArgumentParser):
     def error(self, message: str) -> NoReturn:
-        raise ValueError(f"%%ranks: {message}; write %%ranks, %%ranks 0,2 or %%ranks --timeout 30")
+        raise Misused(f"%%ranks: {message}; write %%ranks, %%ranks 0,2 or %%ranks --timeout 30")
 
 
 def parse(line: str) -> tuple[list[int] | None, float | None]:

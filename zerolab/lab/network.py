@@ -13,6 +13,8 @@ import re
 import time
 from typing import NamedTuple
 
+from zerolab.lab.report import Misused
+
 _BANDWIDTH = {"kb/s": 1e3, "mb/s": 1e6, "gb/s": 1e9, "kbit/s": 125.0, "mbit/s": 125e3, "gbit/s": 125e6}
 _LATENCY = {"us": 1e-6, "µs": 1e-6, "μs": 1e-6, "ms": 1e-3, "s": 1.0}
 
@@ -34,7 +36,7 @@ def parse(text: str) -> Link:
     found = [re.fullmatch(r"(\d+(?:\.\d+)?)\s*(\S+)", part) for part in parts]
     units = [match.group(2).lower() if match else "" for match in found]
     if len(parts) != 2 or units[0] not in _BANDWIDTH or units[1] not in _LATENCY or float(found[0].group(1)) == 0:
-        raise ValueError(f'{text!r} is not a link: write a bandwidth and a latency, such as "200 MB/s, 50 us"')
+        raise Misused(f'{text!r} is not a link: write a bandwidth and a latency, such as "200 MB/s, 50 us"')
     bandwidth, latency = float(found[0].group(1)), float(found[1].group(1))
     return Link(bandwidth * _BANDWIDTH[units[0]], latency * _LATENCY[units[1]], text)
 

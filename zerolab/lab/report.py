@@ -60,6 +60,17 @@ class Result:
         self.outputs.append((kind, _returned(text)))
 
 
+class Plain(Exception):
+    """An error of which a notebook shows the sentence alone: a traceback would be of our frames."""
+
+    def _render_traceback_(self) -> list[str]:
+        return [str(self)]
+
+
+class Misused(Plain, ValueError):
+    """Something was asked that cannot be done."""
+
+
 class RankFailure(RuntimeError):
     """A cell failed on a rank: `rank` is the first that did; `results` has what became of all of them, by rank."""
 

@@ -37,7 +37,7 @@ from jupyter_client.blocking import BlockingKernelClient
 
 from zerolab.lab import network, registry, report
 from zerolab.lab.rank import MIME, TARGET
-from zerolab.lab.report import Failure, RankFailure, Result
+from zerolab.lab.report import Failure, Misused, Plain, RankFailure, Result
 
 GROUP_TIMEOUT = 15.0  # seconds until a collective fails that not every rank takes part in
 START_TIMEOUT = 90.0
@@ -51,11 +51,12 @@ ON_GPUS = "on a GPU each, talking through NCCL: times are real, and the order of
 _current: Session | None = None
 
 
-class NoRanks(RuntimeError):
-    """There are no ranks to do it. A notebook shows the sentence alone, without our frames."""
+class NoRanks(Plain, RuntimeError):
+    """There are no ranks to do it."""
 
-    def _render_traceback_(self) -> list[str]:
-        return [str(self)]
+
+class CannotTravel(Plain, TypeError):
+    """A value that cannot be sent from one process to another."""
 
 
 @dataclass
@@ -223,7 +224,7 @@ class Session:
         self._must_live()
         chosen = sorted(set(range(self.size) if ranks is None else ranks))
         if not chosen or not set(chosen) <= set(range(self.size)):
-            raise ValueError(f"ranks {', '.join(map(str, chosen)) or '(none)'}: there are ranks 0 to {self.size - 1}")
+            raise Misused(f"ranks {', '.join(map(str, chosen)) or '(none)'}: there are ranks 0 to {self.size - 1}")
         if dead := [f"rank {rank} {self._ranks[rank].fate}" for rank in chosen if self._ranks[rank].fate]:
             raise RankFailure(f"{', '.join(dead)}: {self._revival}", None, {})
         return chosen
@@ -330,7 +331,7 @@ class Session:
         try:
             pickle.dump(values, buffer)
         except Exception as error:
-            raise TypeError(f"{', '.join(values)} cannot be sent to the ranks: {error}") from error
+            raise CannotTravel(f"{', '.join(values)} cannot be sent to the ranks: {error}") from error
         data = base64.b64encode(buffer.getvalue()).decode()
         for rank in self._choose(ranks):
             self._ranks[rank].deliver({"comm_id": uuid.uuid4().hex, "target_name": TARGET, "data": {"values": data}})
@@ -345,7 +346,7 @@ class Session:
                 values.append(pickle.loads(base64.b64decode(data)))  # from our own process: its key signed it
             except Exception as error:
                 text = f"rank {result.rank}: {name!r} cannot be rebuilt here, where its class is not defined: {error}"
-                raise TypeError(text) from error
+                raise CannotTravel(text) from error
         return values
 
     def link(self, text: str | None) -> None:
@@ -353,7 +354,7 @@ class Session:
         if text is not None:
             network.parse(text)
             if self.device == "nccl":
-                raise ValueError("a link is emulated on gloo only; these ranks talk through NCCL, on real links")
+                raise Misused("a link is emulated on gloo only; these ranks talk through NCCL, on real links")
         self._call("network.use", text)
         self.emulated = text
 
@@ -485,17 +486,17 @@ def start(
     """
     global _current
     if backend not in ("local", "ipyparallel"):
-        raise ValueError(f'backend={backend!r}, but must be "local" or "ipyparallel"')
+        raise Misused(f'backend={backend!r}, but must be "local" or "ipyparallel"')
     if backend == "local" and (profile or connection):
-        raise ValueError('profile and connection are of a cluster: write backend="ipyparallel" with them')
+        raise Misused('profile and connection are of a cluster: write backend="ipyparallel" with them')
     if ranks is None and backend == "local":
         ranks = 4
     if ranks is None:
         pass  # as many as the cluster has engines
     elif not isinstance(ranks, int) or isinstance(ranks, bool) or not 1 <= ranks <= 64:
-        raise ValueError(f"ranks={ranks!r}, but must be a whole number from 1 to 64")
+        raise Misused(f"ranks={ranks!r}, but must be a whole number from 1 to 64")
     if device not in ("auto", "cpu", "cuda"):
-        raise ValueError(f'device={device!r}, but must be "auto", "cpu" or "cuda"')
+        raise Misused(f'device={device!r}, but must be "auto", "cpu" or "cuda"')
     if backend == "local":
         kind, says = _choose_device(ranks, device)
     stop()
@@ -523,7 +524,7 @@ def _choose_device(ranks: int, device: str) -> tuple[str, str]:
 
     gpus = torch.cuda.device_count() if device != "cpu" else 0
     if device == "cuda" and not gpus:
-        raise RuntimeError('device="cuda", but torch sees no GPU here: leave it out to run on the CPU')
+        raise NoRanks('device="cuda", but torch sees no GPU here: leave it out to run on the CPU')
     if device == "auto" and not os.environ.get("CUDA_VISIBLE_DEVICES"):
         gpus = 0  # on a shared machine nobody said that these are ours
     if gpus >= ranks and dist.is_nccl_available():

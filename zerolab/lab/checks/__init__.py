@@ -19,18 +19,16 @@ from torch import Tensor
 
 from zerolab.lab.checks import values
 from zerolab.lab.checks.spy import GaveUp, Spy, Traffic
+from zerolab.lab.report import Plain
 
 UNKNOWN = "a mistake that this check does not know; this is the smallest case that fails"
 
 
-class NoSuchExercise(KeyError):
-    """A notebook shows the sentence alone, without our frames."""
+class NoSuchExercise(Plain, KeyError):
+    """There is no exercise of that number."""
 
     def __str__(self) -> str:
         return str(self.args[0])
-
-    def _render_traceback_(self) -> list[str]:
-        return [str(self)]
 
 
 class Todo(Exception):

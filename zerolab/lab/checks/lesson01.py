@@ -151,18 +151,19 @@ def ring_reduce_scatter(chunks: list[Tensor], rank: int, world_size: int, exchan
     raise Todo("01.1")
 '''
 
-REDUCE_SCATTER = """\
+REDUCE_SCATTER = '''\
 from torch import Tensor
 
 
 def ring_reduce_scatter(chunks: list[Tensor], rank: int, world_size: int, exchange) -> Tensor:
+    """The sum over all ranks of chunk number `rank`."""
     right, left = (rank + 1) % world_size, (rank - 1) % world_size
     partial = chunks[(rank - 1) % world_size]  # the chunk that has the longest way to go
     for step in range(world_size - 1):
         received = exchange(partial, to=right, source=left)
         partial = received + chunks[(rank - 2 - step) % world_size]
     return partial
-"""
+'''
 
 REDUCE_SCATTER_INTO_CHUNKS = """\
 def ring_reduce_scatter(chunks, rank, world_size, exchange):
@@ -281,11 +282,12 @@ def ring_all_gather(chunk: Tensor, rank: int, world_size: int, exchange) -> list
     raise Todo("01.2")
 '''
 
-ALL_GATHER = """\
+ALL_GATHER = '''\
 from torch import Tensor
 
 
 def ring_all_gather(chunk: Tensor, rank: int, world_size: int, exchange) -> list[Tensor]:
+    """The chunks of all ranks, in rank order, on every rank."""
     right, left = (rank + 1) % world_size, (rank - 1) % world_size
     chunks = [None] * world_size
     chunks[rank] = passing = chunk
@@ -293,7 +295,7 @@ def ring_all_gather(chunk: Tensor, rank: int, world_size: int, exchange) -> list
         passing = exchange(passing, to=right, source=left)
         chunks[(rank - 1 - step) % world_size] = passing
     return chunks
-"""
+'''
 
 ALL_GATHER_LEFTWARDS = """\
 def ring_all_gather(chunk, rank, world_size, exchange):

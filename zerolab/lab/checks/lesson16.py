@@ -114,11 +114,12 @@ def fewest_gpus(parameters: int, memory: float, activations: float) -> dict[int,
     raise Todo("16.1")
 '''
 
-FEWEST = """\
+FEWEST = '''\
 import math
 
 
 def fewest_gpus(parameters: int, memory: float, activations: float) -> dict[int, int | None]:
+    """For each stage 0 to 3 the fewest GPUs on which training in bf16 with Adam fits; None if no number is enough."""
     on_every, shared = {0: 16, 1: 4, 2: 2, 3: 0}, {0: 0, 1: 12, 2: 14, 3: 14}
     result = {}
     for stage in range(4):
@@ -130,7 +131,7 @@ def fewest_gpus(parameters: int, memory: float, activations: float) -> dict[int,
         else:
             result[stage] = max(1, math.ceil(shared[stage] * parameters / room))
     return result
-"""
+'''
 
 FEWEST_BY_HAND = """\
 from math import ceil
@@ -258,15 +259,15 @@ def plan() -> dict[str, int]:
 
 PLAN = """\
 def plan() -> dict[str, int]:
-    return {"stage": 3, "gpus": 32, "sequences": 5}
+    return {"stage": 3, "gpus": 32, "sequences": 6}
 """
 
 PLAN_MUTANTS = {
     "does not fit": (edit(PLAN, '"stage": 3', '"stage": 2'), "without any sequence it is"),
-    "one sequence too many": (edit(PLAN, '"sequences": 5', '"sequences": 7'), "without any sequence it is"),
-    "replicated": (edit(PLAN, '"stage": 3', '"stage": 0', '"sequences": 5', '"sequences": 1'), "a higher stage"),
-    "one node": (edit(PLAN, '"gpus": 32, "sequences": 5', '"gpus": 8, "sequences": 4'), "more GPUs"),
-    "waits for the wires": (edit(PLAN, '"sequences": 5', '"sequences": 4'), "the GPUs wait for the wires"),
+    "one sequence too many": (edit(PLAN, '"sequences": 6', '"sequences": 7'), "without any sequence it is"),
+    "replicated": (edit(PLAN, '"stage": 3', '"stage": 0', '"sequences": 6', '"sequences": 1'), "a higher stage"),
+    "one node": (edit(PLAN, '"gpus": 32, "sequences": 6', '"gpus": 8, "sequences": 4'), "more GPUs"),
+    "waits for the wires": (edit(PLAN, '"sequences": 6', '"sequences": 4'), "the GPUs wait for the wires"),
     "half a node": (edit(PLAN, "32", "28"), "use whole nodes"),
     "more than there are": (edit(PLAN, "32", "64"), "the customer has 32"),
     "words": (edit(PLAN, '"stage": 3', '"stage": "Zero3"'), "a whole number is wanted"),
@@ -299,7 +300,7 @@ EXERCISES = [
         check=check_plan,
         stub=PLAN_STUB,
         reference=PLAN,
-        alternatives=(edit(PLAN, "5}", "6}"), edit(PLAN, "32", "24")),
+        alternatives=(edit(PLAN, "6}", "5}"), edit(PLAN, "32", "24", "6}", "5}")),
         mutants=PLAN_MUTANTS,
         hints=(
             "What does not fit is out: 16Ψ = 208 GB in stage 0. Stages 1 and 2 keep 4Ψ = 52 and 2Ψ = 26 GB on each.",

@@ -9,6 +9,7 @@ from __future__ import annotations
 import argparse
 import sys
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any, NoReturn
 
 import zerolab
@@ -242,7 +243,40 @@ def add_doctor(commands: argparse._SubParsersAction) -> None:
     doctor.set_defaults(run=run)
 
 
-COMMANDS = (add_demo, add_plan, add_simulate, add_bench, add_scaling, add_train, add_doctor)
+def add_classroom(commands: argparse._SubParsersAction) -> None:
+    classroom = commands.add_parser(
+        "classroom",
+        help="a JupyterLab for each student on this machine, and GPUs that are lent to who asks",
+        description="Gives each student a folder, a port and a token, and keeps their labs running until Ctrl-C. "
+        "Notebooks run on the CPU; lab.start(device='cuda') in one of them waits for GPUs of its own.",
+    )
+    _classroom_arguments(classroom)
+
+    def run(args: argparse.Namespace) -> int:
+        _rich(classroom)
+        from zerolab.lab.classroom import labs
+        from zerolab.lab.classroom import run as module
+
+        options = {name: value for name, value in vars(args).items() if name not in ("run", "command")}
+        try:
+            return module.classroom(**options)
+        except labs.Refused as why:
+            classroom.error(str(why))
+
+    classroom.set_defaults(run=run)
+
+
+def _classroom_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--students", type=int, default=20, help="how many labs (default 20)")
+    parser.add_argument("--gpus", type=int, default=0, help="how many GPUs are lent (default 0: all on the CPU)")
+    parser.add_argument("--ip", default="127.0.0.1", help="where the labs listen (default: this machine alone)")
+    parser.add_argument("--open-to-network", action="store_true", help="needed for an --ip that others can reach")
+    parser.add_argument("--port", type=int, default=8801, help="the first; the next free ones are taken (default 8801)")
+    parser.add_argument("--folder", type=Path, default=Path("class"), help="of the students' work (default: class)")
+    parser.add_argument("--lease-minutes", type=float, default=10.0, help="for which GPUs are lent (default 10)")
+
+
+COMMANDS = (add_demo, add_plan, add_simulate, add_bench, add_scaling, add_train, add_doctor, add_classroom)
 
 
 def _rich(parser: argparse.ArgumentParser) -> Any:

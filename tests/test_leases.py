@@ -1,9 +1,11 @@
 """GPUs that are lent: never to two at once, whoever dies, hangs or talks rubbish. Real processes, a real broker."""
 
 import fcntl
+import json
 import multiprocessing
 import os
 import random
+import re
 import signal
 import socket
 import subprocess
@@ -14,9 +16,12 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
+import psutil
 import pytest
-from test_launch import wait_until
+from test_launch import finish, python, wait_until
 
+from zerolab import lab
+from zerolab.lab import session
 from zerolab.lab.classroom import lease
 from zerolab.lab.classroom.broker import CONNECTIONS, Broker
 
@@ -165,7 +170,9 @@ def test_the_time_is_over_only_when_somebody_waits_and_idle_ends_it_at_once(tmp_
         time.sleep(2.0)
         assert not over and broker.table()[0].left == 0.0
         second = ask(tmp_path, 1, 1)  # the notebook's ranks have ended by the time that it has let go
-        assert over == [first.over] and first.over.startswith("GPU 0 went back: the time of 1 second is over and others wait")
+        assert over == [first.over] and first.over.startswith(
+            "GPU 0 went back: the time of 1 second is over and others wait"
+        )
         begin = time.monotonic()
         second.watch(over.append)  # and nothing runs
         wait_until(lambda: len(over) == 2, 5.0)
@@ -214,3 +221,60 @@ def test_rubbish_is_refused_and_harms_nobody(tmp_path: Path) -> None:
     with pytest.raises(lease.NoLease, match="does not answer"):
         ask(tmp_path, 0, 1)
     lent.release()
+
+
+# ---------------------------------------------------------------------- live ranks
+
+NOTEBOOK = """
+import time
+from zerolab import lab
+live = lab.start(2, device="cuda")
+print(sorted(rank.process.pid for rank in live._ranks.values()), flush=True)
+time.sleep(60)
+"""
+
+
+@pytest.mark.timeout(180)
+def test_live_ranks_have_a_lease_and_lose_it(tmp_path, monkeypatch, capsys) -> None:
+    """Numbers are lent and the ranks stay on the CPU, as in a rehearsal."""
+    monkeypatch.setenv(lease.REHEARSAL, "1")
+    monkeypatch.setenv(lease.SOCKET, str(tmp_path / "0"))
+    with lending(tmp_path, 2, 2, seconds=5.0, idle=60.0) as broker:
+        notebook = python("-c", NOTEBOOK)
+        try:
+            monkeypatch.setenv(lease.SOCKET, str(tmp_path / "1"))
+            wait_until(lambda: [entry.student for entry in broker.table()] == ["student-00"], 60.0)
+            assert broker.table()[0].gpus == ("0", "1")
+            for line in notebook.stdout:
+                if line.startswith("["):
+                    pids = json.loads(line)
+                    break
+            notebook.kill()  # as closing a notebook does at the worst: its kernel has no say
+            notebook.wait(10.0)
+            wait_until(lambda: not any(psutil.pid_exists(pid) for pid in pids), 5.0)
+            wait_until(lambda: not broker.table(), 5.0)
+        finally:
+            finish(notebook)
+        live = lab.start(2, device="cuda")
+        told = capsys.readouterr().out
+        assert told.startswith("GPUs 0, 1 for 5 seconds, and then until somebody waits; lab.stop() gives back\n")
+        assert "2 ranks on the CPU: GPUs 0, 1 are only a number here" in told
+        seen = live.run("import os; print(os.environ['CUDA_VISIBLE_DEVICES'] == '', os.environ['ZEROLAB_LEASE'])")
+        assert seen[0].text == seen[1].text and re.fullmatch(r"True [0-9a-f]{16}\n", seen[0].text)
+        time.sleep(5.0)
+        live.run("pass")  # its time is over, but nobody waits
+        other = threading.Thread(target=lambda: ask(tmp_path, 0, 1).release())
+        other.start()
+        with pytest.raises(session.RankFailure) as caught:
+            live.run("import time; time.sleep(60)")
+        why = 'GPUs 0, 1 went back: the time of 5 seconds is over and others wait; lab.start(device="cuda") asks again'
+        assert f"was ended: {why}" in str(caught.value)
+        other.join(5.0)
+        assert not other.is_alive()
+        with pytest.raises(session.NoRanks, match="went back"):
+            lab.reset()
+        monkeypatch.setenv(lease.SOCKET, str(tmp_path / "1"))
+        lab.start(1, device="cuda")
+        assert broker.table()[0].gpus == ("0",)
+        lab.stop()
+        wait_until(lambda: not broker.table(), 5.0)

@@ -26,7 +26,7 @@ import threading
 import time
 import uuid
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import suppress
+from contextlib import nullcontext, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -36,6 +36,7 @@ import zmq
 from jupyter_client.blocking import BlockingKernelClient
 
 from zerolab.lab import network, registry, report
+from zerolab.lab.classroom import lease, notices
 from zerolab.lab.rank import MIME, TARGET
 from zerolab.lab.report import Failure, Misused, Plain, RankFailure, Result
 
@@ -67,6 +68,7 @@ class _Rank:
     process: subprocess.Popen
     file: Path  # where the kernel writes its ports and its key
     client: BlockingKernelClient | None = None
+    taken: str = ""  # why its GPU was taken back, and it with it
 
     def connect(self) -> bool:
         """Connect, if the kernel is there already."""
@@ -130,6 +132,8 @@ class _Rank:
             return None
         if code >= 0:
             return f"exited with code {code}"
+        if why := self.taken or notices.of(self.process.pid):
+            return f"was ended: {why}"
         cause = " (out of memory, or by hand)" if code == -signal.SIGKILL else ""
         return f"was killed by {signal.Signals(-code).name}{cause}"
 
@@ -139,12 +143,15 @@ class Session:
 
     _revival = "lab.reset() restarts the dead"
 
-    def __init__(self, size: int, device: str) -> None:
+    def __init__(self, size: int, device: str, lent: lease.Lease | None = None) -> None:
         self.size, self.device = size, device  # device: "cpu", "nccl" or "shared"
+        self._lease = lent  # of its GPUs, in a classroom
         self.emulated: str | None = None  # the emulated link, as it was written
         self._ranks: dict[int, Any] = {}  # of _Rank, or what offers the same
         self._cells, self._worlds = itertools.count(1), itertools.count()
         self._open()
+        if lent is not None:
+            lent.watch(self._lose)
 
     def _open_store(self) -> None:
         # TCPStore's own socket listens on all interfaces, and a port only looked up may be lost again.
@@ -207,7 +214,13 @@ class Session:
         before = f"from zerolab.lab import guard as _guard; _guard.begin({cell}, {self.size}); del _guard"
         for rank in chosen:
             self._ranks[rank].send(before, silent=True)
-        results, reason = self._collect(chosen, code, cell, timeout, watch)
+        try:
+            if self._lease is not None:
+                self._lease.busy(True)
+            results, reason = self._collect(chosen, code, cell, timeout, watch)
+        finally:
+            if self._lease is not None:
+                self._lease.busy(False)
         if show:
             report.show(results, self.size)
         for result in results.values():
@@ -236,6 +249,12 @@ class Session:
     def _must_live(self) -> None:
         if not self._ranks:
             raise NoRanks("these ranks were stopped: lab.start(4) starts new ones")
+        self._must_hold()
+
+    def _must_hold(self) -> None:
+        """Its GPUs, if they are lent."""
+        if self._lease is not None and self._lease.over:
+            raise NoRanks(self._lease.over)
 
     def _note(self, cell: int, rank: int, what: str) -> None:
         """For ranks that wait for this one (guard.py): it will not come, and why."""
@@ -365,19 +384,10 @@ class Session:
         ranks = list(ranks)
         deadline = time.monotonic() + START_TIMEOUT
         try:
-            for rank in ranks:
-                file = self._folder / f"rank{rank}.json"
-                file.unlink(missing_ok=True)
-                process = subprocess.Popen(
-                    # The address again: an IPython profile may name another, and the command line wins.
-                    [sys.executable, "-m", "zerolab.lab.rank", "-f", str(file), "--ip=127.0.0.1"],
-                    env=self._environment(rank),
-                    stdin=subprocess.DEVNULL,
-                    stdout=self._log,
-                    stderr=self._log,
-                    start_new_session=True,  # Control-C in a terminal is for the notebook, which passes it on
-                )
-                self._ranks[rank] = _Rank(rank, process, file)
+            with self._lease.starting if self._lease is not None else nullcontext():
+                self._must_hold()
+                for rank in ranks:
+                    self._ranks[rank] = self._spawn(rank)
             registry.write([rank.process.pid for rank in self._ranks.values()])
             self._wait(ranks, deadline, lambda rank: self._ranks[rank].connect())
             self._wait(ranks, deadline, self._answers)
@@ -385,12 +395,37 @@ class Session:
             self.stop()
             raise
 
+    def _spawn(self, rank: int) -> _Rank:
+        file = self._folder / f"rank{rank}.json"
+        file.unlink(missing_ok=True)
+        process = subprocess.Popen(
+            # The address again: an IPython profile may name another, and the command line wins.
+            [sys.executable, "-m", "zerolab.lab.rank", "-f", str(file), "--ip=127.0.0.1"],
+            env=self._environment(rank),
+            stdin=subprocess.DEVNULL,
+            stdout=self._log,
+            stderr=self._log,
+            start_new_session=True,  # Control-C in a terminal is for the notebook, which passes it on
+            pass_fds=[self._lease.fd] if self._lease is not None else [],
+        )
+        return _Rank(rank, process, file)
+
+    def _lose(self, why: str) -> None:
+        """The GPUs were taken back, says another thread: the ranks end, and what they do fails with this reason."""
+        for rank in list(self._ranks.values()):
+            rank.taken = why
+            if rank.process.poll() is None:
+                with suppress(ProcessLookupError):
+                    os.killpg(rank.process.pid, signal.SIGKILL)
+
     def _environment(self, rank: int) -> dict[str, str]:
         rest = {name: value for name, value in os.environ.items() if not name.startswith(NOT_FOR_RANKS)}
         if self.device == "cpu":
             rest["CUDA_VISIBLE_DEVICES"] = ""
         world = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": self.size, "LOCAL_WORLD_SIZE": self.size}
         meet = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": self._port, "OMP_NUM_THREADS": 1}
+        if self._lease is not None:
+            rest |= self._lease.environment
         main = threading.current_thread() is threading.main_thread()
         # init_process_group of somebody's own shall meet at our store and not open one at its port.
         ours = {"ZEROLAB_PARENT": os.getpid(), "TORCHELASTIC_USE_AGENT_STORE": True}
@@ -462,6 +497,8 @@ class Session:
         self._log.close()
         shutil.rmtree(self._folder, ignore_errors=True)
         registry.remove()
+        if self._lease is not None:
+            self._lease.release()
 
 
 # -- what a notebook calls ---------------------------------------------------------------------------------------------
@@ -478,7 +515,8 @@ def start(
     """Start live ranks (4 if it is not said how many), in place of this notebook's earlier ones; say on what they run.
 
     device: "cpu"; "cuda": a GPU for each rank if there are as many, else several ranks share one; "auto": a GPU for
-    each rank if CUDA_VISIBLE_DEVICES names as many, else the CPU. stop_others: end other notebooks' ranks first.
+    each rank if CUDA_VISIBLE_DEVICES names as many, else the CPU. In a classroom "cuda" waits until GPUs are
+    lent to this notebook. stop_others: end other notebooks' ranks first.
 
     backend: "local", or "ipyparallel": the engines of a cluster that runs already (Slurm, SSH, MPI), all of them if
     `ranks` is not given, are the ranks that their scheduler says (cluster.py). profile: the cluster's IPython profile;
@@ -497,12 +535,17 @@ def start(
         raise Misused(f"ranks={ranks!r}, but must be a whole number from 1 to 64")
     if device not in ("auto", "cpu", "cuda"):
         raise Misused(f'device={device!r}, but must be "auto", "cpu" or "cuda"')
-    if backend == "local":
+    lent = None
+    if backend == "local" and not (device == "cuda" and lease.needed()):
         kind, says = _choose_device(ranks, device)
     stop()
+    notices.show()
     _mention_others(stop_others)
     if backend == "local":
-        session = Session(ranks, kind)
+        if device == "cuda" and lease.needed():
+            lent = lease.ask(ranks)
+            kind, says = _choose_leased(ranks, lent)
+        session = Session(ranks, kind, lent)
         session._launch(range(ranks))
     else:
         from zerolab.lab import cluster
@@ -533,6 +576,15 @@ def _choose_device(ranks: int, device: str) -> tuple[str, str]:
         shared = f"share {gpus} GPU{'s' * (gpus > 1)}, talking through gloo"
         return "shared", f"{shared}: bytes are real, times are not, as copies go through host memory."
     return "cpu", "on the CPU, one thread each, talking through gloo: bytes and calls are real, times say little."
+
+
+def _choose_leased(ranks: int, lent: lease.Lease) -> tuple[str, str]:
+    """The same, of GPUs that are lent. This process sees none."""
+    if lent.rehearsal:
+        return "cpu", f"on the CPU: {lent} are only a number here, where the classroom rehearses without GPUs."
+    if len(lent.gpus) >= ranks and dist.is_nccl_available():
+        return "nccl", ON_GPUS
+    return "shared", f"share {lent}, talking through gloo: bytes are real, times are not."
 
 
 def _mention_others(stop_others: bool) -> None:

@@ -225,9 +225,16 @@ def add_doctor(commands: argparse._SubParsersAction) -> None:
         help="what this machine can do, and what to do about what it cannot",
         description="Tries what the course needs: versions, memory, files, ports, GPUs, and an all-reduce on every "
         "backend at hand, with latency and bus bandwidth as nccl-tests defines it. Nothing it tries may take longer "
-        "than --timeout. Exit status: 0 all is well, 1 something needs fixing, 2 it cannot run.",
+        "than --timeout (a class: 5 s more for each student). Exit status: 0 all is well, 1 something needs fixing, 2 "
+        "it cannot run.",
     )
     doctor.add_argument("--ranks", type=int, default=4, help="processes to start for the all-reduce (default 4)")
+    doctor.add_argument(
+        "--students",
+        type=int,
+        metavar="N",
+        help="start N live ranks as notebooks do; does this machine hold N students with --ranks each?",
+    )
     doctor.add_argument("--port", type=int, action="append", default=[], help="must be free; torchrun's is 29500")
     doctor.add_argument("--timeout", type=float, default=60.0, help="seconds for each thing tried (default 60)")
     doctor.add_argument("--json", metavar="FILE", help="write what was found")
@@ -236,7 +243,7 @@ def add_doctor(commands: argparse._SubParsersAction) -> None:
         from zerolab.lab import doctor as module
 
         try:
-            return module.doctor(args.ranks, args.port, args.timeout, args.json)
+            return module.doctor(args.ranks, args.port, args.timeout, args.json, args.students)
         except module.Refused as why:
             doctor.error(str(why))
 
@@ -257,8 +264,10 @@ def add_classroom(commands: argparse._SubParsersAction) -> None:
         from zerolab.lab.classroom import labs
         from zerolab.lab.classroom import run as module
 
-        options = {name: value for name, value in vars(args).items() if name not in ("run", "command")}
+        options = {name: value for name, value in vars(args).items() if name not in ("run", "board", "plot")}
         try:
+            if args.board or args.plot:
+                return module.show_board(args.folder, args.plot)
             return module.classroom(**options)
         except labs.Refused as why:
             classroom.error(str(why))
@@ -274,6 +283,10 @@ def _classroom_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--port", type=int, default=8801, help="the first; the next free ones are taken (default 8801)")
     parser.add_argument("--folder", type=Path, default=Path("class"), help="of the students' work (default: class)")
     parser.add_argument("--lease-minutes", type=float, default=10.0, help="for which GPUs are lent (default 10)")
+    parser.add_argument("--memory", type=float, default=4.0, metavar="GB", help="of each student (default 4)")
+    parser.add_argument("--processes", type=int, default=64, help="of each student (default 64)")
+    parser.add_argument("--board", action="store_true", help="only show how far the room is, without names")
+    parser.add_argument("--plot", metavar="FILE.png", help="the same, and draw what the room predicted")
 
 
 COMMANDS = (add_demo, add_plan, add_simulate, add_bench, add_scaling, add_train, add_doctor, add_classroom)

@@ -8,12 +8,18 @@ import signal
 import subprocess
 import sys
 import time
+from contextlib import nullcontext
 from pathlib import Path
+from typing import Any
 
 import psutil
+from rich.console import Console
+from rich.live import Live
 
 from zerolab.lab.__main__ import OPEN, _only_here
+from zerolab.lab.classroom import board
 from zerolab.lab.classroom.labs import Classroom, Refused
+from zerolab.lab.classroom.watch import Usage, Watch
 from zerolab.measure.units import in_bytes
 
 EVERY = 1.0  # seconds between looks
@@ -29,6 +35,8 @@ def classroom(
     port: int,
     folder: Path,
     lease_minutes: float,
+    memory: float,
+    processes: int,
 ) -> int:
     """Hold a classroom until Ctrl-C or SIGTERM. Exit status 0 if it began."""
     if not sys.platform.startswith("linux"):
@@ -37,6 +45,10 @@ def classroom(
         raise Refused(f"--students must be from 1 to 200, not {students}")
     if not 0 < lease_minutes <= 24 * 60:
         raise Refused(f"--lease-minutes must be more than 0 and at most a day, not {lease_minutes:g}")
+    if not 0.5 <= memory <= 1e6:
+        raise Refused(f"--memory must be 0.5 or more, in GB, not {memory:g}")
+    if not 8 <= processes <= 100_000:
+        raise Refused(f"--processes must be 8 or more (a lab, a notebook, four ranks are 6), not {processes}")
     if not 1024 <= port <= 65000:
         raise Refused(f"--port must be from 1024 to 65000, not {port}")
     if not open_to_network and not _only_here(ip):
@@ -60,7 +72,7 @@ def classroom(
             )
         room.open(lessons)
         print(f"addresses and tokens: {room.handout}, which only you can read; Ctrl-C ends everything", flush=True)
-        _attend(room, ended)
+        _attend(room, Watch(room.labs, memory * 1e9, processes, room.tell), ended)
     finally:
         room.close()
         for number, handler in before.items():
@@ -72,15 +84,55 @@ def classroom(
 ENDS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 
-def _attend(room: Classroom, ended: list[int]) -> None:
+def _attend(room: Classroom, watch: Watch, ended: list[int]) -> None:
+    """Until it is ended: keep the labs running, and show how it stands where there is a terminal."""
     begin, told = time.monotonic(), 0
-    while not ended:
-        room.look()
-        ready = sum(lab.ready for lab in room.labs)
-        if ready != told and ready == len(room.labs):
-            print(f"{ready} labs answer, {time.monotonic() - begin:.0f} s after the start", flush=True)
-        told = ready
-        time.sleep(EVERY)
+    said: list[str] = []
+    with Live(auto_refresh=False) if sys.stdout.isatty() else nullcontext() as live:
+        if live is not None:  # lines go above the table, which stays where it is
+            room.tell = watch.tell = said.append
+        while not ended:
+            room.look()
+            usage = watch.look()
+            ready = sum(lab.ready for lab in room.labs)
+            if ready != told and ready == len(room.labs):
+                room.tell(f"{ready} labs answer, {time.monotonic() - begin:.0f} s after the start")
+            told = ready
+            if live is not None:
+                while said:
+                    live.console.print(said.pop(0), markup=False, highlight=False)
+                live.update(_table(room, usage), refresh=True)
+            sys.stdout.flush()
+            time.sleep(EVERY)
+
+
+def _table(room: Classroom, usage: dict[str, Usage]) -> Any:
+    lent = {entry.student: entry for entry in room.broker.table()}
+    rows = []
+    for lab in room.labs:
+        mine, progress, entry = usage[lab.student], board.read(lab.work / "my"), lent.get(lab.student)
+        state = f"port {lab.port}" if lab.ready else "starts" if lab.process is not None else "down"
+        gpus = ""
+        if entry is not None:
+            left = f"{entry.left // 60:.0f}:{entry.left % 60:02.0f}"
+            gpus = f"{','.join(entry.gpus)} for {left}" if entry.gpus else f"place {entry.place}"
+        numbers = [mine.notebooks, mine.ranks, in_bytes(mine.memory), len(progress.passed), len(progress.predictions)]
+        rows.append([lab.student, state, gpus, *map(str, numbers)])
+    free = in_bytes(psutil.virtual_memory().available)
+    return board.teacher_view(rows, f"{len(rows)} students · {free} of memory are free")
+
+
+def show_board(folder: Path, plot: str | None) -> int:
+    """`--board`: how far the room is, without names, for all to see."""
+    room = board.rooms(folder)
+    if not room:
+        raise Refused(f"there is no student's folder in {folder}: name the classroom's --folder")
+    for table in board.room_view(room):
+        Console().print(table)
+    if plot:
+        board.picture(room).savefig(plot, dpi=120)
+        print(f"drawn: {plot}")
+    return 0
 
 
 def lent_gpus(wanted: int) -> tuple[list[str], bool]:

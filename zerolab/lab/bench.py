@@ -140,6 +140,8 @@ def _deepspeed_step(gpt: GPT, stage: int, precision: str, inputs: Callable[[int]
             "contiguous_gradients": True,
             "reduce_bucket_size": BUCKET,  # the default, 2 GB, is allocated however small the model
             "allgather_bucket_size": BUCKET,
+            # So it gathers once a step: what the prefetch finds still whole is not released after forward. With 0
+            # it gathers twice, as Zero3 does, but one parameter at a time.
             "stage3_prefetch_bucket_size": BUCKET,
         },
         "zero_allow_untested_optimizer": True,

@@ -29,6 +29,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from zerolab import flight
+
 POLL = timedelta(seconds=1)  # how often a wait looks whether another rank has a complaint
 
 # torch 2.13 renamed the single-tensor collectives; 2.11 has only the old names.
@@ -92,13 +94,16 @@ class Ring(NamedTuple):
     group: dist.ProcessGroup
     rank: int
     size: int
+    log: flight.Log
     link: str = ""
 
 
 class Issued(NamedTuple):
-    """A collective that was started, its record if anybody keeps one, and when an emulated link would be through."""
+    """A collective that was started, for the flight recorder, its record if anybody keeps one, and when an emulated
+    link would be through."""
 
     works: list[Any]
+    entry: flight.Entry
     call: Call | None
     ready: float = 0.0
 
@@ -152,11 +157,12 @@ class Comm:
         self.rank = dist.get_rank(everyone)
         self.world_size = dist.get_world_size(everyone)
         self.first = dist.get_global_rank(everyone, 0)
-        self.everyone = Ring(everyone, self.rank, self.world_size)
+        self.everyone = Ring(everyone, self.rank, self.world_size, flight.log_of(everyone))
         self.backend = self._backend_for(device)
         self.phase = "setup"
         self.step = 0  # optimizer steps so far
         self._control = None if self.backend == "fake" else _control_group(everyone)
+        self._messages = flight.log_of(everyone, "control")
         self._recordings: list[list[Call]] = []
         self._gathers = 0  # how many all-gathers so far: the same number on every rank
         self._last: tuple[str, str] | None = None  # (unit, phase) of the last gather
@@ -258,11 +264,13 @@ class Comm:
         nbytes = payload.numel() * payload.element_size()
         call = self._record(op, unit, nbytes, ring, control)
         ready = self._emulate(op, nbytes, ring.size)
+        entry = ring.log.note(op, unit, self.phase, payload)
         works = [start(group=ring.group, async_op=True) for start in starts]
+        entry.issued = time.time()
         if call is not None and self.backend == "gloo" and self._control is not None:
             both = torch.futures.collect_all([work.get_future() for work in works])
             both.add_done_callback(partial(_note_end, call, ready=ready))
-        return Issued(works, call, ready)
+        return Issued(works, entry, call, ready)
 
     def _emulate(self, op: str, payload: int, size: int) -> float:
         if emulated_link is None:
@@ -273,12 +281,13 @@ class Comm:
 
     def _start(self, what: str, steps: Steps, complaint: Complaint = _no_complaint) -> Pending:
         def wait(issued: Issued) -> None:
-            begin = time.perf_counter()
+            begin, issued.entry.wait = time.perf_counter(), time.time()
             for work in issued.works:
                 if self.backend == "gloo":
-                    self._wait(work, what, complaint)
+                    self._wait(work, what, issued.entry, complaint)
                 else:
                     work.wait()  # makes the current stream wait, not this thread
+            issued.entry.end = time.time()
             if (left := issued.ready - time.perf_counter()) > 0:
                 time.sleep(left)
             if issued.call is not None:
@@ -291,7 +300,7 @@ class Comm:
         except RuntimeError as error:
             raise self._failure(what, error) from error
 
-    def _wait(self, work: Any, what: str, complaint: Complaint) -> None:
+    def _wait(self, work: Any, what: str, entry: flight.Entry, complaint: Complaint) -> None:
         """Wait in short turns: Ctrl-C gets through, and so does the news that another rank went another way."""
         while True:
             try:
@@ -299,15 +308,16 @@ class Comm:
                 return
             except RuntimeError as error:
                 if work.is_completed():  # failed, or the group's timeout passed
-                    raise self._failure(what, error) from error
+                    raise self._failure(what, error, entry) from error
                 if reason := complaint():
                     self._note("stopped", {"gather": self._gathers})
                     raise CommError(f"rank {self.rank}, {what}: {reason}\n{_ROUTING}") from None
 
-    def _failure(self, what: str, error: Exception) -> CommError:
+    def _failure(self, what: str, error: Exception, entry: flight.Entry | None = None) -> CommError:
         return CommError(
             f"rank {self.rank} of {self.world_size}: {what} ({self.phase}) failed: {error}\n"
-            "Another rank stopped, is much slower, or did not take part in this collective: look at its output first."
+            "Another rank stopped, is much slower, or did not take part in this collective: look at its output first.\n"
+            f"{flight.ask(entry)}".rstrip()
         )
 
     # -- agreement -----------------------------------------------------------------------------------------------
@@ -384,11 +394,14 @@ class Comm:
         result = bytearray(self.world_size * len(message))
         tensors = [torch.frombuffer(data, dtype=torch.uint8) for data in (result, bytearray(message))]
         call = self._record("all_gather", "", len(result), self.everyone, control=True)
+        entry = self._messages.note(what, "", self.phase, tensors[0])
         work = self._control._allgather_base(*tensors)
+        entry.issued = time.time()
 
         def finish() -> list[bytes]:
-            begin = time.perf_counter()
-            self._wait(work, what, complaint)
+            begin, entry.wait = time.perf_counter(), time.time()
+            self._wait(work, what, entry, complaint)
+            entry.end = time.time()
             if call is not None:
                 _note_end(call)
                 call.waits.append((begin, call.end))
@@ -470,8 +483,8 @@ def _rings_of_mesh(everyone: Ring, mesh: tuple[int, int]) -> tuple[Ring, Ring]:
         made = [[dist.new_group(ranks, timeout=timeout) for ranks in lines] for lines in (rows, columns)]
         replica, place = divmod(everyone.rank, size)
         known[mesh] = (
-            Ring(made[0][replica], place, size, "inside"),
-            Ring(made[1][place], replica, replicas, "between"),
+            Ring(made[0][replica], place, size, flight.log_of(made[0][replica]), "inside"),
+            Ring(made[1][place], replica, replicas, flight.log_of(made[1][place]), "between"),
         )
     return known[mesh]
 

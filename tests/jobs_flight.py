@@ -1,0 +1,77 @@
+"""Ranks that miss each other, for tests/test_flight.py: rank 2 oversleeps, skips a collective, or dies."""
+
+from __future__ import annotations
+
+import io
+import json
+import os
+import signal
+import time
+from collections.abc import Callable
+from contextlib import redirect_stderr
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from jobs_common import batch, build
+
+import zerolab
+from zerolab.comm import Comm
+
+
+def oversleep(seconds: float) -> None:
+    time.sleep(seconds)
+
+
+def train(case: str, stage: int) -> None:
+    """Two good steps, a third in which a rank goes wrong, and a fourth."""
+    zero = zerolab.shard(build(), stage)
+    optimizer = torch.optim.AdamW(zero.model.parameters())
+    for step in range(4):
+        if step == 2:
+            go_wrong(case, zero)
+        zero.model(*batch(zero.rank, step)).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+def go_wrong(case: str, zero: zerolab.Engine) -> None:
+    if case == "oversleeps" and zero.rank == 2:
+        oversleep(4.0)
+    elif case == "hurries" and zero.rank == 2:
+        time.sleep(1.0)  # so that the others give up first
+        dist.barrier()
+    elif case == "skips" and zero.rank == 2:
+        zero.comm.reduce_scatter = lambda *arguments: None
+    elif case == "dies" and zero.rank == 2:
+        time.sleep(0.5)
+        os.kill(os.getpid(), signal.SIGKILL)
+    elif case == "dies" and zero.rank == 3:
+        os.kill(os.getpid(), signal.SIGSTOP)
+
+
+def reduce() -> None:
+    """Four units of the same size, whose bytes gloo mixes up without a word when rank 2 skips the second."""
+    comm = Comm(None, torch.device("cpu"))
+    comm.phase = "backward"
+    for unit in "abcd":
+        if unit != "b" or comm.rank != 2:
+            comm.reduce_scatter(torch.empty(4), torch.ones(4 * comm.world_size), unit).wait()
+
+
+def told(job: Callable[..., None], *arguments: object) -> tuple[str, str, float]:
+    """What the job raised, what this rank printed, and how long it took."""
+    zerolab.init()
+    begin, out, error = time.monotonic(), io.StringIO(), ""
+    with redirect_stderr(out):
+        try:
+            job(*arguments)
+        except RuntimeError as caught:
+            error = str(caught)
+    return error, out.getvalue(), time.monotonic() - begin
+
+
+def told_in_files(folder: str, job: Callable[..., None], *arguments: object) -> None:
+    error, text, seconds = told(job, *arguments)
+    Path(folder, f"rank{dist.get_rank()}.json").write_text(json.dumps([error, text, seconds]))
+    raise zerolab.CommError(error)

@@ -33,6 +33,9 @@ def test_flat_storage():
 def test_stacks():
     bars = {"Adam": {"parameters": 4, "gradients": 4, "optimizer": 8}, "SGD": {"parameters": 4, "gradients": 4}}
     assert small(plots.stacks(bars, "title", "subtitle", "bytes")) == "In bytes: Adam = 16; SGD = 8."
+    figure, _ = plots.stacks(bars, "title", "subtitle", "bytes", learner=[False, True])
+    assert [bool(bar.get_hatch()) for bar in figure.axes[0].patches] == [True] * 3 + [False] * 2
+    assert any("solid: your code, hatched: the package's" in text.get_text() for text in figure.texts)
     with pytest.raises(ValueError, match="no bars"):
         plots.stacks({}, "title", "subtitle", "bytes")
 

@@ -130,6 +130,11 @@ def test_skyline(measured, tmp_path):
     save(figure, tmp_path)
     assert sentence.count(" in stage ") == 4 and "backward" in sentence
     save(plots.skyline(lines[3:], learner=True)[0], tmp_path)
+    figure, _ = plots.skyline(lines, learner=[False, False, False, True])
+    assert [axes.get_title("left").endswith("your code") for axes in figure.axes] == [False, False, False, True]
+    assert [any(area.get_hatch() for area in axes.collections) for axes in figure.axes] == [True, True, True, False]
+    with pytest.raises(ValueError, match="learner has 2 answers for 4 bars or panels"):
+        plots.skyline(lines, learner=[True, False])
     with pytest.raises(ValueError, match="no timeline"):
         plots.skyline([])
 

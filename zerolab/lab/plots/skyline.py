@@ -9,7 +9,20 @@ from typing import Any
 from matplotlib.figure import Figure
 
 import zerolab
-from zerolab.lab.plots.style import COLOURS, GREY, HATCHES, INK, LABELS, Scale, frame, legend, patches, plain, scale_of
+from zerolab.lab.plots.style import (
+    COLOURS,
+    GREY,
+    HATCHES,
+    INK,
+    LABELS,
+    Scale,
+    frame,
+    legend,
+    patches,
+    plain,
+    scale_of,
+    whose,
+)
 from zerolab.measure.timeline import Timeline
 from zerolab.measure.units import in_bytes
 
@@ -17,16 +30,18 @@ ORDER = ("parameters", "optimizer", "gradients", "gathered parameters", "communi
 PHASES = ("forward", "backward", "step")
 
 
-def skyline(lines: Sequence[Timeline], learner: bool = False) -> tuple[Figure, str]:
+def skyline(lines: Sequence[Timeline], learner: bool | Sequence[bool] = False) -> tuple[Figure, str]:
     """Panels from one rank's `measure.timeline` of a step at each stage: bytes by kind, and what the peak is made of.
 
     The course of a step is cut into its phases, each as wide as in the other panels; within a phase, x counts
-    allocations and releases. learner: whose code ran: a learner's areas are solid, the package's hatched.
+    allocations and releases. learner: whose code ran, in all panels or in each: a learner's areas are solid, the
+    package's hatched.
     """
     if not lines:
         raise ValueError("no timeline to draw")
     sentence = _sentence(lines)
     first = lines[0]
+    yours = whose(learner, len(lines))
     columns = 2 if len(lines) > 1 else 1
     subtitle = f"One training step as rank {first.rank} of {first.world_size} sees it"
     subtitle += "; every panel on the same scale" * (columns - 1)
@@ -41,7 +56,7 @@ def skyline(lines: Sequence[Timeline], learner: bool = False) -> tuple[Figure, s
         left = 0.07 + column * width
         bottom = 1.0 / height + (rows - 1 - row) * 2.5 / height + 0.1 / height
         axes = figure.add_axes((left, bottom, width - 0.045, 2.02 / height))
-        _panel(axes, line, top, scale, learner)
+        _panel(axes, line, top, scale, yours[number])
         if column == 0:
             axes.set_ylabel(scale.name, color=GREY)
     used = [kind for kind in ORDER if any(max(line.curve(kind)) for line in lines)]
@@ -74,7 +89,8 @@ def _panel(axes: Any, line: Timeline, top: float, scale: Scale, learner: bool) -
         axes.fill_between(xs, floor, ceiling, step="post", **look)
         floor = ceiling
     axes.step(xs, floor, where="post", color=INK, linewidth=0.7)
-    axes.set_title(f"stage {line.stage}, {zerolab.STAGES[line.stage].__name__}", loc="left", fontsize=11, color=INK)
+    title = f"stage {line.stage}, {zerolab.STAGES[line.stage].__name__}" + ", your code" * learner
+    axes.set_title(title, loc="left", fontsize=11, color=INK)
     axes.set_xlim(0, len(PHASES))
     axes.set_ylim(0, top)
     axes.vlines(bounds[1:-1], 0, top, color=GREY, linewidth=0.6, linestyles=":")

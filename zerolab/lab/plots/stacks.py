@@ -2,22 +2,29 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 from matplotlib.figure import Figure
 
-from zerolab.lab.plots.style import COLOURS, GREY, HATCHES, INK, above, frame, legend, patches, plain
+from zerolab.lab.plots.style import COLOURS, GREY, HATCHES, INK, above, frame, legend, patches, plain, whose
 
 
 def stacks(
-    bars: Mapping[str, Mapping[str, float]], title: str, subtitle: str, unit: str, learner: bool = False
+    bars: Mapping[str, Mapping[str, float]],
+    title: str,
+    subtitle: str,
+    unit: str,
+    learner: bool | Sequence[bool] = False,
 ) -> tuple[Figure, str]:
     """`bars[name][category]`, stacked in the order of the first bar's categories; `unit` is that of the numbers.
 
-    learner: whose code ran: a learner's bars are solid, the package's hatched.
+    learner: whose code ran, for all bars or for each: a learner's bars are solid, the package's hatched.
     """
     if not bars:
         raise ValueError("no bars to draw")
+    yours = whose(learner, len(bars))
+    if len(set(yours)) > 1:
+        subtitle += "; solid: your code, hatched: the package's"
     totals = {name: sum(parts.values()) for name, parts in bars.items()}
     categories = [c for c in next(iter(bars.values())) if any(parts.get(c) for parts in bars.values())]
     sentence = _sentence(totals, unit)
@@ -31,7 +38,7 @@ def stacks(
             height = parts.get(category, 0.0)
             if height <= 0:
                 continue
-            hatch = None if learner else HATCHES[category]
+            hatch = None if yours[x] else HATCHES[category]
             look = {"color": COLOURS[category], "edgecolor": "white", "linewidth": 0.4, "hatch": hatch}
             axes.bar(x, height, 0.62, bottom, zorder=2, **look)
             if height > 0.06 * highest:

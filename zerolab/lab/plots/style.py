@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import sys
 import textwrap
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 from matplotlib.figure import Figure
@@ -74,6 +75,14 @@ def patches(names: list[str]) -> list[Any]:
         Patch(facecolor=COLOURS[name], edgecolor="white", hatch=HATCHES[name], label=LABELS.get(name, name))
         for name in names
     ]
+
+
+def whose(learner: bool | Sequence[bool], number: int) -> list[bool]:
+    """Of each of `number` bars or panels whether the learner's code drew it; one answer may be that for all."""
+    answers = [learner] * number if isinstance(learner, bool) else [bool(one) for one in learner]
+    if len(answers) != number:
+        raise ValueError(f"learner has {len(answers)} answers for {number} bars or panels")
+    return answers
 
 
 def legend(where: Any, handles: list[Any], **keywords: Any) -> None:

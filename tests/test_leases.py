@@ -258,7 +258,7 @@ def test_live_ranks_have_a_lease_and_lose_it(tmp_path, monkeypatch, capsys) -> N
         live = lab.start(2, device="cuda")
         told = capsys.readouterr().out
         assert told.startswith("GPUs 0, 1 for 5 seconds, and then until somebody waits; lab.stop() gives back\n")
-        assert "2 ranks on the CPU: GPUs 0, 1 are only a number here" in told
+        assert "2 ranks on the CPU, as this classroom is a rehearsal without GPUs (leased: GPUs 0, 1)." in told
         seen = live.run("import os; print(os.environ['CUDA_VISIBLE_DEVICES'] == '', os.environ['ZEROLAB_LEASE'])")
         assert seen[0].text == seen[1].text and re.fullmatch(r"True [0-9a-f]{16}\n", seen[0].text)
         time.sleep(5.0)

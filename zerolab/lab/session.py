@@ -581,7 +581,7 @@ def _choose_device(ranks: int, device: str) -> tuple[str, str]:
 def _choose_leased(ranks: int, lent: lease.Lease) -> tuple[str, str]:
     """The same, of GPUs that are lent. This process sees none."""
     if lent.rehearsal:
-        return "cpu", f"on the CPU: {lent} are only a number here, where the classroom rehearses without GPUs."
+        return "cpu", f"on the CPU, as this classroom is a rehearsal without GPUs (leased: {lent})."
     if len(lent.gpus) >= ranks and dist.is_nccl_available():
         return "nccl", ON_GPUS
     return "shared", f"share {lent}, talking through gloo: bytes are real, times are not."

@@ -130,8 +130,11 @@ def picture(room: Mapping[str, Progress]) -> Any:
         style.plain(axes)
         answers = counter.most_common(SHOWN)[::-1]
         axes.barh(range(len(answers)), [many for _, many in answers], 0.7, color=style.COLOURS["communication"])
-        axes.set_yticks(range(len(answers)), [answer for answer, _ in answers], fontsize=8)
+        words = [answer for answer, _ in answers]
+        axes.set_yticks(range(len(answers)), words, fontsize=8, parse_math=False)  # a `$` is no formula
         axes.set_xticks([])
+        axes.set_xlim(0, max(1, len(room)))
+        axes.set_ylim(len(answers) - SHOWN - 0.5, len(answers) - 0.5)
         axes.set_title(id, fontsize=10, loc="left", color=style.INK)
         for y, (_, many) in enumerate(answers):
             axes.text(many, y, f" {many}", va="center", fontsize=8, color=style.GREY)

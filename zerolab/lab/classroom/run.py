@@ -96,7 +96,7 @@ def _attend(room: Classroom, watch: Watch, ended: list[int]) -> None:
             usage = watch.look()
             ready = sum(lab.ready for lab in room.labs)
             if ready != told and ready == len(room.labs):
-                room.tell(f"{ready} labs answer, {time.monotonic() - begin:.0f} s after the start")
+                room.tell(f"ready: {ready} of {ready} labs, {time.monotonic() - begin:.0f} s after the start")
             told = ready
             if live is not None:
                 while said:

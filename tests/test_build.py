@@ -106,7 +106,7 @@ def test_build_then_nothing_then_what_changed(
     assert "measured 12 MB; you said 12 MB: exactly right" in printed(solution)
     assert "the answer is 12" in printed(solution) and "the answer" not in printed(lesson)
     assert "and now it is out" in printed(solution) and "and now it is out" not in printed(lesson)
-    assert 'first lab.predict("01.1", your number)' in printed(lesson)
+    assert 'first lab.predict("01.1", what you expect)' in printed(lesson)
     assert "01.2 ring all-gather: not written yet" in printed(lesson)
     assert "the course's code, 01.2 is not written yet" in printed(lesson)
     for notebook in (solution, lesson):

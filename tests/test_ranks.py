@@ -24,6 +24,7 @@ from zerolab import lab
 from zerolab.lab import network, report, session
 from zerolab.lab.__main__ import copy_lessons
 from zerolab.lab.magics import parse
+from zerolab.lab.rank import _shown
 from zerolab.lab.session import RankFailure, Session
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(180)]
@@ -596,3 +597,10 @@ def test_the_lab_opens_at_the_first_lesson_for_who_has_the_token(tmp_path: Path)
     finally:
         server.kill()
         server.communicate(timeout=10)
+
+
+def test_a_trace_names_no_folders_of_the_machine(monkeypatch, tmp_path):
+    monkeypatch.chdir(tmp_path)
+    assert _shown(torch.__file__) == "torch/__init__.py"
+    assert _shown(session.__file__) == "zerolab/lab/session.py"
+    assert _shown(str(tmp_path / "my" / "ex_05_1.py")) == "my/ex_05_1.py"

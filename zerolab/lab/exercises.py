@@ -338,7 +338,7 @@ def predict(id: str, value: Any = ...) -> None:
     """Write down what you expect, before it is measured. `...` stands for a number that is still to come."""
     _must_be_asked(id)
     if value is ... or value is None:
-        print(f'{id}: put your number in the place of `...`, or lab.skip("{id}")')
+        print(f'{id}: put what you expect in the place of `...`, or lab.skip("{id}")')
         return
     if not isinstance(value, (int, float, str, list, tuple)) or isinstance(value, bool):
         raise NoPrediction(f"prediction {id} is a {type(value).__name__}: give a number, a word, or a list of them")
@@ -391,7 +391,7 @@ def reveal(id: str) -> None:
     _must_be_asked(id)
     predictions = _read_progress()["predictions"]
     if id not in predictions:
-        print(f'{id}: first lab.predict("{id}", your number), or lab.skip("{id}")')
+        print(f'{id}: first lab.predict("{id}", what you expect), or lab.skip("{id}")')
         return
     if id not in _measured:
         print(f"{id}: not measured yet: run the cells above, those that begin with %%ranks too")

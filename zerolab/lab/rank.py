@@ -253,11 +253,20 @@ def _frames(shell: Any, trace: TracebackType) -> list[str]:
     lines = []
     for frame in own[-8:]:
         cell = frame.filename in getattr(shell.compile, "_filename_map", {}) or "ipykernel_" in frame.filename
-        where = "the cell" if cell else os.path.relpath(frame.filename)
+        where = "the cell" if cell else _shown(frame.filename)
         code = linecache.getline(frame.filename, frame.lineno or 0).strip()
         function = "" if frame.name.startswith(("<module>", "<cell line")) else f", in {frame.name}"
         lines.append(f"  line {frame.lineno} of {where}{function}\n    {code}")
     return lines
+
+
+def _shown(path: str) -> str:
+    """A file's name without the machine's folders: of a package from the package on, else seen from here."""
+    installed = path.rpartition("site-packages/")
+    if installed[1]:
+        return installed[2]
+    home = os.path.dirname(os.path.dirname(os.path.dirname(__file__)))  # zerolab is here
+    return os.path.relpath(path, home if path.startswith(os.path.join(home, "zerolab", "")) else None)
 
 
 def _foreign(path: str) -> bool:

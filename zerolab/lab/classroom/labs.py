@@ -5,8 +5,8 @@
         student-01/        the student's home: settings, logs
             work/          what the student sees: copies of the lessons, and my/ with answers and progress
 
-All students run as this user, with one set of packages: that keeps them out of each other's way, and stops accidents,
-not malice. Linux only: it takes signals at a parent's death, and who adopts orphans, from there.
+All students run as this user, with one set of packages (shield.py): that keeps them out of each other's way, and stops
+accidents, not malice. Linux only: it takes signals at a parent's death, and who adopts orphans, from there.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from pathlib import Path
 import psutil
 
 from zerolab.lab.__main__ import copy_lessons
-from zerolab.lab.classroom import lease
+from zerolab.lab.classroom import lease, notices, shield
 from zerolab.lab.classroom.broker import Broker
 
 START_TIMEOUT = 120.0  # seconds until a JupyterLab must answer
@@ -42,7 +42,12 @@ STOP_TIMEOUT = 10.0  # from SIGTERM to SIGKILL
 PAUSE = 5.0  # before one that died soon after its start is started again
 CULL = 1800  # seconds until a notebook that no browser shows, and that runs nothing, is ended
 NOT_FOR_STUDENTS = ("JPY_", "JUPYTER", "IPYTHON", "ZEROLAB_", "XDG_", "MPLCONFIGDIR", "SSH_", "GLOO_", "RANK", "WORLD_")
-STUDENT, NOTICES = "ZEROLAB_STUDENT", "ZEROLAB_NOTICES"  # of a lab: whose it is; where it is told what was ended
+STUDENT = "ZEROLAB_STUDENT"  # in the environment of a lab and all that it starts: whose it is
+
+SETTINGS = {
+    "notebook-extension/tracker": '{"kernelShutdown": true}',  # a notebook that is closed ends, with its ranks
+    "apputils-extension/notification": '{"fetchNews": "false", "checkForUpdates": false}',
+}
 
 # The lab must not outlive the classroom, however that ends. Asked for last, as a change of user would forget it.
 LAST = "import ctypes, os, sys; ctypes.CDLL(None).prctl(1, 15); os.getppid() == int(sys.argv[1]) or sys.exit('orphan')"
@@ -93,7 +98,8 @@ class Classroom:
         self.first_port, self.labs = first_port, []
         self.broker = Broker(gpus, lease_seconds)
         self._names = [f"student-{number:0{len(str(students))}}" for number in range(1, students + 1)]
-        self._lock = self._sockets = None
+        self._lock = self._scratch = None
+        self._shield = False
 
     def open(self, lessons: Path) -> None:
         """Make the folders and begin to start the labs; `look` goes on with that."""
@@ -119,10 +125,16 @@ class Classroom:
                 self.tell(f"{name}: {line}")
             self._configure(lab)
         self._write_handout()
+        self._scratch = Path(tempfile.mkdtemp(prefix="zerolab-"))  # for this user; a socket's path must be short
+        (self._scratch / "aside").mkdir()
+        why = shield.why_not(self.folder, self.labs[0].home, self._scratch / "aside")
+        self._shield = not why
+        if why:
+            text = "students could change the packages, and see each other's folders: this system does not let"
+            self.tell(f"{text} `unshare` give each a view of their own ({why})")
         if self.broker.gpus:
-            self._sockets = Path(tempfile.mkdtemp(prefix="zerolab-"))  # for this user; a socket's path must be short
             for lab in self.labs:
-                self.broker.open(lab.student, self._sockets / lab.student)
+                self.broker.open(lab.student, self._scratch / lab.student)
             self.broker.start()
 
     # -- files ---------------------------------------------------------------------------------------------------------
@@ -155,15 +167,16 @@ class Classroom:
 
     def _configure(self, lab: Lab) -> None:
         """The token in a file, not on the command line or in the environment, which a notebook's cell could show."""
-        settings = lab.home / ".jupyter/lab/user-settings/@jupyterlab/notebook-extension"
-        settings.mkdir(parents=True, exist_ok=True)
         file = lab.home / ".jupyter/jupyter_server_config.json"
+        file.parent.mkdir(exist_ok=True)
         file.touch(0o600)
         file.chmod(0o600)
         file.write_text(json.dumps({"IdentityProvider": {"token": lab.token}}) + "\n")
-        tracker = settings / "tracker.jupyterlab-settings"
-        if not tracker.exists():  # a notebook that is closed ends, with its ranks
-            tracker.write_text('{"kernelShutdown": true}\n')
+        for name, text in SETTINGS.items():
+            setting = lab.home / ".jupyter/lab/user-settings/@jupyterlab" / f"{name}.jupyterlab-settings"
+            setting.parent.mkdir(parents=True, exist_ok=True)
+            if not setting.exists():
+                setting.write_text(text + "\n")
 
     def _free_port(self, first: int, taken: Iterable[int]) -> int:
         for port in range(first, 65536):
@@ -211,6 +224,8 @@ class Classroom:
             command.append(f"--LabApp.default_url=/lab/tree/{first.name}")
         if os.geteuid() == 0:
             command.append("--allow-root")
+        if self._shield:
+            command = shield.shielded(command, self.folder, lab.home, self._scratch / "aside")
         with (lab.home / "log").open("ab") as log:
             (lab.home / "log").chmod(0o600)
             lab.process = subprocess.Popen(
@@ -237,12 +252,12 @@ class Classroom:
             "IPYTHONDIR": lab.home / ".ipython",
             "ZEROLAB_MY": lab.work / "my",
             STUDENT: lab.student,
-            NOTICES: lab.notices,
+            notices.FOLDER: lab.notices,
             "CUDA_VISIBLE_DEVICES": "",  # a notebook's own process is on the CPU; its ranks ask for GPUs
             "PYTHONDONTWRITEBYTECODE": 1,  # the packages are everybody's: nothing is written there
         }
-        if self._sockets is not None:
-            own[lease.SOCKET] = self._sockets / lab.student
+        if self.broker.gpus:
+            own[lease.SOCKET] = self._scratch / lab.student
             if self.rehearsal:
                 own[lease.REHEARSAL] = 1
         return rest | {name: str(value) for name, value in own.items()}
@@ -290,8 +305,8 @@ class Classroom:
         for lab in living:
             lab.process.wait(STOP_TIMEOUT)
         self.broker.close()
-        if self._sockets is not None:
-            shutil.rmtree(self._sockets, ignore_errors=True)
+        if self._scratch is not None:
+            shutil.rmtree(self._scratch, ignore_errors=True)
         if self._lock is not None:
             os.close(self._lock)
 

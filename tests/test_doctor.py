@@ -13,6 +13,7 @@ import sys
 import threading
 import time
 import tomllib
+from contextlib import suppress
 from multiprocessing import active_children
 from pathlib import Path
 
@@ -21,7 +22,7 @@ import pytest
 import torch
 
 from zerolab.cli import main
-from zerolab.lab import doctor
+from zerolab.lab import doctor, room, session
 
 pytestmark = pytest.mark.slow
 
@@ -33,19 +34,34 @@ def run(*arguments: str, **options) -> subprocess.CompletedProcess[str]:
     return subprocess.run([*COMMAND, *arguments], cwd=ROOT, capture_output=True, text=True, timeout=110, **options)
 
 
-def finding_in(code: str, before: str = "", prefix: tuple[str, ...] = ()) -> doctor.Finding:
-    """What a check says in a process of its own, which `before` made worse."""
-    text = f"{before}\nimport dataclasses, json\nfrom zerolab.lab import doctor\n"
-    text += f"print(json.dumps(dataclasses.asdict({code})))"
+def findings_in(code: str, *before: str, prefix: tuple[str, ...] = ()) -> list[doctor.Finding]:
+    """What a check says in a process of its own, after each line that makes things worse there."""
+    text = "import dataclasses, json\nfrom zerolab.lab import doctor\n"
+    text += "".join(f"{line}\nprint('found', json.dumps(dataclasses.asdict({code})))\n" for line in before)
     done = subprocess.run([*prefix, sys.executable, "-c", text], cwd=ROOT, capture_output=True, text=True, timeout=60)
     assert done.returncode == 0, done.stderr
-    return doctor.Finding(**json.loads(done.stdout.splitlines()[-1]))
+    lines = [line.removeprefix("found ") for line in done.stdout.splitlines() if line.startswith("found ")]
+    return [doctor.Finding(**json.loads(line)) for line in lines]
+
+
+def here(folder: Path) -> dict[str, str]:
+    """An environment by which all processes that come of a visit can be known; what they leave is in `folder`."""
+    return os.environ | {"TMPDIR": str(folder), "JUPYTER_RUNTIME_DIR": str(folder)}
+
+
+def survivors(folder: Path) -> list[psutil.Process]:
+    found = []
+    for process in psutil.process_iter():
+        with suppress(psutil.Error):
+            if process.environ().get("JUPYTER_RUNTIME_DIR") == str(folder) and process.pid != os.getpid():
+                found.append(process)
+    return found
 
 
 def test_a_whole_visit(tmp_path):
     file = tmp_path / "doctor.json"
     begin = time.monotonic()
-    done = run("--ranks", "2", "--json", str(file))
+    done = run("--ranks", "2", "--students", "3", "--json", str(file), env=here(tmp_path))
     seconds = time.monotonic() - begin
     assert done.stderr == ""
     report = json.loads(file.read_text())
@@ -66,12 +82,21 @@ def test_a_whole_visit(tmp_path):
     for finding in report["findings"]:
         assert finding["subject"] in done.stdout
         assert bool(finding["fix"]) == (finding["state"] == "fix"), finding
+    seen = report["class"]
+    assert seen["ranks"] == 3 and seen["processes"] == 5  # notebooks of two ranks and of one
+    assert 2**26 < seen["rank_bytes"] < 2**30 and 2**26 < seen["notebook_bytes"] < 2**30
+    assert seen["rank_threads"] > 2 and seen["rank_files"] > 20 and seen["shared_memory"] >= 0
+    assert seen["needed"] == 3 * (2 * seen["rank_bytes"] + seen["notebook_bytes"] + room.SERVER)
+    assert states["class of 3"] == "good"
+    assert survivors(tmp_path) == [] and not list(tmp_path.glob("zerolab-*"))
+    assert not list((tmp_path / "zerolab").iterdir())  # nor is a notebook on record
     if not torch.cuda.is_available():
         assert seconds < 30
 
 
 @pytest.mark.parametrize(
-    "arguments", [["--ranks", "0"], ["--port", "70000"], ["--json", "/nowhere/x"], ["--ranks", "x"]]
+    "arguments",
+    [["--ranks", "0"], ["--students", "0"], ["--port", "70000"], ["--json", "/nowhere/x"], ["--ranks", "x"]],
 )
 def test_a_wrong_argument_is_one_line(arguments, capsys):
     with pytest.raises(SystemExit) as ended:
@@ -101,12 +126,12 @@ def test_versions():
 
 
 def test_a_limit_on_open_files():
-    before = "import resource; resource.setrlimit(resource.RLIMIT_NOFILE, ({}, {}))"
-    soft = finding_in("doctor.check_open_files(4)", before.format(128, 4096))
+    limit = "import resource; resource.setrlimit(resource.RLIMIT_NOFILE, ({}, {}))"
+    limits = [(1024, 4096), (128, 4096), (128, 128)]  # what was lowered cannot be raised again
+    enough, soft, hard = findings_in("doctor.check_open_files(4)", *(limit.format(*pair) for pair in limits))
+    assert enough.state == "good"
     assert soft.state == "fix" and "128 files" in soft.says and soft.fix.startswith("ulimit -n 192")
-    hard = finding_in("doctor.check_open_files(4)", before.format(128, 128))
     assert hard.state == "fix" and "nofile" in hard.fix
-    assert finding_in("doctor.check_open_files(4)", before.format(1024, 1024)).state == "good"
 
 
 def test_a_port_that_is_taken():
@@ -128,17 +153,15 @@ def no_network():
 
 
 def test_a_loopback_that_is_down_has_no_ports_or_a_firewall(no_network):
-    down = finding_in("doctor.check_loopback(4)", prefix=no_network)
-    assert down.state == "fix" and "ip link set lo up" in down.fix
-
-    def after(*commands: str) -> doctor.Finding:
-        before = f"import subprocess; subprocess.run({'; '.join(('set -e; ip link set lo up', *commands))!r}, "
-        return finding_in("doctor.check_loopback(4)", f"{before}shell=True, check=True)", no_network)
-
-    few = after("echo 40000 40007 > /proc/sys/net/ipv4/ip_local_port_range")
-    assert few.state == "fix" and "only 8 of 40 ports" in few.says and "(now 40000-40007)" in few.fix
+    ports = "/proc/sys/net/ipv4/ip_local_port_range"
     policy = "ip xfrm policy add src 127.0.0.1/32 dst 127.0.0.1/32 dir in action block"  # drops what comes in
-    dropped = after(*(f"echo 0 > /proc/sys/net/ipv4/conf/lo/disable_{what}" for what in ("policy", "xfrm")), policy)
+    allow = [f"echo 0 > /proc/sys/net/ipv4/conf/lo/disable_{what}" for what in ("policy", "xfrm")]
+    steps = [["true"], ["ip link set lo up", f"echo 40000 40007 > {ports}"]]
+    steps += [[f"echo 32768 60999 > {ports}", *allow, policy]]
+    lines = [f"import subprocess; subprocess.run({'; '.join(['set -e', *s])!r}, shell=True, check=True)" for s in steps]
+    down, few, dropped = findings_in("doctor.check_loopback(4)", *lines, prefix=no_network)
+    assert down.state == "fix" and "ip link set lo up" in down.fix
+    assert few.state == "fix" and "only 8 of 40 ports" in few.says and "(now 40000-40007)" in few.fix
     assert dropped.state == "fix" and "timed out" in dropped.says and "iptables" in dropped.fix
 
 
@@ -185,6 +208,28 @@ def test_a_rank_that_stops_does_not_stop_the_doctor():
     assert entry is None and finding.state == "fix"
     assert "did not end within 3 s, because rank 1 of 2 took no part" in finding.says
     assert not ranks[0].is_running() and not ranks[1].is_running()
+
+
+def test_a_class_that_does_not_start_or_does_not_fit(tmp_path, monkeypatch):
+    monkeypatch.setenv("JUPYTER_RUNTIME_DIR", str(tmp_path))
+    begin = time.monotonic()
+    seen, (late,) = room.hold_class(2, 1, timeout=1.0 - 2 * room.PER_STUDENT)
+    assert seen is None and late.state == "fix" and time.monotonic() - begin < 15
+    assert "2 ranks in 2 notebooks: 2 of 2 notebooks had no live ranks when the time was over" in late.says
+    monkeypatch.setenv("PYTHONHASHSEED", "x")
+    seen, (broken,) = room.hold_class(2, 4, timeout=60.0)
+    assert seen is None and broken.state == "fix" and "notebook 0 ended at its start: " in broken.says
+    assert survivors(tmp_path) == []
+
+    seen = {"students": 20, "ranks_each": 4, "ranks": 20, "seconds": 40.0, "free": 17 * 2**30, "shared_memory": 0}
+    seen |= {"rank_bytes": 2**28, "rank_threads": 19, "rank_files": 74}
+    seen |= {"notebook_bytes": 2**27, "notebook_threads": 8, "notebook_files": 59}
+    memory = {finding.subject: finding for finding in room.judge(seen)}["the class's memory"]
+    assert memory.state == "fix" and "24.6 GiB of 17.0 GiB free" in memory.says  # (4 · 256 + 128 + 110) MiB each
+    assert memory.fix.startswith("12 students here") and "lab.start(2) in place of 4" in memory.fix
+    states = {finding.subject: finding.state for finding in room.judge(seen | {"free": 2**36, "rank_threads": 10**6})}
+    assert states["the class's memory"] == "good" and states["the class's threads"] == "fix"
+    assert room.START_TIMEOUT == session.START_TIMEOUT
 
 
 def test_a_probe_that_hangs_is_given_up(tmp_path):

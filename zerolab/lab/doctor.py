@@ -537,17 +537,26 @@ def _how(ranks: int, gpus: int, nccl: bool, links: bool) -> dict[str, str]:
 # -- the whole visit ---------------------------------------------------------------------------------------------------
 
 
-def doctor(ranks: int = 4, ports: Sequence[int] = (), timeout: float = 60.0, json_file: str | None = None) -> int:
+def doctor(
+    ranks: int = 4,
+    ports: Sequence[int] = (),
+    timeout: float = 60.0,
+    json_file: str | None = None,
+    students: int | None = None,
+) -> int:
     """Look at everything, print it; the exit status: 0 all is well, 1 something needs fixing.
 
-    Raises `Refused` before any work if an argument makes no sense.
+    students: also start as many live ranks, and count up what a class needs in which each has `ranks`. Raises `Refused`
+    before any work if an argument makes no sense.
     """
     if ranks < 1 or timeout <= 0:
         raise Refused(f"--ranks and --timeout must be more than 0, not {ranks} and {timeout:g}")
+    if students is not None and students < 1:
+        raise Refused(f"--students must be 1 or more, not {students}")
     if json_file and (Path(json_file).is_dir() or not Path(json_file).absolute().parent.is_dir()):
         raise Refused(f"--json {json_file}: cannot write there")
     begin = time.monotonic()
-    report = examine(ranks, ports, timeout)
+    report = examine(ranks, ports, timeout, students)
     if json_file:
         Path(json_file).write_text(json.dumps(report, indent=1) + "\n")
     show(report)
@@ -557,7 +566,7 @@ def doctor(ranks: int = 4, ports: Sequence[int] = (), timeout: float = 60.0, jso
     return report["status"]
 
 
-def examine(ranks: int, ports: Sequence[int], timeout: float) -> dict[str, Any]:
+def examine(ranks: int, ports: Sequence[int], timeout: float, students: int | None = None) -> dict[str, Any]:
     """What --json writes. timeout: of each probe, in seconds."""
     asked = [check_port(port) for port in ports]  # first: may refuse
     findings = [check_python(), check_torch(), check_packages(), check_backends(), check_memory(ranks)]
@@ -574,10 +583,14 @@ def examine(ranks: int, ports: Sequence[int], timeout: float) -> dict[str, Any]:
         entry, finding = all_reduce(kind, many, timeout, min(GROUP_TIMEOUT, timeout / 2))
         measured += [entry] * (entry is not None)
         findings.append(finding)
+    room = None
+    if students is not None:
+        room, about = importlib.import_module("zerolab.lab.room").hold_class(students, ranks, timeout)
+        findings += about
     rows = lessons(Path(__file__).resolve().parents[2] / "lessons", len(usable), bool(gpus.get("nccl")))
     status = int(any(finding.state == "fix" for finding in findings))
     report = {"status": status, "findings": [asdict(finding) for finding in findings], "gpus": gpus}
-    return report | {"all_reduce": measured, "lessons": rows}
+    return report | {"all_reduce": measured, "lessons": rows, "class": room}
 
 
 def show(report: dict[str, Any]) -> None:

@@ -109,7 +109,7 @@ class Notebook:
 
     def begin(self, code: str) -> None:
         self.told = ""
-        self.client.execute(code)
+        self.cell = self.client.execute(code)
 
     def until(self, text: str, seconds: float = 60.0) -> str:
         """Read what the cell shows until `text` is in it."""
@@ -117,6 +117,8 @@ class Notebook:
         while text not in self.told:
             message = self.client.get_iopub_msg(timeout=max(0.1, deadline - time.monotonic()))
             content = message["content"]
+            if message["parent_header"].get("msg_id") != self.cell:
+                continue
             self.told += content.get("text", "") + "\n".join(content.get("traceback", []))
             if "execution_state" in content:
                 self.told += f"<{content['execution_state']}>"
@@ -168,6 +170,30 @@ def test_a_second_classroom_does_not_start_in_the_same_folder(room: Room, tmp_pa
     assert done.returncode == 2 and f"another classroom runs in {room.folder}" in done.stderr
 
 
+def test_packages_are_read_only_and_other_students_out_of_sight(room: Room) -> None:
+    if "unshare" in room.told():
+        pytest.skip(f"no mount namespaces here: {room.told()}")
+    notebook = Notebook(room, room.handout()[0])
+    notebook.begin(READ_ONLY)
+    told = notebook.until("<idle>").splitlines()
+    assert told[:3] == ["<busy>Read-only file system", "Read-only file system", "['student-1']"]
+    assert "not permitted" in told[3] or "superuser" in told[3] or "denied" in told[3]
+    notebook.close()
+
+
+READ_ONLY = """
+import os, subprocess, sys
+import zerolab
+for folder in (sys.prefix, os.path.dirname(zerolab.__file__)):
+    try:
+        open(os.path.join(folder, "written"), "w")
+    except OSError as error:
+        print(error.strerror)
+print(os.listdir("../.."))
+print(subprocess.run(["umount", sys.prefix], capture_output=True, text=True).stderr)
+"""
+
+
 def test_closed_notebooks_leave_nothing_and_their_gpus_go_to_the_next(room: Room) -> None:
     first, second = (Notebook(room, row) for row in room.handout()[:2])
     first.begin("from zerolab import lab\nlive = lab.start(1, device='cuda')")
@@ -186,9 +212,7 @@ def test_closed_notebooks_leave_nothing_and_their_gpus_go_to_the_next(room: Room
     wait_until(lambda: not _lives(ranks[0]), 10.0)
     second.until("(leased: GPUs 0, 1)")
     # Too much memory: the rank that holds it is ended, the notebook is told why.
-    second.begin(
-        "live.run('import torch; many = torch.ones(400_000_000) if rank == 1 else None; import time; time.sleep(20)')"
-    )
+    second.begin("live.run('import time, torch; many = rank and (torch.ones(400_000_000), time.sleep(20))')")
     told = second.until("<idle>", 40.0)
     assert "rank 1 was ended: the classroom ended this rank, which held" in told, told
     assert "each student may hold 1.20 GB, and yours held" in told

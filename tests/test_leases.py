@@ -239,7 +239,7 @@ def test_live_ranks_have_a_lease_and_lose_it(tmp_path, monkeypatch, capsys) -> N
     """Numbers are lent and the ranks stay on the CPU, as in a rehearsal."""
     monkeypatch.setenv(lease.REHEARSAL, "1")
     monkeypatch.setenv(lease.SOCKET, str(tmp_path / "0"))
-    with lending(tmp_path, 2, 2, seconds=5.0, idle=60.0) as broker:
+    with lending(tmp_path, 2, 2, seconds=2.0, idle=60.0) as broker:
         notebook = python("-c", NOTEBOOK)
         try:
             monkeypatch.setenv(lease.SOCKET, str(tmp_path / "1"))
@@ -257,17 +257,17 @@ def test_live_ranks_have_a_lease_and_lose_it(tmp_path, monkeypatch, capsys) -> N
             finish(notebook)
         live = lab.start(2, device="cuda")
         told = capsys.readouterr().out
-        assert told.startswith("GPUs 0, 1 for 5 seconds, and then until somebody waits; lab.stop() gives back\n")
+        assert told.startswith("GPUs 0, 1 for 2 seconds, and then until somebody waits; lab.stop() gives back\n")
         assert "2 ranks on the CPU, as this classroom is a rehearsal without GPUs (leased: GPUs 0, 1)." in told
         seen = live.run("import os; print(os.environ['CUDA_VISIBLE_DEVICES'] == '', os.environ['ZEROLAB_LEASE'])")
         assert seen[0].text == seen[1].text and re.fullmatch(r"True [0-9a-f]{16}\n", seen[0].text)
-        time.sleep(5.0)
+        time.sleep(1.0)
         live.run("pass")  # its time is over, but nobody waits
         other = threading.Thread(target=lambda: ask(tmp_path, 0, 1).release())
         other.start()
         with pytest.raises(session.RankFailure) as caught:
             live.run("import time; time.sleep(60)")
-        why = 'GPUs 0, 1 went back: the time of 5 seconds is over and others wait; lab.start(device="cuda") asks again'
+        why = 'GPUs 0, 1 went back: the time of 2 seconds is over and others wait; lab.start(device="cuda") asks again'
         assert f"was ended: {why}" in str(caught.value)
         other.join(5.0)
         assert not other.is_alive()

@@ -3,12 +3,17 @@
 from __future__ import annotations
 
 import json
+import os
 import re
+import signal
+import socket
+import time
 from pathlib import Path
 
 import jobs_flight
 import pytest
 from jobs_flight import told
+from test_launch import finish, python
 
 import zerolab
 from zerolab import flight
@@ -47,12 +52,11 @@ def test_a_slow_rank_is_named_with_the_line_that_it_is_in(ranks):
 
 def test_a_rank_that_waits_elsewhere_is_named_with_what_it_waits_for(ranks):
     """Rank 2 leaves out its reductions, and goes on to the engine's message at the end of backward."""
-    for stage in (1, 3):
-        results = run(ranks, jobs_flight.train, "skips", stage)
-        waits = r"rank 2 did not come to #\d+ reduce-scatter of blocks.1 \(backward\), for which ranks 0, 1 wait: "
-        for error, _, _ in results:
-            assert re.search(waits + "it waits in exchange of used parameters$", error), error
-        assert "rank 2:\n" in one_table(results)
+    results = run(ranks, jobs_flight.train, "skips", 1)
+    waits = r"rank 2 did not come to #\d+ reduce-scatter of blocks.1 \(backward\), for which ranks 0, 1 wait: "
+    for error, _, _ in results:
+        assert re.search(waits + "it waits in exchange of used parameters$", error), error
+    assert re.search(r"\nrank 2:\n  completed .*\n  waits in   exchange of used parameters ", one_table(results))
 
 
 def test_a_collective_of_the_script_is_known_from_torch(ranks):
@@ -89,6 +93,24 @@ def test_ranks_that_died_or_stopped_are_named(ranks, tmp_path: Path):
         assert seconds < TIMEOUT + 6.0
     text = one_table(results)
     assert re.search(r"\nrank 2:\n  no record: process \d+ on \S+ is dead\n", text)
+
+
+def test_a_store_that_does_not_answer_holds_nobody_up():
+    """Rank 0 holds the store, and is stopped. Whoever asks the store then would wait for ever."""
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    world = {"WORLD_SIZE": 2, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "TORCH_CPP_LOG_LEVEL": "ERROR"}
+    first, second = [python(jobs_flight.__file__, TIMEOUT, RANK=rank, **world) for rank in (0, 1)]
+    begin = time.monotonic()
+    try:
+        _, err = finish(second)
+    finally:
+        os.killpg(first.pid, signal.SIGKILL)
+        finish(first)
+    assert "CommError: rank 1 of 2: all-gather of root (forward) failed: " in err, err
+    assert "\nthe store does not answer, so nobody can be asked: who holds it" in err
+    assert re.search(r"\nrank 1:\n  completed .*\n  waits in   #\d+ all-gather of root \(forward\) ", err)
+    assert second.returncode == 1 and time.monotonic() - begin < 40  # most of it to start
 
 
 # ---------------------------------------------------------------------- of rows that were made by hand

@@ -249,6 +249,21 @@ def test_a_rank_that_does_not_come_fails_the_others_in_time(fresh: Session, monk
     assert lines[3] == f"ranks 0, 2, 3: raised LostRank: {late}"
 
 
+def test_the_flight_recorder_tells_under_the_cell(fresh: Session, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The engine's collectives are not the learner's lines: which one failed, and why, only the recorder knows."""
+    monkeypatch.setattr(session, "GROUP_TIMEOUT", 1.5)
+    fresh.reset()
+    fresh.run("zero = zerolab.shard(torch.nn.Linear(4, 4), 3); zero.model(torch.ones(1, 4)).sum().backward()")
+    error = fails(fresh, "import time\nif rank == 2:\n    time.sleep(4)\nzero.model(torch.ones(1, 4))")
+    assert error.rank in (0, 1, 3) and "CommError: rank" in str(error)
+    late = (
+        r"rank 2 did not come to (#\d+ )?[\w -]+ of root( \(forward\))?, for which ranks 0, 1, 3 wait: it is at line 4"
+    )
+    assert re.search(late, str(error)), str(error)
+    (text,) = [result.text for result in error.results.values() if "flight recorder" in result.text]
+    assert "\nranks 0, 1, 3:\n  completed " in text and "in <module>: time.sleep(4)\n" in text
+
+
 def test_a_cell_may_be_given_a_time(fresh: Session) -> None:
     error = fails(fresh, "while rank == 2: pass", timeout=1.0)
     assert str(error).startswith("the cell took longer than 1 s and was interrupted\nrank 2 was interrupted\n")

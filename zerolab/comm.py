@@ -14,10 +14,11 @@ Three promises, whatever the backend:
 from __future__ import annotations
 
 import json
+import threading
 import time
 import zlib
 from collections.abc import Callable, Generator, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from datetime import timedelta
 from functools import partial
@@ -133,6 +134,27 @@ class Pending:
     @property
     def done(self) -> bool:
         return self._issued is None
+
+
+class _Question:
+    """Asks for a complaint in a thread, which alone hangs where the store does not answer: its host may be cut off."""
+
+    def __init__(self, complaint: Complaint) -> None:
+        self._complaint, self._reason = complaint, None
+        self._thread = threading.Thread(target=self._ask, daemon=True)
+        self._thread.start()
+
+    def _ask(self) -> None:
+        with suppress(dist.DistError):  # without a store nobody complains: the timeout of the group will tell
+            self._reason = self._complaint()
+
+    def reason(self) -> str | None:
+        self._thread.join(POLL.total_seconds())
+        return self._reason
+
+    @property
+    def over(self) -> bool:
+        return not self._thread.is_alive()
 
 
 class Comm:
@@ -302,6 +324,7 @@ class Comm:
 
     def _wait(self, work: Any, what: str, entry: flight.Entry, complaint: Complaint) -> None:
         """Wait in short turns: Ctrl-C gets through, and so does the news that another rank went another way."""
+        question: _Question | None = None
         while True:
             try:
                 work.wait(POLL)
@@ -309,7 +332,9 @@ class Comm:
             except RuntimeError as error:
                 if work.is_completed():  # failed, or the group's timeout passed
                     raise self._failure(what, error, entry) from error
-                if reason := complaint():
+                if complaint is not _no_complaint and (question is None or question.over):
+                    question = _Question(complaint)
+                if question is not None and (reason := question.reason()):
                     self._note("stopped", {"gather": self._gathers})
                     raise CommError(f"rank {self.rank}, {what}: {reason}\n{_ROUTING}") from None
 

@@ -35,7 +35,7 @@ WIDTH = 80
 KEPT = 64  # collectives of a process
 TURN = 0.3  # seconds between two looks whether a rank has asked
 PATIENCE = 2.0  # seconds that the others have to answer
-LIMIT = 5.0  # seconds until a failure is told without the others: who holds the store may be stopped
+LIMIT = 4.0  # seconds until a failure is told without the others
 
 Row = dict[str, Any]  # what a rank answers, see _row
 
@@ -80,12 +80,15 @@ class _World:
         self.recent: deque[Entry] = deque(maxlen=KEPT)
         self.logs: dict[str, Log] = {}
         self._asked, self._told, self._stopped = threading.Event(), threading.Event(), False
-        self._verdict = ""
+        self._verdict: str | None = None
+        self._text = ""  # the table, on the rank that is to print it
         self._thread: threading.Thread | None = None
-        store = dist.distributed_c10d._get_default_store()
-        if self.size > 1 and dist.get_backend() != "fake" and hasattr(store, "clone"):
+        if self.size == 1 or dist.get_backend() == "fake":
+            return
+        with suppress(AttributeError, RuntimeError):  # a store of the user's own may not be able to
             # A connection of its own: on the other one the main thread may be waiting.
-            self._store = dist.PrefixStore("zerolab/flight", store.clone())
+            store = dist.distributed_c10d._get_default_store().clone()
+            self._store = dist.PrefixStore("zerolab/flight", store)
             self._thread = threading.Thread(target=self._watch, name="flight recorder", daemon=True)
             self._thread.start()
 
@@ -104,7 +107,22 @@ class _World:
             failed.wait = failed.wait or time.time()
         self._asked.set()
         self._told.wait(LIMIT)
+        if self._verdict is None:
+            self._verdict = self._tell_alone()
+        text, self._text = self._text, ""
+        if text:  # not in the thread: a notebook would show it under the cell that started that
+            line = "-" * WIDTH
+            sys.stderr.write(f"{line}\n{text}\n{line}\n")
+            sys.stderr.flush()
         return self._verdict
+
+    def _tell_alone(self) -> str:
+        sentence = (
+            "the store does not answer, so nobody can be asked: who holds it (torchrun's agent on the first host, "
+        )
+        sentence += "or rank 0) has ended, is stopped or cut off"
+        self._text = table({self.rank: _row(self)}, self.rank, sentence)
+        return sentence
 
     def stop(self) -> None:
         self._stopped = True
@@ -171,7 +189,7 @@ class _World:
     def _tell(self, rows: dict[int, Row]) -> None:
         self._verdict = verdict(rows)
         if self._store.add("printers", 1) == 1:
-            _print(table(rows, self.rank, self._verdict))
+            self._text = table(rows, self.rank, self._verdict)
             self._store.set("verdict", self._verdict)
         elif self._comes("verdict", 1.0):  # whoever sees this rank fail may end the one that prints
             self._verdict = self._store.get("verdict").decode()
@@ -362,7 +380,7 @@ def table(rows: dict[int, Row], asker: int, sentence: str) -> str:
         key = json.dumps([line[:3] for line in lines])
         alike.setdefault(key, []).append(rank)
         kept[key] = [max(pair, key=lambda line: line[3]) for pair in zip(kept.get(key, lines), lines)]
-    text = [f"flight recorder of {len(rows)} ranks, asked by rank {asker} when its collective failed"]
+    text = [f"flight recorder: rank {asker} asked when its collective failed"]
     for key, ranks in alike.items():
         text.append(f"{_ranks(ranks)}:")
         for doing, what, shape, seconds in kept[key]:
@@ -407,9 +425,3 @@ def _ranks(ranks: Iterable[int]) -> str:
         numbers = [number for _, number in run]
         parts += [f"{numbers[0]}-{numbers[-1]}"] if len(numbers) > 2 else map(str, numbers)
     return f"rank{'s' * (len(ordered) > 1)} {', '.join(parts)}"
-
-
-def _print(text: str) -> None:
-    line = "-" * WIDTH
-    sys.stderr.write(f"{line}\n{text}\n{line}\n")
-    sys.stderr.flush()

@@ -337,7 +337,7 @@ class Ranks:
                     replies[rank] = _receive(process, pipe)
                     if replies[rank].verdict != "done":  # perhaps only a consequence of what we hear next
                         # After a death the others may be about to say what they waited for (flight.py).
-                        patience = 1.5 if replies[rank].verdict == "died" else 0.5
+                        patience = 2.5 if replies[rank].verdict == "died" else 0.5
                         deadline = min(deadline, time.monotonic() + patience)
         if len(replies) < size or any(reply.verdict != "done" for reply in replies.values()):
             raise self._error(size, replies, doing)

@@ -308,7 +308,7 @@ lines = record(zerolab.DDP), record(Zero1)
 # %%
 lines = lab.pull("lines", rank=0)
 if lab.predicted("04.1"):
-    plots.show(plots.skyline(lines))
+    plots.show(plots.skyline(lines, learner=[False, lab.passed("04.2")]))
 
 # %%
 from zerolab.measure.timeline import KINDS

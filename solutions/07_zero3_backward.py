@@ -226,7 +226,7 @@ from zerolab.lab import plots
 
 lines = lab.pull("line3")
 if lab.predicted("07.3"):
-    plots.show(plots.skyline([lab.pull("line2", rank=0), lines[0]], learner=lab.passed("07.1")))
+    plots.show(plots.skyline([lab.pull("line2", rank=0), lines[0]], learner=[False, lab.passed("07.1")]))
 
 # %% [markdown]
 # The saw has teeth twice as high in backward: two blocks. Under the activations gradients pile up, but only slices of them.

@@ -36,7 +36,8 @@ from zerolab import DDP, Zero1, Zero2, Zero3
 from zerolab.lab.paper import FIGURE_1, SIZES, simulate_gpt
 
 stages = [lab.mine(stage) for stage in (DDP, Zero1, Zero2, Zero3)]
-yours = all(lab.passed(id) for id in ("03.3", "04.2", "05.1", "06.2", "07.1"))  # solid bars, else hatched
+written = (("03.3",), ("04.2",), ("05.1",), ("06.2", "07.1"))
+yours = [all(map(lab.passed, ids)) for ids in written]  # of each stage: then its bar is solid, else hatched
 for stage in stages:
     stage.prefetch = False  # nothing is gathered before its turn, as in lessons 06 and 07
 
@@ -62,7 +63,7 @@ if lab.predicted("16.1"):
 # %%
 if lab.predicted("16.1") and lab.predicted("16.2") and lab.predicted("16.3"):
     bars = {s.__name__: {kind: size / 1e9 for kind, size in run.states.items()} for s, run in zip(stages, runs)}
-    subtitle = "7.5 billion parameters on 64 GPUs, bf16 with Adam; simulated, held when backward returns"
+    subtitle = "7.5 billion parameters on 64 GPUs, bf16, Adam; simulated"
     picture, _ = plots.stacks(bars, "Figure 1 of the paper, from your classes", subtitle, "GB", learner=yours)
     said = ", ".join(f"{gb:.3g}" for gb in held)
     plots.show((picture, f"{said} GB: stage 1 cuts optimizer state and masters, 2 the gradients, 3 the weights."))
@@ -79,7 +80,7 @@ if lab.predicted("16.1") and lab.predicted("16.2") and lab.predicted("16.3"):
 
 # %%
 if lab.predicted("16.3"):
-    plots.show(plots.skyline([runs[2].timeline, runs[3].timeline]))
+    plots.show(plots.skyline([runs[2].timeline, runs[3].timeline], learner=yours[2:]))
 
 # %%
 # NBVAL_CHECK_OUTPUT
@@ -150,11 +151,13 @@ lab.check("16.1")
 # for units in flight: read it as a lower bound.)
 
 # %%
+# NBVAL_CHECK_OUTPUT
 fewest = lab.mine("16.1")
 needed = fewest(13_000_000_000, 80e9, 12e9)
 if lab.passed("16.1"):
     print({stage: n for stage, n in needed.items() if n is not None and n <= 32})
-assert needed == {0: None, 1: 10, 2: 5, 3: 3}
+else:
+    print("written and passed, it answers here")
 
 # %% [markdown]
 # ## The largest model

@@ -33,7 +33,7 @@ from pathlib import Path
 
 import psutil
 
-from zerolab.lab.__main__ import copy_lessons
+from zerolab.lab.__main__ import REMEMBERED, copy_lessons
 from zerolab.lab.classroom import lease, notices, shield
 from zerolab.lab.classroom.broker import Broker
 
@@ -76,6 +76,12 @@ class Lab:
         return self.home / "work"
 
     @property
+    def page(self) -> str:
+        """Where a lab opens: at the first lesson."""
+        first = next(iter(sorted(self.work.glob("00_*.ipynb"))), None)
+        return f"/lab/tree/{first.name}" if first is not None else "/lab"
+
+    @property
     def notices(self) -> Path:
         return self.home / "notices"
 
@@ -97,12 +103,14 @@ class Classroom:
         self.folder, self.ip, self.rehearsal, self.tell = folder.resolve(), ip, rehearsal, tell
         self.first_port, self.labs = first_port, []
         self.broker = Broker(gpus, lease_seconds)
-        self._names = [f"student-{number:0{len(str(students))}}" for number in range(1, students + 1)]
+        self._lessons = Path()
+        self._names = [f"student-{number:02}" for number in range(1, students + 1)]
         self._lock = self._scratch = None
         self._shield = False
 
     def open(self, lessons: Path) -> None:
-        """Make the folders and begin to start the labs; `look` goes on with that."""
+        """Make the folders; `look` begins to start the labs."""
+        self._lessons = lessons
         self.folder.mkdir(parents=True, exist_ok=True, mode=0o700)
         self._lock = os.open(self.folder / ".lock", os.O_CREAT | os.O_RDWR | os.O_CLOEXEC, 0o600)
         try:
@@ -119,11 +127,7 @@ class Classroom:
             lab.port = self._free_port(lab.port, taken)
             taken.add(lab.port)
             self.labs.append(lab)
-            lab.notices.mkdir(parents=True, exist_ok=True)
-            lab.home.chmod(0o700)
-            for line in copy_lessons(lessons, lab.work):
-                self.tell(f"{name}: {line}")
-            self._configure(lab)
+            self._furnish(lab)
         self._write_handout()
         self._scratch = Path(tempfile.mkdtemp(prefix="zerolab-"))  # for this user; a socket's path must be short
         (self._scratch / "aside").mkdir()
@@ -161,12 +165,23 @@ class Classroom:
             table = csv.writer(file)
             table.writerow(["student", "port", "token", "address"])
             for lab in self.labs:
-                address = f"http://{f'[{host}]' if ':' in host else host}:{lab.port}/lab?token={lab.token}"
+                address = f"http://{f'[{host}]' if ':' in host else host}:{lab.port}{lab.page}?token={lab.token}"
                 table.writerow([lab.student, lab.port, lab.token, address])
         new.replace(self.handout)
 
-    def _configure(self, lab: Lab) -> None:
-        """The token in a file, not on the command line or in the environment, which a notebook's cell could show."""
+    def _furnish(self, lab: Lab) -> None:
+        """The student's folder, or what is missing of it.
+
+        The token is in a file, not on the command line or in the environment, which a notebook's cell could show.
+        """
+        lab.notices.mkdir(parents=True, exist_ok=True)
+        lab.home.chmod(0o700)
+        try:
+            lines = copy_lessons(self._lessons, lab.work)
+        except ValueError as error:
+            lines = [f"the lessons were not renewed: {lab.work / REMEMBERED} is damaged ({error}): delete it"]
+        for line in lines:
+            self.tell(f"{lab.student}: {line}")
         file = lab.home / ".jupyter/jupyter_server_config.json"
         file.parent.mkdir(exist_ok=True)
         file.touch(0o600)
@@ -207,11 +222,17 @@ class Classroom:
         for lab in self.labs:
             soon = lab.starts and now < lab.started + PAUSE
             if lab.process is None and not soon and starting < (os.cpu_count() or 1):
-                self._start(lab)
+                lab.started, lab.ready, lab.starts = now, False, lab.starts + 1
                 starting += 1
+                try:
+                    self._start(lab)
+                except OSError as error:  # a full disk, or what a student has made of the folder
+                    self.tell(f"{lab.student}: JupyterLab cannot be started, and is tried again: {error}")
         self._reap()
 
     def _start(self, lab: Lab) -> None:
+        if lab.starts > 1:
+            self._furnish(lab)
         taken = {other.port for other in self.labs if other is not lab}
         if (port := self._free_port(lab.port, taken)) != lab.port:
             self.tell(f"{lab.student}: port {lab.port} was taken, it is {port} now; {self.handout} has the new address")
@@ -220,8 +241,7 @@ class Classroom:
         command = [sys.executable, "-c", LAST, str(os.getpid()), "-m", "jupyterlab", "--no-browser"]
         command += [f"--ip={self.ip}", f"--port={lab.port}", "--ServerApp.port_retries=0"]
         command += [f"--ServerApp.root_dir={lab.work}", f"--MappingKernelManager.cull_idle_timeout={CULL}"]
-        if (first := next(iter(sorted(lab.work.glob("00_*.ipynb"))), None)) is not None:
-            command.append(f"--LabApp.default_url=/lab/tree/{first.name}")
+        command.append(f"--LabApp.default_url={lab.page}")
         if os.geteuid() == 0:
             command.append("--allow-root")
         if self._shield:
@@ -237,7 +257,6 @@ class Classroom:
                 stderr=log,
                 start_new_session=True,  # Control-C is for the classroom
             )
-        lab.started, lab.ready, lab.starts = time.monotonic(), False, lab.starts + 1
 
     def _environment(self, lab: Lab) -> dict[str, str]:
         rest = {name: value for name, value in os.environ.items() if not name.startswith(NOT_FOR_STUDENTS)}

@@ -119,7 +119,7 @@ def _table(room: Classroom, usage: dict[str, Usage]) -> Any:
         numbers = [mine.notebooks, mine.ranks, in_bytes(mine.memory), len(progress.passed), len(progress.predictions)]
         rows.append([lab.student, state, gpus, *map(str, numbers)])
     free = in_bytes(psutil.virtual_memory().available)
-    return board.teacher_view(rows, f"{len(rows)} students · {free} of memory are free")
+    return board.teacher_view(rows, f"{len(rows)} student{'s' * (len(rows) > 1)} · {free} of memory are free")
 
 
 def show_board(folder: Path, plot: str | None) -> int:

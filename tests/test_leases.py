@@ -22,7 +22,7 @@ from test_launch import finish, python, wait_until
 
 from zerolab import lab
 from zerolab.lab import session
-from zerolab.lab.classroom import lease
+from zerolab.lab.classroom import lease, turns
 from zerolab.lab.classroom.broker import CONNECTIONS, Broker
 
 pytestmark = [
@@ -278,3 +278,49 @@ def test_live_ranks_have_a_lease_and_lose_it(tmp_path, monkeypatch, capsys) -> N
         assert broker.table()[0].gpus == ("0",)
         lab.stop()
         wait_until(lambda: not broker.table(), 5.0)
+
+
+# ---------------------------------------------------------------------- turns
+
+
+def test_ranks_start_in_turns_and_a_notebook_that_dies_blocks_nobody(tmp_path: Path, monkeypatch) -> None:
+    turns.make(tmp_path / "turns", 2)
+    monkeypatch.setenv(turns.FOLDER, str(tmp_path / "turns"))
+    fork, at_once = multiprocessing.get_context("fork"), multiprocessing.get_context("fork").Value("i", 0)
+
+    def start(number: int) -> None:
+        with turns.turn():
+            with at_once.get_lock():
+                at_once.value += 1
+                (tmp_path / f"{at_once.value} at once, {number}").touch()
+            time.sleep(0.3)
+            with at_once.get_lock():
+                at_once.value -= 1
+
+    def hold() -> None:
+        with turns.turn():
+            (tmp_path / "held").touch()
+            time.sleep(60)
+
+    notebooks = [fork.Process(target=start, args=(number,)) for number in range(6)]
+    for notebook in notebooks:
+        notebook.start()
+    for notebook in notebooks:
+        notebook.join(20.0)
+        assert notebook.exitcode == 0
+    assert len(list(tmp_path.glob("* at once, *"))) == 6
+    assert {path.name[0] for path in tmp_path.glob("* at once, *")} == {"1", "2"}
+    dead = fork.Process(target=hold)
+    dead.start()
+    wait_until((tmp_path / "held").exists, 10.0)
+    told: list[str] = []
+    with turns.turn():  # the second place
+        begin = time.monotonic()
+        with turns.turn(2.5, told.append):  # there is no third: it goes on when its time is over
+            assert 2.4 < time.monotonic() - begin < 5.0
+        assert told == ["other notebooks start their ranks: yours follow in turn"]
+        dead.kill()
+        dead.join(10.0)
+        begin = time.monotonic()
+        with turns.turn():
+            assert time.monotonic() - begin < 1.0

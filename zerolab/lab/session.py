@@ -36,7 +36,7 @@ import zmq
 from jupyter_client.blocking import BlockingKernelClient
 
 from zerolab.lab import network, registry, report
-from zerolab.lab.classroom import lease, notices
+from zerolab.lab.classroom import lease, notices, turns
 from zerolab.lab.rank import MIME, TARGET
 from zerolab.lab.report import Failure, Misused, Plain, RankFailure, Result
 
@@ -382,15 +382,16 @@ class Session:
     def _launch(self, ranks: Iterable[int]) -> None:
         """Start the processes of these ranks, side by side, and wait for their kernels."""
         ranks = list(ranks)
-        deadline = time.monotonic() + START_TIMEOUT
         try:
-            with self._lease.starting if self._lease is not None else nullcontext():
-                self._must_hold()
-                for rank in ranks:
-                    self._ranks[rank] = self._spawn(rank)
-            registry.write([rank.process.pid for rank in self._ranks.values()])
-            self._wait(ranks, deadline, lambda rank: self._ranks[rank].connect())
-            self._wait(ranks, deadline, self._answers)
+            with turns.turn():
+                deadline = time.monotonic() + START_TIMEOUT
+                with self._lease.starting if self._lease is not None else nullcontext():
+                    self._must_hold()
+                    for rank in ranks:
+                        self._ranks[rank] = self._spawn(rank)
+                registry.write([rank.process.pid for rank in self._ranks.values()])
+                self._wait(ranks, deadline, lambda rank: self._ranks[rank].connect())
+                self._wait(ranks, deadline, self._answers)
         except BaseException:  # KeyboardInterrupt too
             self.stop()
             raise

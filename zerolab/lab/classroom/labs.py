@@ -34,7 +34,7 @@ from pathlib import Path
 import psutil
 
 from zerolab.lab.__main__ import REMEMBERED, copy_lessons
-from zerolab.lab.classroom import lease, notices, shield
+from zerolab.lab.classroom import lease, notices, shield, turns
 from zerolab.lab.classroom.broker import Broker
 
 START_TIMEOUT = 120.0  # seconds until a JupyterLab must answer
@@ -131,6 +131,7 @@ class Classroom:
         self._write_handout()
         self._scratch = Path(tempfile.mkdtemp(prefix="zerolab-"))  # for this user; a socket's path must be short
         (self._scratch / "aside").mkdir()
+        turns.make(self._scratch / "turns", max(2, (os.cpu_count() or 1) // 2))
         why = shield.why_not(self.folder, self.labs[0].home, self._scratch / "aside")
         self._shield = not why
         if why:
@@ -272,6 +273,7 @@ class Classroom:
             "ZEROLAB_MY": lab.work / "my",
             STUDENT: lab.student,
             notices.FOLDER: lab.notices,
+            turns.FOLDER: self._scratch / "turns",
             "CUDA_VISIBLE_DEVICES": "",  # a notebook's own process is on the CPU; its ranks ask for GPUs
             "PYTHONDONTWRITEBYTECODE": 1,  # the packages are everybody's: nothing is written there
         }

@@ -41,7 +41,8 @@ def test_the_program_runs(tmp_path):
 
 def test_the_same_function_runs_under_torchrun(tmp_path):
     script = tmp_path / "train.py"
-    script.write_text(program().replace("print(zerolab.launch(main, 4))", 'print(f"loss {main():.3f}", flush=True)'))
+    last = 'print(f"loss {main():.3f}", flush=True)\n    torch.distributed.destroy_process_group()'
+    script.write_text(program().replace("print(zerolab.launch(main, 4))", last))
     said = run("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", str(script))
     assert len(re.findall(r"loss \d\.\d+", said)) == 2
 

@@ -53,7 +53,7 @@ for number, id in ((1, "16.1"), (2, "16.2"), (3, "16.3")):
 # NBVAL_CHECK_OUTPUT
 if lab.predicted("16.1"):
     for paper, engine, stage in zip(FIGURE_1, held, stages):
-        print(f"{stage.__name__:6} the paper {paper:6.1f} GB, your engine {engine:6.2f} GB")
+        print(f"{stage.__name__:6} the paper {paper:6.1f} GB, simulated {engine:6.2f} GB")
     assert all(abs(engine / paper - 1) < 0.01 for paper, engine in zip(FIGURE_1[:3], held))
 
 # %% [markdown]
@@ -63,8 +63,8 @@ if lab.predicted("16.1"):
 # %%
 if lab.predicted("16.1") and lab.predicted("16.2") and lab.predicted("16.3"):
     bars = {s.__name__: {kind: size / 1e9 for kind, size in run.states.items()} for s, run in zip(stages, runs)}
-    subtitle = "7.5 billion parameters on 64 GPUs, bf16, Adam; simulated"
-    picture, _ = plots.stacks(bars, "Figure 1 of the paper, from your classes", subtitle, "GB", learner=yours)
+    subtitle = "7.5 billion parameters on 64 GPUs, bf16 with Adam"
+    picture, _ = plots.stacks(bars, "Figure 1 of the paper, simulated", subtitle, "GB", learner=yours)
     said = ", ".join(f"{gb:.3g}" for gb in held)
     plots.show((picture, f"{said} GB: stage 1 cuts optimizer state and masters, 2 the gradients, 3 the weights."))
 

@@ -37,7 +37,7 @@ def test_the_learners_classes_make_figure_1(tmp_path):
         "Zero3": "your code (06.2), your code (07.1)",
     }.items():
         assert f"{stage}: {exercises}; the rest is the package's" in said
-    assert "Zero1  the paper   31.4 GB, your engine  31.40 GB" in said
-    assert "Zero3  the paper    1.9 GB, your engine   1.64 GB" in said
+    assert "Zero1  the paper   31.4 GB, simulated  31.40 GB" in said
+    assert "Zero3  the paper    1.9 GB, simulated   1.64 GB" in said
     assert "✓ 16.2 a plan that pays" in said
     assert "'sequences': 6}: 79.7 GB, 4.6 days, $7,066" in said

@@ -51,13 +51,13 @@ def go_wrong(case: str, zero: zerolab.Engine) -> None:
         os.kill(os.getpid(), signal.SIGSTOP)
 
 
-def reduce() -> None:
-    """Four units of the same size, whose bytes gloo mixes up without a word when rank 2 skips the second."""
+def reduce(sizes: list[int]) -> None:
+    """Four units, of which rank 2 skips the second."""
     comm = Comm(None, torch.device("cpu"))
     comm.phase = "backward"
-    for unit in "abcd":
+    for unit, size in zip("abcd", sizes, strict=True):
         if unit != "b" or comm.rank != 2:
-            comm.reduce_scatter(torch.empty(4), torch.ones(4 * comm.world_size), unit).wait()
+            comm.reduce_scatter(torch.empty(size), torch.ones(size * comm.world_size), unit).wait()
 
 
 def told(job: Callable[..., None], *arguments: object) -> tuple[str, str, float]:

@@ -69,7 +69,7 @@ def test_a_collective_of_the_script_is_known_from_torch(ranks):
 
 def test_a_rank_that_skips_one_of_many_alike_is_found_later(ranks):
     """The bytes of rank 2's c were taken for b's, and those of its d for c's. Only then somebody waits."""
-    results = run(ranks, jobs_flight.reduce)
+    results = run(ranks, jobs_flight.reduce, [4, 4, 4, 4])
     b, c = (f"reduce-scatter of {unit} (backward) (12,) float32" for unit in "bc")
     for rank, (error, _, _) in enumerate(results[:2]):
         assert error.startswith(f"rank {rank} of 3: reduce-scatter of d (backward) failed")
@@ -93,6 +93,17 @@ def test_ranks_that_died_or_stopped_are_named(ranks, tmp_path: Path):
         assert seconds < TIMEOUT + 6.0
     text = one_table(results)
     assert re.search(r"\nrank 2:\n  no record: process \d+ on \S+ is dead\n", text)
+
+
+def test_a_rank_that_skips_one_of_another_size_kills_another(ranks, tmp_path: Path):
+    """gloo ends the process that gets more than it expects. It takes its record with it, so `launch` gives the hint."""
+    with pytest.raises(zerolab.RankError) as caught:
+        job = (jobs_flight.reduce, [4, 8, 4, 4])
+        ranks.run(jobs_flight.told_in_files, str(tmp_path), *job, ranks=3, timeout=60, group_timeout=TIMEOUT)
+    hint = r"rank 2 of 3 was killed by SIGABRT \(as gloo .* has another one skipped a collective\?\), in "
+    assert re.match(hint, str(caught.value))
+    results = [json.loads(file.read_text()) for file in sorted(tmp_path.glob("rank*.json"))]
+    assert results and all(re.search(r"\nrank 2 did not come to #2 .* is dead$", error) for error, _, _ in results)
 
 
 def test_a_store_that_does_not_answer_holds_nobody_up():

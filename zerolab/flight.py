@@ -310,13 +310,16 @@ def verdict(rows: dict[int, Row]) -> str:
     """The sentence that names the odd rank, or one for each of several."""
     waits = {rank: call for rank, row in rows.items() if (call := _waits_in(row))}
     places = Counter((call["group"], call["number"]) for call in waits.values())
-    sentences = []
-    for (group, number), many in places.items():
+    sentences, told = [], set()
+    for (group, number), many in sorted(places.items(), key=lambda place: place[0][1]):
         made = {rank: _in_group(row, group) for rank, row in rows.items()}
         if other := _difference(made):
             return other
-        if many < max(places.values()):
+        if (
+            many < max(places.values()) or group in told
+        ):  # fewer may only wait for who waits here, or for an earlier one
             continue
+        told.add(group)
         call = next(calls[number] for calls in made.values() if number in calls)
         came = [rank for rank in call["ranks"] if number in made[rank]]
         name = f"{call['what']}, for which {_ranks(came)} wait{'s' * (len(came) == 1)}"

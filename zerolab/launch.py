@@ -399,6 +399,8 @@ def _receive(process: BaseProcess, pipe: Connection) -> _Reply:
     code = process.exitcode
     killed = code is not None and code < 0
     summary = f"was killed by {signal.Signals(-code).name}" if killed else f"exited with code {code}"
+    if killed and -code == signal.SIGABRT:
+        summary += " (as gloo does to a rank that gets more than it expects: has another one skipped a collective?)"
     return _Reply("died", summary, time=time.monotonic())
 
 

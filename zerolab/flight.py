@@ -117,10 +117,8 @@ class _World:
         return self._verdict
 
     def _tell_alone(self) -> str:
-        sentence = (
-            "the store does not answer, so nobody can be asked: who holds it (torchrun's agent on the first host, "
-        )
-        sentence += "or rank 0) has ended, is stopped or cut off"
+        holder = "who holds it (torchrun's agent on the first host, or rank 0) has ended, is stopped or cut off"
+        sentence = f"the store does not answer, so nobody can be asked: {holder}"
         self._text = table({self.rank: _row(self)}, self.rank, sentence)
         return sentence
 

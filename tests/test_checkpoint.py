@@ -194,29 +194,25 @@ def test_saved_at_n_loaded_at_m(ranks, saved, expected, m):
             assert buffers["bn.num_batches_tracked"] == 2
 
 
-def five(folder: str) -> Held:
-    torch.manual_seed(0)
-    zero, optimizer = fresh(Mixed(), 3)
-    train(Mixed(), zero, optimizer, range(2))
-    zerolab.save(f"{folder}/5-3", zero, optimizer)
-    held_before = held(zero, optimizer)
-    again, other = fresh(Mixed(), 1)
-    zerolab.load(f"{folder}/5-3", again, other)
-    held_after = held(again, other)
-    assert held_before.keys() == held_after.keys()
-    assert all(torch.equal(held_before[key][2], held_after[key][2]) for key in held_before)
-    zerolab.load(f"{folder}/2-2", again, other)
-    return held(again, other)
+def five(folder: str, jobs: list[tuple[str, int]]) -> list[Held]:
+    save_all(Mixed(), folder)
+    return [result[0] for result in load_all(Mixed(), folder, jobs)]
 
 
 def test_five_ranks(ranks, saved, expected, tmp_path):
-    shutil.copytree(f"{saved.folder}/2-2", tmp_path / "2-2")
-    parts = zerolab.launch(five, 5, str(tmp_path), timeout=90, threads=1)
-    assert_holds(parts, expected[2], 1)
-    results = ranks.run(load_all, Mixed(), str(tmp_path), [("5-3", 0), ("5-3", 2)], ranks=2)
-    fives = ranks.run(truth, Mixed(), 5, ranks=1)[0]
-    for i, stage in enumerate((0, 2)):
-        assert_holds([result[i][0] for result in results], fives, stage)
+    """Saved at 1 to 5 and loaded at 5, saved at 5 and loaded at 1 to 4; each stage to four, each from four."""
+    folder = str(shutil.copytree(saved.folder, tmp_path / "five"))
+    truths = expected | {5: ranks.run(truth, Mixed(), 5, ranks=1)[0]}
+    jobs = [(f"{n}-{stage}", (stage + n) % 4) for n in range(1, 6) for stage in range(4)]
+    parts = zerolab.launch(five, 5, folder, jobs, timeout=120, threads=1)
+    for i, (name, stage) in enumerate(jobs):
+        assert_holds([part[i] for part in parts], truths[int(name[0])], stage)
+    jobs = [(f"5-{stage}", stage) for stage in range(4)]
+    for m in range(1, 5):
+        jobs = [(name, (stage + 1) % 4) for name, stage in jobs]
+        results = ranks.run(load_all, Mixed(), folder, jobs, ranks=m, timeout=60)
+        for i, (_, stage) in enumerate(jobs):
+            assert_holds([result[i][0] for result in results], truths[5], stage)
 
 
 class Noisy(Mixed):

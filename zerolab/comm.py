@@ -258,6 +258,7 @@ class Comm:
         received = torch.empty_like(input)
         yield self._issue("reduce_scatter", unit, input, ring, partial(dist.all_to_all_single, received, input))
         _mean_in_rank_order(received.view(ring.size, -1), output)
+        received.untyped_storage().resize_(0)  # a thread of gloo's may not have let go of it yet
 
     def _all_reduce_steps(self, tensor: Tensor, unit: str, ring: Ring) -> Steps:
         if self.backend != "gloo":

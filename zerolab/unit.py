@@ -65,7 +65,9 @@ class Unit:
         self.complete = False  # whether `whole_grad` has all that is to travel
         self.grad: Tensor | None = None  # the averaged gradient, laid out as `master` is
         self.reduction: Any = None  # the reduction under way: anything with `wait()`
-        self._slice_only = False
+        self._slice_only = False  # of the gradient, when the reduction is over
+        self._leaving: Tensor | None = None  # the `whole_grad` that is to go then
+        self._lent = False  # no_sync has shown parts of `whole_grad` to the user
         self.have = [False] * len(named)  # which parameters `whole_grad` has a gradient for
         self.used = [False] * len(named)  # which it had one for when it was reduced in this backward
         self.arrived: set[int] = set()  # which of them came in this backward
@@ -252,6 +254,8 @@ class Unit:
     def release_grad(self) -> None:
         """Keep this rank's slice of the gradient and let the rest go, as soon as the reduction has read it."""
         self._slice_only = self.grad is not None
+        if self._slice_only and self.whole_grad is not None:
+            self._leaving, self.whole_grad = self.whole_grad, None
         if self.reduction is None:
             self._end_reduction()
 
@@ -271,7 +275,9 @@ class Unit:
             self.grad = _on_host(self.grad)
         elif self._slice_only:
             self.grad = self.grad.clone()
-        self._slice_only = False
+            if self._leaving is not None and not self._lent:  # at once: a thread of gloo's may still hold it
+                self._leaving.untyped_storage().resize_(0)
+        self._leaving, self._slice_only, self._lent = None, False, False
 
     def show_grad(self, used: list[bool]) -> None:
         """Show the averaged gradient as `.grad` of the parameters that some rank used, added to what is there."""
@@ -317,15 +323,16 @@ class Unit:
             if is_own and self.params[i].grad is shown:
                 self.params[i].grad = None
         self.kept_back = {}
-        if any(self.have):
+        self._lent = any(self.have)
+        if self._lent:
             self.whole_grad = self.whole_grad.to(torch.promote_types(self.whole_grad.dtype, torch.float32))
         else:
             self.whole_grad = None
 
     def drop_grads(self) -> None:
         """Forget what a backward that broke off has left."""
-        self.whole_grad = self.grad = self.reduction = None
-        self.complete = False
+        self.whole_grad = self.grad = self.reduction = self._leaving = None
+        self._lent = self.complete = False
         self.have = [False] * len(self.have)
 
     def end_backward(self, keep_ran: bool) -> None:

@@ -42,9 +42,10 @@ SIZES = {
     "cuda": {"layers": 12, "width": 1024, "heads": 16, "context": 512},  # 152 million, which fill a GPU
 }
 BATCH = {"cpu": 4, "cuda": 16}
-WARM_UP, LEARNING_RATE = 3, 1e-3
+WARM_UP = 3
+LEARNING_RATE = 3e-4  # with 1e-3 the loss jumps around step 40, and there rounding decides where to
 BUCKET = 25 * 2**20 // 4  # elements: DeepSpeed's buckets are as large as those of torch's DDP, 25 MB
-SAME_LOSS = 0.002  # of each other: bf16 is done by autocast in torch's DDP, by casting the weights elsewhere
+SAME_LOSS = {"fp32": 1e-4, "bf16": 0.002}  # of each other: bf16 is autocast in torch's DDP, cast weights elsewhere
 PAIRS = (
     ("DDP", "torch DDP"),
     ("Zero1", "ZeroRedundancyOptimizer"),
@@ -330,7 +331,7 @@ def bench(ranks: int | None, rounds: int, precisions: list[str], json_file: str 
         reports.append(measure(ranks, rounds, precision))
         rich.print(table(reports[-1]))
         for pair in reports[-1]["pairs"]:
-            if abs(pair["loss_ours"] / pair["loss_peer"] - 1) > SAME_LOSS:
+            if abs(pair["loss_ours"] / pair["loss_peer"] - 1) > SAME_LOSS[precision]:
                 print(f"WRONG: {pair['ours']} ends with loss {pair['loss_ours']}, {pair['peer']} {pair['loss_peer']}")
                 wrong = 1
         print(moved_line(reports[-1]))

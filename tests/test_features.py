@@ -60,6 +60,43 @@ def test_bytes_of_accumulation(ranks, n, name):
         assert sum(seen[stage][2] for seen in everyone) == PARAMETERS * (1 if stage else n)
 
 
+def let_go() -> list[tuple[list[int], list[int]]]:
+    """Bytes of the whole gradients to which somebody else still refers: after a backward, and after one that ends a
+    no_sync() in which parts of them were shown."""
+    seen = []
+    for stage in zerolab.STAGES:
+        kept: list[Tensor] = []
+
+        class Kept(stage):
+            def post_backward(self, unit: zerolab.Unit, kept: list[Tensor] = kept) -> None:
+                kept.append(unit.whole_grad)
+                super().post_backward(unit)
+
+        zero = Kept(TwoLayers(), units=[nn.Linear])
+
+        def backward(zero=zero, kept=kept) -> list[int]:
+            kept.clear()
+            zero.model(torch.ones(3, 6)).backward()
+            return [grad.untyped_storage().size() for grad in kept]
+
+        after_one = backward()
+        zero.model.zero_grad()
+        with zero.no_sync():
+            backward()
+        shown = [param.grad for param in zero.model.parameters()]
+        seen.append((after_one, backward()))
+        assert all(grad.isfinite().all() for grad in shown)
+    return seen
+
+
+def test_whole_gradients_go_when_they_are_reduced(ranks):
+    """And not when the last reference goes, which a thread of gloo's may hold. What no_sync has shown stays."""
+    for seen in ranks.run(let_go, ranks=2):
+        for stage, (after_one, after_no_sync) in enumerate(seen):
+            assert sum(after_one) == (0 if stage >= 2 else PADDED["fp32"][2] * 4)
+            assert sum(after_no_sync) == PADDED["fp32"][2] * 4
+
+
 # -- evaluation and generation, between the steps -------------------------------------------------------------------
 
 

@@ -45,14 +45,16 @@ test: $(STAMP) ## lint, format check and every test
 	@$(MAKE) --no-print-directory test-lessons
 
 # Both folders at the same time, since a notebook mostly waits for its ranks to start. Each begins without answers, as its
-# notebooks did when they were built.
+# notebooks did when they were built, and with an IPython profile of its own: kernels of both would share one history file.
+# A kernel that starts on a busy machine, or one that was paused, may need more than the usual minute.
 test-lessons: $(STAMP) ## every notebook from top to bottom, as a learner gets it and as solved
 	@$(MAKE) --no-print-directory -j2 $(if $(filter output-sync,$(.FEATURES)),--output-sync) nbval-lessons nbval-solutions
 
 nbval-%:
-	@answers=$$(mktemp -d); \
-	ZEROLAB_MY=$$answers/my $(BIN)/python -m pytest --nbval-lax --nbval-current-env $* && rc=0 || rc=$$?; \
-	rm -rf $$answers; exit $$rc
+	@own=$$(mktemp -d); \
+	ZEROLAB_MY=$$own/my IPYTHONDIR=$$own/ipython $(BIN)/python -m pytest --nbval-lax --nbval-current-env \
+	    --timeout 300 --nbval-kernel-startup-timeout 300 $* && rc=0 || rc=$$?; \
+	rm -rf $$own; exit $$rc
 
 test-fast: $(STAMP) ## the tests of the package alone, without the lab and the commands
 	$(BIN)/python -m pytest -m 'not slow' $(ARGS)

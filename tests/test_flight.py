@@ -103,7 +103,8 @@ def test_a_rank_that_skips_one_of_another_size_kills_another(ranks, tmp_path: Pa
     hint = r"rank 2 of 3 was killed by SIGABRT \(as gloo .* has another one skipped a collective\?\), in "
     assert re.match(hint, str(caught.value))
     results = [json.loads(file.read_text()) for file in sorted(tmp_path.glob("rank*.json"))]
-    assert results and all(re.search(r"\nrank 2 did not come to #2 .* is dead$", error) for error, _, _ in results)
+    # Who had got rank 2's bytes before it died took them for those of #2, and waits in #3.
+    assert results and all(re.search(r"\nrank 2 did not come to #[23] .* is dead$", error) for error, _, _ in results)
 
 
 def test_a_store_that_does_not_answer_holds_nobody_up():

@@ -97,6 +97,47 @@ def test_whole_gradients_go_when_they_are_reduced(ranks):
             assert sum(after_no_sync) == PADDED["fp32"][2] * 4
 
 
+def in_kept_memory(keep: bool) -> list[tuple[list[Tensor], list[bool], list[int]]]:
+    """Three steps, gradients set to None after each, but one of the second that the user still has. For each stage: the
+    gradients of every step, whether some of the next lie where they lay, and bytes of gradients after zero_grad()."""
+    seen = []
+    for stage in zerolab.STAGES:
+        torch.manual_seed(0)
+        zero = stage(TwoLayers(), units=[nn.Linear])
+        zero.keep_grad_memory = keep
+        optimizer = torch.optim.SGD(zero.model.parameters(), lr=0.1)
+        grads, places, held, mine = [], [], [], None
+        for step in range(4):
+            zero.model(torch.full((3, 6), 1.0 + step + zero.rank)).square().sum().backward()
+            shown = [param.grad for param in zero.model.parameters()]
+            grads += [grad.clone() for grad in shown]
+            places.append({grad.untyped_storage().data_ptr() for grad in shown if grad.numel()})
+            if step == 1:
+                mine = [(grad, grad.clone()) for grad in shown]
+            if step == 3:
+                assert all(torch.equal(grad, copy) for grad, copy in mine), "a gradient that the user has was changed"
+            optimizer.step()
+            del shown
+            zero.model.zero_grad()
+            held.append(model_states(zero, optimizer)["gradients"])
+        seen.append((grads, [not old.isdisjoint(new) for old, new in zip(places, places[1:])], held))
+    return seen
+
+
+def test_keep_grad_memory(ranks):
+    """The same gradients, in stages 0 and 1 in the memory of the last ones, unless the user has one of those."""
+    without, with_it = (ranks.run(in_kept_memory, keep, ranks=2) for keep in (False, True))
+    for plain, kept in zip(without, with_it, strict=True):
+        for stage in range(4):
+            assert all(map(torch.equal, plain[stage][0], kept[stage][0]))
+            assert plain[stage][2] == [0] * 4
+            if stage < 2:
+                assert kept[stage][1] == [True, False, True]
+                assert kept[stage][2] == [PADDED["fp32"][2] * 4] * 4
+            else:
+                assert kept[stage][2] == [0] * 4
+
+
 # -- evaluation and generation, between the steps -------------------------------------------------------------------
 
 

@@ -67,6 +67,7 @@ class Engine:
 
     stage: int
     prefetch = True  # gather the next unit while one computes; False: not before it is needed
+    keep_grad_memory = False  # True: what zero_grad() lets go is kept for the next backward, in stages 0 and 1
 
     def __init__(
         self,
@@ -469,6 +470,8 @@ class Engine:
                 raise RuntimeError(f"{type(self).__name__}.reduce() has left no unit.grad (unit {unit.name})")
             self._in_flight.append(unit)
             unit.complete = False
+            if self.keep_grad_memory:
+                unit.kept_memory = unit.whole_grad
             unit.whole_grad = None  # what of it is still wanted is held by the reduction, and by unit.grad
 
     def _advance_reductions(self, to_the_end: bool = False) -> None:

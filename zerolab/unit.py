@@ -63,6 +63,7 @@ class Unit:
 
         self.whole_grad: Tensor | None = None
         self.complete = False  # whether `whole_grad` has all that is to travel
+        self.kept_memory: Tensor | None = None  # an earlier `whole_grad`, for the next one to lie in
         self.grad: Tensor | None = None  # the averaged gradient, laid out as `master` is
         self.reduction: Any = None  # the reduction under way: anything with `wait()`
         self._slice_only = False  # of the gradient, when the reduction is over
@@ -227,7 +228,7 @@ class Unit:
         if grad.is_sparse:
             raise RuntimeError(f"{self.names[i]} has a sparse gradient; use Embedding(..., sparse=False)")
         if self.whole_grad is None:
-            self.whole_grad = torch.empty(self.layout.size, dtype=self.dtypes.reduce, device=self.whole.device)
+            self.whole_grad = self._new_whole_grad()
         slot = self.layout.slots[i]
         view = self.whole_grad.as_strided(slot.shape, slot.stride, slot.offset)
         if self.have[i]:
@@ -242,7 +243,7 @@ class Unit:
         self.used, self.have = self.have, [False] * len(self.have)
         self.complete = True
         if self.whole_grad is None:
-            self.whole_grad = torch.zeros(self.layout.size, dtype=self.dtypes.reduce, device=self.whole.device)
+            self.whole_grad = self._new_whole_grad().zero_()
             return
         for start, stop in self.layout.gaps:
             self.whole_grad[start:stop].zero_()
@@ -250,6 +251,15 @@ class Unit:
             if not used:
                 self.whole_grad[slot.offset : slot.end].zero_()
         self.whole_grad = self.whole_grad.to(self.dtypes.reduce)
+
+    def _new_whole_grad(self) -> Tensor:
+        """Uninitialised. In the memory of an earlier one if that was kept, and if no gradient lies in it any more."""
+        kept, self.kept_memory = self.kept_memory, None
+        if kept is not None:
+            storage = kept.untyped_storage()
+            if torch._C._storage_Use_Count(storage._cdata) == 2:  # `kept` and `storage`
+                return kept
+        return torch.empty(self.layout.size, dtype=self.dtypes.reduce, device=self.whole.device)
 
     def release_grad(self) -> None:
         """Keep this rank's slice of the gradient and let the rest go, as soon as the reduction has read it."""

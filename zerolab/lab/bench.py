@@ -90,7 +90,8 @@ def build(name: str, precision: str, sizes: dict[str, int]) -> Step:
     model: nn.Module = gpt
     autocast = torch.autocast(device.type, compute or torch.bfloat16, enabled=False)
     if name in zerolab.__all__:
-        getattr(zerolab, name)(gpt, units=[Block], precision=PRECISIONS[precision])
+        zero = getattr(zerolab, name)(gpt, units=[Block], precision=PRECISIONS[precision])
+        zero.keep_grad_memory = True  # as torch's DDP keeps its buckets
     elif name.startswith("FSDP2"):
         _fully_shard(gpt, compute, device, reshard=name.endswith("reshard"))
     else:

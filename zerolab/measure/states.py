@@ -31,7 +31,7 @@ def model_states(zero: Engine, optimizer: Optimizer, on: str | None = None) -> d
         there = host if unit.offload else device
         device["parameters"] += [unit.whole, unit.shard]
         there["parameters"] += unit.params
-        device["gradients"] += [unit.whole_grad, *(whole.grad for whole in unit.wholes)]
+        device["gradients"] += [unit.whole_grad, unit.kept_memory, *(whole.grad for whole in unit.wholes)]
         there["gradients"] += [unit.grad, *(param.grad for param in unit.params)]
         for param in unit.params:
             there["optimizer"] += optimizer.state.get(param, {}).values()

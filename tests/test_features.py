@@ -4,6 +4,7 @@ generation between steps, torch.compile, clipping of scaled gradients. Always ag
 from __future__ import annotations
 
 import time
+from itertools import pairwise
 from typing import Any
 
 import pytest
@@ -120,7 +121,7 @@ def in_kept_memory(keep: bool) -> list[tuple[list[Tensor], list[bool], list[int]
             del shown
             zero.model.zero_grad()
             held.append(model_states(zero, optimizer)["gradients"])
-        seen.append((grads, [not old.isdisjoint(new) for old, new in zip(places, places[1:])], held))
+        seen.append((grads, [not old.isdisjoint(new) for old, new in pairwise(places)], held))
     return seen
 
 

@@ -21,7 +21,8 @@ from rich.console import Console
 from test_launch import wait_until
 
 from zerolab.lab.checks.judge import digest
-from zerolab.lab.classroom import board
+from zerolab.lab.classroom import board, run
+from zerolab.lab.classroom.broker import Entry
 
 pytestmark = [
     pytest.mark.slow,
@@ -299,3 +300,24 @@ def test_the_board_trusts_nothing_that_a_student_may_write(tmp_path: Path) -> No
         console.print(*board.room_view(room))
     assert "[red]$" in shown.get() and "\x1b" not in shown.get() and "student-" not in shown.get()
     board.picture(room).savefig(io.BytesIO())
+
+
+def test_the_teachers_table_fits_on_a_terminal_of_80_columns() -> None:
+    everything, some = tuple("01234567"), ("0", "2", "3", "5", "6", "10")
+    uuid = f"GPU-{'8932f937-' * 4}"
+    entries = [
+        Entry("", everything, 599.9),
+        Entry("", some, 0.0),
+        Entry("", (), 0.0, 12),
+        Entry("", (uuid,), 61.0),
+        None,
+    ]
+    lent = [run._lent(entry) for entry in entries]
+    assert lent == [("0-7", "9:59"), ("0,2-3,5-6,10", "0:00"), ("place 12", ""), (uuid, "1:01"), ("", "")]
+    rows = [["student-20", "starts", *words, "12", "64", "12.3 GB", "14", "40"] for words in lent]
+    console = Console(file=io.StringIO(), width=80)
+    console.print(board.teacher_view(rows, "20 students"))
+    told = console.file.getvalue()
+    assert max(map(len, told.splitlines())) <= 80 and "…" not in told, told
+    words = ["student", "port", "GPUs", "left", "notebooks", "ranks", "memory", "pass", "predicted", "12.3 GB", "0-7"]
+    assert not [word for word in words if f"{word} " not in told.replace("\n", " \n")]

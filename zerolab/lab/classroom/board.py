@@ -150,7 +150,8 @@ def teacher_view(rows: Sequence[Sequence[str]], title: str) -> Any:
     """The table on the teacher's terminal, with names."""
     from zerolab.measure.units import table
 
-    result = table(title, ["student", "state", "GPUs"], ["notebooks", "ranks", "memory", "pass", "predicted"])
+    result = table(title, ["student", "port", "GPUs"], ["left", "notebooks", "ranks", "memory", "pass", "predicted"])
+    result.columns[2].no_wrap = False  # names may be long; no other column shall give way to them
     for row in rows:
         result.add_row(*row)
     return result

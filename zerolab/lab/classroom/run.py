@@ -18,6 +18,7 @@ from rich.live import Live
 
 from zerolab.lab.__main__ import OPEN, _only_here
 from zerolab.lab.classroom import board
+from zerolab.lab.classroom.broker import Entry
 from zerolab.lab.classroom.labs import Classroom, Refused
 from zerolab.lab.classroom.watch import Usage, Watch
 from zerolab.measure.units import in_bytes
@@ -111,15 +112,28 @@ def _table(room: Classroom, usage: dict[str, Usage]) -> Any:
     rows = []
     for lab in room.labs:
         mine, progress, entry = usage[lab.student], board.read(lab.work / "my"), lent.get(lab.student)
-        state = f"port {lab.port}" if lab.ready else "starts" if lab.process is not None else "down"
-        gpus = ""
-        if entry is not None:
-            left = f"{entry.left // 60:.0f}:{entry.left % 60:02.0f}"
-            gpus = f"{','.join(entry.gpus)} for {left}" if entry.gpus else f"place {entry.place}"
+        state = str(lab.port) if lab.ready else "starts" if lab.process is not None else "down"
         numbers = [mine.notebooks, mine.ranks, in_bytes(mine.memory), len(progress.passed), len(progress.predictions)]
-        rows.append([lab.student, state, gpus, *map(str, numbers)])
+        rows.append([lab.student, state, *_lent(entry), *map(str, numbers)])
     free = in_bytes(psutil.virtual_memory().available)
     return board.teacher_view(rows, f"{len(rows)} student{'s' * (len(rows) > 1)} · {free} of memory are free")
+
+
+def _lent(entry: Entry | None) -> tuple[str, str]:
+    """The GPUs that a student has, and for how long they are guaranteed; or the place in the queue."""
+    if entry is None:
+        return "", ""
+    if not entry.gpus:
+        return f"place {entry.place}", ""
+    runs: list[list[str]] = []
+    for name in entry.gpus:
+        if runs and runs[-1][-1].isdecimal() and name == str(int(runs[-1][-1]) + 1):
+            runs[-1].append(name)
+        else:
+            runs.append([name])
+    names = ",".join(run[0] if len(run) == 1 else f"{run[0]}-{run[-1]}" for run in runs)
+    left = int(entry.left)
+    return names, f"{left // 60}:{left % 60:02}"
 
 
 def show_board(folder: Path, plot: str | None) -> int:

@@ -151,7 +151,8 @@ def teacher_view(rows: Sequence[Sequence[str]], title: str) -> Any:
     from zerolab.measure.units import table
 
     result = table(title, ["student", "port", "GPUs"], ["left", "notebooks", "ranks", "memory", "pass", "predicted"])
-    result.columns[2].no_wrap = False  # names may be long; no other column shall give way to them
+    gpus = result.columns[2]  # their names may be long: no other column shall give way to them
+    gpus.no_wrap, gpus.overflow = False, "fold"
     for row in rows:
         result.add_row(*row)
     return result

@@ -524,7 +524,8 @@ if lab.predicted("04.1"):
 # %% [markdown]
 # **False**, in float32 and with bfloat16. Stage 1 keeps 8Ψ + 8Ψ/N in float32 (parameters and gradients whole, Adam's two averages
 # shared out), and 4Ψ + 12Ψ/N with bfloat16, whose float32 masters are shared out too. Stage 2, which is lesson 05, shares
-# out gradients as well: 4Ψ + 12Ψ/N and 2Ψ + 14Ψ/N. Whoever plans with the claim buys almost twice the memory.
+# out gradients as well: 4Ψ + 12Ψ/N and 2Ψ + 14Ψ/N. Whoever plans a bfloat16 run with the claim buys 1.8 times the memory on 4 GPUs,
+# and three to four times on many.
 #
 # ## Questions
 #
@@ -545,7 +546,8 @@ if lab.predicted("04.1"):
 #    worse without an error. Your check of 04.2 found that by comparing weights, not losses.
 # 4. For the sum of the squares: an all-reduce of one number. (`zero.clip_grad_norm_` does it.)
 # 5. Adam treats every element by itself. It matters for optimizers that look at a matrix or a layer as a whole.
-# 6. It has to be cut anew: shards of N = 4 and N = 8 have different boundaries. Checkpoints are lesson 11.
+# 6. It has to be cut anew: shards of N = 4 and N = 8 have different boundaries. `zerolab.load`
+#    does it: it reads at any number of ranks and in any stage what `zerolab.save` wrote at another.
 
 # %%
 lab.stop()

@@ -29,7 +29,7 @@ inputs = batch(words, rank, 0, batch_size=1, context=32)
 def build(stage, units=(Block,)):
     torch.manual_seed(0)
     zero = stage(GPT(layers=6, width=128), units=units)
-    zero.prefetch = False  # nothing is gathered before its turn; lesson 09 turns that on
+    zero.prefetch = False  # nothing is gathered before its turn, so that one can see each turn; usually it is on
     return zero
 
 
@@ -82,7 +82,7 @@ print("storage:", storage.size(), "bytes; view:", view.tolist())
 # %% [markdown]
 # So a module can keep its parameters, views of a flat storage, for the whole training, and the memory behind them comes and
 # goes. Note two things. After `resize_` there is *anything* in the new memory: it has to be filled. And whoever touches a
-# view while there is no memory gets this error if he is lucky. Some operations do not look: they read address 0, and the
+# view while there is no memory gets this error, with luck. Some operations do not look: they read address 0, and the
 # process dies.
 #
 # ## Write: gather and release
@@ -408,7 +408,8 @@ if lab.predicted("06.1") and lab.predicted("06.3"):
 # (`torch/distributed/fsdp/_fully_shard/_fsdp_param.py`, `free_storage`), and keeps the root after forward, as you do;
 # `reshard_after_forward=False` keeps every unit, which makes ZeRO-2 of it. It differs in what a shard is: rows of each
 # parameter, where ours is a stretch of the flat unit. And it gathers the next unit while the current one computes, as
-# ours does where `prefetch` is not switched off: lesson 09. DeepSpeed's stage 3 does the same per parameter, with a *persistence threshold* below which parameters stay.
+# ours does where `prefetch` is not switched off, as it is here. DeepSpeed's stage 3 does the same per parameter, with a
+# *persistence threshold* below which parameters stay.
 #
 # ## On trial
 #

@@ -118,7 +118,7 @@ def test_released_storage_holds_nothing(ranks):
 def test_who_holds_what(measured, tmp_path):
     figure, sentence = plots.who_holds_what([[held for _, _, held in measured[stage]] for stage in range(4)])
     save(figure, tmp_path)
-    assert "in stage 1 33 % each of the optimizer state" in sentence and "3 units" in sentence
+    assert "in stage 1 a rank holds 33 % of the optimizer state" in sentence and "3 units" in sentence
 
 
 # -- the others -----------------------------------------------------------------------------------------------------

@@ -9,6 +9,8 @@ from __future__ import annotations
 
 import json
 import os
+import sys
+import textwrap
 from collections.abc import Iterable, Iterator
 from concurrent.futures import ProcessPoolExecutor
 from multiprocessing import get_context
@@ -117,17 +119,19 @@ def show_cells(cells: list[Cell], path: str | None, picture: str | None = None) 
             result["model"],
             str(result["ranks"]),
             str(result["stage"]),
-            *(f"{size:.4g}" for size in sizes),
+            *map(gigabytes, sizes),
             f"{ratio:.4f}",
-            *(f"{size:.4g}" for size in transients),
+            *map(gigabytes, transients),
         )
     rich.print(table)
-    print(
-        f"{len(results) - wrong} of {len(results)} engine values are within 1 % of the expected ones: the paper's, and"
+    tell(
+        f"{len(results) - wrong} of {len(results)} engine values are within 1 % of the expected ones: the paper's, and "
+        "in stage 3, where each gather makes the 16-bit copy of a slice anew and none is kept, 14Ψ/N."
     )
-    print("in stage 3, where each gather makes the 16-bit copy of a slice anew and none is kept, 14Ψ/N.")
-    print("paper, expected, engine: model states when backward returns. peak: of a whole step on one sequence of 1,024")
-    print("tokens, without checkpointing. sent: in a step, by a ring.")
+    tell(
+        "paper, expected, engine: model states when backward returns. peak: of a whole step on one sequence of 1,024 "
+        "tokens, without checkpointing. sent: in a step, by a ring."
+    )
     if picture:
         from zerolab.lab.plots import to_a_trillion
 
@@ -137,6 +141,8 @@ def show_cells(cells: list[Cell], path: str | None, picture: str | None = None) 
 
 def show_model(model: str, stage: int, ranks: int, path: str | None, picture: str | None = None) -> int:
     """Simulate one model, and say what its peak is made of."""
+    if sys.stderr.isatty():
+        print(f"one step of {model} parameters without memory; a large model takes half a minute ...", file=sys.stderr)
     result = simulate_gpt(*SIZES[model], stage, ranks)
     line = result.timeline
     states = sum(result.states.values())
@@ -149,8 +155,10 @@ def show_model(model: str, stage: int, ranks: int, path: str | None, picture: st
             table.add_row(kind, few(units), in_bytes(nbytes), f"{100 * nbytes / line.peak:.1f} %")
     rich.print(table)
     event = line.events[line.peak_moment - 1]
-    print(f"The peak comes in {event.phase}, at work on {event.unit}. When backward returns, model states are")
-    print(f"{in_bytes(states)}; in the step this rank sends {in_bytes(result.ledger.moved)}.")
+    tell(
+        f"The peak comes in {event.phase}, at work on {event.unit}. When backward returns, model states are "
+        f"{in_bytes(states)}; in the step this rank sends {in_bytes(result.ledger.moved)}."
+    )
     if path:
         report = {"model": model, "stage": stage, "ranks": ranks, "states": result.states, "peak": line.by_kind()}
         write_json(path, report | {"moved": result.ledger.moved})
@@ -162,16 +170,26 @@ def show_model(model: str, stage: int, ranks: int, path: str | None, picture: st
 
 
 def few(names: list[str]) -> str:
-    """At most three names, and how many more."""
+    """Up to three names; of more than these two, and how many more."""
     names = list(dict.fromkeys(names))
-    return ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
+    return ", ".join(names) if len(names) <= 3 else f"{', '.join(names[:2])} and {len(names) - 2} more"
+
+
+def gigabytes(size: float) -> str:
+    """Four digits, as a person writes them: 0.1025, 31.4, 16,010."""
+    return f"{size:,.0f}" if size >= 1000 else f"{size:.4g}"
+
+
+def tell(text: str) -> None:
+    """Print it in lines that a terminal of 80 columns holds."""
+    print(textwrap.fill(text, 80, break_long_words=False, break_on_hyphens=False))
 
 
 def draw(path: str, picture: tuple[Any, str]) -> None:
     """Save what a function of `zerolab.lab.plots` returned, and print its sentence."""
     figure, sentence = picture
     figure.savefig(path, dpi=150)
-    print(f"{path}: {sentence}")
+    tell(f"{path}: {sentence}")
 
 
 def write_json(path: str, report: dict[str, Any]) -> None:

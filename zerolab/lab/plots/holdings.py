@@ -75,6 +75,6 @@ def _sentence(stages: Sequence[Sequence[Holdings]]) -> str:
             continue
         share = max(held.share(c) for held in stage for c in CATEGORIES if SAID[c] in cut)
         listed = " and ".join([", ".join(cut[:-1]), cut[-1]] if len(cut) > 1 else cut)
-        parts.append(f"in stage {stage[0].stage} {100 * share:.0f} % each of {listed}")
+        parts.append(f"in stage {stage[0].stage} a rank holds {100 * share:.0f} % of {listed}")
     text = "; ".join(parts)
     return f"{text[0].upper()}{text[1:]}. The lines mark the {len(stages[0][0].units)} units."

@@ -94,5 +94,5 @@ def where_time_goes(panels: Mapping[str, Mapping[int, Mapping[str, float]]], sub
         else:
             axes.set_ylabel("seconds", color=GREY)
     handles = [Patch(facecolor=c, edgecolor="white", hatch=h, label=kind) for kind, (c, h) in TIMES.items()]
-    legend(figure, handles, loc="upper center", bbox_to_anchor=(0.52, 0.845), ncols=3, borderpad=0.0)
+    legend(figure, handles, loc="upper center", bbox_to_anchor=(0.52, 0.83), ncols=3, borderpad=0.0)
     return figure, sentence

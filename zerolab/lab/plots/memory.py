@@ -28,8 +28,8 @@ def memory_plan(rows: Sequence[Row], memory: float, title: str) -> tuple[Figure,
             axes.bar(x, height, 0.6, bottom, zorder=2, **look)
             bottom += height
         said = f"{in_bytes(row.total)}: {'fits' if row.fits else 'too much'}"
-        above(axes, x, bottom, said, 3, fontsize=10.5, weight="bold" if row.fits else "normal")
-    axes.axhline(memory / scale.bytes, color=INK, linewidth=1.2, linestyle="--", zorder=4)
+        above(axes, x, bottom, said, 3, fontsize=10.5, weight="bold" if row.fits else "normal", zorder=5)
+    axes.axhline(memory / scale.bytes, color=INK, linewidth=1.2, linestyle="--", zorder=4)  # behind what is said
     place = {"textcoords": "offset points", "ha": "right", "zorder": 5}
     axes.annotate(f"{in_bytes(memory)} per GPU", (3.42, memory / scale.bytes), (0, 3), fontsize=9.5, **place)
     names = [f"{row.stage} {STAGES[row.stage]}\nlargest: {in_parameters(row.largest or 0)}" for row in rows]

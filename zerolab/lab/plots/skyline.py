@@ -97,9 +97,9 @@ def _panel(axes: Any, line: Timeline, top: float, scale: Scale, learner: bool) -
     axes.set_xticks([(a + b) / 2 for a, b in pairwise(bounds)], PHASES, fontsize=9)
 
     x = xs[line.peak_moment - line.before]
-    made_of = ", ".join(f"{LABELS.get(kind, kind)} {in_bytes(size)}" for kind, size in _largest(line))
+    made_of = [f"{LABELS.get(kind, kind)} {in_bytes(size)}" for kind, size in _largest(line)]
     axes.plot([x], [line.peak / scale.bytes], marker="v", color=INK, markersize=6, zorder=6)
-    text = f"peak {in_bytes(line.peak)}:\n{made_of}"
+    text = f"peak {in_bytes(line.peak)}: {made_of[0]},\n{', '.join(made_of[1:])}"  # two lines that half a page holds
     axes.text(0.03, 0.97 * top, text, fontsize=8, color=INK, va="top", zorder=7)
 
 

@@ -71,22 +71,24 @@ def train_sharded(stage: int, precision: Precision | None, steps: int) -> tuple[
     return zero.full_state_dict(), losses
 
 
-def train_alone(ranks: int, precision: Precision | None, steps: int) -> tuple[dict[str, Tensor], list[list[float]]]:
+def train_alone(
+    ranks: int, precision: Precision | None, steps: int, device: str = "cpu", eps: float = 1e-8
+) -> tuple[dict[str, Tensor], list[list[float]]]:
     """One process, no zerolab: the mean of the ranks' gradients, summed in rank order in float32, rounded once."""
     torch.manual_seed(7)
-    model = Model()
+    model = Model().to(device)
     masters = [p.detach().clone() for p in model.parameters()]
     if precision:
         model = model.to(precision.compute)
     else:
         masters = [p.data for p in model.parameters()]
-    optimizer = torch.optim.AdamW(masters, lr=1e-2)
+    optimizer = torch.optim.AdamW(masters, lr=1e-2, eps=eps)
     losses = []
     for number in range(steps):
         grads, row = [], []
         for rank in range(ranks):
             model.zero_grad()
-            loss = model(*batch(rank, number))
+            loss = model(*(tensor.to(device) for tensor in batch(rank, number)))
             loss.backward()
             row.append(loss.item())
             grads.append([p.grad for p in model.parameters()])
@@ -101,7 +103,7 @@ def train_alone(ranks: int, precision: Precision | None, steps: int) -> tuple[di
             for param, master in zip(model.parameters(), masters, strict=True):
                 param.data.copy_(master)
     names = [name for name, _ in model.named_parameters()]
-    return dict(zip(names, masters, strict=True)), losses
+    return {name: master.cpu() for name, master in zip(names, masters, strict=True)}, losses
 
 
 @pytest.mark.parametrize("precision", [None, BF16], ids=["fp32", "bf16"])

@@ -61,7 +61,7 @@ def survivors(folder: Path) -> list[psutil.Process]:
 def test_a_whole_visit(tmp_path):
     file = tmp_path / "doctor.json"
     begin = time.monotonic()
-    done = run("--ranks", "2", "--students", "3", "--json", str(file), env=here(tmp_path))
+    done = run("--ranks", "3", "--students", "4", "--json", str(file), env=here(tmp_path))
     seconds = time.monotonic() - begin
     assert done.stderr == ""
     report = json.loads(file.read_text())
@@ -72,10 +72,10 @@ def test_a_whole_visit(tmp_path):
     )
     assert states["all-reduce (gloo, CPU)"] == states["packages"] == states["loopback"] == "good", done.stdout
     entry = report["all_reduce"][0]
-    assert (entry["over"], entry["ranks"], entry["bytes"]) == ("gloo, CPU", 2, 2**24)
+    assert (entry["over"], entry["ranks"], entry["bytes"]) == ("gloo, CPU", 3, 2**24)
     assert 0 < entry["latency_seconds"] < entry["seconds"] < 10
-    # As nccl-tests has it; for two ranks the factor 2(N-1)/N is 1.
-    assert entry["bus_bytes_per_second"] == pytest.approx(entry["bytes"] / entry["seconds"])
+    # As nccl-tests has it: 2(N-1)/N.
+    assert entry["bus_bytes_per_second"] == pytest.approx(4 / 3 * entry["bytes"] / entry["seconds"])
     names = {row["lesson"][:2]: row for row in report["lessons"]}
     assert set(names) == {path.name[:2] for path in (ROOT / "lessons").glob("*.ipynb")}
     assert names["16"]["ranks"] == "-" and names["03"]["ranks"] == "4"
@@ -83,11 +83,11 @@ def test_a_whole_visit(tmp_path):
         assert finding["subject"] in done.stdout
         assert bool(finding["fix"]) == (finding["state"] == "fix"), finding
     seen = report["class"]
-    assert seen["ranks"] == 3 and seen["processes"] == 5  # notebooks of two ranks and of one
+    assert seen["ranks"] == 4 and seen["processes"] == 6  # notebooks of three ranks and of one
     assert 2**26 < seen["rank_bytes"] < 2**30 and 2**26 < seen["notebook_bytes"] < 2**30
     assert seen["rank_threads"] > 2 and seen["rank_files"] > 20 and seen["shared_memory"] >= 0
-    assert seen["needed"] == 3 * (2 * seen["rank_bytes"] + seen["notebook_bytes"] + room.SERVER)
-    assert states["class of 3"] == "good"
+    assert seen["needed"] == 4 * (3 * seen["rank_bytes"] + seen["notebook_bytes"] + room.SERVER)
+    assert states["class of 4"] == "good"
     assert survivors(tmp_path) == [] and not list(tmp_path.glob("zerolab-*"))
     assert not list((tmp_path / "zerolab").iterdir())  # nor is a notebook on record
     if not torch.cuda.is_available():
@@ -243,6 +243,45 @@ def test_a_probe_that_hangs_is_given_up(tmp_path):
     assert file.read_text() == last
     facts, findings = doctor.look_at_gpus(0.05)  # torch takes longer to import
     assert facts == {"gpus": []} and findings[0].state == "fix" and "no answer within 0.05 s" in findings[0].says
+
+
+def gpus(count: int, nccl: tuple[int, ...] | None = (2, 28, 9), peers: bool = True, **other: object) -> dict:
+    """What `describe_gpus` would find on a machine with so many."""
+    about = {"name": "a GPU", "problem": "", "free": 70 * 2**30, "total": 80 * 2**30}
+    pairs = [[i, j] for i in range(count) for j in range(count) if i != j and (peers or i + j == 1)]
+    facts = {"cuda": "12.8", "nccl": nccl, "gpus": [about] * count, "peers": pairs, "available": True, "warning": ""}
+    return facts | other
+
+
+def test_what_it_makes_of_gpus(monkeypatch, capsys):
+    def judged(facts: dict, present: bool = True) -> dict[str, doctor.Finding]:
+        return {finding.subject: finding for finding in doctor.judge_gpus(facts, present)}
+
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    two = judged(gpus(2))
+    assert {finding.state for finding in two.values()} == {"good"} and "70.0 GiB free of 80.0 GiB" in two["GPU 1"].says
+    assert "before 2.30.3 NCCL refuses two on one" in two["NCCL"].says and "more than 2 ranks" in two["NCCL"].says
+    assert "reaches the others' memory" in two["peer access"].says
+    apart = judged(gpus(3, (2, 30, 3), peers=False))
+    assert apart["peer access"].state == "note" and apart["peer access"].says.startswith("GPUs 0 and 2, 1 and 2 cannot")
+    assert "NCCL_MULTI_RANK_GPU_ENABLE=1" in apart["NCCL"].says and "peer access" not in judged(gpus(1))
+    assert judged(gpus(1, None))["NCCL"].state == "fix" and "NCCL" in judged(gpus(1, None))["NCCL"].says
+    broken = gpus(1)
+    broken["gpus"] = [{"name": "an old GPU", "problem": "no kernel image"}]
+    assert judged(broken)["GPU 0"].state == "fix" and "no kernel image" in judged(broken)["GPU 0"].says
+    full = gpus(1)
+    full["gpus"] = [{**full["gpus"][0], "free": 2**30}]
+    assert judged(full)["GPU 0"].state == "note"
+
+    none = gpus(0, warning="the driver is too old")
+    assert judged(none)["GPUs"].fix.startswith("nvidia-smi") and "the driver is too old" in judged(none)["GPUs"].says
+    assert "built without CUDA" in judged(none | {"cuda": None})["GPUs"].says
+    assert judged(none | {"cuda": None}, present=False)["GPUs"].state == "note"
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    assert judged(none)["GPUs"].state == "note" and "hidden" in judged(none)["GPUs"].says
+
+    doctor.show({"findings": [], "gpus": gpus(2, topology="GPU0 X NV18"), "lessons": []})
+    assert "nvidia-smi topo -m" in (told := capsys.readouterr().out) and "GPU0 X NV18" in told
 
 
 def test_without_the_extra_packages_it_says_so_and_goes_on():

@@ -474,7 +474,7 @@ print("the highest peak has:", highest)
 # %% [markdown]
 # **True while latency is what you pay, and at a price.** From single layers to blocks much time is won; from blocks to one unit, with a
 # ninth of the messages, little or nothing: what is left are bytes, which are the same, and computing, which they then
-# cannot hide behind. And the largest unit of all has the highest peak. Lesson 09 measures what hides behind what.
+# cannot hide behind. And the largest unit of all has the highest peak. (`zerolab.measure.trace` measures what hides behind what.)
 #
 # ## Questions
 #
@@ -489,8 +489,8 @@ print("the highest peak has:", highest)
 # %% [markdown] tags=["answer"]
 # **Answers**
 #
-# 1. What the peak is made of. If it is activations: a smaller micro-batch, or checkpointing (lesson 10). If it is one large
-#    unit's gradient: smaller units.
+# 1. What the peak is made of. If it is activations: a smaller micro-batch, or activation checkpointing
+#    (`torch.utils.checkpoint`). If it is one large unit's gradient: smaller units.
 # 2. The reduction still reads it, and memory that is given back is soon somebody else's: the mean is then made of garbage.
 # 3. None. The slice is a view, and keeps the storage. It takes a `clone()`.
 # 4. With, if the whole gradient fits: one reduce-scatter for 16. Else without, and the network is what you pay with.

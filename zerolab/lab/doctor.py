@@ -400,10 +400,11 @@ def _judge_nccl(nccl: Sequence[int] | None, gpus: int) -> Finding:
     if nccl is None:
         return Finding("NCCL", "fix", "this torch has no NCCL, so ranks on GPUs talk through gloo", "pip install torch")
     version = ".".join(map(str, nccl))
+    text = f"{version}: a GPU for each rank; more than {gpus} rank{'s' * (gpus > 1)} must share through gloo, "
+    text += 'lab.start(4, device="cuda")'
     if tuple(nccl) < SHARING_NCCL:
-        more = f'more than {gpus} rank{"s" * (gpus > 1)} must share through gloo, lab.start(4, device="cuda")'
-        return Finding("NCCL", "good", f"{version}: a GPU for each rank; {more}; before 2.30.3 NCCL refuses two on one")
-    return Finding("NCCL", "good", f"{version}: with NCCL_MULTI_RANK_GPU_ENABLE=1 several ranks may share a GPU")
+        return Finding("NCCL", "good", f"{text}; before 2.30.3 NCCL refuses two on one")
+    return Finding("NCCL", "good", f"{text}; NCCL_MULTI_RANK_GPU_ENABLE=1 make gpu tries two on one with NCCL itself")
 
 
 # -- a real all-reduce -------------------------------------------------------------------------------------------------

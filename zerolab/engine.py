@@ -266,6 +266,8 @@ class Engine:
                 inside = list(modules_within(module, unit_modules))
                 needs = units_needed(inside, unit_of)
                 enter, leave = partial(on_enter, needs), partial(on_leave, needs, inside)
+                if id(module) not in unit_modules:
+                    enter, leave = _unless_at_work(needs, enter, leave)
                 module.register_forward_pre_hook(enter, prepend=True, with_kwargs=True)
                 module.register_forward_hook(leave, with_kwargs=True, always_call=True)
 
@@ -414,7 +416,7 @@ class Engine:
             if not unit.opened:
                 unit.opened = True
                 self.pre_backward(unit)
-                unit.show_whole()  # for recomputation
+                unit.show(unit.wholes)  # for recomputation
         for call in [call for call in self._unwatched if call.begun > ended]:
             self._unwatched.remove(call)
             self._passed(call)
@@ -596,6 +598,34 @@ class Engine:
     def _promote_grads(self, units: list[Unit]) -> None:
         for unit in units:
             unit.promote_grads()
+
+
+def _unless_at_work(units: list[Unit], enter: Any, leave: Any) -> tuple[Any, Any]:
+    """`enter` and `leave` of a module inside of a unit, for calls that do not find all of `units` at work already.
+
+    Nearly all calls do, and a block makes many: so these cost little, and torch.compile sees through them.
+    """
+    open_calls = 0  # those that entered, and calls of the same module inside of them
+
+    def entering(module: nn.Module, args: Any, kwargs: Any) -> Any:
+        nonlocal open_calls
+        if open_calls == 0:
+            for unit in units:
+                if unit.depth == 0:
+                    break
+            else:
+                return None
+        open_calls += 1
+        return enter(module, args, kwargs)
+
+    def leaving(module: nn.Module, args: Any, kwargs: Any, output: Any) -> Any:
+        nonlocal open_calls
+        if open_calls == 0:
+            return None
+        open_calls -= 1
+        return leave(module, args, kwargs, output)
+
+    return entering, leaving
 
 
 def _any_of(rows: list[bytes]) -> bytes:

@@ -57,6 +57,10 @@ class Unit:
         self.layout = Layout(named, comm.inside.size, alignment, comm.between.size if comm.between else 1)
         self.trainable = any(p.requires_grad for _, p in named)  # as agreed between the ranks
 
+        every = [(module, attribute, i) for i, group in enumerate(sites) for module, attribute in group]
+        self._plain_sites = [site for site in every if type(site[0]).__setattr__ is nn.Module.__setattr__]
+        self._other_sites = [site for site in every if site not in self._plain_sites]  # LSTM has a second list
+
         self.gathered = False  # whether `whole` holds every rank's current values
         self._gathering: Any = None
         self._stuck = False  # a gather failed, and may still write: its memory must not go
@@ -119,6 +123,8 @@ class Unit:
         self._hooked = [False] * len(self.params)  # which of `wholes` tell of their gradients
         self._promoted: dict[int, torch.dtype] = {}  # of which gradients `promote_grads` changed the dtype
         self.version = self.master._version
+        start = self.master.storage_offset()
+        self._places = [(param.size(), param.stride(), param.storage_offset() - start) for param in self.params]
         for i, param in enumerate(self.params):
             param.grad_dtype = None  # a gradient may wait for the step in the reduce dtype, or in float32
             self._follow(i)
@@ -128,12 +134,10 @@ class Unit:
 
     def show(self, tensors: list[nn.Parameter]) -> None:
         """Put `tensors` where the modules look for their parameters."""
-        for sites, tensor in zip(self.sites, tensors, strict=True):
-            for module, attribute in sites:
-                if type(module).__setattr__ is nn.Module.__setattr__:
-                    module._parameters[attribute] = tensor
-                else:  # LSTM and its kin keep a second list of their weights
-                    setattr(module, attribute, tensor)
+        for module, attribute, i in self._plain_sites:
+            module._parameters[attribute] = tensors[i]
+        for module, attribute, i in self._other_sites:
+            setattr(module, attribute, tensors[i])
 
     def show_whole(self) -> None:
         """Forward begins: show the whole parameters, after a look at what became of the ones shown before."""
@@ -291,9 +295,9 @@ class Unit:
 
     def show_grad(self, used: list[bool]) -> None:
         """Show the averaged gradient as `.grad` of the parameters that some rank used, added to what is there."""
-        for param, is_used in zip(self.params, used, strict=True):
+        for i, (param, is_used) in enumerate(zip(self.params, used, strict=True)):
             if is_used:
-                new = self._grad_of(param, self.grad)
+                new = self._grad_of(i, self.grad)
                 if param.grad is None:
                     param.grad = new
                 elif param.grad.dtype == param.dtype:
@@ -314,7 +318,7 @@ class Unit:
             if self.have[i]:
                 is_own = param.grad is None
                 if is_own:
-                    param.grad = self._grad_of(param, mine)
+                    param.grad = self._grad_of(i, mine)
                 self.kept_back[i] = (param.grad, param.grad._version, is_own)
 
     def resume(self) -> None:
@@ -366,10 +370,10 @@ class Unit:
                 self.params[i].grad = self.params[i].grad.to(dtype)
         self._promoted = {}
 
-    def _grad_of(self, param: nn.Parameter, flat: Tensor) -> Tensor:
-        """The part of `flat` that lies where `param` lies in `master`."""
-        offset = param.storage_offset() - self.master.storage_offset()
-        return flat.as_strided(param.size(), param.stride(), flat.storage_offset() + offset)
+    def _grad_of(self, i: int, flat: Tensor) -> Tensor:
+        """The part of `flat` that lies where `params[i]` lies in `master`."""
+        size, stride, offset = self._places[i]
+        return flat.as_strided(size, stride, flat.storage_offset() + offset)
 
 
 def _on_host(tensor: Tensor) -> Tensor:

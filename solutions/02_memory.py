@@ -299,7 +299,7 @@ print("a hook is given the", "parameter" if any(seen[0] is param for param in pa
 # Two things to remember:
 #
 # - Gradients arrive **from the last layer to the first**, while the rest of backward still runs. Whoever sends them as
-#   they come sends while others compute. That is lesson 09.
+#   they come sends while others compute.
 # - The hook is handed the **parameter**, and the gradient is its `.grad`. A well-known tutorial averages what the hook is
 #   given, and so averages weights. Nothing fails; the model just learns something else.
 

@@ -582,12 +582,12 @@ print(f"{torchs / 470_528:.2f} bytes per parameter on each rank, {4 * torchs / 4
 # 1. They begin equal (the same seed, or a broadcast at the start, as DDP does), get the same averaged gradients, byte for
 #    byte, and the optimizer is a function of these alone.
 # 2. It is 8 times as large, so an epoch has an eighth of the steps. Fewer, better steps often want a higher learning rate
-#    (a linear rule with warm-up is common); or divide the batch size per GPU by 8. Lesson 13 measures it.
+#    (a linear rule with warm-up is common); or divide the batch size per GPU by 8.
 # 3. When transfer dwarfs latency: large tensors, or a fast network with little latency.
 # 4. It is full only when backward is over, so nothing travels while backward computes; and it is another copy of all
 #    gradients.
 # 5. No. A mean of means gives its 2 sequences twice the weight of the others. Weight each rank's loss by its number of
-#    sequences (or tokens: lesson 14).
+#    sequences, or tokens.
 # 6. Seven eighths: gradients travel once in place of 8 times. In stage 0 it costs nothing, since every rank keeps whole
 #    gradients anyway; in ZeRO-2 and 3 it costs exactly that.
 # 7. All ranks report the same loss in the first step, to the last digit. With different batches they cannot.

@@ -33,7 +33,7 @@ def make_model():
 
 def build(stage):
     zero = stage(make_model(), units=[Block])
-    zero.prefetch = False  # nothing is gathered before its turn; lesson 09 turns that on
+    zero.prefetch = False  # nothing is gathered before its turn, so that one can see each turn; usually it is on
     return zero, AdamW(zero.model.parameters(), lr=1e-3)
 
 
@@ -94,7 +94,8 @@ lab.reveal("07.3")
 # Read it from the top. The root comes first: its output layer is where backward begins, and it is there already. Then block
 # 5 is gathered; and as soon as the gradient of its input is known, which is the gradient of block 4's output, block 4 is
 # gathered, *before* block 5 is released. So there are two blocks at a time. FSDP2 has the same,
-# and three where it gathers the next block ahead; ours stays at two then, too (lesson 09). The root goes last: the embeddings are where backward ends.
+# and three where it gathers the next block ahead; ours stays at two then, too. The root goes last: the embeddings are where
+# backward ends.
 #
 # ## ZeRO-3's backward as a class
 #
@@ -445,8 +446,8 @@ if lab.predicted("07.1") and lab.predicted("07.2"):
 # The peaks come from torch's profiler, which sees every allocation of either library. Ours is what you have explained above,
 # and perhaps the buffers of a reduction or two that have not ended; how many there are at one moment changes from run to
 # run, for both. `fully_shard` copies a unit into and out of its buffers, because its shards are rows of each parameter, where
-# ours is one stretch of the flat unit. It also gathers the next block ahead, which ours does not today; lesson 09 says what
-# that costs and saves.
+# ours is one stretch of the flat unit. It also gathers the next block ahead, which ours does not here, where `prefetch`
+# is off.
 #
 # There are no times here, and that is no oversight: four ranks share the cores of this machine, and nothing is gained by
 # sending while computing. What 1.5 times the bytes cost is to be seen where there are wires.
@@ -513,8 +514,8 @@ if lab.predicted("07.3"):
 # **Verdict: false.** From some N on, adding ranks frees next to nothing. What stays are the units in flight, so the *largest
 # unit* has to fit, and the activations of at least one sequence. Both grow with the model's width. And there is a price in time: a
 # ring of N ranks passes N - 1 messages one after the other in each collective. At 50 µs a message and N = 1024, that is 51
-# ms; times the 20 collectives of our tiny step, a second, in which nothing is computed. (Lesson 15 splits a layer
-# itself; lesson 16 plans a trillion parameters.)
+# ms; times the 20 collectives of our tiny step, a second, in which nothing is computed. (Lesson 16 plans a
+# trillion parameters.)
 #
 # ## Questions
 #
@@ -523,7 +524,7 @@ if lab.predicted("07.3"):
 # 3. Why does backward need the parameters at all? Which parameters does it *not* need?
 # 4. What is old after `optimizer.step()`, and how would you notice if it were used?
 # 5. A colleague accumulates gradients over 8 micro-batches with ZeRO-3. How often is each block gathered?
-# 6. Your run fits on 64 GPUs by 1 GB. Do 128 GPUs help?
+# 6. Your run needs 1 GB more than each of 64 GPUs has. Do 128 GPUs help?
 
 # %% [markdown] tags=["answer"]
 # **Answers**
@@ -539,7 +540,7 @@ if lab.predicted("07.3"):
 # 5. 16 times: for each micro-batch once in forward and once in backward. Reductions can wait for the last one (`no_sync`),
 #    at the price of whole gradients; gathers cannot, unless the parameters stay.
 # 6. Only if what is sharded, 16Ψ/N, makes up the difference. Look first at what is in flight and at activations: smaller
-#    units, a smaller batch, activation checkpointing (lesson 10).
+#    units, a smaller batch, activation checkpointing.
 
 # %%
 lab.stop()

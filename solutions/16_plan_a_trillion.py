@@ -91,7 +91,7 @@ if lab.predicted("16.3"):
 
 # %% [markdown]
 # In stage 3 a rank *holds* 1.6 GB and *needs* more than five times that: activations, and the units in flight, whole, with
-# their gradients (lessons 06 and 07). More GPUs make the first number smaller and leave the second as it is.
+# their gradients (lessons 06 and 07). More GPUs make the first number smaller, and leave what comes on top as it is.
 #
 # ## To a trillion
 #
@@ -211,7 +211,7 @@ for n in (16, 64, 512, 4096):
     print(f"{n:5,} GPUs:", ", ".join(f"{kind} {seconds:.1f} s" for kind, seconds in flat(n).items()))
 
 # %% [markdown]
-# So it scales, up to some hundred GPUs. Then a step waits for messages that hardly carry anything.
+# So it scales, up to a few hundred GPUs. Then a step waits for messages that hardly carry anything.
 #
 # **Hybrid sharding** shards inside of a node, where wires are fast, and keeps a replica of the whole in each node. Look at
 # which wires are used:

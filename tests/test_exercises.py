@@ -364,29 +364,29 @@ def test_a_stub_in_use_says_so_on_its_rank(my: Path, ranks: zerolab.Ranks) -> No
 # ---------------------------------------------------------------------- as a learner and a maintainer start it
 
 
-def test_the_magic(my: Path, capsys: pytest.CaptureFixture) -> None:
+@pytest.fixture
+def shell(my: Path) -> Iterator[InteractiveShell]:
     shell = InteractiveShell.instance()
-    try:
-        exercises.register(shell)
-        shell.run_cell("%%exercise 01.2\n" + CATALOGUE["01.2"].reference).raise_error()
-        assert (my / "ex_01_2.py").read_text().strip() == CATALOGUE["01.2"].reference.strip()
-        shell.run_cell("alone = ring_all_gather('mine', 0, 1, None)").raise_error()
-        assert shell.user_ns["alone"] == ["mine"]
-        with pytest.raises(KeyError, match=r"there is no exercise '9.9'"):
-            shell.run_cell_magic("exercise", "9.9", "pass")
-        with pytest.raises(ValueError, match="which exercise"):
-            shell.run_cell_magic("exercise", "", "pass")
-    finally:
-        InteractiveShell.clear_instance()
+    exercises.register(shell)
+    yield shell
+    InteractiveShell.clear_instance()
 
 
-def test_a_cell_that_does_not_compile_shows_its_line_alone(my: Path, capsys: pytest.CaptureFixture) -> None:
-    shell = InteractiveShell.instance()
-    try:
-        exercises.register(shell)
-        result = shell.run_cell("%%exercise 01.2\ndef ring_all_gather(mine, rank):\n    x = = 1\n")
-    finally:
-        InteractiveShell.clear_instance()
+def test_the_magic(my: Path, shell: InteractiveShell) -> None:
+    shell.run_cell("%%exercise 01.2\n" + CATALOGUE["01.2"].reference).raise_error()
+    assert (my / "ex_01_2.py").read_text().strip() == CATALOGUE["01.2"].reference.strip()
+    shell.run_cell("alone = ring_all_gather('mine', 0, 1, None)").raise_error()
+    assert shell.user_ns["alone"] == ["mine"]
+    with pytest.raises(KeyError, match=r"there is no exercise '9.9'"):
+        shell.run_cell_magic("exercise", "9.9", "pass")
+    with pytest.raises(ValueError, match="which exercise"):
+        shell.run_cell_magic("exercise", "", "pass")
+
+
+def test_a_cell_that_does_not_compile_shows_its_line_alone(
+    my: Path, shell: InteractiveShell, capsys: pytest.CaptureFixture
+) -> None:
+    result = shell.run_cell("%%exercise 01.2\ndef ring_all_gather(mine, rank):\n    x = = 1\n")
     assert isinstance(result.error_in_exec, exercises.NotPython)
     shown = capsys.readouterr().out.partition("tries it\n")[2].splitlines()
     assert shown == [
@@ -398,13 +398,8 @@ def test_a_cell_that_does_not_compile_shows_its_line_alone(my: Path, capsys: pyt
     assert (my / "ex_01_2.py").read_text().endswith("x = = 1\n"), "what was written is not lost"
 
 
-def test_a_cell_that_raises_shows_its_lines_alone(my: Path, capsys: pytest.CaptureFixture) -> None:
-    shell = InteractiveShell.instance()
-    try:
-        exercises.register(shell)
-        result = shell.run_cell("%%exercise 01.2\ndef f():\n    return undefined\n\nf()\n")
-    finally:
-        InteractiveShell.clear_instance()
+def test_a_cell_that_raises_shows_its_lines_alone(shell: InteractiveShell, capsys: pytest.CaptureFixture) -> None:
+    result = shell.run_cell("%%exercise 01.2\ndef f():\n    return undefined\n\nf()\n")
     assert isinstance(result.error_in_exec, exercises.Broken)
     shown = capsys.readouterr().out.partition("tries it\n")[2].splitlines()
     assert shown == [

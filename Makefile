@@ -12,7 +12,8 @@ ARGS ?=
 
 help:
 	@sed -n 's/^\([a-z-]*\):.*## /\1\t/p' $(MAKEFILE_LIST) | while IFS=$$'\t' read -r target what; \
-	    do printf '  make %-10s %s\n' "$$target" "$$what"; done
+	    do printf '  make %-13s %s\n' "$$target" "$$what"; done
+	@printf '  ARGS="..." goes to the command: make demo ARGS="--ranks 2 --steps 5"\n'
 
 # From scratch each time, so that .venv holds what pyproject.toml declares and nothing older.
 # The stamp comes last: a failed install is tried again.
@@ -29,13 +30,13 @@ $(STAMP): constraints.txt pyproject.toml
 	    esac; done || { printf ' failed\n'; tail -n 20 $(VENV)/install.log; exit 1; }
 	@touch $@
 
-lab: $(STAMP) ## open the lessons in JupyterLab, on copies of your own in work/ (ARGS="--no-browser")
+lab: $(STAMP) ## open the lessons in JupyterLab, on your own copies in work/
 	@$(BIN)/python -m zerolab.lab $(ARGS)
 
-bench: $(STAMP) ## step times and peaks beside torch's DDP, ZeroRedundancyOptimizer, FSDP2, DeepSpeed (ARGS="--ranks 4")
+bench: $(STAMP) ## step times and peaks beside torch and DeepSpeed
 	@$(BIN)/zerolab bench $(ARGS)
 
-demo: $(STAMP) ## train a small GPT at every stage and compare (ARGS="--ranks 2 --steps 5")
+demo: $(STAMP) ## train a small GPT at every stage and compare
 	@$(BIN)/zerolab demo $(ARGS)
 
 test: $(STAMP) ## lint, format check and every test
@@ -47,7 +48,7 @@ test: $(STAMP) ## lint, format check and every test
 # Both folders at the same time, since a notebook mostly waits for its ranks to start. Each begins without answers, as its
 # notebooks did when they were built, and with an IPython profile of its own: kernels of both would share one history file.
 # A kernel that starts on a busy machine, or one that was paused, may need more than the usual minute.
-test-lessons: $(STAMP) ## every notebook from top to bottom, as a learner gets it and as solved
+test-lessons: $(STAMP) ## every notebook, as a learner gets it and as solved
 	@$(MAKE) --no-print-directory -j2 $(if $(filter output-sync,$(.FEATURES)),--output-sync) nbval-lessons nbval-solutions
 
 nbval-%:
@@ -56,13 +57,13 @@ nbval-%:
 	    --timeout 300 --nbval-kernel-startup-timeout 300 $* && rc=0 || rc=$$?; \
 	rm -rf $$own; exit $$rc
 
-test-fast: $(STAMP) ## the tests of the package alone, without the lab and the commands
+test-fast: $(STAMP) ## the tests of the package alone
 	$(BIN)/python -m pytest -m 'not slow' $(ARGS)
 
 # Builds nothing, so that it runs without a network: the first of .venv and python3 that sees a device is
 # taken, with the package from here. Only files with a gpu test are collected: the others may import what
 # that python lacks. Without pytest-timeout its setting would be a warning.
-gpu: ## the tests that need a CUDA device, with .venv or else python3
+gpu: ## the tests that need a CUDA device
 	@files=$$(grep -rlE --include='test_*.py' '(mark\.|@)gpu\b' tests) || { echo "no test is marked gpu"; exit 1; }; \
 	for python in $(BIN)/python $(PYTHON); do \
 	    if $$python -c 'import torch; torch.cuda.is_available() or exit(1)' 2>/dev/null; then \
@@ -72,13 +73,13 @@ gpu: ## the tests that need a CUDA device, with .venv or else python3
 	echo "skipped: no torch that sees a CUDA device in $(BIN)/python or $(PYTHON)"
 
 # FORCE=1 runs also those whose source and package are as they were.
-lessons: $(STAMP) ## build the notebooks from solutions/NN_name.py where something changed (FORCE=1: all)
+lessons: $(STAMP) ## build the notebooks that changed (FORCE=1: all)
 	@$(BIN)/python -m zerolab.lab.build $(if $(FORCE),--force) $(ARGS)
 
 format: $(STAMP) ## let ruff fix and format the code
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
 
-clean: ## remove build output and caches, not .venv and work/
+clean: ## remove build output and caches, not .venv or work/
 	rm -rf build dist *.egg-info .pytest_cache .ruff_cache .hypothesis
 	find zerolab tests -name __pycache__ -prune -exec rm -rf {} +

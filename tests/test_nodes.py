@@ -7,6 +7,7 @@ import json
 import os
 import re
 import shutil
+import signal
 import subprocess
 import sys
 import time
@@ -242,6 +243,50 @@ def test_the_slurm_templates_are_there_and_whole():
     assert len(commands) >= 3
     for command in commands:
         assert parser.parse_args(command.split()).stage == 2
+
+
+# Starts SLURM_NTASKS tasks, each on a node of its own, which are all here, and tells them what Slurm would.
+SRUN = """#!/bin/bash
+while [[ $1 == --* ]]; do shift; done
+for ((i = 0; i < SLURM_NTASKS; i++)); do
+    SLURM_PROCID=$i SLURM_LOCALID=0 SLURM_NODEID=$i "$@" &
+    tasks[i]=$!
+done
+for task in "${tasks[@]}"; do wait "$task" || failed=1; done
+exit ${failed:-0}
+"""
+
+
+def test_the_templates_train_on_two_nodes_where_srun_is_one_that_knows_no_cluster(tmp_path):
+    """The real templates and `zerolab.train`; of Slurm only what it sets in the environment."""
+    for name, text in (("srun", SRUN), ("scontrol", "#!/bin/bash\necho localhost\necho other\n")):
+        (tmp_path / name).write_text(text)
+        (tmp_path / name).chmod(0o755)
+    path = os.pathsep.join([str(tmp_path), os.path.dirname(sys.executable), os.environ["PATH"]])
+    arguments = "--task text --stage 2 --steps 3 --layers 1 --width 32 --context 16 --global-batch 8 --checkpoint"
+    runs = []
+    for number, template in enumerate(("torchrun", "srun")):
+        slurm = {"NTASKS": 2, "NNODES": 2, "JOB_ID": 2 * os.getpid() + number, "JOB_NODELIST": "localhost,other"}
+        slurm |= {"STEP_ID": 0, "STEP_NODELIST": "localhost,other", "STEP_TASKS_PER_NODE": "1(x2)"}
+        env = os.environ | {f"SLURM_{name}": str(value) for name, value in slurm.items()}
+        env |= {"PATH": path, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "RANKS_PER_NODE": "1"}
+        file = ROOT / "zerolab" / "lab" / "slurm" / f"{template}.sbatch"
+        command = ["bash", str(file), *arguments.split(), f"{template}-run"]
+        log = tmp_path / f"{template}.log"
+        with log.open("w") as out:
+            run = subprocess.Popen(command, env=env, cwd=tmp_path, stdout=out, stderr=out, start_new_session=True)
+        runs.append((run, log))
+    try:
+        last = [(run.wait(90), log.read_text().splitlines()[-1:]) for run, log in runs]
+    finally:
+        for run, _ in runs:
+            with suppress(ProcessLookupError):
+                os.killpg(run.pid, signal.SIGKILL)
+            run.wait(10)
+    assert [code for code, _ in last] == [0, 0], [log.read_text() for _, log in runs]
+    # Two ranks both times, so the same numbers; and a checkpoint each.
+    assert last[0] == last[1] and last[0][1][0].startswith("step 3: loss ")
+    assert (tmp_path / "torchrun-run").is_dir() and (tmp_path / "srun-run").is_dir()
 
 
 def across(ranks: int) -> float:

@@ -584,9 +584,9 @@ def listens(address: str) -> bool:
 
 
 def test_the_lab_opens_at_the_first_lesson_for_who_has_the_token(tmp_path: Path) -> None:
-    (tmp_path / "lessons").mkdir()
-    for name in ("01_b.ipynb", "00_a.ipynb"):
-        (tmp_path / "lessons" / name).write_text("{}")
+    for name in ("lessons/01_b.ipynb", "lessons/00_a.ipynb", "solutions/00_a.ipynb"):
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_text("{}")
     pretend = (
         "import sys; from zerolab.lab import __main__ as main; main.__file__ = sys.argv.pop(1); sys.exit(main.main())"
     )
@@ -608,7 +608,9 @@ def test_the_lab_opens_at_the_first_lesson_for_who_has_the_token(tmp_path: Path)
         with pytest.raises(urllib.error.HTTPError, match="403"):
             urllib.request.urlopen(f"{address}/api/contents", timeout=10)
         with urllib.request.urlopen(f"{address}/api/contents?token={token}", timeout=10) as reply:
-            assert {item["name"] for item in json.load(reply)["content"]} == {"00_a.ipynb", "01_b.ipynb"}
+            assert {item["name"] for item in json.load(reply)["content"]} == {"00_a.ipynb", "01_b.ipynb", "solutions"}
+        # where a lesson's link to ../solutions/00_a.ipynb leads
+        urllib.request.urlopen(f"{address}/files/solutions/00_a.ipynb?token={token}", timeout=10).close()
     finally:
         server.kill()
         server.communicate(timeout=10)

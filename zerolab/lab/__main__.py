@@ -74,11 +74,16 @@ def main() -> int:
     options = parser.parse_args()
     if not options.open_to_network and not _only_here(options.ip):
         parser.exit(2, f"{parser.prog}: --ip {options.ip}: {OPEN}\n")
-    lessons = Path(__file__).resolve().parents[2] / "lessons"
+    course = Path(__file__).resolve().parents[2]
+    lessons, solutions = course / "lessons", course / "solutions"
     if not any(lessons.glob("*.ipynb")):
         print(f"there are no lessons in {lessons}: run this in a checkout of the course", file=sys.stderr)
         return 1
-    for line in copy_lessons(lessons, options.work):
+    told = copy_lessons(lessons, options.work)
+    if any(solutions.glob("*.ipynb")):
+        # A lesson links to ../solutions, and ends there: above its root JupyterLab shows nothing. So they lie below it.
+        told += copy_lessons(solutions, options.work / "solutions")
+    for line in told:
         print(line)
     first = next(iter(sorted(options.work.glob("00_*.ipynb"))), None)
     command = [sys.executable, "-m", "jupyterlab", f"--ip={options.ip}", f"--port={options.port}"]

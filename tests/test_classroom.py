@@ -20,6 +20,7 @@ from jupyter_client.blocking import BlockingKernelClient
 from rich.console import Console
 from test_launch import wait_until
 
+from zerolab.cli import main
 from zerolab.lab.checks.judge import digest
 from zerolab.lab.classroom import board, run
 from zerolab.lab.classroom.broker import Entry
@@ -299,7 +300,9 @@ def test_the_board_trusts_nothing_that_a_student_may_write(tmp_path: Path) -> No
     with (console := Console(file=io.StringIO(), width=100)).capture() as shown:
         console.print(*board.room_view(room))
     assert "[red]$" in shown.get() and "\x1b" not in shown.get() and "student-" not in shown.get()
-    board.picture(room).savefig(io.BytesIO())
+    figure = board.picture(room)
+    assert "5 predictions of 6 students" in " ".join(text.get_text() for text in figure.texts)  # one was skipped
+    figure.savefig(io.BytesIO())
 
 
 def test_the_teachers_table_fits_on_a_terminal_of_80_columns() -> None:
@@ -321,3 +324,21 @@ def test_the_teachers_table_fits_on_a_terminal_of_80_columns() -> None:
     assert max(map(len, told.splitlines())) <= 80 and "…" not in told, told
     words = ["student", "port", "GPUs", "left", "notebooks", "ranks", "memory", "pass", "predicted", "12.3 GB", "0-7"]
     assert not [word for word in words if f"{word} " not in told.replace("\n", " \n")]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "why"),
+    [
+        (["--ip", "0.0.0.0", "--port", "9100"], "ssh -L 9100:127.0.0.1:9100 <this machine>"),
+        (["--ip", "::", "--port", "9100"], "has its token runs programs as you"),
+        (["--students", "0"], "--students must be from 1"),
+        (["--memory", "0"], "--memory must be"),
+        (["--port", "80"], "--port must be"),
+    ],
+)
+def test_what_is_refused_is_one_line_and_makes_nothing(arguments, why, tmp_path, capsys) -> None:
+    with pytest.raises(SystemExit) as ended:
+        main(["classroom", "--folder", str(tmp_path / "class"), *arguments])
+    told = capsys.readouterr()
+    assert ended.value.code == 2 and told.out == "" and why in told.err and len(told.err.splitlines()) == 1
+    assert not list(tmp_path.iterdir())

@@ -120,7 +120,7 @@ def picture(room: Mapping[str, Progress]) -> Any:
 
     counts = predictions(room.values())
     rows = max(1, -(-len(counts) // 3))
-    total = sum(sum(counter.values()) for counter in counts.values())
+    total = sum(many for counter in counts.values() for answer, many in counter.items() if answer != SKIPPED)
     sentence = f"{total} predictions of {len(room)} students; the most frequent answers, and how many gave each."
     figure = style.frame("What the room predicted", f"{len(room)} students", sentence, (9.0, 1.6 + 1.5 * rows))
     top, bottom, height = 1 - 1.1 / figure.get_figheight(), 0.5 / figure.get_figheight(), 1.5 / figure.get_figheight()

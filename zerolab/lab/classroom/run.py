@@ -53,7 +53,7 @@ def classroom(
     if not 1024 <= port <= 65000:
         raise Refused(f"--port must be from 1024 to 65000, not {port}")
     if not open_to_network and not _only_here(ip):
-        raise Refused(f"--ip {ip}: {OPEN}")
+        raise Refused(f"--ip {ip}: {OPEN.replace('8888', str(port))}")
     lessons = Path(__file__).resolve().parents[3] / "lessons"
     if not any(lessons.glob("*.ipynb")):
         raise Refused(f"there are no lessons in {lessons}: run this in a checkout of the course")

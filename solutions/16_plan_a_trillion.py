@@ -155,7 +155,8 @@ lab.check("16.1")
 fewest = lab.mine("16.1")
 needed = fewest(13_000_000_000, 80e9, 12e9)
 if lab.passed("16.1"):
-    print({stage: n for stage, n in needed.items() if n is not None and n <= 32})
+    few = {stage: n for stage, n in needed.items() if n is not None and n <= 32}
+    print(", ".join(f"stage {stage}: {n} GPUs or more" for stage, n in few.items()))
 else:
     print("written and passed, it answers here")
 

@@ -96,7 +96,6 @@ def test_deepspeed_does_the_same_work():
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 def test_one_rank_on_cuda():
     """NCCL and CUDA events: the same work, and a rank alone sends nothing."""
-    pytest.importorskip("tqdm")
     report = bench.measure_times(1, 4, "fp32", SMALL)
     for pair in report["pairs"]:
         assert pair["loss_ours"] == pytest.approx(pair["loss_peer"], rel=bench.SAME_LOSS["fp32"])

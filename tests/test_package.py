@@ -215,3 +215,18 @@ def test_no_file_names_a_machine_or_a_registry():
 def test_ci_runs_make_test():
     assert os.access(ROOT / ".ci" / "run", os.X_OK)
     assert "make test" in (ROOT / ".ci" / "run").read_text()
+
+
+def test_the_gpu_tests_need_torch_and_pytest_only():
+    """`make gpu` builds nothing: a machine with a GPU may have no more than these, and no network."""
+    files = [path for path in (ROOT / "tests").glob("test_*.py") if re.search(r"(mark\.|@)gpu\b", path.read_text())]
+    extras = [Requirement(line).name for lines in EXTRAS.values() for line in lines]
+    missing = {name.replace("-", "_").lower() for name in extras} - {"pytest", "zerolab"} | {"safetensors", "psutil"}
+    program = f"""
+import sys
+sys.modules.update(dict.fromkeys({sorted(missing)}))
+import pytest
+sys.exit(pytest.main(["--collect-only", "-q", "-W", "ignore::pytest.PytestConfigWarning", "-m", "gpu", *sys.argv[1:]]))
+"""
+    alone = {**os.environ, "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1"}
+    assert "test_gpu.py::" in run(sys.executable, "-c", program, *files, env=alone)

@@ -30,8 +30,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import SafetensorError, safe_open
-from safetensors.torch import save_file
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
@@ -658,6 +656,8 @@ def _read_weights_of_checkpoint(path: Path, targets: list[tuple[list[str], Tenso
 
 
 def _read_weights_file(path: Path, targets: list[tuple[list[str], Tensor]]) -> dict[str, Tensor]:
+    from safetensors import SafetensorError, safe_open  # here, so that `make gpu` runs where there is only torch
+
     try:
         with safe_open(path, framework="pt") as file:
             shapes = {name: file.get_slice(name).get_shape() for name in file.keys()}  # noqa: SIM118
@@ -687,6 +687,8 @@ def export_weights(path: str | Path, zero: Engine) -> None:
     As Hugging Face's libraries write and read it: tied weights once, under their first name. All ranks must take part;
     the first writes, to another name first. `load_model_weights` reads it, and so does `safetensors.torch.load_model`.
     """
+    from safetensors.torch import save_file
+
     path = Path(os.path.abspath(path))
     state = zero.full_state_dict(rank0_only=True)
 

@@ -97,9 +97,7 @@ def add_plan(commands: argparse._SubParsersAction) -> None:
             plan.error(str(why))
         model = f"{planning.in_parameters(args.params)} parameters, {args.ranks} ranks"
         rich.print(planning.table(rows, f"{model}, {args.precision}, {args.optimizer}: bytes per rank"))
-        print(
-            "Not counted: the units in flight (zerolab simulate shows them), and what the framework needs for itself."
-        )
+        print("Not counted: units in flight (see zerolab simulate), and the framework's own needs.")
         if args.gpu_memory is None:
             return 0
         fitting = [planning.STAGES[row.stage] for row in rows if row.fits]

@@ -207,13 +207,16 @@ class Sent(TorchDispatchMode):
 
 def time_rounds(rounds: int, precision: str, sizes: dict[str, int]) -> dict[str, dict[str, Any]]:
     """One rank's seconds: {system: {"wall": of every round, "cpu": ..., "loss": of every step, "sent": bytes}}."""
-    from tqdm import tqdm
-
     device = zerolab.init()
     steps = {name: build(name, precision, sizes) for name in names_of(precision)}
     result: dict[str, dict[str, Any]] = {name: {"wall": [], "cpu": [], "loss": []} for name in steps}
-    hidden = None if dist.get_rank() == 0 else True
-    for number in tqdm(range(WARM_UP + rounds), desc=f"rounds {precision}", unit="round", ncols=79, disable=hidden):
+    numbers = range(WARM_UP + rounds)
+    with contextlib.suppress(ModuleNotFoundError):  # a machine with a GPU may have little besides torch
+        from tqdm import tqdm
+
+        hidden = None if dist.get_rank() == 0 else True
+        numbers = tqdm(numbers, desc=f"rounds {precision}", unit="round", ncols=79, disable=hidden)
+    for number in numbers:
         for name, step in steps.items():
             with Sent() if number == WARM_UP - 1 else contextlib.nullcontext() as sent:
                 loss, wall, cpu = time_step(step, number, device)

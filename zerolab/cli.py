@@ -7,6 +7,7 @@ Commands import what they need when they run, so that `zerolab --help` is quick 
 from __future__ import annotations
 
 import argparse
+import os
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -34,6 +35,9 @@ def main(arguments: list[str] | None = None) -> int:
         return args.run(args)
     except KeyboardInterrupt:
         return 130  # as shells say it
+    except BrokenPipeError:  # `| head` has seen enough
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 141
 
 
 def add_demo(commands: argparse._SubParsersAction) -> None:

@@ -3,8 +3,8 @@
 Three promises, whatever the backend:
 
 - **Means, in rank order.** gloo's own reduce-scatter is an all-reduce in disguise, twice the bytes and a sum in
-  ring order. Here it is an all-to-all followed by a sum in rank order: half the bytes, and the same bits in
-  every run. gloo's own all-gather copies all it gathers twice; here every rank broadcasts its slice, into its place.
+  ring order. Here all ranks exchange their slices and add them in rank order: half the bytes, and the same bits
+  in every run. gloo's own all-gather copies all it gathers twice; here every rank broadcasts its slice, into its place.
   NCCL has a true reduce-scatter and all-gather, which are used as they are.
 - **Recorded.** Every call passes through `_record`; `with comm.record() as calls:` collects them.
 - **Agreed.** Ranks that gather different units would get each other's bytes without an error. So a gather that
@@ -255,10 +255,19 @@ class Comm:
             native = partial(_reduce_scatter, output, input, dist.ReduceOp.AVG)
             yield self._issue("reduce_scatter", unit, input, ring, native)
             return
-        received = torch.empty_like(input)
-        yield self._issue("reduce_scatter", unit, input, ring, partial(dist.all_to_all_single, received, input))
-        _mean_in_rank_order(received.view(ring.size, -1), output)
-        received.untyped_storage().resize_(0)  # a thread of gloo's may not have let go of it yet
+        # Two exchanges, down to lower ranks and up to higher ones: a single one would also copy what this rank keeps.
+        rows, rank = input.view(ring.size, -1), ring.rank
+        lower, higher = [1] * rank + [0] * (ring.size - rank), [0] * (rank + 1) + [1] * (ring.size - rank - 1)
+        from_lower, from_higher = torch.empty_like(rows[:rank]), torch.empty_like(rows[rank + 1 :])
+        down = partial(dist.all_to_all_single, from_higher, rows[:rank], higher, lower)
+        up = partial(dist.all_to_all_single, from_lower, rows[rank + 1 :], lower, higher)
+        yield self._issue("reduce_scatter", unit, input, ring, down, up)
+        in_order = [*from_lower, rows[rank], *from_higher]
+        if rank == 0:
+            in_order[:2] = reversed(in_order[:2])  # the same sum, and what is overwritten is not the caller's
+        _mean_in_order(in_order, output)
+        for received in (from_lower, from_higher):
+            received.untyped_storage().resize_(0)  # a thread of gloo's may not have let go of it yet
 
     def _all_reduce_steps(self, tensor: Tensor, unit: str, ring: Ring) -> Steps:
         if self.backend != "gloo":
@@ -473,11 +482,11 @@ _ROUTING = (
 )
 
 
-def _mean_in_rank_order(rows: Tensor, mean: Tensor) -> None:
-    """Into `mean` (S,): ((row 0 + row 1) + row 2 + ...) / N of `rows` (N, S), at least in float32, rounded once.
+def _mean_in_order(rows: list[Tensor], mean: Tensor) -> None:
+    """Into `mean` (S,): ((row 0 + row 1) + row 2 + ...) / N of N `rows` (S,), at least in float32, rounded once.
 
-    Overwrites `rows`."""
-    total = rows[0].to(torch.promote_types(rows.dtype, torch.float32))
+    May overwrite row 0. `mean` may be another row."""
+    total = rows[0].to(torch.promote_types(mean.dtype, torch.float32))
     for row in rows[1:]:
         total += row
     torch.div(total, len(rows), out=mean)

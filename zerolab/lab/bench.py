@@ -198,7 +198,10 @@ class Sent(TorchDispatchMode):
             else:
                 sizes = [sum(t.nbytes for t in tree_leaves(arg) if isinstance(t, Tensor)) for arg in args[:2]]
                 size = sizes[0] if func._opname in ("allreduce_", "broadcast_") else max(sizes)
-                self.bytes += times * size * (dist.get_world_size() - 1) / dist.get_world_size()
+                share = 1 / dist.get_world_size()  # of it that stays on this rank
+                if func._opname == "alltoall_base_" and (splits := args[4]):
+                    size, share = sizes[1], splits[dist.get_rank()] / max(1, sum(splits))
+                self.bytes += times * size * (1 - share)
         return func(*args, **(kwargs or {}))
 
 

@@ -61,6 +61,9 @@ class Traffic:
     world_size: int
     to: int = -1
     source: int = -1
+    kept: int | None = (
+        None  # bytes of an all-to-all with split sizes that stay here; `payload` is then this rank's part
+    )
     waited: bool = False
     touched: bool = False  # its result was changed between the start and the wait, and the change is lost
 
@@ -69,6 +72,8 @@ class Traffic:
         """Bytes that this rank sends when the call runs as a ring, which is what the course counts."""
         if self.op in ("exchange", "send"):
             return self.payload
+        if self.kept is not None:
+            return self.payload - self.kept
         return (2 if self.op == "all_reduce" else 1) * self.payload * (self.world_size - 1) / self.world_size
 
 
@@ -199,6 +204,9 @@ class Spy:
             asynchronous = bool(bound.arguments.pop("async_op", False))
             payload = max((_bytes(value) for value in bound.arguments.values()), default=0)
             traffic = Traffic(name, payload, self.world_size)
+            if splits := bound.arguments.get("input_split_sizes"):
+                traffic.payload = _bytes(bound.arguments["input"])
+                traffic.kept = traffic.payload * splits[self.rank] // max(1, sum(splits))
             self.calls.append(traffic)
             if bound.arguments.get("group") in (None, dist.group.WORLD):
                 self._agree(traffic)

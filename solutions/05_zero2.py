@@ -219,7 +219,7 @@ if lab.predicted("05.2"):
 # - *gradients*, large batch: the buckets of the last block and of the root, where backward begins. Small batch, stage 1: all
 #   4Ψ, and what autograd has just made and not yet put into a bucket. Stage 2: the slices of the blocks that are done, the
 #   root's bucket, which is full only in the end, and one or two whole blocks, one that is filled and one that is reduced.
-# - *communication* is the copy in which a reduction receives the other ranks' parts: as much as the block itself.
+# - *communication* is where a reduction receives the other ranks' parts: three quarters of the block, with four ranks.
 # - *other* is the text (465 kB or so), the batch, and a few bytes in which the ranks agree. *activations* you took apart in lesson 02.
 #
 # (A collective gives its buffers back a moment sooner or later, so with the small batch gradients and communication may

@@ -321,7 +321,7 @@ if lab.predicted("06.2"):
 # %% [markdown]
 # Parameters and optimizer state are 12 bytes for each parameter of the shard, and Adam's counters. The rest, activations aside, is in flight, and
 # a matter of backward: a *second* block is gathered while the first is not yet released; the block that backward has just
-# passed has a whole gradient, the one before it is being reduced (its gradient, and as much again for what is received); the
+# passed has a whole gradient, the one before it is being reduced (its gradient, and most of it again for what is received); the
 # root's gradient is half there. Lesson 07 takes that apart.
 #
 # Who holds what, when backward has returned:

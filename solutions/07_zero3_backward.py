@@ -266,7 +266,7 @@ if lab.predicted("07.3"):
 # - *Gathered parameters*: the root and two blocks, to the byte what you predicted.
 # - *Gradients*: a block that backward has passed has its whole gradient, 793,088 bytes, until it is reduced. The root's is
 #   there from the first, for its output layer. In the block that backward is in, what is there so far.
-# - *Communication*: what a reduction receives from the other ranks, as much as the block. Which block that is, and whether
+# - *Communication*: what a reduction receives from the other ranks, (N-1)/N of the block. Which block that is, and whether
 #   its buffers are back already when the next gradient comes, is for the network to decide; so this line and the gradients
 #   may be a block larger or smaller in another run.
 # - *Activations* that backward has not reached yet; *other*: tokens and temporaries.

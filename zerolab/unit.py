@@ -58,8 +58,8 @@ class Unit:
         self.trainable = any(p.requires_grad for _, p in named)  # as agreed between the ranks
 
         every = [(module, attribute, i) for i, group in enumerate(sites) for module, attribute in group]
-        self._plain_sites = [site for site in every if type(site[0]).__setattr__ is nn.Module.__setattr__]
-        self._other_sites = [site for site in every if site not in self._plain_sites]  # LSTM has a second list
+        self._plain_sites = [site for site in every if _is_plain(site[0])]
+        self._other_sites = [site for site in every if not _is_plain(site[0])]
 
         self.gathered = False  # whether `whole` holds every rank's current values
         self._gathering: Any = None
@@ -374,6 +374,11 @@ class Unit:
         """The part of `flat` that lies where `params[i]` lies in `master`."""
         size, stride, offset = self._places[i]
         return flat.as_strided(size, stride, flat.storage_offset() + offset)
+
+
+def _is_plain(module: nn.Module) -> bool:
+    """Whether it has its parameters in one place; LSTM and its kin keep a second list of their weights."""
+    return type(module).__setattr__ is nn.Module.__setattr__
 
 
 def _on_host(tensor: Tensor) -> Tensor:

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from zoo import CASES, Block, Checkpointed, Plain, Stack, alone, build, words
 
 import zerolab
-from zerolab.measure import model_states
+from zerolab.measure import model_states, timeline
 
 PLAIN = CASES["plain"]
 
@@ -99,8 +99,9 @@ def test_whole_gradients_go_when_they_are_reduced(ranks):
 
 
 def in_kept_memory(keep: bool) -> list[tuple[list[Tensor], list[bool], list[int]]]:
-    """Three steps, gradients set to None after each, but one of the second that the user still has. For each stage: the
-    gradients of every step, whether some of the next lie where they lay, and bytes of gradients after zero_grad()."""
+    """Four steps, gradients set to None after each, but the user still has those of the second. For each stage: the
+    gradients of every step, whether some of the next lie where they lay, and bytes of gradients after each zero_grad(),
+    in the end once more by the timeline."""
     seen = []
     for stage in zerolab.STAGES:
         torch.manual_seed(0)
@@ -121,6 +122,9 @@ def in_kept_memory(keep: bool) -> list[tuple[list[Tensor], list[bool], list[int]
             del shown
             zero.model.zero_grad()
             held.append(model_states(zero, optimizer)["gradients"])
+        with timeline(zero, optimizer) as line:
+            torch.ones(1)
+        held.append(line.by_kind(len(line.events))["gradients"])
         seen.append((grads, [not old.isdisjoint(new) for old, new in pairwise(places)], held))
     return seen
 
@@ -131,12 +135,12 @@ def test_keep_grad_memory(ranks):
     for plain, kept in zip(without, with_it, strict=True):
         for stage in range(4):
             assert all(map(torch.equal, plain[stage][0], kept[stage][0]))
-            assert plain[stage][2] == [0] * 4
+            assert plain[stage][2] == [0] * 5
             if stage < 2:
                 assert kept[stage][1] == [True, False, True]
-                assert kept[stage][2] == [PADDED["fp32"][2] * 4] * 4
+                assert kept[stage][2] == [PADDED["fp32"][2] * 4] * 5
             else:
-                assert kept[stage][2] == [0] * 4
+                assert kept[stage][2] == [0] * 5
 
 
 # -- evaluation and generation, between the steps -------------------------------------------------------------------

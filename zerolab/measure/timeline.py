@@ -330,7 +330,7 @@ class _Recorder(TorchDispatchMode):
                 self._note(tensor, "parameters", unit.name)
             kind = "gathered parameters" if self.zero.stage == 3 else "parameters"
             self._note(unit.whole, kind, unit.name)
-            for tensor in (unit.whole_grad, unit.grad, *(param.grad for param in unit.params)):
+            for tensor in (unit.whole_grad, unit.kept_memory, unit.grad, *(param.grad for param in unit.params)):
                 self._note(tensor, "gradients", unit.name)
             for param in unit.params:
                 for value in self.optimizer.state.get(param, {}).values():

@@ -61,9 +61,7 @@ class Traffic:
     world_size: int
     to: int = -1
     source: int = -1
-    kept: int | None = (
-        None  # bytes of an all-to-all with split sizes that stay here; `payload` is then this rank's part
-    )
+    kept: int | None = None  # of an uneven all-to-all: bytes of `payload`, then this rank's alone, that stay here
     waited: bool = False
     touched: bool = False  # its result was changed between the start and the wait, and the change is lost
 

@@ -233,6 +233,7 @@ class Unit:
             raise RuntimeError(f"{self.names[i]} has a sparse gradient; use Embedding(..., sparse=False)")
         if self.whole_grad is None:
             self.whole_grad = self._new_whole_grad()
+            self.have = [False] * len(self.have)  # also where an override lost what no_sync kept back: nothing is there
         slot = self.layout.slots[i]
         view = self.whole_grad.as_strided(slot.shape, slot.stride, slot.offset)
         if self.have[i]:

@@ -584,7 +584,7 @@ def check_ddp(answer: Any, world: World) -> None:
         raise Wrong(f"{inside[0].op} was called inside no_sync()", likely)
     with world.record() as calls:
         backward(2)
-    lost = {2: "only the last micro-batch: what no_sync kept back is lost", 1: "only the first micro-batch"}
+    lost = {2: "only the last micro-batch: what no_sync() kept back is lost", 1: "only the first micro-batch"}
     check_step("two micro-batches under no_sync", calls, 3, lost, KEPT_BACK)
 
 

@@ -22,7 +22,7 @@ import time
 import warnings
 from collections.abc import Callable
 from pathlib import Path
-from statistics import median
+from statistics import mean, median
 from typing import Any
 
 import torch
@@ -43,9 +43,11 @@ SIZES = {
 }
 BATCH = {"cpu": 4, "cuda": 16}
 WARM_UP = 3
-LEARNING_RATE = 3e-4  # with 1e-3 the loss jumps around step 40, and there rounding decides where to
+LEARNING_RATE = 3e-4  # with 1e-3 the loss jumps, and there rounding decides where to
 BUCKET = 25 * 2**20 // 4  # elements: DeepSpeed's buckets are as large as those of torch's DDP, 25 MB
-SAME_LOSS = {"fp32": 1e-4, "bf16": 0.002}  # of each other: bf16 is autocast in torch's DDP, cast weights elsewhere
+# Relative. In bf16 torch's DDP has autocast, the others cast weights. Ranks that do not communicate are 0.0035 off.
+SAME_LOSS = {"fp32": 1e-4, "bf16": 5e-4}
+COMPARED = 10  # steps: the mean loss of the first ones. From step 15 on rounding to bf16 decides where the loss goes
 PAIRS = (
     ("DDP", "torch DDP"),
     ("Zero1", "ZeroRedundancyOptimizer"),
@@ -283,7 +285,7 @@ def measure_times(ranks: int, rounds: int, precision: str, sizes: dict[str, int]
     names = names_of(precision)
     wall = {name: [max(each) for each in zip(*(rank[name]["wall"] for rank in everyone))] for name in names}
     cpu = {name: [sum(each) for each in zip(*(rank[name]["cpu"] for rank in everyone))] for name in names}
-    loss = {name: sum(rank[name]["loss"][-1] for rank in everyone) / ranks for name in names}
+    loss = {name: mean(loss for rank in everyone for loss in rank[name]["loss"][:COMPARED]) for name in names}
     sent = {name: mean_sent([rank[name]["sent"] for rank in everyone]) for name in names}
     pairs = []
     for ours, peer in pairs_of(precision):
@@ -339,7 +341,7 @@ def bench(ranks: int | None, rounds: int, precisions: list[str], json_file: str 
         rich.print(table(reports[-1]))
         for pair in reports[-1]["pairs"]:
             if abs(pair["loss_ours"] / pair["loss_peer"] - 1) > SAME_LOSS[precision]:
-                print(f"WRONG: {pair['ours']} ends with loss {pair['loss_ours']}, {pair['peer']} {pair['loss_peer']}")
+                print(f"WRONG: {pair['ours']} begins with loss {pair['loss_ours']}, {pair['peer']} {pair['loss_peer']}")
                 wrong = 1
         print(moved_line(reports[-1]))
     print("Below 1 ours is faster, or holds less. Wall and CPU: median of the rounds' ratios, [95 % interval].")
@@ -375,7 +377,7 @@ def table(report: dict[str, Any]) -> Any:
     from zerolab.measure.units import table as new_table
 
     loss = ", ".join(f"{value:.4f}" for value in sorted({round(p["loss_ours"], 4) for p in report["pairs"]}))
-    title = f"{report['ranks']} ranks, {report['precision']}, {report['rounds']} rounds; loss {loss}"
+    title = f"{report['ranks']} ranks, {report['precision']}, {report['rounds']} rounds; first {COMPARED} losses {loss}"
     result = new_table(title, ["ours : peer"], ["wall", "CPU", "above", "peak"])
     for pair in report["pairs"]:
         cells = []

@@ -48,7 +48,7 @@ def _panel(axes: Any, report: dict[str, Any]) -> None:
             look = {"color": DEEPSPEED, "hatch": ".."} if _is_deepspeed(pair) else {"color": PEER}
             height = seconds[pair["peer"]]
             axes.bar(x + 0.28 * k, height, 0.27, edgecolor="white", zorder=2, **look)
-            above(axes, x + 0.28 * k, height, f"{pair['wall_ratio']:.2f}", 3, fontsize=8)
+            above(axes, x + 0.28 * k, height, f"{pair['wall_ratio']:.2f}", 3, fontsize=7)
     axes.axhline(seconds["no communication"], color=FLOOR, linewidth=1.2, zorder=4)
     short = {"ZeroRedundancyOptimizer": "ZeroRedund.\nOptimizer", "FSDP2 reshard": "FSDP2\nreshard"}
     peers = {pair["ours"]: pair["peer"] for pair in report["pairs"] if not _is_deepspeed(pair)}

@@ -211,10 +211,7 @@ def test_misuse_of_the_timeline_is_named(ranks):
 class Impatient(zerolab.Zero2):
     """Waits for every reduction at once, and gathers nothing before it is needed."""
 
-    prefetch = False
-
-    def reduce(self, unit):
-        super().reduce(unit).wait()
+    prefetch = overlap = False
 
 
 def traced(stage):
@@ -279,6 +276,24 @@ def test_the_overlap_score_can_be_bad(ranks):
     for records in ranks.run(traced, Impatient, ranks=4):
         assert min(hidden_share(record) for record in records) < 0.1
         assert min(record.overlap for record in records) < 0.5
+
+
+def calls_and_numbers(stage, overlap):
+    zero, optimizer = build(stage, layers=3, width=64, context=16)
+    zero.overlap = overlap
+    for _ in range(2):
+        train(zero, optimizer)
+    with zero.comm.record() as calls:
+        train(zero, optimizer)
+    return [(call.op, call.unit, call.phase) for call in calls], zero.full_state_dict()
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+def test_without_overlap_the_calls_and_the_numbers_are_the_same(ranks, stage):
+    results = [ranks.run(calls_and_numbers, stage, overlap, ranks=3) for overlap in (True, False)]
+    for (calls, state), (calls_2, state_2) in zip(*results, strict=True):
+        assert sorted(calls) == sorted(calls_2)
+        assert all(torch.equal(state[name], state_2[name]) for name in state | state_2)
 
 
 def test_intervals_by_hand():

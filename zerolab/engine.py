@@ -67,6 +67,7 @@ class Engine:
 
     stage: int
     prefetch = True  # gather the next unit while one computes; False: not before it is needed
+    overlap = True  # reduce a unit's gradients while backward computes the next; False: wait for that first
     keep_grad_memory = False  # True: what zero_grad() lets go is kept for the next backward, in stages 0 and 1
 
     def __init__(
@@ -475,6 +476,8 @@ class Engine:
             if self.keep_grad_memory:
                 unit.kept_memory = unit.whole_grad
             unit.whole_grad = None  # what of it is still wanted is held by the reduction, and by unit.grad
+            if not self.overlap:
+                self._advance_reductions(to_the_end=True)
 
     def _advance_reductions(self, to_the_end: bool = False) -> None:
         """One step further with each reduction under way: most take one step, so that one at a time is in flight."""

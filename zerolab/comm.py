@@ -13,7 +13,9 @@ Three promises, whatever the backend:
 
 from __future__ import annotations
 
+import atexit
 import json
+import os
 import threading
 import time
 import zlib
@@ -24,13 +26,16 @@ from datetime import timedelta
 from functools import partial
 from itertools import count
 from typing import Any, NamedTuple
-from weakref import WeakKeyDictionary
+from weakref import WeakKeyDictionary, WeakSet
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from zerolab import flight
+
+with suppress(ImportError):  # as defaults of arguments it keeps for ever the group that it finds on import: now none
+    import torch.distributed.nn.functional
 
 POLL = timedelta(seconds=1)  # how often a wait looks whether another rank has a complaint
 
@@ -50,6 +55,8 @@ def _no_complaint() -> None:
 emulated_link: Callable[[int, int], float] | None = None
 
 _numbers = count()  # of the Comms in this process
+_comms: WeakSet[Comm] = WeakSet()
+_process = 0  # that made them; a fork of it has none of their threads
 _control_groups: WeakKeyDictionary[dist.ProcessGroup, dist.ProcessGroupGloo] = WeakKeyDictionary()
 _mesh_groups: WeakKeyDictionary[dist.ProcessGroup, dict[tuple[int, int], tuple[Ring, Ring]]] = WeakKeyDictionary()
 
@@ -175,6 +182,9 @@ class Comm:
         everyone = group or dist.group.WORLD
         if everyone == dist.GroupMember.NON_GROUP_MEMBER:
             raise CommError(f"global rank {dist.get_rank()} is not a member of the group that it was given")
+        global _process
+        _process = os.getpid()
+        _comms.add(self)
         self.device = device
         self.rank = dist.get_rank(everyone)
         self.world_size = dist.get_world_size(everyone)
@@ -476,9 +486,9 @@ def _note_end(call: Call, future: Any = None, ready: float = 0.0) -> None:
 
 
 _ROUTING = (
-    "The ranks went different ways through the model (experts, skipped layers), and would have mixed up their bytes. "
-    "Put the parts between which they choose into one unit (units=[...] with the class that contains them all), "
-    "or use stage 0, 1 or 2."
+    "The ranks went different ways through the model (experts, skipped layers, one pass more than others), and would "
+    "have mixed up their bytes. Put the parts between which they choose into one unit (units=[...] with the class that "
+    "contains them all), let every rank make as many passes, or use stage 0, 1 or 2."
 )
 
 
@@ -527,3 +537,22 @@ def _rings_of_mesh(everyone: Ring, mesh: tuple[int, int]) -> tuple[Ring, Ring]:
 def _timeout_of(group: dist.ProcessGroup) -> timedelta:
     backend = group._get_backend(torch.device("cuda" if "nccl" in dist.get_backend(group) else "cpu"))
     return backend.options._timeout
+
+
+@atexit.register
+def _let_go() -> None:
+    """End the threads that work for this package: one that wants the interpreter after its end aborts the process.
+
+    gloo's threads do: a collective that was waited for is dropped a little later, with its tensors, by the thread that
+    ran it (pytorch issue 190489). They end with their groups, and who holds groups is known here. A collective that
+    is still under way, because something failed, is waited for until the timeout of its group, as torch does.
+    """
+    flight.stop()
+    if os.getpid() != _process:
+        return
+    for comm in list(_comms):
+        vars(comm).clear()
+    _control_groups.clear()
+    _mesh_groups.clear()
+    if dist.is_initialized() and "nccl" not in dist.get_backend_config():
+        dist.destroy_process_group()

@@ -10,7 +10,6 @@ collectives that are not the engine's, and on NCCL whether the device is through
 
 from __future__ import annotations
 
-import atexit
 import itertools
 import json
 import linecache
@@ -219,8 +218,8 @@ def ask(failed: Entry | None) -> str:
     return _world.ask(failed) if _world is not None else ""
 
 
-@atexit.register
-def _stop() -> None:  # a thread that comes back from C++ while Python ends would abort the process
+def stop() -> None:
+    """No thread looks after this any more whether a rank has asked."""
     if _world is not None:
         _world.stop()
 

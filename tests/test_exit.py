@@ -1,0 +1,50 @@
+"""How a script ends: with all threads that worked for it, or else one that wakes up too late aborts the process."""
+
+import socket
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+from test_launch import finish, python
+
+JOBS = Path(__file__).with_name("jobs_exit.py")
+
+pytestmark = pytest.mark.skipif(not sys.platform.startswith("linux"), reason="needs /proc to see threads")
+
+
+def two_ranks(*arguments: object) -> list[subprocess.Popen]:
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    world = {"WORLD_SIZE": 2, "LOCAL_WORLD_SIZE": 2, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+    return [python(JOBS, *arguments, **world, RANK=rank, LOCAL_RANK=rank) for rank in range(2)]
+
+
+@pytest.mark.parametrize(
+    ("how", "stage"),
+    [("returns", 0), ("returns", 3), ("destroy", 2), ("mesh", 1), ("forks", 2)],
+)
+def test_no_thread_is_left_when_python_ends(how, stage):
+    for rank in two_ranks(how, stage):
+        out, err = finish(rank)
+        assert (rank.returncode, err) == (0, "")
+        first, *others, last = out.splitlines()
+        assert first.startswith("at work:") and "'pt_gloo_runloop'" in first and "'flight recorder'" in first
+        assert last == "at the end: ['MainThread']"
+        assert len(others) == (how == "forks")  # what the fork says
+
+
+def test_a_rank_that_fails_waits_for_a_collective_that_never_ends_only_until_the_timeout():
+    other, failing = two_ranks("fails", 2)
+    try:
+        failing.stdout.readline()
+        begin = time.monotonic()
+        _, err = finish(failing)
+        assert failing.returncode == 1 and "ValueError: rank 1 has failed" in err
+        assert time.monotonic() - begin < 15.0  # the timeout of the group is 5
+        assert other.poll() is None
+    finally:
+        other.kill()
+        other.communicate(timeout=10)

@@ -6,11 +6,13 @@ import os
 import re
 import shutil
 import signal
+import socket
 import subprocess
 import sys
 import time
 import urllib.error
 import urllib.request
+from contextlib import suppress
 from pathlib import Path
 
 import psutil
@@ -64,11 +66,12 @@ def wait_for_address(process, log):
     deadline = time.monotonic() + 60 * SLOW
     while time.monotonic() < deadline and process.poll() is None:
         log.seek(0)
-        if found := re.search(r"http://127\.0\.0\.1:\d+/\S*\?token=\w+", log.read()):
-            return found[0]
+        if found := re.search(r"http://127\.0\.0\.1:(\d+)/\S*\?token=\w+", log.read()):
+            with suppress(OSError), socket.create_connection(("127.0.0.1", int(found[1])), timeout=10):
+                return found[0]  # JupyterLab tells its address a moment before it listens there
         time.sleep(0.1)
     log.seek(0)
-    pytest.fail(f"no address within {60 * SLOW} s:\n{log.read()}")
+    pytest.fail(f"nobody listens within {60 * SLOW} s:\n{log.read()}")
 
 
 def test_lesson_00_in_a_browser(server, tmp_path):

@@ -263,10 +263,16 @@ def test_live_ranks_have_a_lease_and_lose_it(tmp_path, monkeypatch, capsys) -> N
         assert seen[0].text == seen[1].text and re.fullmatch(r"True [0-9a-f]{16}\n", seen[0].text)
         time.sleep(1.0)
         live.run("pass")  # its time is over, but nobody waits
-        other = threading.Thread(target=lambda: ask(tmp_path, 0, 1).release())
+        busy = tmp_path / "busy"
+
+        def ask_when_busy() -> None:
+            wait_until(busy.exists, 10.0)
+            ask(tmp_path, 0, 1).release()
+
+        other = threading.Thread(target=ask_when_busy)
         other.start()
         with pytest.raises(session.RankFailure) as caught:
-            live.run("import time; time.sleep(60)")
+            live.run(f"import time; open({str(busy)!r}, 'w').close(); time.sleep(60)")
         why = 'GPUs 0, 1 went back: the time of 2 seconds is over and others wait; lab.start(device="cuda") asks again'
         assert f"was ended: {why}" in str(caught.value)
         other.join(5.0)

@@ -219,8 +219,11 @@ def test_two_hosts_are_one_process_and_one_that_is_slow_or_cut_off_comes_back(ho
     # The same command goes on from the checkpoint, and ends as if nothing had been.
     hosts[1].ip("link", "set", "eth", "up")
     start(hosts, tmp_path, "again", 0.0)
-    for host in hosts:
-        assert host.process.wait(60) == 0, host.log.read_text()
+    with suppress(AssertionError, subprocess.TimeoutExpired):  # what has not ended then is told below, with its log
+        wait_until(lambda: not all(host.lives() for host in hosts), 60.0)
+        for host in hosts:  # where one fails, torchrun on the other may wait for five minutes
+            host.process.wait(10)
+    assert [host.process.poll() for host in hosts] == [0, 0], [host.log.read_text() for host in hosts]
     begin, end = progress(tmp_path)
     assert begin in (saved, saved + 4) and end == STEPS  # later: it was cut off when both had saved
     equal(tmp_path / "end.pt", one_process(STEPS))

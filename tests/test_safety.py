@@ -29,9 +29,9 @@ me = psutil.Process()
 
 def listening():
     here = [me, *me.children(recursive=True)]
-    # A UDP socket has no such state: any that is bound counts.
-    return {p.pid: sorted({c.laddr.ip for c in p.net_connections("inet") if c.status == "LISTEN" or c.type == 2})
-            for p in here}
+    # A UDP socket has no such state: any counts that takes from everybody, and not only what it asked for (of DNS).
+    return {p.pid: sorted({c.laddr.ip for c in p.net_connections("inet")
+                           if c.status == "LISTEN" or (c.type == 2 and not c.raddr)}) for p in here}
 
 if __name__ == "__main__":
     before, told = me.num_fds(), io.StringIO()

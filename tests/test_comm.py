@@ -368,6 +368,21 @@ def test_a_slow_rank_and_another_order(ranks, deviates):
     all_say(ranks.run(job_slow_and_strange, deviates, ranks=2, timeout=60, group_timeout=20), "CommError", within=7)
 
 
+def job_many_turns():
+    turn, zerolab.comm.POLL = zerolab.comm.POLL, timedelta(milliseconds=1)
+    try:
+        comm = Comm(None, CPU)
+        value = torch.ones(300_000)
+        for _ in range(200):
+            comm.all_reduce(value, "u").wait()
+    finally:
+        zerolab.comm.POLL = turn
+
+
+def test_what_ends_together_with_a_turn_of_the_wait_has_not_failed(ranks):
+    ranks.run(job_many_turns, ranks=2)
+
+
 def job_unequal_number_of_comms():
     """Ranks 0 and 1 have a group of their own, and so have made more Comms when they meet the others."""
     pair = dist.new_group([0, 1])

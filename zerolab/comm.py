@@ -347,16 +347,15 @@ class Comm:
         question: _Question | None = None
         while True:
             try:
-                work.wait(POLL)
-                return
-            except RuntimeError as error:
-                if work.is_completed():  # failed, or the group's timeout passed
-                    raise self._failure(what, error, entry) from error
-                if complaint is not _no_complaint and (question is None or question.over):
-                    question = _Question(complaint)
-                if question is not None and (reason := question.reason()):
-                    self._note("stopped", {"gather": self._gathers})
-                    raise CommError(f"rank {self.rank}, {what}: {reason}\n{_ROUTING}") from None
+                if is_through(work, POLL):
+                    return
+            except RuntimeError as error:  # it failed, or the group's timeout passed
+                raise self._failure(what, error, entry) from error
+            if complaint is not _no_complaint and (question is None or question.over):
+                question = _Question(complaint)
+            if question is not None and (reason := question.reason()):
+                self._note("stopped", {"gather": self._gathers})
+                raise CommError(f"rank {self.rank}, {what}: {reason}\n{_ROUTING}")
 
     def _failure(self, what: str, error: Exception, entry: flight.Entry | None = None) -> CommError:
         return CommError(
@@ -483,6 +482,18 @@ def _sent(op: str, payload: int, size: int) -> int:
 
 def _note_end(call: Call, future: Any = None, ready: float = 0.0) -> None:
     call.end = max(time.perf_counter(), ready)
+
+
+def is_through(work: Any, turn: timedelta) -> bool:
+    """Whether `work` is through, or is within a turn. Raises what it failed of."""
+    try:
+        work.wait(turn)
+        return True
+    except RuntimeError:  # it failed, or the turn is over
+        if not work.is_completed():
+            return False
+    work.wait()  # at once: it failed, or ended well just after the turn
+    return True
 
 
 _ROUTING = (

@@ -27,6 +27,7 @@ from typing import Any
 import torch.distributed as dist
 from torch import Tensor
 
+from zerolab.comm import is_through
 from zerolab.lab import network
 
 TURN = timedelta(seconds=0.2)
@@ -201,12 +202,13 @@ class Flight:
         begin = time.monotonic()
         while True:
             try:
-                self._work.wait(TURN)
-                return
+                if is_through(self._work, TURN):
+                    return
             except RuntimeError as error:
-                now = time.monotonic()
-                if self._work.is_completed() or (timeout and now > begin + timeout.total_seconds()):
-                    raise LostRank(f"{self._what} failed: {error}", True) from None
+                raise LostRank(f"{self._what} failed: {error}", True) from None
+            now = time.monotonic()
+            if timeout and now > begin + timeout.total_seconds():
+                raise LostRank(f"{self._what} failed: not through after {timeout.total_seconds():g} s", True)
             if now > begin + GRACE:
                 self._look(failed_only=True)
 

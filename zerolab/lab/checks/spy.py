@@ -22,6 +22,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from zerolab.comm import is_through
+
 PATIENCE = 3.0  # seconds that a rank waits for the others
 POLL = timedelta(milliseconds=50)
 
@@ -232,15 +234,12 @@ class Spy:
     def wait(self, work: Any, op: str) -> None:
         """Wait in short turns, so that an interrupt gets through."""
         end = time.monotonic() + self.patience
-        while work is not None:
-            try:
-                work.wait(POLL)
-                return
-            except RuntimeError as error:
-                if work.is_completed():
-                    raise GaveUp(f"{op}: {error}") from None
+        try:
+            while work is not None and not is_through(work, POLL):
                 if time.monotonic() > end:
-                    raise GaveUp(f"{op}: not through after {self.patience:g} seconds") from None
+                    raise GaveUp(f"{op}: not through after {self.patience:g} seconds")
+        except RuntimeError as error:
+            raise GaveUp(f"{op}: {error}") from None
 
 
 def _bytes(value: Any) -> int:

@@ -38,7 +38,7 @@ def train(case: str, stage: int) -> None:
 
 def go_wrong(case: str, zero: zerolab.Engine) -> None:
     if case == "oversleeps" and zero.rank == 2:
-        oversleep(8.0)
+        oversleep(6.0)
     elif case == "hurries" and zero.rank == 2:
         time.sleep(1.0)  # so that the others give up first
         dist.barrier()

@@ -24,7 +24,10 @@ RANKS = {0: "2", 1: "0", 2: "1"}  # by the engine's id
 def engines(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[ipyparallel.Client, Path]]:
     """A cluster that somebody else has started, and its connection file."""
     folder, before = tmp_path_factory.mktemp("profile"), set(psutil.Process().children(recursive=True))
-    owner = ipyparallel.Cluster(profile_dir=str(folder), cluster_id="t", engines="local", n=1, log_level=40)
+    quick = ["--HeartMonitor.period=1000"]  # milliseconds: an engine is one after its first heartbeats
+    owner = ipyparallel.Cluster(
+        profile_dir=str(folder), cluster_id="t", engines="local", n=1, log_level=40, controller_args=quick
+    )
     owner.start_controller_sync()
     try:
         client = owner.connect_client_sync()

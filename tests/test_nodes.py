@@ -312,7 +312,7 @@ def across(ranks: int) -> float:
 def test_the_link_carries_the_formula_and_less_with_a_mesh_and_a_host_that_froze_is_told(hosts, tmp_path):
     """Four ranks, two on each host. Bytes that the interface sent in a step, headers of TCP and IP with them."""
     for host in hosts:
-        host.torchrun(hosts[0], 29401, tmp_path / f"log{host.number}", "links", tmp_path, 8.0, ranks=2)
+        host.torchrun(hosts[0], 29401, tmp_path / f"log{host.number}", "links", tmp_path, 6.0, ranks=2)
     wait_for_step(hosts, tmp_path, 0, 5)
     rows = [json.loads((tmp_path / f"links{rank}.json").read_text()) for rank in range(4)]
     expected = in_tree_order()
@@ -331,7 +331,7 @@ def test_the_link_carries_the_formula_and_less_with_a_mesh_and_a_host_that_froze
 
     # It stands still for longer than the timeout. When it goes on, its ranks hear that the others have left.
     hosts[1].freeze()
-    the_first_host_says_why(hosts, 8.0)
+    the_first_host_says_why(hosts, 6.0)
     hosts[1].thaw()
     assert hosts[1].process.wait(30) != 0
     told = hosts[1].log.read_text()

@@ -1,13 +1,12 @@
 """How a script ends: with all threads that worked for it, or else one that wakes up too late aborts the process."""
 
-import socket
 import subprocess
 import sys
 import time
 from pathlib import Path
 
 import pytest
-from test_launch import finish, python
+from test_launch import finish, free_port, python
 
 JOBS = Path(__file__).with_name("jobs_exit.py")
 
@@ -15,10 +14,7 @@ pytestmark = pytest.mark.skipif(not sys.platform.startswith("linux"), reason="ne
 
 
 def two_ranks(*arguments: object) -> list[subprocess.Popen]:
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    world = {"WORLD_SIZE": 2, "LOCAL_WORLD_SIZE": 2, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+    world = {"WORLD_SIZE": 2, "LOCAL_WORLD_SIZE": 2, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": free_port()}
     return [python(JOBS, *arguments, **world, RANK=rank, LOCAL_RANK=rank) for rank in range(2)]
 
 

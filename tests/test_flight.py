@@ -6,14 +6,13 @@ import json
 import os
 import re
 import signal
-import socket
 import time
 from pathlib import Path
 
 import jobs_flight
 import pytest
 from jobs_flight import told
-from test_launch import finish, python
+from test_launch import finish, free_port, python
 
 import zerolab
 from zerolab import flight
@@ -109,9 +108,7 @@ def test_a_rank_that_skips_one_of_another_size_kills_another(ranks, tmp_path: Pa
 
 def test_a_store_that_does_not_answer_holds_nobody_up():
     """Rank 0 holds the store, and is stopped. Whoever asks the store then would wait for ever."""
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        port = free.getsockname()[1]
-    world = {"WORLD_SIZE": 2, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "TORCH_CPP_LOG_LEVEL": "ERROR"}
+    world = {"WORLD_SIZE": 2, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": free_port(), "TORCH_CPP_LOG_LEVEL": "ERROR"}
     first, second = [python(jobs_flight.__file__, TIMEOUT, RANK=rank, **world) for rank in (0, 1)]
     begin = time.monotonic()
     try:

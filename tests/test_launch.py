@@ -4,6 +4,7 @@ import json
 import multiprocessing
 import os
 import signal
+import socket
 import subprocess
 import sys
 import threading
@@ -40,6 +41,12 @@ def python(*args: object, **variables: object) -> subprocess.Popen:
         text=True,
         start_new_session=True,
     )
+
+
+def free_port() -> int:
+    """One on which nobody listened a moment ago."""
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        return free.getsockname()[1]
 
 
 def finish(process: subprocess.Popen, text: str | None = None) -> tuple[str, str]:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import sys
+import threading
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -26,3 +28,29 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         for item in items:
             if item.get_closest_marker("gpu"):
                 item.add_marker(pytest.mark.skip(reason="needs a CUDA device"))
+
+
+STILL = [0.0]  # seconds, the longest of the present test in which this process's second thread was not run
+
+
+def _feel_the_pulse() -> None:
+    last = time.monotonic()
+    while True:
+        time.sleep(0.1)
+        now = time.monotonic()
+        STILL[0], last = max(STILL[0], now - last - 0.1), now
+
+
+def pytest_configure() -> None:
+    threading.Thread(target=_feel_the_pulse, daemon=True, name="pulse").start()
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_makereport(item: pytest.Item, call: pytest.CallInfo) -> Iterator[None]:
+    """A failure tells whether the machine stood still meanwhile: no timeout that a test sets holds then."""
+    report = yield
+    if report.failed and STILL[0] > 1.0:
+        report.sections.append(("the machine", f"stood still for {STILL[0]:.1f} s while this test ran"))
+    if call.when == "teardown":
+        STILL[0] = 0.0
+    return report

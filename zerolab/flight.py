@@ -219,7 +219,7 @@ def ask(failed: Entry | None) -> str:
 
 
 def stop() -> None:
-    """No thread looks after this any more whether a rank has asked."""
+    """After this no thread looks any more whether a rank has asked."""
     if _world is not None:
         _world.stop()
 

@@ -6,6 +6,7 @@ import signal
 import sys
 import threading
 import time
+from pathlib import Path
 
 import psutil
 import torch
@@ -134,6 +135,15 @@ def hang_and_tell(path):
     hangs(absent=0)
 
 
+def rest_and_tell(path):
+    """A second and a half in 15 turns. Says in a file that it has begun."""
+    for turn in range(15):
+        if turn == dist.get_rank() == 0:
+            Path(path).touch()
+        time.sleep(0.1)
+    return turn + 1
+
+
 def not_to_be_pickled():
     return threading.Lock() if dist.get_rank() == 1 else None
 
@@ -151,6 +161,10 @@ if __name__ == "__main__":
         if "heir" in sys.argv and os.fork() == 0:
             time.sleep(TEN_MINUTES)
         pool.run(hang_and_tell, sys.argv[2])
+    elif sys.argv[1:2] == ["rest"]:
+        with Ranks(2) as pool:
+            pool.run(echo, 0)
+            print(pool.run(rest_and_tell, sys.argv[2], timeout=3.0))
     elif sys.argv[1:2] == ["prints"]:
         Ranks(2).run(prints)  # and is never closed
     else:

@@ -17,7 +17,7 @@ import psutil
 import pytest
 import torch
 
-from zerolab.launch import RankError, Ranks, _first_host, _read, init, launch
+from zerolab.launch import Patience, RankError, Ranks, _first_host, _read, init, launch
 
 ROOT = Path(__file__).resolve().parents[1]
 JOBS = Path(jobs_launch.__file__)
@@ -71,8 +71,8 @@ def children() -> set[int]:
 
 
 def wait_until(condition: Callable[[], object], seconds: float) -> None:
-    deadline = time.monotonic() + seconds
-    while not condition() and time.monotonic() < deadline:
+    patience = Patience(seconds)
+    while not condition() and patience.turn() > 0:
         time.sleep(0.02)
     assert condition()
 
@@ -377,6 +377,15 @@ def test_control_c_while_the_processes_start(tmp_path: Path) -> None:
     parent = psutil.Process(program.pid)
     wait_until(lambda: len(parent.children()) == 3, 60)  # two ranks and the resource tracker
     interrupt(program, parent.children())
+
+
+def test_control_z_takes_none_of_the_time(tmp_path: Path) -> None:
+    program = python(JOBS, "rest", tmp_path / "told")
+    wait_until(lambda: (tmp_path / "told").exists() or program.poll() is not None, 60)
+    os.killpg(program.pid, signal.SIGSTOP)  # a terminal sends SIGTSTP to the group, with the same effect
+    time.sleep(4.0)  # more than the run has
+    os.killpg(program.pid, signal.SIGCONT)
+    assert finish(program) == ("[15, 15]\n", "")
 
 
 # ---------------------------------------------------------------------- init

@@ -41,6 +41,7 @@ import torch.distributed as dist
 
 TORCHRUN = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
 SLURM = ("SLURM_PROCID", "SLURM_NTASKS", "SLURM_LOCALID", "SLURM_NTASKS_PER_NODE")
+LEAVE_TIMEOUT = 10.0  # seconds to leave a process group, or to end
 
 # In a process of a pool: a new place to meet for each call of `init`. Elsewhere None.
 _stores: Iterator[dist.Store] | None = None
@@ -210,6 +211,22 @@ def launch(
         return pool.run(fn, *args, timeout=timeout, group_timeout=group_timeout)
 
 
+class Patience:
+    """Seconds `left` to wait for other processes of this machine, in turns.
+
+    A turn of more than a second counts as one: the machine stood still (a paused VM, Control-Z), the others with it.
+    """
+
+    def __init__(self, seconds: float) -> None:
+        self.left, self._last = seconds, time.monotonic()
+
+    def turn(self) -> float:
+        """The seconds left after the turn that ends here."""
+        last, self._last = self._last, time.monotonic()
+        self.left -= min(self._last - last, 1.0)
+        return self.left
+
+
 @dataclass
 class _Reply:
     """What became of a rank in one step."""
@@ -254,7 +271,8 @@ class Ranks:
 
         They are the default process group before `fn` is called: `zerolab.init()` in `fn` only returns the
         device. Arguments and results are copied. After `timeout` seconds, start-up included, the run is
-        stopped; after `group_timeout` seconds a collective fails.
+        stopped; after `group_timeout` seconds a collective fails. Seconds in which the machine stood still, or
+        Control-Z had stopped the program, do not count in `timeout`.
 
         Raises TypeError before any process starts if `fn` cannot be imported or an argument not be pickled,
         RankError if a rank fails or the time is over: all processes are gone then, the next run starts anew.
@@ -265,17 +283,18 @@ class Ranks:
         name = f"{getattr(fn, '__module__', '?')}.{getattr(fn, '__qualname__', fn)}"
         call = _dumps(fn, f"other processes cannot import {name}: move it to the top level of a module")
         data = _dumps(args, f"other processes cannot have the arguments of {name}: one cannot be pickled")
-        deadline = time.monotonic() + timeout
+        patience = Patience(timeout)
         try:
             if any(pipe.poll() or not process.is_alive() for process, pipe in self._processes):
                 self._kill()  # one died since the last run
             if not self._processes:
-                self._start(deadline)
+                self._start(patience)
             self._send(size, (next(self._runs), size, self._store.port, group_timeout, call, data))
-            results = self._gather(size, deadline, f"in {name}")
+            results = self._gather(size, patience, f"in {name}")
             # All leave together: who leaves early closes connections that others may still read from.
             self._send(size, ())
-            self._gather(size, deadline, f"after {name}, leaving the process group")
+            patience.left = max(patience.left, LEAVE_TIMEOUT)  # nobody whose result is here is late
+            self._gather(size, patience, f"after {name}, leaving the process group")
         except BaseException:  # KeyboardInterrupt too
             self._kill()
             raise
@@ -284,7 +303,7 @@ class Ranks:
     def close(self) -> None:
         """Ends the processes as scripts end, with threads and exit handlers; kills who takes ten seconds."""
         self._send(self.ranks, None)
-        deadline = time.monotonic() + 10.0
+        deadline = time.monotonic() + LEAVE_TIMEOUT
         for process, _ in self._processes:
             process.join(max(0.0, deadline - time.monotonic()))
         self._kill()
@@ -297,7 +316,7 @@ class Ranks:
             pipe.close()
         self._processes, self._store = [], None
 
-    def _start(self, deadline: float) -> None:
+    def _start(self, patience: Patience) -> None:
         if not _main_has_a_file():  # `python < script` says that its file is "<stdin>", which spawn would run
             vars(sys.modules["__main__"]).pop("__file__", None)
         resource_tracker.ensure_running()  # spawn would start it, which unblocks signals
@@ -317,17 +336,17 @@ class Ranks:
                 self._processes.append((process, pipe))
         finally:
             signal.pthread_sigmask(signal.SIG_SETMASK, signals)
-        self._gather(self.ranks, deadline, "at its start (scripts launch under `if __name__ == '__main__':`)")
+        self._gather(self.ranks, patience, "at its start (scripts launch under `if __name__ == '__main__':`)")
 
     def _send(self, size: int, task: tuple | None) -> None:
         for _, pipe in self._processes[:size]:
             with suppress(ConnectionError):  # dead, as _gather will find
                 pipe.send_bytes(pickle.dumps(task))
 
-    def _gather(self, size: int, deadline: float, doing: str) -> list[bytes]:
+    def _gather(self, size: int, patience: Patience, doing: str) -> list[bytes]:
         """The results of the first `size` processes."""
         replies: dict[int, _Reply] = {}
-        while len(replies) < size and (left := deadline - time.monotonic()) > 0:
+        while len(replies) < size and (left := patience.turn()) > 0:
             pending = {rank: self._processes[rank] for rank in range(size) if rank not in replies}
             # A process that a dead one forked may hold the pipe open, so look for the dead every 0.2 s.
             dead = {rank for rank, (process, _) in pending.items() if not process.is_alive()}
@@ -337,8 +356,7 @@ class Ranks:
                     replies[rank] = _receive(process, pipe)
                     if replies[rank].verdict != "done":  # perhaps only a consequence of what we hear next
                         # After a death the others may be about to say what they waited for (flight.py).
-                        patience = 2.5 if replies[rank].verdict == "died" else 0.5
-                        deadline = min(deadline, time.monotonic() + patience)
+                        patience.left = min(patience.left, 2.5 if replies[rank].verdict == "died" else 0.5)
         if len(replies) < size or any(reply.verdict != "done" for reply in replies.values()):
             raise self._error(size, replies, doing)
         return [replies[rank].result for rank in range(size)]

@@ -23,6 +23,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from zerolab.comm import is_through
+from zerolab.launch import Patience
 
 PATIENCE = 3.0  # seconds that a rank waits for the others
 POLL = timedelta(milliseconds=50)
@@ -173,14 +174,14 @@ class Spy:
 
     def _ask(self, name: str, rank: int, doing: str) -> str:
         """What `rank` has said about the call `name`, which it may not have reached yet."""
-        end = time.monotonic() + self.patience
+        patience = Patience(self.patience)
         while True:
             is_over = self.store.check([f"over/{rank}"])  # before the look, since it says its last word before that
             if self.store.check([name]):
                 return self.store.get(name).decode()
             if is_over:
                 raise GaveUp(f"{doing}: rank {rank} did not take part")
-            if time.monotonic() > end:
+            if patience.turn() <= 0:
                 raise GaveUp(f"{doing}: nothing of the kind comes from rank {rank}")
             time.sleep(0.0005)
 
@@ -233,10 +234,10 @@ class Spy:
 
     def wait(self, work: Any, op: str) -> None:
         """Wait in short turns, so that an interrupt gets through."""
-        end = time.monotonic() + self.patience
+        patience = Patience(self.patience)
         try:
             while work is not None and not is_through(work, POLL):
-                if time.monotonic() > end:
+                if patience.turn() <= 0:
                     raise GaveUp(f"{op}: not through after {self.patience:g} seconds")
         except RuntimeError as error:
             raise GaveUp(f"{op}: {error}") from None

@@ -43,12 +43,14 @@ def _panel(axes: Any, report: dict[str, Any]) -> None:
     seconds = report["step_seconds"]
     stages = list(dict.fromkeys(pair["ours"] for pair in report["pairs"]))
     for x, ours in enumerate(stages):
-        axes.bar(x - 0.28, seconds[ours], 0.27, color=OURS, hatch="//", edgecolor="white", zorder=2)
-        for k, pair in enumerate(pair for pair in report["pairs"] if pair["ours"] == ours):
+        pairs = [pair for pair in report["pairs"] if pair["ours"] == ours]
+        left = x - 0.14 * len(pairs)  # so that the group is centred above its name
+        axes.bar(left, seconds[ours], 0.27, color=OURS, hatch="//", edgecolor="white", zorder=2)
+        for k, pair in enumerate(pairs, 1):
             look = {"color": DEEPSPEED, "hatch": ".."} if _is_deepspeed(pair) else {"color": PEER}
             height = seconds[pair["peer"]]
-            axes.bar(x + 0.28 * k, height, 0.27, edgecolor="white", zorder=2, **look)
-            above(axes, x + 0.28 * k, height, f"{pair['wall_ratio']:.2f}", 3, fontsize=7)
+            axes.bar(left + 0.28 * k, height, 0.27, edgecolor="white", zorder=2, **look)
+            above(axes, left + 0.28 * k, height, f"{pair['wall_ratio']:.2f}", 3, fontsize=7)
     axes.axhline(seconds["no communication"], color=FLOOR, linewidth=1.2, zorder=4)
     short = {"ZeroRedundancyOptimizer": "ZeroRedund.\nOptimizer", "FSDP2 reshard": "FSDP2\nreshard"}
     peers = {pair["ours"]: pair["peer"] for pair in report["pairs"] if not _is_deepspeed(pair)}

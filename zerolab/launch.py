@@ -271,8 +271,9 @@ class Ranks:
 
         They are the default process group before `fn` is called: `zerolab.init()` in `fn` only returns the
         device. Arguments and results are copied. After `timeout` seconds, start-up included, the run is
-        stopped; after `group_timeout` seconds a collective fails. Seconds in which the machine stood still, or
-        Control-Z had stopped the program, do not count in `timeout`.
+        stopped, but ranks that are through have ten more to leave; after `group_timeout` seconds a collective
+        fails. Seconds in which the machine stood still, or Control-Z had stopped the program, do not count in
+        `timeout`.
 
         Raises TypeError before any process starts if `fn` cannot be imported or an argument not be pickled,
         RankError if a rank fails or the time is over: all processes are gone then, the next run starts anew.

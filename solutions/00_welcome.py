@@ -137,7 +137,7 @@ lab.predict("00.2", 4)
 # What each rank holds is counted from its live memory.
 
 # %%
-from zerolab.lab.demo import measure_ladder
+from zerolab.apps.demo import measure_ladder
 
 lab.stop()  # these four have done their work; the measurement starts its own
 report, problems = measure_ladder(ranks=4, steps=3, device="cpu", sizes={"layers": 4, "width": 128})

@@ -24,8 +24,8 @@ lab.start(1);
 # %%ranks
 # NBVAL_CHECK_OUTPUT
 import torch
-from zerolab.lab.data import batch, text
-from zerolab.lab.models import GPT, Block
+from zerolab.tasks.data import batch, text
+from zerolab.tasks.models import GPT, Block
 
 words = text()
 torch.manual_seed(0)
@@ -215,7 +215,7 @@ print("the view starts", weight.data_ptr() - flat.data_ptr(), "bytes after the b
 # %%
 # NBVAL_CHECK_OUTPUT
 import torch
-from zerolab.layout import Layout
+from zerolab.engine.layout import Layout
 
 three = [("a", torch.empty(5)), ("b", torch.empty(2, 2)), ("c", torch.empty(3, 2))]
 plots.show(plots.flat_storage(Layout(three, world_size=4)))

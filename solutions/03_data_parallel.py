@@ -20,8 +20,8 @@ lab.start(4);
 # NBVAL_CHECK_OUTPUT
 import torch
 import torch.distributed as dist
-from zerolab.lab.data import batch, text
-from zerolab.lab.models import GPT, Block
+from zerolab.tasks.data import batch, text
+from zerolab.tasks.models import GPT, Block
 
 words = text()
 
@@ -104,7 +104,7 @@ lab.check("03.1")
 # %%
 # %%ranks
 from zerolab import lab
-from zerolab.lab.calls import calls
+from zerolab.lab.ranks.calls import calls
 
 average = lab.mine("03.1")
 with calls() as book:
@@ -142,8 +142,8 @@ naive = train(make_model(), average)
 
 # %%
 import torch
-from zerolab.lab.data import batch, text
-from zerolab.lab.models import GPT, Block
+from zerolab.tasks.data import batch, text
+from zerolab.tasks.models import GPT, Block
 
 torch.set_num_threads(1)  # as on the ranks: how work is cut among threads changes the order of sums
 words = text()

@@ -19,8 +19,8 @@ lab.start(4)
 import torch
 from torch.optim import AdamW
 from zerolab import Zero2, Zero3
-from zerolab.lab.data import batch, text
-from zerolab.lab.models import GPT, Block
+from zerolab.tasks.data import batch, text
+from zerolab.tasks.models import GPT, Block
 
 words = text()
 inputs = batch(words, rank, 0, batch_size=1, context=32)
@@ -384,7 +384,7 @@ with zero3.full_parameters():
 # %%
 # %%ranks
 from torch.distributed.fsdp import fully_shard
-from zerolab.lab.calls import calls
+from zerolab.lab.ranks.calls import calls
 
 torch.manual_seed(0)
 theirs = GPT(layers=6, width=128)

@@ -20,8 +20,8 @@ import torch
 import zerolab
 from torch.optim import AdamW
 from zerolab import DDP, Zero2, Zero3, lab
-from zerolab.lab.data import batch, text
-from zerolab.lab.models import GPT, Block
+from zerolab.tasks.data import batch, text
+from zerolab.tasks.models import GPT, Block
 
 batches = [batch(text(), rank, step, batch_size=1, context=32) for step in range(5)]
 
@@ -368,7 +368,7 @@ except ValueError as error:
 
 # %%
 # %%ranks
-from zerolab.lab.calls import calls
+from zerolab.lab.ranks.calls import calls
 from zerolab.measure.peak import peak_of
 
 

@@ -33,7 +33,7 @@ lab.predict("16.3", round(14 * 7.5 / 64, 2))
 
 # %%
 from zerolab import DDP, Zero1, Zero2, Zero3
-from zerolab.lab.paper import FIGURE_1, SIZES, simulate_gpt
+from zerolab.apps.paper import FIGURE_1, SIZES, simulate_gpt
 
 stages = [lab.mine(stage) for stage in (DDP, Zero1, Zero2, Zero3)]
 written = (("03.3",), ("04.2",), ("05.1",), ("06.2", "07.1"))
@@ -245,7 +245,7 @@ plots.show(plots.where_time_goes(panels, subtitle))
 
 # %%
 # NBVAL_CHECK_OUTPUT
-from zerolab.lab.paper import BF16
+from zerolab.apps.paper import BF16
 from zerolab.measure.formulas import between_bytes, moved_bytes
 
 assert moved_bytes(3, 64, int(psi), precision=BF16) == 6 * psi * 63 / 64  # as measured in the engine's tests

@@ -13,7 +13,12 @@ import torch
 
 import zerolab
 
-sys.path.insert(0, str(Path(__file__).parent))  # so that the ranks can import the functions of the tests
+# So that the ranks can import the functions of the tests, in whatever room these are.
+HERE = Path(__file__).parent
+sys.path[:0] = [
+    str(HERE),
+    *(str(room) for room in sorted(HERE.iterdir()) if room.is_dir() and room.name != "__pycache__"),
+]
 
 
 @pytest.fixture(scope="session")

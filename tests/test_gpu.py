@@ -28,10 +28,10 @@ from test_invariants import BF16, Block, Model, batch, train_alone
 from torch import Tensor
 
 import zerolab
-from zerolab.lab.models import GPT
-from zerolab.lab.models import Block as GPTBlock
 from zerolab.measure import model_states, state_bytes, timeline, trace
 from zerolab.measure.trace import intersection, length, union
+from zerolab.tasks.models import GPT
+from zerolab.tasks.models import Block as GPTBlock
 
 pytestmark = [pytest.mark.gpu, pytest.mark.timeout(240)]
 

@@ -160,8 +160,9 @@ def imported_modules(path: Path) -> Iterator[str]:
 def forbidden_imports(path: Path) -> list[str]:
     """What a file imports from a room above its own; cli.py and train.py are the top and may import anything."""
     room = path.relative_to(PACKAGE).parts[0]
-    rooms_above = {"cli.py": [], "train.py": [], "lab": [], "measure": ["zerolab.lab"]}
-    above = rooms_above.get(room, ["zerolab.measure", "zerolab.lab"])
+    upper = ["zerolab.lab", "zerolab.apps", "zerolab.classroom"]
+    rooms_above = {key: [] for key in ["cli.py", "train.py", "classroom", "apps", "lab"]} | {"measure": upper}
+    above = rooms_above.get(room, ["zerolab.measure", *upper])
     return [name for name in imported_modules(path) if any(f"{name}.".startswith(f"{a}.") for a in above)]
 
 

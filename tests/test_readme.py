@@ -11,7 +11,7 @@ import pytest
 import torch
 
 import zerolab
-from zerolab.lab.models import GPT, Block
+from zerolab.tasks.models import GPT, Block
 
 pytestmark = pytest.mark.slow
 

@@ -19,17 +19,17 @@ from typing import Any
 
 from torch import nn
 
-from zerolab.checkpoint import export_weights, load, load_model_weights, save
-from zerolab.comm import Call, Comm, CommError, Pending
+from zerolab.checkpoint.files import CheckpointError
+from zerolab.checkpoint.saving import export_weights, load, load_model_weights, save
+from zerolab.comm.collectives import Call, Comm, CommError, Pending
 from zerolab.ddp import DDP
-from zerolab.engine import Engine
-from zerolab.launch import RankError, Ranks, init, launch
-from zerolab.layout import Layout, Slot
-from zerolab.optimizers import declare_elementwise
-from zerolab.precision import Precision
-from zerolab.scaler import LossScaler
-from zerolab.slicefile import CheckpointError
-from zerolab.unit import Unit
+from zerolab.engine.engine import Engine
+from zerolab.engine.layout import Layout, Slot
+from zerolab.engine.precision import Precision
+from zerolab.engine.scaler import LossScaler
+from zerolab.engine.step import declare_elementwise
+from zerolab.engine.unit import Unit
+from zerolab.world.processes import RankError, Ranks, init, launch
 from zerolab.zero1 import Zero1
 from zerolab.zero2 import Zero2
 from zerolab.zero3 import Zero3

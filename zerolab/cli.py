@@ -60,8 +60,8 @@ def add_demo(commands: argparse._SubParsersAction) -> None:
     demo.add_argument("--plot", metavar="FILE.png", help="draw the bytes held at each stage")
 
     def run(args: argparse.Namespace) -> int:
-        from zerolab.lab.demo import Refused
-        from zerolab.lab.demo import demo as show
+        from zerolab.apps.demo import Refused
+        from zerolab.apps.demo import demo as show
 
         try:
             return show(args.ranks, args.steps, args.stages, args.precision, args.device, args.json, args.plot)
@@ -131,7 +131,7 @@ def add_simulate(commands: argparse._SubParsersAction) -> None:
 
     def run(args: argparse.Namespace) -> int:
         _rich(simulate)
-        from zerolab.lab import paper
+        from zerolab.apps import paper
 
         if args.model:
             if args.ranks < 1:
@@ -160,7 +160,7 @@ def add_bench(commands: argparse._SubParsersAction) -> None:
         _rich(bench)
         if (args.ranks is not None and args.ranks < 1) or args.rounds < 4:
             bench.error("--ranks must be 1 or more and --rounds 4 or more")
-        from zerolab.lab import bench as module
+        from zerolab.apps import bench as module
 
         precisions = ["fp32", "bf16"] if args.precision == "both" else [args.precision]
         return module.bench(args.ranks, args.rounds, precisions, args.json, args.plot)
@@ -180,7 +180,7 @@ def add_scaling(commands: argparse._SubParsersAction) -> None:
 
     def run(args: argparse.Namespace) -> int:
         _rich(scaling)
-        from zerolab.lab import scaling as module
+        from zerolab.apps import scaling as module
 
         return module.scaling(args.json, args.plot)
 
@@ -195,12 +195,12 @@ def add_train(commands: argparse._SubParsersAction) -> None:
         "SIGTERM and Ctrl-C end a step, save and stop. Exit status: 0 if it came to the end, or was stopped and saved.",
     )
     train.add_argument("--ranks", type=int, default=4, help="processes to start (default 4)")
-    from zerolab.train import add_arguments
+    from zerolab.apps.train import add_arguments
 
     add_arguments(train)
 
     def run(args: argparse.Namespace) -> int:
-        from zerolab import train as script
+        from zerolab.apps import train as script
 
         if args.ranks < 1:
             train.error(f"--ranks must be 1 or more, not {args.ranks}")
@@ -242,7 +242,7 @@ def add_doctor(commands: argparse._SubParsersAction) -> None:
     doctor.add_argument("--json", metavar="FILE", help="write what was found")
 
     def run(args: argparse.Namespace) -> int:
-        from zerolab.lab import doctor as module
+        from zerolab.apps import doctor as module
 
         try:
             return module.doctor(args.ranks, args.port, args.timeout, args.json, args.students)
@@ -263,8 +263,8 @@ def add_classroom(commands: argparse._SubParsersAction) -> None:
 
     def run(args: argparse.Namespace) -> int:
         _rich(classroom)
-        from zerolab.lab.classroom import labs
-        from zerolab.lab.classroom import run as module
+        from zerolab.classroom import labs
+        from zerolab.classroom import run as module
 
         options = {name: value for name, value in vars(args).items() if name not in ("run", "board", "plot")}
         try:

@@ -21,8 +21,8 @@ from typing import Any
 
 from torch import Tensor
 
-from zerolab.engine import Engine
-from zerolab.unit import Unit
+from zerolab.engine.engine import Engine
+from zerolab.engine.unit import Unit
 
 
 class DDP(Engine):

@@ -15,7 +15,7 @@ from typing import Any
 from torch import Tensor
 
 from zerolab.ddp import DDP
-from zerolab.unit import Unit
+from zerolab.engine.unit import Unit
 
 
 class Zero1(DDP):

@@ -9,7 +9,7 @@ Moved per step and rank: 2Ψ(N-1)/N elements.
 
 from __future__ import annotations
 
-from zerolab.unit import Unit
+from zerolab.engine.unit import Unit
 from zerolab.zero1 import Zero1
 
 

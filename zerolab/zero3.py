@@ -13,7 +13,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from zerolab.unit import Unit
+from zerolab.engine.unit import Unit
 from zerolab.zero2 import Zero2
 
 

@@ -13,9 +13,9 @@ import importlib
 from typing import Any
 
 _HOME = {
-    "session": ("Session", "RankFailure", "start", "stop", "reset", "push", "pull", "size", "current"),
-    "network": ("link",),  # lab.link("200 MB/s, 50 us")
-    "exercises": (
+    "ranks.session": ("Session", "RankFailure", "start", "stop", "reset", "push", "pull", "size", "current"),
+    "ranks.network": ("link",),  # lab.link("200 MB/s, 50 us")
+    "exercises.learner": (
         "Todo",
         "check",
         "predict",
@@ -43,11 +43,11 @@ def __getattr__(name: str) -> Any:
 
 def load_ipython_extension(shell: Any) -> None:
     """`%load_ext zerolab.lab`: the magics `%%ranks` and, where the exercises are there, `%%exercise`."""
-    from zerolab.lab import magics
+    from zerolab.lab.ranks import magics
 
     magics.register(shell)
     try:
-        exercises = importlib.import_module("zerolab.lab.exercises")
+        exercises = importlib.import_module("zerolab.lab.exercises.learner")
     except ModuleNotFoundError as error:
         if error.name != "zerolab.lab.exercises":
             raise

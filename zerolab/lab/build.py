@@ -33,7 +33,7 @@ from nbclient import NotebookClient
 from nbclient.exceptions import CellExecutionError, CellTimeoutError, DeadKernelError
 from nbformat import NotebookNode
 
-from zerolab.lab.checks import exercise
+from zerolab.lab.exercises.catalogue import exercise
 
 PACKAGE = Path(__file__).parents[1]
 PICTURE_LIMIT = 60_000  # bytes

@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import torch
 
-from zerolab.precision import KEEP, Precision
+from zerolab.engine.precision import KEEP, Precision
 
 CATEGORIES = ("parameters", "gradients", "optimizer")
 

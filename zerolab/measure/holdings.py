@@ -7,9 +7,9 @@ from typing import NamedTuple
 from torch import Tensor
 from torch.optim import Optimizer
 
-from zerolab.engine import Engine
+from zerolab.engine.engine import Engine
+from zerolab.engine.unit import Unit
 from zerolab.measure.formulas import CATEGORIES
-from zerolab.unit import Unit
 
 
 class Extent(NamedTuple):

@@ -16,8 +16,8 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from zerolab.comm import Call
-from zerolab.engine import Engine
+from zerolab.comm.collectives import Call
+from zerolab.engine.engine import Engine
 from zerolab.measure.units import in_bytes, in_seconds
 from zerolab.measure.units import table as new_table
 

@@ -23,7 +23,7 @@ import torch
 from torch.optim import Optimizer
 from torch.profiler import ProfilerActivity, profile, record_function
 
-from zerolab.engine import Engine
+from zerolab.engine.engine import Engine
 from zerolab.measure.states import model_states
 
 

@@ -7,10 +7,10 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from zerolab.engine.precision import KEEP, Precision
 from zerolab.measure.formulas import ADAM_BYTES, CATEGORIES, bytes_per_parameter, moved_bytes, state_bytes
 from zerolab.measure.units import in_bytes
 from zerolab.measure.units import table as new_table
-from zerolab.precision import KEEP, Precision
 
 if TYPE_CHECKING:
     from rich.table import Table

@@ -18,11 +18,11 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 import zerolab
-from zerolab.engine import Engine
+from zerolab.engine.engine import Engine
+from zerolab.engine.precision import Precision
 from zerolab.measure.ledger import Ledger, ledger
 from zerolab.measure.states import model_states
 from zerolab.measure.timeline import Timeline, timeline
-from zerolab.precision import Precision
 
 BACKENDS = ("nccl", "gloo")
 

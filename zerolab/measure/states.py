@@ -7,7 +7,7 @@ from collections.abc import Iterable
 from torch import Tensor
 from torch.optim import Optimizer
 
-from zerolab.engine import Engine
+from zerolab.engine.engine import Engine
 
 
 def model_states(zero: Engine, optimizer: Optimizer, on: str | None = None) -> dict[str, int]:

@@ -41,9 +41,9 @@ from torch.optim import Optimizer
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from zerolab.engine import Engine
+from zerolab.engine.engine import Engine
+from zerolab.engine.unit import Unit
 from zerolab.measure.watch import watched
-from zerolab.unit import Unit
 
 KINDS = (
     "parameters",  # what a rank keeps: shards, masters, and whole parameters that stay

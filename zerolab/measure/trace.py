@@ -18,10 +18,10 @@ from typing import Any, NamedTuple
 
 from torch.optim import Optimizer
 
-from zerolab.comm import Call
-from zerolab.engine import Engine
+from zerolab.comm.collectives import Call
+from zerolab.engine.engine import Engine
+from zerolab.engine.unit import Unit
 from zerolab.measure.watch import watched
-from zerolab.unit import Unit
 
 
 class Span(NamedTuple):

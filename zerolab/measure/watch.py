@@ -7,8 +7,8 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
-from zerolab.engine import Engine
-from zerolab.unit import Unit
+from zerolab.engine.engine import Engine
+from zerolab.engine.unit import Unit
 
 POINTS = ("pre_forward", "post_forward", "pre_backward", "post_backward", "after_step")
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 from matplotlib.figure import Figure
 from matplotlib.patches import Rectangle
 
+from zerolab.engine.layout import Layout
 from zerolab.lab.plots.style import INK, frame, many, plain
-from zerolab.layout import Layout
 
 PALE = ("#CDE7F7", "#F9E2B8", "#BFE6DA", "#EBD3E1", "#F5CDB3")
 WIDEST = 64  # elements

@@ -54,7 +54,7 @@ def frame(title: str, subtitle: str, sentence: str, size: tuple[float, float] = 
 
 def emulated_link() -> str:
     """The network that `lab.link` emulates, as it was asked for; "" for none."""
-    network = sys.modules.get("zerolab.lab.network")  # only if live ranks were started is there one
+    network = sys.modules.get("zerolab.lab.ranks.network")  # only if live ranks were started is there one
     return network.current() or "" if network else ""
 
 

@@ -9,7 +9,7 @@ from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 
 import zerolab
-from zerolab.lab.paper import BF16, PARAMETERS
+from zerolab.apps.paper import BF16, PARAMETERS
 from zerolab.lab.plots.style import COLOURS, GREY, INK, frame, legend, plain
 from zerolab.measure.formulas import state_bytes
 

@@ -1,0 +1,80 @@
+"""What the engine itself costs, and the bytes that go with ranks. (Other times are the machine's: nothing is asked.)"""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+import torch.distributed as dist
+
+import zerolab
+from zerolab.apps import scaling
+
+pytestmark = pytest.mark.slow
+
+
+def engine_cost(stage: int) -> dict:
+    """The better of two: the machine may do something else meanwhile."""
+    costs = [scaling.engine_cost("link", stage, rounds=20) for _ in range(2)]
+    return min(costs, key=lambda cost: sum(cost["per_unit"].values()))
+
+
+@pytest.mark.parametrize("stage", [0, 3])
+def test_a_unit_costs_the_same_however_many_there_are(stage):
+    """Linear: what is done for each unit once for each unit would double from the first ratio to the second."""
+    cost = engine_cost(stage)
+    for part in ("forward", "backward"):
+        assert 0 < cost["per_unit"][part] < 2.5 * scaling.TARGET, cost  # generous: a slow machine, a loaded one
+        assert 0.4 < cost["linear"][part] < 2, cost
+    assert cost["collectives"][-1] > cost["collectives"][0] > 0
+    assert not dist.is_initialized()
+
+
+def test_quadratic_cost_would_be_seen(monkeypatch):
+    """A unit that looks at every unit in its forward."""
+    pre_forward = zerolab.DDP.pre_forward
+
+    def slow(self, unit):
+        for other in self.units:
+            for _ in range(30):
+                repr(other.name)
+        pre_forward(self, unit)
+
+    monkeypatch.setattr(zerolab.DDP, "pre_forward", slow)
+    assert scaling.engine_cost("link", 0, rounds=10)["linear"]["forward"] > 2
+
+
+def test_bytes_on_ranks_are_as_simulated_and_the_rest_is_drawn(tmp_path, monkeypatch):
+    monkeypatch.setattr(scaling, "UNITS", (1, 4))
+    monkeypatch.setattr(scaling, "WIDTHS", (32, 64))
+    monkeypatch.setattr(scaling, "ROUNDS", 2)
+    report = json.loads(json.dumps(scaling.measure(ranks=(1, 2), big=(2, 64), counts=(2, 4, 6))))
+    assert scaling.problems_of(report) == []
+    elements = 8 * (256 * 256 + 256)
+    sent = {(row["stage"], row["ranks"]): row["sent"] for row in report["ranks"]}
+    assert all(sent[stage, 1] == 0 for stage in scaling.STAGES)
+    assert [sent[stage, 2] for stage in scaling.STAGES] == [4 * elements] * 3 + [6 * elements]  # 2Ψ/2 and 3Ψ/2 elements
+    assert {row["units"] for row in report["units"]} == {1, 4} and {row["stage"] for row in report["units"]} == {
+        0,
+        1,
+        2,
+        3,
+    }
+    assert all(row["seconds"] > 0 and row["floor"] > 0 for row in report["units"] + report["parameters"])
+
+    from zerolab.lab.plots import scaling as draw
+
+    figure, sentence = draw(report)
+    figure.savefig(tmp_path / "scaling.png")
+    assert "64 ranks each sends" in sentence and len(figure.axes) == 4
+
+    report["ranks"][-1]["sent"] += 4
+    (problem,) = scaling.problems_of(report)
+    assert "stage 3, 2 ranks" in problem
+
+
+def test_a_process_group_is_refused():
+    with scaling.fake_ranks(2):
+        with pytest.raises(RuntimeError, match="without a process group"):
+            with scaling.fake_ranks(2):
+                pass

@@ -1,0 +1,456 @@
+"""`zerolab train`: it learns, at every stage as one process does; it stops, goes on, and survives being killed."""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import functools
+import io
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from jobs_common import rank_ordered_mean, same
+from torch import Tensor
+from torch.optim.optimizer import register_optimizer_step_post_hook
+
+import zerolab
+from zerolab.apps import train
+from zerolab.checkpoint.saving import read_manifest
+from zerolab.cli import main
+from zerolab.tasks import data
+from zerolab.tasks.models import PairEncoder
+
+pytestmark = pytest.mark.slow
+
+ROOT = Path(__file__).resolve().parents[2]
+TINY = {
+    "text": "--layers 1 --width 16 --context 16 --global-batch 8",
+    "images": "--layers 1 --width 8 --global-batch 16",
+    "pairs": "--layers 1 --width 16 --global-batch 8",
+}
+
+
+def arguments(words: str) -> argparse.Namespace:
+    parser = argparse.ArgumentParser()
+    train.add_arguments(parser)
+    return parser.parse_args(words.split())
+
+
+def tiny(task: str, words: str) -> str:
+    return f"--task {task} {TINY[task]} {words}"
+
+
+def run(*runs: str, stop_after: int | None = None) -> tuple[list[str | None], str]:
+    """On a rank: train as each string says; why not, and what was printed. SIGTERM to the last in step `stop_after`."""
+    hooks = []
+    if stop_after is not None and torch.distributed.get_rank() == torch.distributed.get_world_size() - 1:
+        hooks.append(register_optimizer_step_post_hook(Terminate(stop_after)))
+    try:
+        with contextlib.redirect_stdout(io.StringIO()) as printed:
+            return [train.attempt(arguments(words)) for words in runs], printed.getvalue()
+    finally:
+        for hook in hooks:
+            hook.remove()
+
+
+def well(ranks: zerolab.Ranks, size: int, *runs: str, **options: Any) -> str:
+    """Train on `size` ranks; nothing may be refused. What the first rank printed; the others must be silent."""
+    results = ranks.run(functools.partial(run, **options), *runs, ranks=size)
+    assert [problems for problems, _ in results] == [[None] * len(runs)] * size
+    assert [printed for _, printed in results[1:]] == [""] * (size - 1)
+    return results[0][1]
+
+
+class Terminate:
+    def __init__(self, step: int) -> None:
+        self.left = step
+
+    def __call__(self, *ignored: Any) -> None:
+        self.left -= 1
+        if self.left == 0:
+            os.kill(os.getpid(), signal.SIGTERM)
+
+
+def lines(path: Path, key: str) -> dict[int, float]:
+    """{step: value} of the lines of metrics that have the key; a step that comes twice is an error."""
+    found = [json.loads(line) for line in path.read_text().splitlines()]
+    values = [(row["step"], row[key]) for row in found if key in row]
+    assert len(dict(values)) == len(values)
+    return dict(values)
+
+
+def weights(task: str, checkpoint: Path) -> dict[str, Tensor]:
+    args = arguments(tiny(task, ""))
+    train.check(args, 1)
+    model = train.make_task(args).model()
+    zerolab.load_model_weights(checkpoint, model)
+    return model.state_dict()
+
+
+# -- it learns -------------------------------------------------------------------------------------------------------
+
+
+def test_digits_at_every_stage(ranks, tmp_path):
+    """95 % of images that were never seen, after 50 steps."""
+    one = "--task images --steps 50 --stage {0} --metrics {1}/{0}.jsonl".format
+    well(ranks, 2, *(one(stage, tmp_path) for stage in range(4)))
+    for stage in range(4):
+        accuracies = lines(tmp_path / f"{stage}.jsonl", "validation_accuracy")
+        assert list(accuracies) == [50] and accuracies[50] >= 0.95
+
+
+def test_pairs_and_the_other_precisions(ranks, tmp_path):
+    """Sentence pairs; digits in bf16 and in fp16; with accumulation, clipping and offload on the way."""
+    runs = (
+        f"--task pairs --steps 120 --global-batch 32 --lr 5e-3 --clip 1 --metrics {tmp_path}/pairs.jsonl",
+        f"--task images --steps 50 --precision bf16 --stage 3 --metrics {tmp_path}/bf16.jsonl",
+        f"--task images --steps 50 --precision fp16 --accumulate 2 --offload optimizer --metrics {tmp_path}/fp16.jsonl",
+    )
+    well(ranks, 2, *runs)
+    assert lines(tmp_path / "pairs.jsonl", "validation_accuracy")[120] >= 0.75
+    for name in ("bf16", "fp16"):
+        assert lines(tmp_path / f"{name}.jsonl", "validation_accuracy")[50] >= 0.95
+
+
+def alone(words: str, size: int) -> tuple[dict[int, float], dict[str, Tensor]]:
+    """The losses and weights of one process that does not use the engine, and plays all ranks of a world of `size`."""
+    args = arguments(words)
+    train.check(args, size)
+    task = train.make_task(args)
+    torch.manual_seed(args.seed)
+    model = task.model()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=args.lr)
+    losses = {}
+    for step in range(args.steps):
+        optimizer.param_groups[0]["lr"] = train.learning_rate(args, step)
+        shares = train.samples(args.seed, step, args.global_batch, len(task.data.inputs)).chunk(size)
+        grads, mean = [], 0.0
+        for rank, share in enumerate(shares):
+            torch.manual_seed(train.seed_of(args.seed, "dropout", step, rank))
+            model.zero_grad()
+            x, y = task.data.inputs[share].long(), task.data.targets[share].long()
+            loss = torch.nn.functional.cross_entropy(model(x).flatten(0, -2), y.flatten(), reduction="none").mean()
+            loss.backward()
+            grads.append([p.grad for p in model.parameters()])
+            mean += loss.item()
+        for param, *each in zip(model.parameters(), *grads, strict=True):
+            param.grad = rank_ordered_mean(each)
+        optimizer.step()
+        losses[step + 1] = mean / size
+    return losses, model.state_dict()
+
+
+@pytest.mark.parametrize("task", ["text", "pairs"])
+def test_every_stage_is_one_process(ranks, tmp_path, task):
+    """Loss for loss and weight for weight, bit for bit, also with dropout (pairs)."""
+    one = tiny(task, "--steps 6 --stage {0} --metrics {1}/{0}.jsonl --checkpoint {1}/{0}").format
+    runs = [one(stage, tmp_path).replace("--global-batch 8", "--global-batch 9") for stage in range(4)]
+    well(ranks, 3, *runs)
+    losses, expected = ranks.run(alone, runs[0], 3, ranks=1)[0]
+    for stage in range(4):
+        assert lines(tmp_path / f"{stage}.jsonl", "loss") == losses
+        assert same(weights(task, tmp_path / f"{stage}/step-000006"), expected) == []
+    if task == "text":
+        assert losses[6] < losses[1] - 0.01
+
+
+# -- it stops and goes on --------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("task", "options"), [("images", "--precision fp16 --stage 2"), ("pairs", "--stage 3")])
+def test_a_stop_costs_nothing(ranks, tmp_path, task, options):
+    """SIGTERM on one rank: all save and stop. The same command goes on, and ends with the same bits."""
+    one = tiny(task, options + " --steps 8 --save-every 3 --checkpoint {0} --metrics {0}.jsonl").format
+    whole, stopped = tmp_path / "whole", tmp_path / "stopped"
+    well(ranks, 2, one(whole))
+    last = stopped / "step-000005"
+    said = well(ranks, 2, one(stopped), stop_after=5)
+    assert said == f"stopped after step 5 of 8; saved {last}; the same command goes on from there\n"
+    assert sorted(path.name for path in stopped.iterdir()) == ["step-000003", "step-000005"]
+
+    assert well(ranks, 2, one(stopped)).startswith(f"going on from {last}\nstep 8: loss ")
+    assert well(ranks, 2, one(stopped)).endswith("nothing to do: it has made 8 steps, and --steps is 8\n")
+    assert read_manifest(stopped / "step-000008")[1] == read_manifest(whole / "step-000008")[1]  # with all checksums
+    assert lines(Path(f"{stopped}.jsonl"), "loss") == lines(Path(f"{whole}.jsonl"), "loss")
+
+
+def test_other_ranks_see_the_same_samples(ranks, tmp_path):
+    """Two ranks, then four with two micro-batches each at another stage: other samples give other losses by far."""
+    one = tiny("text", "--steps 8 --save-every 4 --checkpoint {0} --metrics {0}.jsonl --stage {1}").format
+    two, four = tmp_path / "two", tmp_path / "four"
+    well(ranks, 2, one(two, 2))
+    shutil.copytree(two / "step-000004", four / "step-000004")
+    well(ranks, 4, one(four, 3) + " --accumulate 2")
+    losses, expected = lines(Path(f"{four}.jsonl"), "loss"), lines(Path(f"{two}.jsonl"), "loss")
+    assert list(losses) == [5, 6, 7, 8]
+    assert losses == pytest.approx({step: expected[step] for step in losses}, abs=1e-5)
+    assert abs(expected[5] - expected[6]) > 1e-3  # what other samples do
+    norms, expected = lines(Path(f"{four}.jsonl"), "grad_norm"), lines(Path(f"{two}.jsonl"), "grad_norm")
+    assert norms == pytest.approx({step: expected[step] for step in norms}, rel=1e-3)
+    a, b = weights("text", two / "step-000008"), weights("text", four / "step-000008")
+    assert all(torch.allclose(a[name], b[name], atol=1e-4) for name in a)
+
+
+def test_samples_depend_on_seed_and_step_alone():
+    seen = torch.cat([train.samples(3, step, 4, 10) for step in range(5)])
+    assert sorted(seen[:10].tolist()) == sorted(seen[10:].tolist()) == list(range(10))  # two epochs, each complete
+    assert seen[:10].tolist() != seen[10:].tolist()
+    assert torch.cat([train.samples(3, step, 20, 10) for step in range(1)]).tolist() == seen.tolist()
+    assert train.samples(4, 0, 10, 10).tolist() != seen[:10].tolist()
+
+
+def test_a_damaged_checkpoint_is_passed_over(ranks, tmp_path):
+    """Bytes changed in the newest, the manifest gone from the one before: both are named, the third is taken."""
+    run_of = tiny("text", f"--steps 4 --save-every 1 --keep 4 --stage 2 --checkpoint {tmp_path}/run")
+    well(ranks, 2, run_of)
+    folders = [tmp_path / f"run/step-00000{step}" for step in range(5)]
+    before = read_manifest(folders[4])[1]
+    file = next(folders[4].glob("rank-00001*"))
+    file.write_bytes(file.read_bytes()[:-1] + b"!")
+    (folders[3] / "manifest.json").unlink()
+    said = well(ranks, 2, run_of).splitlines()
+    assert said[0].startswith(f"{folders[4]} is passed over: rank 1: {file}: ") and "is damaged" in said[0]
+    assert said[1].startswith(f"{folders[3]} is passed over: ") and "not a zerolab checkpoint" in said[1]
+    assert said[2] == f"going on from {folders[2]}"
+    assert read_manifest(folders[4])[1] == before and (folders[3] / "manifest.json").is_file()
+
+    for folder in folders[1:]:
+        (folder / "manifest.json").write_text("{}")
+    for problems, _ in ranks.run(run, run_of, ranks=2):
+        assert problems == [f"no checkpoint in {tmp_path}/run can be loaded; to begin anew, move them away"]
+
+
+# -- what is refused -------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("words", "says"),
+    [
+        ("--stage 4", "invalid choice: 4"),
+        ("--steps 0", "--steps must be 1 or more, not 0"),
+        ("--ranks 0", "--ranks must be 1 or more"),
+        ("--ranks 3", "--global-batch 32 cannot be shared by 3 ranks with 1 micro-batches each"),
+        ("--accumulate 16", "must be a multiple of 64"),
+        ("--lr nan", "--lr must be a number above 0"),
+        ("--clip 0", "--clip must be a number above 0"),
+        ("--width 30", "--width must be a multiple of 4"),
+        ("--stage 0 --offload optimizer", "--offload needs a stage from 1 to 3"),
+        ("--precision fp8", "invalid choice: 'fp8'"),
+        ("--keep 0", "--keep must be 1 or more"),
+        ("--nonsense", "unrecognized arguments"),
+    ],
+)
+def test_a_bad_argument_is_one_line(capsys, words, says):
+    with pytest.raises(SystemExit, match="2"):
+        main(["train", *words.split()])
+    printed = capsys.readouterr()
+    assert printed.out == "" and says in printed.err and printed.err.count("\n") == 1
+
+
+def refusals(rank: int, words: str, words_of_rank_1: str) -> str | None:
+    return train.attempt(arguments(words_of_rank_1 if torch.distributed.get_rank() == 1 else words))
+
+
+def test_a_bad_argument_is_one_line_under_torchrun_too(capsys, monkeypatch):
+    for rank, count in ((0, 1), (1, 0)):
+        monkeypatch.setenv("RANK", str(rank))
+        with pytest.raises(SystemExit, match="2"):
+            train.main(["--stage", "x"])
+        assert capsys.readouterr().err.count("\n") == count
+
+
+def test_what_cannot_begin_is_one_line_on_all_ranks(ranks, tmp_path):
+    """Also if only one rank finds it. Nobody waits for the others, and nothing is changed."""
+    text, other = tmp_path / "text", tmp_path / "other"
+    text.write_text("To be or not to be, that is the question. " * 20)
+    other.write_text("To be or not to be, that is the answer. " * 20)
+    one = tiny("text", f"--steps 2 --checkpoint {tmp_path}/run --data ")
+    well(ranks, 2, one + str(text))
+    (tmp_path / "notes").write_text("not mine\n")
+    here = tmp_path / "run/step-000002"
+    cases = [
+        (f"{one}{tmp_path}/none", "", f"{tmp_path}/none cannot be read: No such file or directory"),
+        (one + str(text), f"{one}{tmp_path}/none", f"rank 1: {tmp_path}/none cannot be read"),
+        (one + str(text), one + str(other), "rank 1 has other data than rank 0"),
+        (f"{one}{text} --context 90", "", f"{text} has 840 bytes: too few for windows of 90"),
+        (f"{one}{text} --metrics {tmp_path}/notes", "", f"--metrics {tmp_path}/notes: has a line that is no metrics"),
+        (f"{one}{text} --resume never", "", f"--resume never, but {here} is there already"),
+        (f"{one}{text} --resume {tmp_path}/none", "", f"--resume {tmp_path}/none: rank 0: {tmp_path}/none is not a"),
+        (one + str(other), "", f"{here} was trained with other data"),
+        (f"{one}{text} --seed 1", "", f"{here} was trained with --seed 0, not 1: other samples would come"),
+        (f"{one}{text} --global-batch 6", "", f"{here} was trained with --global-batch 8, not 6"),
+        (f"{one}{text} --width 32", "", f"no checkpoint in {tmp_path}/run can be loaded"),
+    ]
+    for words, words_of_rank_1, says in cases:
+        for problem in ranks.run(refusals, 0, words, words_of_rank_1 or words, ranks=2):
+            assert problem is not None and problem.startswith(says) and "\n" not in problem, (problem, says)
+    assert (tmp_path / "notes").read_text() == "not mine\n"
+    assert [path.name for path in (tmp_path / "run").iterdir()] == ["step-000002"]
+
+
+def test_metrics_of_steps_that_come_again_are_dropped(tmp_path):
+    path = tmp_path / "deep/run.jsonl"
+    for begin, kept in ((0, []), (2, [1, 2]), (2, [1, 2])):
+        with train.Metrics(str(path), begin) as metrics:
+            assert [json.loads(line)["step"] for line in path.read_text().splitlines()] == kept
+            for step in range(begin + 1, 5):
+                metrics.write(step=step, loss=float("nan"))
+                assert path.read_text().endswith(f'{{"step": {step}, "loss": null}}\n')  # at once
+        with open(path, "a") as file:
+            file.write('{"step": 5, "lo')  # killed while it wrote
+
+
+# -- data ------------------------------------------------------------------------------------------------------------
+
+
+def cifar(folder: Path, name: str, count: int, extra: bytes = b"") -> None:
+    records = b"".join(bytes([i % 10]) + bytes((i + j) % 256 for j in range(3072)) for i in range(count))
+    (folder / name).write_bytes(records + extra)
+
+
+def test_cifar10_by_path(tmp_path):
+    for number in range(1, 6):
+        cifar(tmp_path, f"data_batch_{number}.bin", 12)
+    with pytest.raises(data.DataError, match=r"has no test_batch\.bin"):
+        data.cifar10(str(tmp_path))
+    cifar(tmp_path, "test_batch.bin", 11)
+    split = data.cifar10(str(tmp_path))
+    assert [tuple(t.shape) for t in split] == [(60, 3, 32, 32), (60,), (11, 3, 32, 32), (11,)]
+    assert split.targets[12:15].tolist() == [0, 1, 2]
+    assert split.inputs[13, 1, 2, 3] == (1 + 1024 + 2 * 32 + 3) % 256  # the image, the colour, the row, the column
+    cifar(tmp_path, "data_batch_3.bin", 12, b"!")
+    with pytest.raises(data.DataError, match=r"data_batch_3\.bin has 36877 bytes.*: it was cut"):
+        data.cifar10(str(tmp_path))
+    cifar(tmp_path, "data_batch_3.bin", 12, b"\x0a" * 3073)
+    with pytest.raises(data.DataError, match=r"data_batch_3\.bin has a label above 9"):
+        data.cifar10(str(tmp_path))
+
+
+def test_cifar10_in_pickles_is_refused(tmp_path):
+    (tmp_path / "data_batch_1").write_bytes(b"cos\nsystem\n(S'touch " + str(tmp_path / "ran").encode() + b"'\ntR.")
+    with pytest.raises(data.DataError, match=r"is a pickle, and to read one is to run what is in it.*binary version"):
+        data.cifar10(str(tmp_path))
+    assert not (tmp_path / "ran").exists()
+
+
+def test_mrpc_by_path(tmp_path):
+    head = "\ufeffQuality\t#1 ID\t#2 ID\t#1 String\t#2 String\r\n"
+    rows = [f'{i % 2}\t{i}\t{i}\tHe said "no {i}.\tNo, he said{" and said" * 30}.\r\n' for i in range(20)]
+    file = tmp_path / "msr_paraphrase_train.txt"
+    file.write_text(head + "".join(rows), newline="")
+    split = data.pairs(str(file), 8)
+    assert [tuple(t.shape) for t in split] == [(18, 2, 8), (18,), (2, 2, 8), (2,)]
+    assert split.targets[:4].tolist() == [0, 1, 0, 1]
+    first = split.inputs[0].tolist()
+    assert first[0][6:] == [0, 0] and all(first[0][:6]) and first[0][0] == first[1][2] and all(first[1])  # he
+    with pytest.raises(data.DataError, match="has neither"):
+        data.pairs(str(tmp_path), 8)
+    (tmp_path / "msr_paraphrase_test.txt").write_text(head + "".join(rows[:15]), newline="")
+    assert [len(t) for t in data.pairs(str(tmp_path), 8)] == [20, 20, 15, 15]
+    file.write_text(head + rows[0] + "2\t1\t1\ta\tb\r\n", newline="")
+    with pytest.raises(data.DataError, match="line 3: not five columns"):
+        data.pairs(str(file), 8)
+
+
+def test_made_up_pairs_are_fair():
+    """As many of either answer, none twice, and what is held out was never seen."""
+    rows = data.made_up_pairs(1000)
+    assert sum(same for same, *_ in rows) == 500
+    assert len({tuple(sentences) for _, *sentences in rows}) == 1000
+    assert rows == data.made_up_pairs(1000)
+
+
+def test_the_pair_encoder_does_not_see_padding():
+    """Words that are not there change nothing; words that are there do, wherever in the sentence."""
+    torch.manual_seed(0)
+    model = PairEncoder(layers=2, width=16, context=12).eval()
+    pairs = torch.randint(1, 4096, (3, 2, 5))
+    padded = torch.nn.functional.pad(pairs, (0, 7))
+    torch.testing.assert_close(model(padded), model(pairs))
+    pairs[:, 1, 0] = 1 + pairs[:, 1, 0] % 4095
+    assert not torch.isclose(model(padded), model(pairs)).any()
+
+
+# -- as users start it -----------------------------------------------------------------------------------------------
+
+
+NO_WORLD = ("RANK", "WORLD_SIZE", "LOCAL_", "MASTER_", "GROUP_", "ROLE_", "TORCHELASTIC_", "SLURM_", "GLOO_", "OMP_")
+
+
+def start(*words: str) -> subprocess.Popen:
+    rest = {name: value for name, value in os.environ.items() if not name.startswith(NO_WORLD)}
+    environment = rest | {"PYTHONPATH": f"{ROOT}:{ROOT / 'tests'}", "OMP_NUM_THREADS": "1"}
+    pipe = subprocess.PIPE
+    return subprocess.Popen([sys.executable, "-m", *words], env=environment, stdout=pipe, stderr=pipe, text=True)
+
+
+def torchrun(restarts: int, *words: str) -> subprocess.Popen:
+    options = f"--standalone --nproc-per-node 2 --max-restarts {restarts}"
+    return start("torch.distributed.run", *options.split(), *words)
+
+
+def finish(process: subprocess.Popen, seconds: float) -> tuple[int, str, str]:
+    try:
+        out, err = process.communicate(timeout=seconds)
+        return process.returncode, out, err
+    finally:
+        process.terminate()  # torchrun then ends its ranks, of which SIGKILL would make orphans
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            process.wait(40)
+        process.kill()
+        process.wait()
+
+
+SMALL = f"--task text --data {ROOT / 'LICENSE'} --layers 1 --width 8 --context 8 --global-batch 4 --stage 2"
+
+
+def test_sigterm_to_the_command(tmp_path):
+    """What a user, a batch system and torchrun do: the command, which starts the ranks, gets it."""
+    path = tmp_path / "run.jsonl"
+    words = f"train --ranks 2 {SMALL} --steps 100000 --checkpoint {tmp_path}/run --metrics {path}"
+    process = start("zerolab.cli", *words.split())
+    deadline = time.monotonic() + 60
+    while (not path.exists() or not path.read_text()) and process.poll() is None and time.monotonic() < deadline:
+        time.sleep(0.05)
+    process.send_signal(signal.SIGTERM)
+    code, out, err = finish(process, 30)
+    step = max(lines(path, "loss"))
+    assert code == 0 and f"stopped after step {step} of 100000; saved {tmp_path}/run/step-{step:06};" in out, out + err
+    assert read_manifest(tmp_path / f"run/step-{step:06}")[1]["extra"]["step"] == step
+
+
+KILLS = 20
+
+
+@pytest.mark.timeout(500)
+def test_twenty_kills(tmp_path):
+    """SIGKILL to a rank, at random moments and within saves, twenty times: the same bits as without."""
+    killed, whole, diary = tmp_path / "killed", tmp_path / "whole", tmp_path / "diary"
+    killed.mkdir()
+    # --resume never is for the start: a restart by torchrun goes on all the same.
+    words = f"{SMALL} --steps 400 --save-every 4 --validate-every 400 --resume never --metrics".split()
+    job = [str(ROOT / "tests/jobs_killed.py"), str(KILLS), str(diary), str(killed)]
+    code, out, err = finish(torchrun(KILLS, *job, *words, f"{killed}.jsonl"), 350)
+    assert code == 0, out + err
+    deaths = [json.loads(line) for line in diary.read_text().splitlines()]
+    assert [death["life"] for death in deaths] == list(range(KILLS))  # so no life ended otherwise
+    where = [death.get("where", "save") for death in deaths]
+    assert where.count("save") >= 2 * KILLS // 5 and len({death["rank"] for death in deaths}) == 2, where
+    assert "is passed over" not in out  # no save left a checkpoint that is not whole
+
+    command = ["-m", "zerolab.train", *words, f"{whole}.jsonl", "--checkpoint", str(whole)]
+    code, out, err = finish(torchrun(0, *command), 60)
+    assert code == 0, out + err
+    assert read_manifest(killed / "step-000400")[1] == read_manifest(whole / "step-000400")[1]  # with all checksums
+    losses = lines(Path(f"{killed}.jsonl"), "loss")
+    assert losses == lines(Path(f"{whole}.jsonl"), "loss") and list(losses) == list(range(1, 401))
+    assert sorted(path.name for path in killed.iterdir()) == ["step-000396", "step-000400"]

@@ -1,0 +1,347 @@
+"""`zerolab classroom` with real labs: who gets in, who gets GPUs, what is ended, and that nothing is left."""
+
+import io
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Iterator
+from contextlib import suppress
+from pathlib import Path
+
+import psutil
+import pytest
+from jupyter_client.blocking import BlockingKernelClient
+from rich.console import Console
+from test_launch import wait_until
+
+from zerolab.classroom import board, run
+from zerolab.classroom.broker import Entry
+from zerolab.cli import main
+from zerolab.lab.exercises.judge import digest
+
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.timeout(240),
+    pytest.mark.skipif(not sys.platform.startswith("linux"), reason="the classroom is for Linux"),
+]
+START = 90.0  # seconds until labs answer, on a busy machine
+
+
+class Room:
+    """A classroom in a process of its own, and all processes that were ever seen below it."""
+
+    def __init__(self, folder: Path, *options: object) -> None:
+        self.folder, self.log, self.seen = folder / "class", (folder / "log").open("w+"), {}
+        command = [sys.executable, "-m", "zerolab.cli", "classroom", "--folder", str(self.folder), "--port", "18801"]
+        self.process = subprocess.Popen(
+            [*command, *map(str, options)],
+            stdout=self.log,
+            stderr=self.log,
+            env=os.environ | {"CUDA_VISIBLE_DEVICES": "", "JUPYTER_TOKEN": "very-secret"},
+            start_new_session=True,
+        )
+
+    def told(self) -> str:
+        return Path(self.log.name).read_text()
+
+    def wait_for(self, text: str, seconds: float = 20.0) -> None:
+        wait_until(lambda: text in self.told() or self.process.poll() is not None, seconds)
+        assert text in self.told(), self.told()
+
+    def handout(self) -> list[dict[str, str]]:
+        lines = [line.split(",") for line in (self.folder / "handout.csv").read_text().splitlines()]
+        return [dict(zip(lines[0], line)) for line in lines[1:]]
+
+    def processes(self) -> list[psutil.Process]:
+        with suppress(psutil.NoSuchProcess):
+            for process in psutil.Process(self.process.pid).children(recursive=True):
+                self.seen[process.pid] = process
+        return [process for process in self.seen.values() if _lives(process)]
+
+    def end(self, how: int) -> list[psutil.Process]:
+        """What still lives 20 seconds after the signal `how`."""
+        self.processes()
+        self.process.send_signal(how)
+        try:
+            self.process.wait(30.0)
+            with suppress(AssertionError):
+                wait_until(lambda: not self.processes(), 20.0)
+            return self.processes()
+        finally:
+            for process in [self.process, *self.processes()]:
+                process.kill()
+            self.process.wait(10.0)
+            self.log.close()
+
+
+def _lives(process: psutil.Process) -> bool:
+    with suppress(psutil.Error):
+        return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
+    return False
+
+
+def request(row: dict[str, str], path: str, token: str, method: str = "GET", body: object = None) -> object:
+    """What a lab answers; its status where it refuses."""
+    headers = {"Authorization": f"token {token}"} if token else {}
+    data = None if body is None else json.dumps(body).encode()
+    asked = urllib.request.Request(f"http://127.0.0.1:{row['port']}/api/{path}", data, headers, method=method)
+    try:
+        with urllib.request.urlopen(asked, timeout=20) as answer:
+            return json.loads(answer.read() or "null")
+    except urllib.error.HTTPError as error:
+        return error.code
+
+
+class Notebook:
+    """A kernel that a student's lab has started, as JupyterLab would."""
+
+    def __init__(self, room: Room, row: dict[str, str]) -> None:
+        self.row, self.told = row, ""
+        self.id = request(row, "kernels", row["token"], "POST", {"name": "python3"})["id"]
+        file = room.folder / row["student"] / f".jupyter/runtime/kernel-{self.id}.json"
+        self.client = BlockingKernelClient(connection_file=str(file))
+        self.client.load_connection_file()
+        self.client.start_channels()
+        self.client.wait_for_ready(timeout=60)
+
+    def begin(self, code: str) -> None:
+        self.told = ""
+        self.cell = self.client.execute(code)
+
+    def until(self, text: str, seconds: float = 60.0) -> str:
+        """Read what the cell shows until `text` is in it."""
+        deadline = time.monotonic() + seconds
+        while text not in self.told:
+            message = self.client.get_iopub_msg(timeout=max(0.1, deadline - time.monotonic()))
+            content = message["content"]
+            if message["parent_header"].get("msg_id") != self.cell:
+                continue
+            self.told += content.get("text", "") + "\n".join(content.get("traceback", []))
+            if "execution_state" in content:
+                self.told += f"<{content['execution_state']}>"
+        return self.told
+
+    def close(self) -> None:
+        """As closing the notebook does."""
+        self.client.stop_channels()
+        assert request(self.row, f"kernels/{self.id}", self.row["token"], "DELETE") is None
+
+
+@pytest.fixture(scope="module")
+def room(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Room]:
+    limits = ("--memory", 1.2, "--processes", 14)
+    room = Room(tmp_path_factory.mktemp("room"), "--students", 3, "--gpus", 2, *limits)
+    try:
+        room.wait_for("ready: 3 of 3 labs", START)
+        yield room
+        left = room.end(signal.SIGTERM)
+        assert not left and room.process.returncode == 0
+        assert room.told().endswith("all labs, notebooks and ranks have ended\n")
+    finally:
+        if room.process.poll() is None:
+            room.end(signal.SIGKILL)
+
+
+def test_each_lab_takes_its_own_token_alone(room: Room) -> None:
+    rows = room.handout()
+    assert len({row["port"] for row in rows}) == len({row["token"] for row in rows}) == 3
+    for row in rows:
+        assert row["address"] == f"http://127.0.0.1:{row['port']}/lab/tree/00_welcome.ipynb?token={row['token']}"
+        taken = [request(row, "contents", token) for token in ["", *(other["token"] for other in rows)]]
+        assert taken[: 1 + rows.index(row)] + taken[2 + rows.index(row) :] == [403] * 3
+        names = {entry["name"] for entry in taken[1 + rows.index(row)]["content"]}
+        assert "00_welcome.ipynb" in names and "my" not in names
+    assert {os.stat(room.folder / name).st_mode & 0o077 for name in ("", "handout.csv", rows[0]["student"])} == {0}
+    secrets = [row["token"] for row in rows]
+    for process in room.processes():
+        shown, connections = "", []
+        with suppress(psutil.NoSuchProcess):  # a lab's helpers come and go
+            shown = " ".join(process.cmdline()) + str(process.environ())
+            connections = process.net_connections("inet")
+        assert not [token for token in [*secrets, "very-secret"] if token in shown], process
+        addresses = {each.laddr.ip for each in connections if each.status == "LISTEN"}
+        assert addresses <= {"127.0.0.1", "::1"}
+    logs = "".join((room.folder / row["student"] / "log").read_text() for row in rows) + room.told()
+    assert "ServerApp" in logs and not [token for token in secrets if token in logs]
+
+
+def test_a_second_classroom_does_not_start_in_the_same_folder(room: Room, tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "zerolab.cli", "classroom", "--folder", str(room.folder), "--students", "1"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60)
+    assert done.returncode == 2 and f"another classroom runs in {room.folder}" in done.stderr
+
+
+def test_packages_are_read_only_and_other_students_out_of_sight(room: Room) -> None:
+    if "unshare" in room.told():
+        pytest.skip(f"no mount namespaces here: {room.told()}")
+    notebook = Notebook(room, room.handout()[0])
+    notebook.begin(READ_ONLY)
+    told = notebook.until("<idle>").splitlines()
+    assert told[:3] == ["<busy>Read-only file system", "Read-only file system", "['student-01']"]
+    assert "not permitted" in told[3] or "superuser" in told[3] or "denied" in told[3]
+    notebook.close()
+
+
+READ_ONLY = """
+import os, subprocess, sys
+import zerolab
+for folder in (sys.prefix, os.path.dirname(zerolab.__file__)):
+    try:
+        open(os.path.join(folder, "written"), "w")
+    except OSError as error:
+        print(error.strerror)
+print(os.listdir("../.."))
+print(subprocess.run(["umount", sys.prefix], capture_output=True, text=True).stderr)
+"""
+
+
+def test_closed_notebooks_leave_nothing_and_their_gpus_go_to_the_next(room: Room) -> None:
+    first, second = (Notebook(room, row) for row in room.handout()[:2])
+    first.begin("from zerolab import lab\nlive = lab.start(1, device='cuda')")
+    assert "GPU 0 for 10 minutes" in first.until(
+        "1 rank on the CPU, as this classroom is a rehearsal without GPUs (leased: GPU 0)"
+    )
+    second.begin("from zerolab import lab\nlive = lab.start(2, device='cuda')")
+    second.until("waiting for 2 GPUs: place 1 in the queue")
+    ranks = [process for process in room.processes() if "zerolab.lab.rank" in _words(process)]
+    assert len(ranks) == 1
+    # What is no child of the notebook any more is ended too.
+    first.begin("import os\nos.system('setsid sleep 321 & true')\nprint('left behind')")
+    first.until("left behind")
+    wait_until(lambda: not [each for each in room.processes() if "321" in _words(each)], 10.0)
+    first.close()
+    wait_until(lambda: not _lives(ranks[0]), 10.0)
+    second.until("(leased: GPUs 0, 1)")
+    # Too much memory: the rank that holds it is ended, the notebook is told why.
+    second.begin("live.run('import time, torch; many = rank and (torch.ones(400_000_000), time.sleep(20))')")
+    told = second.until("<idle>", 40.0)
+    assert "rank 1 was ended: the classroom ended this rank, which held" in told, told
+    assert "each student may hold 1.20 GB, and yours held" in told
+    # Too many processes: the notebook and all that it started.
+    second.begin("import subprocess\nmany = [subprocess.Popen(['sleep', '321']) for _ in range(12)]")
+    room.wait_for("each student may have 14 processes, and you had", 20.0)
+    wait_until(lambda: not [each for each in room.processes() if "321" in _words(each)], 10.0)
+    second.client.stop_channels()
+    third = Notebook(room, room.handout()[1])
+    third.begin("from zerolab.classroom import notices\nnotices.show()")
+    third.until("and all that it had started: each student may have 14 processes")
+    third.close()
+
+
+def _words(process: psutil.Process) -> list[str]:
+    with suppress(psutil.Error):
+        return process.cmdline()
+    return []
+
+
+def test_a_lab_that_dies_comes_back_where_it_was(room: Room) -> None:
+    row = room.handout()[2]
+    notebook = Notebook(room, row)
+    kernel = [each for each in room.processes() if any(notebook.id in word for word in _words(each))]
+    server = [each for each in room.processes() if f"--port={row['port']}" in _words(each)]
+    assert len(kernel) == len(server) == 1
+    for folder in (".jupyter", "work"):  # nor does it matter what the student has deleted
+        shutil.rmtree(room.folder / "student-03" / folder)
+    server[0].kill()
+    room.wait_for("student-03: JupyterLab ended with -9, and is started again")
+    wait_until(lambda: not _lives(kernel[0]), 10.0)
+
+    def answers() -> bool:
+        with suppress(OSError):
+            return isinstance(request(row, "status", row["token"]), dict)
+        return False
+
+    wait_until(answers, START)
+    notebook.client.stop_channels()
+    assert room.handout()[2] == row and (room.folder / "student-03/work/00_welcome.ipynb").exists()
+
+
+def test_nothing_outlives_a_classroom_that_is_killed_and_tokens_stay(tmp_path: Path) -> None:
+    killed = Room(tmp_path, "--students", 1)
+    killed.wait_for("ready: 1 of 1 labs", START)
+    row = killed.handout()[0]
+    Notebook(killed, row).client.stop_channels()
+    assert len(killed.processes()) >= 2
+    assert not killed.end(signal.SIGKILL)
+    again = Room(tmp_path, "--students", 2)
+    try:
+        wait_until(lambda: len(again.handout()) == 2, 30.0)
+        assert again.handout()[0] == row
+    finally:
+        assert not again.end(signal.SIGINT)
+
+
+def test_the_board_trusts_nothing_that_a_student_may_write(tmp_path: Path) -> None:
+    source = "print('answer')\n"
+    good = {"passed": {"01.1": digest(source), "01.2": digest(source)}}
+    good |= {"predictions": {"01.1": 48, "05.2": "small", "02.1": None}}
+    odd = {
+        "passed": {"01.1": 3},
+        "predictions": {"01.1": [float("inf")], "05.2": "\x1b[2J[red]$", "x": 1, "01.2": 10**400},
+    }
+    contents = [json.dumps(good), json.dumps(odd), "[" * 100_000, "{}", "[]", '{"passed": 3, "predictions": "x"}']
+    for number, content in enumerate(contents):
+        my = tmp_path / f"student-{number}/work/my"
+        my.mkdir(parents=True)
+        (my / "progress.json").write_text(content)
+        (my / "ex_01_1.py").write_text(source)
+    (my / "progress.json").unlink()
+    (my / "progress.json").symlink_to("/dev/zero")
+    room = board.rooms(tmp_path)
+    assert room["student-0"].passed == {"01.1"}  # the answer to 01.2 is not there
+    assert [one.passed for one in list(room.values())[1:]] == [set()] * 5
+    counts = board.predictions(room.values())
+    assert list(counts) == ["01.1", "01.2", "02.1", "05.2"]
+    assert board.spread(counts["01.1"]) == "48 (1), [inf] (1)"
+    assert board.spread(counts["05.2"]) == "small (1), ?[2J[red]$ (1)" and board.spread(counts["02.1"]) == "skipped (1)"
+    with (console := Console(file=io.StringIO(), width=100)).capture() as shown:
+        console.print(*board.room_view(room))
+    assert "[red]$" in shown.get() and "\x1b" not in shown.get() and "student-" not in shown.get()
+    figure = board.picture(room)
+    assert "5 predictions of 6 students" in " ".join(text.get_text() for text in figure.texts)  # one was skipped
+    figure.savefig(io.BytesIO())
+
+
+def test_the_teachers_table_fits_on_a_terminal_of_80_columns() -> None:
+    everything, some = tuple("01234567"), ("0", "2", "3", "5", "6", "10")
+    uuid = f"GPU-{'8932f937-' * 4}"
+    entries = [
+        Entry("", everything, 599.9),
+        Entry("", some, 0.0),
+        Entry("", (), 0.0, 12),
+        Entry("", (uuid,), 61.0),
+        None,
+    ]
+    lent = [run._lent(entry) for entry in entries]
+    assert lent == [("0-7", "9:59"), ("0,2-3,5-6,10", "0:00"), ("place 12", ""), (uuid, "1:01"), ("", "")]
+    rows = [["student-20", "starts", *words, "12", "64", "12.3 GB", "14", "40"] for words in lent]
+    console = Console(file=io.StringIO(), width=80)
+    console.print(board.teacher_view(rows, "20 students"))
+    told = console.file.getvalue()
+    assert max(map(len, told.splitlines())) <= 80 and "…" not in told, told
+    words = ["student", "port", "GPUs", "left", "notebooks", "ranks", "memory", "pass", "predicted", "12.3 GB", "0-7"]
+    assert not [word for word in words if f"{word} " not in told.replace("\n", " \n")]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "why"),
+    [
+        (["--ip", "0.0.0.0", "--port", "9100"], "ssh -L 9100:127.0.0.1:9100 <this machine>"),
+        (["--ip", "::", "--port", "9100"], "has its token runs programs as you"),
+        (["--students", "0"], "--students must be from 1"),
+        (["--memory", "0"], "--memory must be"),
+        (["--port", "80"], "--port must be"),
+    ],
+)
+def test_what_is_refused_is_one_line_and_makes_nothing(arguments, why, tmp_path, capsys) -> None:
+    with pytest.raises(SystemExit) as ended:
+        main(["classroom", "--folder", str(tmp_path / "class"), *arguments])
+    told = capsys.readouterr()
+    assert ended.value.code == 2 and told.out == "" and why in told.err and len(told.err.splitlines()) == 1
+    assert not list(tmp_path.iterdir())

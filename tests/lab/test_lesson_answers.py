@@ -1,0 +1,34 @@
+"""The answers in the solutions are the references of the checks: what is taught, tested and run is one text."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import jupytext
+import pytest
+
+from zerolab.lab.build import EXERCISE
+from zerolab.lab.exercises.catalogue import catalogue, exercise
+from zerolab.lab.exercises.learner import PREDICTIONS
+
+pytestmark = pytest.mark.slow
+
+SOLUTIONS = Path(__file__).parents[2] / "solutions"
+LESSONS = sorted({id[:2] for id in catalogue()})
+
+
+def test_the_predictions_are_those_that_the_lessons_ask_for() -> None:
+    sources = [path.read_text() for path in sorted(SOLUTIONS.glob("[0-9][0-9]_*.py"))]
+    ids = {id for source in sources for id in re.findall(r"""lab\.predict\(\s*["']([^"']+)""", source)}
+    assert ids == {f"{lesson}.{k}" for lesson, many in PREDICTIONS.items() for k in range(1, many + 1)}
+
+
+@pytest.mark.parametrize("lesson", LESSONS)
+def test_the_solution_is_the_reference(lesson: str) -> None:
+    (source,) = SOLUTIONS.glob(f"{lesson}_*.py")
+    cells = jupytext.read(source, fmt="py:percent").cells
+    answers = {found[1]: cell.source[found.end() :] for cell in cells if (found := EXERCISE.match(cell.source))}
+    assert sorted(answers) == [id for id in catalogue() if id.startswith(lesson)]
+    for id, answer in answers.items():
+        assert answer.strip() == exercise(id).reference.strip(), f"{id}: the solution and the check's reference differ"

@@ -1,0 +1,86 @@
+"""What lessons 02 and 03 draw and count with."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+from zerolab.engine.layout import Layout
+from zerolab.lab.ranks.calls import calls
+
+plots = pytest.importorskip("zerolab.lab.plots")
+
+pytestmark = pytest.mark.slow
+
+
+def small(picture):
+    figure, sentence = picture
+    assert 3_000 < len(plots.png(figure)) <= 60_000
+    return sentence
+
+
+def test_flat_storage():
+    params = [("a", torch.empty(5)), ("b", torch.empty(2, 2)), ("c", torch.empty(3, 2))]
+    said = small(plots.flat_storage(Layout(params, world_size=4)))
+    assert said.startswith("3 parameters of 5, 4, 6 elements lie in one buffer of 16, 1 of it padding")
+    with pytest.raises(ValueError, match="100 elements are too many"):
+        plots.flat_storage(Layout([("a", torch.empty(100))], world_size=1))
+
+
+def test_stacks():
+    bars = {"Adam": {"parameters": 4, "gradients": 4, "optimizer": 8}, "SGD": {"parameters": 4, "gradients": 4}}
+    assert small(plots.stacks(bars, "title", "subtitle", "bytes")) == "In bytes: Adam = 16; SGD = 8."
+    figure, _ = plots.stacks(bars, "title", "subtitle", "bytes", learner=[False, True])
+    assert [bool(bar.get_hatch()) for bar in figure.axes[0].patches] == [True] * 3 + [False] * 2
+    assert any("solid: your code, hatched: the package's" in text.get_text() for text in figure.texts)
+    with pytest.raises(ValueError, match="no bars"):
+        plots.stacks({}, "title", "subtitle", "bytes")
+
+
+def test_growth():
+    measured = {"activations": {k: 2000.0 * k + 500 for k in (1, 2, 5)}, "parameters": {1: 7e3, 5: 7e3}}
+    said = small(plots.growth(measured, "tokens", "title", "subtitle"))
+    assert "Activations: 2.00 kB for each token, and 500 B besides." in said
+    assert "Parameters: 7.00 kB, however many tokens." in said
+    with pytest.raises(ValueError, match="two points"):
+        plots.fit_line({1: 2.0})
+
+
+def test_call_costs_and_curves():
+    costs = {"29 calls": plots.Cost(0.174, 0.014, 0.2), "1 call": plots.Cost(0.006, 0.014, 0.021)}
+    said = small(plots.call_costs(costs, "title", "subtitle"))
+    assert "29 calls: 200 ms, of which by the link's numbers 174 ms latency" in said
+    assert small(plots.curves({"a": [3.0, 1.0]}, "title", "subtitle", "loss")) == "Loss: a from 3.00 to 1.00."
+    with pytest.raises(ValueError, match="5 curves"):
+        plots.curves({str(k): [1.0] for k in range(5)}, "title", "subtitle", "loss")
+
+
+def counted():
+    with calls() as book:
+        dist.all_reduce(torch.ones(10))
+        dist.barrier()
+        dist.broadcast(torch.ones(3, dtype=torch.float64), src=0)
+    model = DistributedDataParallel(nn.Linear(4, 2))
+    loss = model(torch.ones(1, 4)).sum()
+    with calls() as of_torch:
+        loss.backward()
+    return book.calls, book.sent, of_torch.calls
+
+
+def test_calls_are_counted_whoever_makes_them(ranks):
+    for made, sent, of_torch in ranks.run(counted, ranks=2):
+        assert made == [("allreduce", 40), ("broadcast", 24)]
+        assert sent == 2 * 40 / 2 + 24 / 2
+        assert of_torch == [("allreduce", 4 * 10)]  # one bucket for weight and bias
+
+
+def test_a_skipped_prediction_is_one_too(tmp_path, monkeypatch):
+    from zerolab.lab.exercises import learner as exercises
+
+    monkeypatch.setenv("ZEROLAB_MY", str(tmp_path))
+    assert not exercises.predicted("02.1")
+    exercises.skip("02.1")
+    assert exercises.predicted("02.1")

@@ -1,0 +1,264 @@
+"""The pictures: drawn from real runs, and saying what those runs came to. (How they look, a person must see.)"""
+
+from __future__ import annotations
+
+import base64
+import io
+import json
+from pathlib import Path
+
+import matplotlib.pyplot as plt
+import pytest
+import torch
+import torch.distributed as dist
+from PIL import Image, ImageChops
+
+import zerolab
+from zerolab.apps.paper import BF16
+from zerolab.measure import CATEGORIES, holdings, timeline, trace
+from zerolab.tasks.models import GPT, Block
+
+plots = pytest.importorskip("zerolab.lab.plots")
+explorers = pytest.importorskip("zerolab.lab.explorers")
+
+pytestmark = pytest.mark.slow
+
+
+def seen(stage, precision=None):
+    """One rank's timeline, trace and holdings of a real step."""
+    torch.manual_seed(0)
+    zero = zerolab.STAGES[stage](GPT(layers=2, width=64, context=16), units=[Block], precision=precision)
+    optimizer = torch.optim.AdamW(zero.model.parameters())
+    x = torch.randint(0, 256, (2, 16), generator=torch.Generator().manual_seed(zero.rank))
+
+    def step():
+        zero.model(x, x).backward()
+        held = holdings(zero, optimizer)
+        optimizer.step()
+        optimizer.zero_grad()
+        return held
+
+    step()
+    with trace(zero, optimizer) as record:
+        step()
+    with timeline(zero, optimizer) as line:
+        held = step()
+    return line, record, held
+
+
+def drawn(figure):
+    """The share of the picture that is lines, areas and words inside the axes, and not white, frame or axis."""
+    inside = [a for axes in figure.axes for a in (*axes.lines, *axes.patches, *axes.collections, *axes.images)]
+    inside += [text for axes in figure.axes for text in axes.texts]
+    with_them = Image.open(io.BytesIO(plots.png(figure))).convert("L")
+    shown = [artist for artist in inside if artist.get_visible()]
+    for artist in shown:
+        artist.set_visible(False)
+    without = Image.open(io.BytesIO(plots.png(figure))).convert("L")
+    for artist in shown:
+        artist.set_visible(True)
+    difference = ImageChops.difference(with_them, without)
+    return sum(difference.histogram()[16:]) / (difference.width * difference.height)
+
+
+def save(figure, tmp_path):
+    """Draws it as a page has it: in at most 60 kB, and with something in it."""
+    picture = plots.png(figure)
+    (tmp_path / "picture.png").write_bytes(picture)
+    assert picture.startswith(b"\x89PNG") and len(picture) <= 60_000
+    assert drawn(figure) > 0.002, "nothing is drawn but axes"
+
+
+def test_an_empty_picture_is_noticed(tmp_path):
+    figure, axes = plt.subplots(figsize=(9, 4))
+    axes.set(title="What a rank holds", xlabel="time, ms", ylabel="MB")
+    assert len(plots.png(figure)) > 2_000, "the size would not tell"
+    with pytest.raises(AssertionError, match="nothing is drawn"):
+        save(figure, tmp_path)
+    axes.bar([1, 2], [3, 4])
+    save(figure, tmp_path)
+    plt.close(figure)
+
+
+@pytest.fixture(scope="module")
+def measured(ranks):
+    return {stage: ranks.run(seen, stage, ranks=3) for stage in range(4)}
+
+
+# -- who holds what -------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("precision", [None, BF16])
+@pytest.mark.parametrize("n", [1, 2, 3])
+def test_holdings(ranks, n, precision):
+    sharded = {0: (), 1: ("optimizer",), 2: ("gradients", "optimizer"), 3: CATEGORIES}
+    for stage in range(4):
+        everyone = [held for _, _, held in ranks.run(seen, stage, precision, ranks=n)]
+        size = everyone[0].size
+        for category in CATEGORIES:
+            covered = [
+                sum(start <= x < end for held in everyone for start, end in held.extents[category])
+                for x in range(0, size, 37)
+            ]
+            if category in sharded[stage]:
+                assert max(covered) == 1  # no two ranks hold the same
+                assert all(held.share(category) == pytest.approx(1 / n, rel=0.02) for held in everyone)
+            else:
+                assert all(held.share(category) == pytest.approx(1, rel=0.02) for held in everyone)
+            assert sum(covered) > 0.98 * len(covered) * (1 if category in sharded[stage] else n)
+        assert everyone[0].units[-1][2] == size
+
+
+def test_released_storage_holds_nothing(ranks):
+    for line, _, held in ranks.run(seen, 3, ranks=2):
+        assert held.share("parameters") == pytest.approx(0.5, rel=0.02)
+        assert line.rank == held.rank
+
+
+def test_who_holds_what(measured, tmp_path):
+    figure, sentence = plots.who_holds_what([[held for _, _, held in measured[stage]] for stage in range(4)])
+    save(figure, tmp_path)
+    assert "in stage 1 a rank holds 33 % of the optimizer state" in sentence and "3 units" in sentence
+
+
+# -- the others -----------------------------------------------------------------------------------------------------
+
+
+def test_skyline(measured, tmp_path):
+    lines = [measured[stage][0][0] for stage in range(4)]
+    figure, sentence = plots.skyline(lines)
+    save(figure, tmp_path)
+    assert sentence.count(" in stage ") == 4 and "backward" in sentence
+    save(plots.skyline(lines[3:], learner=True)[0], tmp_path)
+    figure, _ = plots.skyline(lines, learner=[False, False, False, True])
+    assert [axes.get_title("left").endswith("your code") for axes in figure.axes] == [False, False, False, True]
+    assert [any(area.get_hatch() for area in axes.collections) for axes in figure.axes] == [True, True, True, False]
+    with pytest.raises(ValueError, match="learner has 2 answers for 4 bars or panels"):
+        plots.skyline(lines, learner=[True, False])
+    with pytest.raises(ValueError, match="no timeline"):
+        plots.skyline([])
+
+
+def test_gantt(measured, tmp_path):
+    figure, sentence = plots.gantt([record for _, record, _ in measured[2]])
+    save(figure, tmp_path)
+    assert "% of the time of backward's collectives" in sentence
+    with pytest.raises(ValueError, match="no trace"):
+        plots.gantt([])
+
+
+def ring(n):
+    """A ring reduce-scatter of chunks in which bit r says that rank r's part is in: the history of one rank."""
+    rank = dist.get_rank()
+    chunks = [torch.tensor([2**rank]) for _ in range(n)]
+    history = [[int(chunk) for chunk in chunks]]
+    for k in range(n - 1):
+        got = torch.empty_like(chunks[0])
+        send = dist.P2POp(dist.isend, chunks[(rank - 1 - k) % n], (rank + 1) % n)
+        receive = dist.P2POp(dist.irecv, got, (rank - 1) % n)
+        for work in dist.batch_isend_irecv([send, receive]):
+            work.wait()
+        chunks[(rank - 2 - k) % n] += got
+        history.append([int(chunk) for chunk in chunks])
+    return history
+
+
+@pytest.mark.parametrize("n", [2, 3, 4])
+def test_ring_against_root(ranks, n, tmp_path):
+    everyone = ranks.run(ring, n, ranks=n)
+    history = [[rank[k] for rank in everyone] for k in range(n)]
+    assert [everyone[rank][-1][rank] for rank in range(n)] == [2**n - 1] * n
+    figure, sentence = plots.ring_against_root(history, {2: (16e6, 16e6), 8: (112e6, 28e6)})
+    save(figure, tmp_path)
+    full = [text for text in figure.axes[0].texts if text.get_text() == "\n".join("ABCD"[:n])]
+    assert len(full) == n  # each rank ends with one complete chunk
+    assert "from 16.0 MB to 112 MB with a root" in sentence
+    with pytest.raises(ValueError, match="no traffic"):
+        plots.ring_against_root(history, {})
+
+
+def test_to_a_trillion(tmp_path):
+    cells = json.loads((Path(__file__).parents[2] / "docs" / "table1.json").read_text())["cells"]
+    figure, sentence = plots.to_a_trillion(cells)
+    save(figure, tmp_path)
+    assert len(figure.axes) == 3
+    assert "On 1,024 GPUs a model of 1T parameters" in sentence and "13.7 GB in stage 3" in sentence
+    with pytest.raises(ValueError, match="no cells"):
+        plots.to_a_trillion([])
+
+
+def test_before_after(tmp_path):
+    figure, sentence = plots.before_after("all-gather", [[1], [2], [3]], [[1, 2, 3]] * 3)
+    save(figure, tmp_path)
+    assert sentence == "all-gather: 3 numbers on 3 ranks became 9; a rank got at most 2 that it did not have."
+    figure, sentence = plots.before_after("reduce", [[1], [2]], [[3], []])
+    assert sentence == "reduce: 2 numbers on 2 ranks became 1, 1 of them sums."
+    assert any(text.get_text() == "nothing" for text in figure.axes[1].texts)
+    with pytest.raises(ValueError, match="one for each rank"):
+        plots.before_after("reduce", [[1], [2]], [[3]])
+
+
+def test_cost_finds_the_line(tmp_path):
+    line = {size: [2e-3 + size / 5e8] * 3 for size in (10_000, 1_000_000, 20_000_000)}
+    line[10_000] = [2e-3 + 1e4 / 5e8, 1.0, 1e-6]  # the median counts
+    fit = plots.fit_cost(line)
+    assert fit.latency == pytest.approx(2e-3, rel=1e-6) and fit.bandwidth == pytest.approx(5e8, rel=1e-6)
+    figure, sentence = plots.cost(line, "all-reduce on 4 ranks")
+    save(figure, tmp_path)
+    assert sentence.startswith("An all-reduce on 4 ranks takes 2.00 ms") and "500 MB" in sentence
+    with pytest.raises(ValueError, match="two sizes"):
+        plots.fit_cost({1: [1.0]})
+    with pytest.raises(ValueError, match="did not take longer"):
+        plots.fit_cost({1: [2.0], 1000: [1.0]})
+
+
+# -- the explorers --------------------------------------------------------------------------------------------------
+
+
+def test_memory_explorer():
+    explorer = explorers.memory_explorer("7.5B", 64, activations="10 GB")
+    assert "Zero1 41.4 GB" in explorer.sentence and "it fits with Zero1, Zero2, Zero3" in explorer.sentence
+    before = bytes(explorer.image.value)
+    assert before.startswith(b"\x89PNG")
+    explorer.controls["memory"].value = "24 GB"
+    assert explorer.image.value != before and "it fits with Zero3." in explorer.sentence
+    explorer.controls["optimizer"].value = "sgd"
+    assert "Zero2 25.7 GB" in explorer.sentence  # 10 GB, 2Ψ of parameters, (2 + 4)Ψ/64 of gradients and masters
+    for control, wrong, word in (
+        ("parameters", "lots", "no number of parameters"),
+        ("memory", "5 GB", "leave nothing"),
+        ("activations", "-", "no number of bytes"),
+    ):
+        kept, good = explorer.image.value, explorer.controls[control].value
+        explorer.controls[control].value = wrong
+        assert word in explorer.said.value and explorer.image.value == kept
+        explorer.controls[control].value = good
+        assert word not in explorer.said.value
+
+
+def test_timeline_scrubber(measured):
+    lines = [line for line, _, _ in measured[3]]
+    explorer = explorers.timeline_scrubber(lines)
+    assert "100 % of its peak" in explorer.sentence  # it begins at the peak
+    seen = {explorer.sentence}
+    for moment in (0, 40, 10_000):  # the last is held at the end
+        explorer.controls["moment"].value = moment
+        seen.add(explorer.sentence)
+    assert len(seen) == 4
+    explorer.controls["rank"].value = 2
+    assert explorer.sentence.startswith("Rank 2 holds")
+    with pytest.raises(ValueError, match="no timeline"):
+        explorers.timeline_scrubber([])
+
+
+def test_a_page_without_a_kernel_shows_the_picture(measured):
+    for explorer in (explorers.memory_explorer(), explorers.timeline_scrubber([measured[0][0][0]], moment=5)):
+        bundle = explorer._repr_mimebundle_()
+        assert base64.b64decode(bundle["image/png"]).startswith(b"\x89PNG")
+        assert bundle["text/plain"] == explorer.sentence
+        assert "application/vnd.jupyter.widget-view+json" in bundle
+
+
+def test_colours_and_hatches_name_the_same_things():
+    assert plots.COLOURS.keys() == plots.HATCHES.keys()
+    assert len(set(plots.COLOURS.values())) == len(set(plots.HATCHES.values())) == len(plots.COLOURS)

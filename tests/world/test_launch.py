@@ -1,0 +1,510 @@
+"""`init` and `launch`, with real processes: what they return, what they say when a rank fails, what they leave."""
+
+import json
+import multiprocessing
+import os
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import jobs_launch
+import psutil
+import pytest
+import torch
+
+from zerolab.world.processes import Patience, RankError, Ranks, _first_host, _read, init, launch
+
+ROOT = Path(__file__).resolve().parents[2]
+JOBS = Path(jobs_launch.__file__)
+LOCAL = ("127.0.0.1", "::1", "::ffff:127.0.0.1")
+NO_WORLD = ("RANK", "WORLD_SIZE", "LOCAL_", "MASTER_", "GROUP_", "ROLE_", "TORCHELASTIC_", "SLURM_", "GLOO_")
+
+
+def environment(**variables: object) -> dict[str, str]:
+    """This process's environment without any trace of a world, and `variables`."""
+    rest = {name: value for name, value in os.environ.items() if not name.startswith(NO_WORLD)}
+    return rest | {"PYTHONPATH": str(ROOT)} | {name: str(value) for name, value in variables.items()}
+
+
+def python(*args: object, **variables: object) -> subprocess.Popen:
+    return subprocess.Popen(
+        [sys.executable, *map(str, args)],
+        env=environment(**variables),
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+    )
+
+
+def free_port() -> int:
+    """One on which nobody listened a moment ago."""
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        return free.getsockname()[1]
+
+
+def finish(process: subprocess.Popen, text: str | None = None) -> tuple[str, str]:
+    try:
+        return process.communicate(text, timeout=90)
+    finally:
+        process.kill()
+
+
+def children() -> set[int]:
+    """Processes below this one, dead and not reaped ones too, without multiprocessing's resource tracker."""
+    found = set()
+    for child in psutil.Process().children(recursive=True):
+        try:
+            if "resource_tracker" not in " ".join(child.cmdline()):
+                found.add(child.pid)
+        except psutil.ZombieProcess:
+            found.add(child.pid)
+        except psutil.NoSuchProcess:
+            pass
+    return found
+
+
+def wait_until(condition: Callable[[], object], seconds: float) -> None:
+    patience = Patience(seconds)
+    while not condition() and patience.turn() > 0:
+        time.sleep(0.02)
+    assert condition()
+
+
+@pytest.fixture(scope="module")
+def four() -> Iterator[Ranks]:
+    """For what goes well."""
+    with Ranks(4) as pool:
+        yield pool
+
+
+@pytest.fixture(scope="module")
+def two() -> Iterator[Ranks]:
+    """For what goes wrong: starts anew after each failure."""
+    with Ranks(2) as pool:
+        yield pool
+
+
+def fails(pool: Ranks, fn, *args, **options) -> RankError:
+    """The error of a run that must fail, leave no process, and leave the pool good for another run."""
+    start = time.monotonic()
+    pids = {place["pid"] for place in pool.run(jobs_launch.place)}
+    assert pids <= children()
+    others = children() - pids
+    with pytest.raises(RankError) as caught:
+        pool.run(fn, *args, **options)
+    assert children() <= others
+    assert time.monotonic() - start < 60  # seconds, though collectives would wait for longer
+    return caught.value
+
+
+# ---------------------------------------------------------------------- what goes well
+
+
+def test_results_in_rank_order(four: Ranks) -> None:
+    places = four.run(jobs_launch.place, "a", 1)
+    assert [place["rank"] for place in places] == [0, 1, 2, 3]
+    assert [place["environment"] for place in places] == [[rank, 4, rank, 4] for rank in range(4)]
+    assert {place["args"] for place in places} == {("a", 1)}
+    assert {place["size"] for place in places} == {4}
+    assert len({place["pid"] for place in places}) == 4
+    if torch.cuda.device_count() < 4:
+        assert {(place["backend"], place["device"]) for place in places} == {("gloo", "cpu")}
+
+
+def test_processes_are_kept_and_a_run_may_use_some_of_them(four: Ranks) -> None:
+    before = [place["pid"] for place in four.run(jobs_launch.place)]
+    some = four.run(jobs_launch.place, ranks=2)
+    assert [place["environment"] for place in some] == [[0, 2, 0, 2], [1, 2, 1, 2]]
+    assert [place["size"] for place in some] == [2, 2]
+    assert [place["pid"] for place in some + four.run(jobs_launch.place)] == before[:2] + before
+
+
+def test_tensors_are_copied(four: Ranks) -> None:
+    x = torch.arange(3.0)
+    for result in four.run(jobs_launch.total, x):
+        torch.testing.assert_close(result["sum"], torch.tensor([0.0, 10.0, 20.0]))
+        torch.testing.assert_close(result["view"], torch.tensor([10.0, 20.0]))
+        assert isinstance(result["parameter"], torch.nn.Parameter)
+    assert torch.equal(x, torch.arange(3.0))
+
+
+def test_a_rank_may_return_before_the_others_have_read_what_it_sent(four: Ranks) -> None:
+    assert four.run(jobs_launch.leave_first) == [0.0] * 4
+
+
+def test_init_works_again_after_destroy(four: Ranks) -> None:
+    assert four.run(jobs_launch.rejoin, ranks=3) == [3.0] * 3
+    assert four.run(jobs_launch.rejoin, ranks=2) == [2.0] * 2
+
+
+def test_a_function_may_use_data_loader_workers(four: Ranks) -> None:
+    assert four.run(jobs_launch.load, ranks=1) == [[[0, 1], [2, 3]]]
+
+
+def test_everything_listens_on_loopback_only(four: Ranks) -> None:
+    for sockets in four.run(jobs_launch.listening):
+        assert {ip for ip, _ in sockets} <= set(LOCAL)
+        assert any(status == psutil.CONN_LISTEN for _, status in sockets)
+    here = [c for c in psutil.Process().net_connections("inet") if c.status == psutil.CONN_LISTEN]
+    assert any(c.laddr.port == four._store.port for c in here)
+    assert {c.laddr.ip for c in here} <= set(LOCAL)
+
+
+def test_threads(four: Ranks) -> None:
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
+    share = max(1, cores // 4)
+    assert four.run(jobs_launch.threads) == [(share, share)] * 4
+
+
+def test_nothing_starts_before_the_first_run_and_only_results_stay_after_close() -> None:
+    before = children()
+    pool = Ranks(1, threads=3)
+    assert children() == before
+    big = torch.randn(1_000_000)
+    (back,) = pool.run(jobs_launch.echo, {"big": big})
+    assert pool.run(jobs_launch.threads) == [(3, 3)]
+    assert len(children() - before) == 1
+    pool.close()
+    assert children() == before
+    pool.close()  # again does no harm
+    assert torch.equal(back["big"], big) and not back["big"].is_shared()
+
+
+def test_output_in_whole_lines_and_no_noise_even_when_never_closed() -> None:
+    """GLOO_SOCKET_IFNAME names a network of a cluster. It is not used here, where no such network exists."""
+    process = python(JOBS, "prints", PYTHONUNBUFFERED="1", GLOO_SOCKET_IFNAME="cluster0")
+    out, err = finish(process)
+    assert process.returncode == 0
+    assert sorted(out.splitlines()) == ["out of rank 0", "out of rank 1"]
+    assert sorted(err.splitlines()) == ["err of rank 0", "err of rank 1"]
+
+
+# ---------------------------------------------------------------------- what goes wrong
+
+
+def test_the_first_failing_rank_is_named_with_its_traceback(two: Ranks) -> None:
+    error = fails(two, jobs_launch.raises, 1)
+    assert error.rank == 1
+    assert "in raises" in error.traceback and "ValueError: bad luck on 1" in error.traceback
+    assert "zerolab" not in error.traceback  # none of our own frames
+    assert error.traceback in str(error)
+    assert str(error).startswith("rank 1 of 2 raised ValueError: bad luck on 1, in jobs_launch.raises\n")
+    assert "\nrank 0 raised KeyError: 'a consequence'" in str(error)
+
+
+def test_others_that_still_wait_are_named(four: Ranks) -> None:
+    error = fails(four, jobs_launch.dies, "sys")
+    assert error.rank == 3
+    assert str(error).startswith("rank 3 of 4 raised SystemExit: enough, in jobs_launch.dies\n")
+    for rank in range(3):
+        assert f"\nrank {rank} had not finished\n" in str(error)
+    assert str(error).count("in wait_for_all\n") == 3
+
+
+@pytest.mark.parametrize(
+    ("how", "said"),
+    [
+        ("exit", "rank 1 of 2 exited with code 3, in jobs_launch.dies"),
+        ("kill", "rank 1 of 2 was killed by SIGKILL, in jobs_launch.dies"),
+    ],
+)
+def test_a_death_comes_before_those_who_noticed_it(two: Ranks, how: str, said: str) -> None:
+    error = fails(two, jobs_launch.dies, how)
+    assert error.rank == 1
+    assert str(error).startswith(said)
+    assert "\nrank 0 " in str(error)
+
+
+def test_a_death_is_seen_though_an_heir_holds_the_pipe(two: Ranks) -> None:
+    assert two.run(jobs_launch.echo, 1) == [1, 1]
+    before = {process.pid for process, _ in two._processes}  # other tests' pools may be alive beside this one
+    with pytest.raises(RankError, match="rank 1 of 2 was killed by SIGKILL"):
+        two.run(jobs_launch.dies_with_heir, timeout=30)
+    assert not children() & before
+
+
+def test_a_hang_names_the_ranks_and_where_they_stand(two: Ranks) -> None:
+    start = time.monotonic()
+    error = fails(two, jobs_launch.hangs, timeout=2.0)
+    assert time.monotonic() - start < 30
+    assert error.rank == 0 and "in wait_for_all" in error.traceback
+    assert str(error).startswith("the time is over: rank 0 of 2 had not finished, in jobs_launch.hangs\n")
+    waiting, _, sleeping = str(error).partition("\nrank 1 had not finished\n")
+    assert "all_reduce" in waiting
+    assert "in oversleep\n" in sleeping and "in hangs" in sleeping and str(JOBS) in sleeping
+    assert "zerolab" not in str(error)
+
+
+def test_a_collective_fails_after_the_group_timeout(two: Ranks) -> None:
+    error = fails(two, jobs_launch.hangs, timeout=30.0, group_timeout=1.0)
+    assert error.rank == 0 and "Timed out" in error.traceback
+    assert "rank 1 had not finished\n" in str(error) and "in oversleep" in str(error)
+
+
+def test_time_may_be_over_before_the_processes_have_started() -> None:
+    before = children()
+    with pytest.raises(RankError, match=r"the time is over: rank 0 of 2 had not finished, at its start"):
+        launch(jobs_launch.echo, 2, 1, timeout=0.05)
+    assert children() == before
+
+
+def test_a_result_that_cannot_be_pickled(two: Ranks) -> None:
+    error = fails(two, jobs_launch.not_to_be_pickled)
+    assert error.rank == 1
+    assert "the result, a lock, cannot be pickled" in str(error)
+    assert "rank 0 had finished" in str(error)
+
+
+def nested():
+    def inner() -> None: ...
+
+    return inner
+
+
+@pytest.mark.parametrize("fn", [lambda: 0, nested()])
+def test_functions_that_cannot_be_imported(fn) -> None:
+    before = children()
+    with pytest.raises(TypeError, match=r"cannot import .* top level of a module"):
+        launch(fn, 2)
+    assert children() == before
+
+
+def test_arguments_that_cannot_be_pickled(two: Ranks) -> None:
+    pids = [place["pid"] for place in two.run(jobs_launch.place)]
+    with pytest.raises(TypeError, match=r"arguments of jobs_launch\.echo.*lock"):
+        two.run(jobs_launch.echo, threading.Lock())
+    assert [place["pid"] for place in two.run(jobs_launch.place)] == pids
+
+
+def test_a_process_that_is_killed_while_idle_is_replaced(two: Ranks) -> None:
+    pids = [place["pid"] for place in two.run(jobs_launch.place)]
+    (victim,) = [process for process in multiprocessing.active_children() if process.pid == pids[1]]
+    victim.kill()
+    victim.join(10)
+    assert two.run(jobs_launch.echo, 3) == [3, 3]
+    assert not children() & set(pids)
+
+
+def test_a_script_without_its_guard(tmp_path: Path) -> None:
+    script = tmp_path / "unguarded.py"
+    script.write_text("import zerolab\ndef f(): return 1\nprint(zerolab.launch(f, 2))\n")
+    out, err = finish(python(script))
+    assert out == ""
+    assert "at its start (scripts launch under `if __name__ == '__main__':`)" in err.splitlines()[-2] + err
+
+
+def test_a_prompt_can_launch_what_is_imported_but_not_what_it_defines() -> None:
+    program = """
+import sys
+sys.path.insert(0, "tests")
+import jobs_launch, zerolab
+class Thing: pass
+def f(): pass
+for fn, args in ((f, ()), (jobs_launch.echo, (Thing(),)), (jobs_launch.echo, ([f],)), (jobs_launch.echo, (5,))):
+    try:
+        print(zerolab.launch(fn, 2, *args))
+    except TypeError as error:
+        print(error)
+"""
+    out, err = finish(python("-"), program)
+    assert [line.split("(")[-1] for line in out.splitlines()] == [
+        "f exists only in this notebook or prompt)",
+        "Thing exists only in this notebook or prompt)",
+        "f exists only in this notebook or prompt)",
+        "[5, 5]",
+    ], err
+    assert not err
+
+
+@pytest.mark.parametrize("ranks", [0, -1, 1.0, "2", True, None])
+def test_ranks_that_are_no_number(ranks) -> None:
+    with pytest.raises(ValueError, match="ranks="):
+        launch(jobs_launch.echo, ranks, 1)
+
+
+def test_more_ranks_than_the_pool_has(two: Ranks) -> None:
+    with pytest.raises(ValueError, match="ranks=3, but this pool has 2"):
+        two.run(jobs_launch.echo, 1, ranks=3)
+
+
+def hanging(*arguments: object) -> tuple[subprocess.Popen, list[psutil.Process]]:
+    """A program whose ranks hang, rank 1 in a collective and rank 0 elsewhere, and these ranks."""
+    program = python(JOBS, "hang", *arguments)
+    told = Path(str(arguments[0]))
+    wait_until(lambda: told.exists() or program.poll() is not None, 60)
+    rank0, parent = json.loads(told.read_text())
+    assert parent == program.pid
+    below = psutil.Process(program.pid).children()
+    ranks = [process for process in below if "spawn_main" in " ".join(process.cmdline())]
+    assert len(ranks) == 2 and rank0 in {process.pid for process in ranks}
+    return program, ranks
+
+
+def test_no_rank_outlives_a_parent_that_is_killed(tmp_path: Path) -> None:
+    """Not even when a process that the parent forked has inherited its ends of the pipes, and lives on."""
+    program, ranks = hanging(tmp_path / "told", "heir")
+    program.kill()
+    _, alive = psutil.wait_procs(ranks, timeout=5)
+    assert not alive
+    os.killpg(program.pid, signal.SIGKILL)  # the heir
+    finish(program)
+
+
+def interrupt(program: subprocess.Popen, ranks: list[psutil.Process]) -> str:
+    """Control-C: a terminal sends it to every process of the group. Returns what they wrote on stderr."""
+    os.killpg(program.pid, signal.SIGINT)
+    _, alive = psutil.wait_procs(ranks, timeout=5)
+    assert not alive
+    _, err = finish(program)
+    assert program.returncode == -signal.SIGINT
+    assert err.count("KeyboardInterrupt") == 1, err
+    return err
+
+
+def test_control_c(tmp_path: Path) -> None:
+    assert interrupt(*hanging(tmp_path / "told")).count("Traceback") == 1
+
+
+def test_control_c_while_the_processes_start(tmp_path: Path) -> None:
+    program = python(JOBS, "hang", tmp_path / "told")
+    parent = psutil.Process(program.pid)
+    wait_until(lambda: len(parent.children()) == 3, 60)  # two ranks and the resource tracker
+    interrupt(program, parent.children())
+
+
+def test_control_z_takes_none_of_the_time(tmp_path: Path) -> None:
+    program = python(JOBS, "rest", tmp_path / "told")
+    wait_until(lambda: (tmp_path / "told").exists() or program.poll() is not None, 60)
+    os.killpg(program.pid, signal.SIGSTOP)  # a terminal sends SIGTSTP to the group, with the same effect
+    time.sleep(4.0)  # more than the run has
+    os.killpg(program.pid, signal.SIGCONT)
+    assert finish(program) == ("[15, 15]\n", "")
+
+
+# ---------------------------------------------------------------------- init
+
+
+def worlds(processes: list[subprocess.Popen]) -> list[dict]:
+    """What each of the processes printed, in rank order."""
+    found = []
+    for out, err in [finish(process) for process in processes]:
+        assert out, err
+        assert not err, err
+        found += [json.loads(line) for line in out.splitlines()]
+    return sorted(found, key=lambda world: world["rank"])
+
+
+def test_a_world_of_one_needs_no_variable() -> None:
+    (world,) = worlds([python(JOBS)])
+    assert (world["rank"], world["size"], world["environment"]) == (0, 1, [])
+    assert set(world["listening"]) <= set(LOCAL)
+
+
+def test_torchrun() -> None:
+    start = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", 2)
+    run = python(*start, JOBS, OMP_NUM_THREADS=1)
+    found = worlds([run])
+    assert [world["environment"] for world in found] == [[0, 2, 0, 2], [1, 2, 1, 2]]
+    assert all(set(world["listening"]) <= set(LOCAL) for world in found)
+
+
+def test_srun() -> None:
+    """Three tasks on two nodes (both here), as srun describes them."""
+    tasks = [(0, 0, 0), (1, 1, 0), (2, 0, 1)]
+    found = worlds(
+        [
+            python(
+                JOBS,
+                SLURM_PROCID=rank,
+                SLURM_NTASKS=3,
+                SLURM_LOCALID=local,
+                SLURM_NODEID=node,
+                SLURM_STEP_ID=0,
+                SLURM_JOB_ID=os.getpid(),
+                SLURM_STEP_NODELIST="localhost,node[03-07,9]",
+                SLURM_STEP_TASKS_PER_NODE="2,1",
+            )
+            for rank, local, node in tasks
+        ]
+    )
+    assert [(world["rank"], world["size"]) for world in found] == [(0, 3), (1, 3), (2, 3)]
+
+
+SRUN = {"SLURM_PROCID": "5", "SLURM_NTASKS": "7", "SLURM_LOCALID": "1", "SLURM_JOB_ID": "123456"}
+SRUN |= {"SLURM_STEP_NODELIST": "node[03-05],old9", "SLURM_STEP_TASKS_PER_NODE": "2(x3),1", "SLURM_NODEID": "2"}
+
+
+def test_the_place_that_slurm_describes() -> None:
+    assert _read(SRUN) == (5, 7, 1, 2, "node03", 10000 + 123456 % 20000)
+    assert _read(SRUN | {"SLURM_STEP_ID": "1"}).port != _read(SRUN).port
+    assert _read(SRUN | {"MASTER_ADDR": "10.0.0.1", "MASTER_PORT": "29500"})[4:] == ("10.0.0.1", 29500)
+    last = {"SLURM_NODEID": "3", "SLURM_PROCID": "6", "SLURM_LOCALID": "0"}
+    assert _read(SRUN | last).local_world_size == 1
+    asked = {"SLURM_NTASKS_PER_NODE": "4", "SLURM_STEP_TASKS_PER_NODE": ""}
+    assert _read(SRUN | asked).local_world_size == 4
+    torchrun = {"RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "localhost", "MASTER_PORT": "1"}
+    assert _read(SRUN | torchrun) == (1, 2, 1, 2, "localhost", 1)
+
+
+def test_slurm_without_srun_is_a_world_of_one() -> None:
+    assert _read({"SLURM_NTASKS": "4", "SLURM_NODELIST": "a,b"}).world_size == 1  # salloc's shell
+    assert _read({"SLURM_PROCID": "0", "SLURM_NODELIST": "a"}).world_size == 1  # a batch script
+    assert _read({"SLURM_PROCID": "0", "SLURM_NTASKS": "1"}).world_size == 1
+
+
+@pytest.mark.parametrize(
+    ("hosts", "first"),
+    [
+        ("node[03-07,9]", "node03"),
+        ("node[9,03-07],login", "node9"),
+        ("gpu-a,gpu-b", "gpu-a"),
+        ("rack[1-2]node[04-5]-ib,x", "rack1node04-ib"),
+        ("10.0.0.1", "10.0.0.1"),
+        ("", ""),
+    ],
+)
+def test_first_host(hosts: str, first: str) -> None:
+    assert _first_host(hosts) == first
+
+
+LOCAL2 = {"RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29500"}
+
+
+@pytest.mark.parametrize(
+    ("variables", "said"),
+    [
+        ({"RANK": "1"}, "rank 1 cannot start: WORLD_SIZE is not set"),
+        ({"WORLD_SIZE": "2"}, "rank unknown cannot start: RANK is not set"),
+        (LOCAL2 | {"RANK": "2"}, "rank 2 cannot start: RANK=2 must be less than WORLD_SIZE=2"),
+        (LOCAL2 | {"RANK": "-1"}, "rank -1 cannot start: RANK='-1' is not a number"),
+        (LOCAL2 | {"WORLD_SIZE": "two"}, "rank 1 cannot start: WORLD_SIZE='two' is not a number"),
+        (LOCAL2 | {"WORLD_SIZE": "0", "RANK": "0"}, "RANK=0 must be less than WORLD_SIZE=0"),
+        (LOCAL2 | {"MASTER_ADDR": "10.0.0.1"}, "rank 1 cannot start: LOCAL_RANK is not set"),
+        (LOCAL2 | {"LOCAL_RANK": "2"}, "LOCAL_RANK=2 must be less than LOCAL_WORLD_SIZE=2"),
+        (LOCAL2 | {"MASTER_PORT": ""}, "rank 1 cannot start: MASTER_PORT is not set"),
+        (LOCAL2 | {"MASTER_PORT": "x"}, "MASTER_PORT='x' is not a number"),
+        (LOCAL2 | {"MASTER_PORT": "0"}, "MASTER_PORT=0 is not a port"),
+        ({"RANK": "0", "WORLD_SIZE": "2", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "2"}, "MASTER_ADDR is not set"),
+        (SRUN | {"SLURM_STEP_NODELIST": ""}, "rank 5 cannot start: SLURM_NTASKS=7, but no SLURM_STEP_NODELIST"),
+        (SRUN | {"SLURM_LOCALID": ""}, "rank 5 cannot start: SLURM_LOCALID is not set"),
+        (SRUN | {"SLURM_PROCID": "7"}, "SLURM_PROCID=7 must be less than SLURM_NTASKS=7"),
+        ({"SLURM_PROCID": "0", "SLURM_NTASKS": "4"}, "start with srun"),
+        ({"SLURM_PROCID": "1", "SLURM_STEP_NODELIST": "a"}, "rank 1 cannot start: SLURM_NTASKS is not set"),
+    ],
+)
+def test_environments_that_cannot_be(variables: dict, said: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in [name for name in os.environ if name.startswith(NO_WORLD)]:
+        monkeypatch.delenv(name)
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+    with pytest.raises(RuntimeError) as caught:
+        init(1.0)
+    assert said in str(caught.value)
+    assert not torch.distributed.is_initialized()

@@ -1,0 +1,294 @@
+"""`zerolab scaling`: how the time and the bytes of a step grow with units, parameters and ranks.
+
+And what of it is the engine's own. For that a model runs once sharded and once plain, in one process and on one thread,
+with torch's fake process group, which has ranks and moves nothing. What the sharded one takes more, less what is spent
+inside torch's collectives, is the engine: its Python, and the copies that it makes. CPU time, the least of some
+rounds. (Collectives are called as on NCCL, one call each. What gloo's reduce-scatter sums is not in it.)
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+import zerolab
+import zerolab.comm.collectives
+from zerolab.measure import ledger, simulate
+from zerolab.tasks.models import Block
+
+STAGES = (0, 1, 2, 3)
+FAKE_RANKS, ROUNDS, WARM_UP = 8, 15, 3
+TARGET = 100e-6  # seconds per unit and direction that the engine may take
+UNITS, WIDTH = (1, 4, 16, 64), 64  # tiny units on real ranks: 4,160 parameters each
+WIDTHS = (32, 64, 128, 256, 512)  # of four units: 4 thousand to a million parameters
+RANKS_WIDTH = 256  # of eight units on more and more ranks, large enough that padding stays small on 1,024
+RANKS, BIG_CLUSTERS = (1, 2, 4, 8), (1, 2, 4, 8, 64, 256, 1024)
+PARTS = ("forward", "backward", "step")
+
+
+class Link(nn.Module):
+    """One layer: the smallest unit."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.layer = nn.Linear(width, width)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.tanh(self.layer(x))
+
+
+class Chain(nn.Module):
+    """`units` of a kind, one after the other."""
+
+    def __init__(self, units: int, kind: str, width: int) -> None:
+        super().__init__()
+        make = {"link": lambda: Link(width), "block": lambda: Block(width, 2)}[kind]
+        self.units = nn.ModuleList(make() for _ in range(units))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for unit in self.units:
+            x = unit(x)
+        return x.sum()
+
+
+KINDS: dict[str, type[nn.Module]] = {"link": Link, "block": Block}
+
+
+def sharded(stage: int, units: int, kind: str, width: int) -> tuple[Chain, zerolab.engine.Engine]:
+    model = Chain(units, kind, width)
+    return model, zerolab.shard(model, stage, units=[KINDS[kind]])
+
+
+# -- the engine's own ------------------------------------------------------------------------------------------------
+
+
+def engine_cost(kind: str, stage: int, counts: Sequence[int] = (8, 32, 128), rounds: int = ROUNDS) -> dict[str, Any]:
+    """Seconds that the engine adds to a step of so many units, and what follows per unit.
+
+    {"units": counts, "forward": seconds for each count, ..., "per_unit": {"forward": seconds, ...}, "per_step": what is
+    left, "linear": {"forward": cost of a unit between the last two counts, over that between the first two, ...}}
+    """
+    result: dict[str, Any] = {"kind": kind, "stage": stage, "units": list(counts), **{part: [] for part in PARTS}}
+    result["collectives"] = []
+    with fake_ranks(FAKE_RANKS), collectives_timed() as spent:
+        for count in counts:
+            plain, model = Chain(count, kind, 8), sharded(stage, count, kind, 8)[0]
+            best = [least(plain, spent, rounds), least(model, spent, rounds)]
+            for part in PARTS:
+                result[part].append(best[1][part] - best[0][part])
+            result["collectives"].append(best[1]["collectives"])
+    result["per_unit"] = {part: slope(counts, result[part]) for part in PARTS}
+    result["per_step"] = {part: result[part][0] - counts[0] * result["per_unit"][part] for part in PARTS}
+    result["linear"] = {
+        part: slope(counts[-2:], result[part][-2:]) / slope(counts[:2], result[part][:2]) for part in PARTS[:2]
+    }
+    return result
+
+
+def slope(x: Sequence[float], y: Sequence[float]) -> float:
+    return (y[-1] - y[0]) / (x[-1] - x[0])
+
+
+def least(model: nn.Module, spent: list[float], rounds: int) -> dict[str, float]:
+    """CPU seconds of each part of a step, without collectives: the least of `rounds`."""
+    x = torch.randn(1, 2, 8)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+    loss: list[Tensor] = []
+    actions: dict[str, Callable[[], Any]] = {
+        "forward": lambda: loss.append(model(x)),
+        "backward": lambda: loss.pop().backward(),
+        "step": optimizer.step,
+    }
+    best = dict.fromkeys([*PARTS, "collectives"], float("inf"))
+    for number in range(WARM_UP + rounds):
+        collectives = 0.0
+        for part, action in actions.items():
+            spent[0], begin = 0.0, time.process_time()
+            action()
+            seconds = time.process_time() - begin - spent[0]
+            collectives += spent[0]
+            if number >= WARM_UP:
+                best[part] = min(best[part], seconds)
+        optimizer.zero_grad()
+        if number >= WARM_UP:
+            best["collectives"] = min(best["collectives"], collectives)
+    return best
+
+
+@contextmanager
+def fake_ranks(count: int) -> Iterator[None]:
+    """This process is rank 0 of so many that are not there, on one thread."""
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+
+    if dist.is_initialized():
+        raise RuntimeError("the engine's own cost is measured in a process without a process group")
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    dist.init_process_group("fake", rank=0, world_size=count, store=FakeStore())
+    try:
+        yield
+    finally:
+        dist.destroy_process_group()
+        torch.set_num_threads(threads)
+
+
+@contextmanager
+def collectives_timed() -> Iterator[list[float]]:
+    """Adds up, in a list of one, the CPU seconds inside the functions of torch that the engine calls for units."""
+    spent = [0.0]
+    places = [(zerolab.comm, "_all_gather"), (zerolab.comm, "_reduce_scatter"), (dist, "all_reduce")]
+    originals = [getattr(module, name) for module, name in places]
+
+    def timed(function: Callable[..., Any]) -> Callable[..., Any]:
+        def run(*args: Any, **kwargs: Any) -> Any:
+            begin = time.process_time()
+            try:
+                return function(*args, **kwargs)
+            finally:
+                spent[0] += time.process_time() - begin
+
+        return run
+
+    try:
+        for (module, name), original in zip(places, originals):
+            setattr(module, name, timed(original))
+        yield spent
+    finally:
+        for (module, name), original in zip(places, originals):
+            setattr(module, name, original)
+
+
+# -- on real ranks, and on ranks that are not there ------------------------------------------------------------------
+
+
+def time_cases(cases: list[tuple[int, int, int]], rounds: int = ROUNDS) -> list[dict[str, float]]:
+    """On every rank, for each (stage, units, width): {"seconds": of a step, "floor": of a plain one, "sent": bytes}.
+
+    The least of `rounds`, sharded and plain in turn; the plain one does not communicate.
+    """
+    results = []
+    for stage, units, width in cases:
+        plain = Chain(units, "link", width)
+        model, zero = sharded(stage, units, "link", width)
+        steps = [stepper(plain, width), stepper(model, width)]
+        best = [float("inf"), float("inf")]
+        for number in range(WARM_UP + rounds):
+            for k, step in enumerate(steps):
+                dist.barrier()
+                begin = time.perf_counter()
+                step()
+                if number >= WARM_UP:
+                    best[k] = min(best[k], time.perf_counter() - begin)
+        with ledger(zero) as book:
+            steps[1]()
+        results.append({"seconds": best[1], "floor": best[0], "sent": book.moved})
+    return results
+
+
+def stepper(model: nn.Module, width: int) -> Callable[[], None]:
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    x = torch.randn(8, width)
+
+    def step() -> None:
+        model(x).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    return step
+
+
+def measure_on_ranks(pool: zerolab.Ranks, ranks: int, cases: list[tuple[int, int, int]]) -> list[dict[str, Any]]:
+    """For each case the slowest rank's seconds and the first rank's bytes."""
+    everyone = pool.run(time_cases, cases, ranks=ranks, timeout=600)
+    rows = []
+    for number, (stage, units, width) in enumerate(cases):
+        mine = [rank[number] for rank in everyone]
+        row = {"stage": stage, "ranks": ranks, "units": units, "parameters": units * (width * width + width)}
+        row |= {key: max(each[key] for each in mine) for key in ("seconds", "floor")}
+        rows.append(row | {"sent": mine[0]["sent"]})
+    return rows
+
+
+def simulate_bytes(stage: int, ranks: int, units: int, width: int) -> int:
+    """Bytes that rank 0 of so many sends in a step."""
+    simulation = simulate(
+        lambda: Chain(units, "link", width), stage, ranks, inputs=lambda: (torch.empty(8, width),), units=[Link]
+    )
+    return simulation.ledger.moved
+
+
+# -- the report ------------------------------------------------------------------------------------------------------
+
+
+def measure(
+    ranks: Sequence[int] = RANKS, big: Sequence[int] = BIG_CLUSTERS, counts: Sequence[int] = (8, 32, 128)
+) -> dict[str, Any]:
+    """Everything; what `--json` writes. Times on two ranks, if there are so many, and bytes on each number of ranks."""
+    few = min(2, max(ranks))
+    report: dict[str, Any] = {"target_seconds_per_unit": TARGET}
+    report["engine"] = [engine_cost(kind, stage, counts) for kind in KINDS for stage in STAGES]
+    with zerolab.Ranks(max(ranks), threads=1) as pool:
+        report["units"] = measure_on_ranks(pool, few, [(stage, n, WIDTH) for stage in STAGES for n in UNITS])
+        report["parameters"] = measure_on_ranks(pool, few, [(stage, 4, width) for stage in STAGES for width in WIDTHS])
+        report["ranks"] = []
+        for n in ranks:
+            report["ranks"] += measure_on_ranks(pool, n, [(stage, 8, RANKS_WIDTH) for stage in STAGES])
+    report["simulated"] = [
+        {"stage": stage, "ranks": n, "sent": simulate_bytes(stage, n, 8, RANKS_WIDTH)} for stage in STAGES for n in big
+    ]
+    return report
+
+
+def problems_of(report: dict[str, Any]) -> list[str]:
+    """Where a real step sent other bytes than the simulated one, which should never be."""
+    simulated = {(row["stage"], row["ranks"]): row["sent"] for row in report["simulated"]}
+    found = []
+    for row in report["ranks"]:
+        expected = simulated.get((row["stage"], row["ranks"]), row["sent"])
+        if row["sent"] != expected:
+            found.append(f"stage {row['stage']}, {row['ranks']} ranks: {row['sent']} bytes, simulated {expected}")
+    return found
+
+
+def scaling(json_file: str | None, plot_file: str | None) -> int:
+    """Measure, print, write what was asked for; 1 if bytes are not as simulated."""
+    import rich
+
+    report = measure()
+    rich.print(engine_table(report))
+    print(
+        "Without the collectives. Linear: a unit's cost from 32 to 128 units over that from 8 to 32, both directions."
+    )
+    from zerolab.lab.plots import scaling as draw
+
+    figure, sentence = draw(report)
+    print(sentence)
+    problems = problems_of(report)
+    for problem in problems:
+        print(f"WRONG: {problem}")
+    if json_file:
+        Path(json_file).write_text(json.dumps(report, indent=1) + "\n")
+    if plot_file:
+        figure.savefig(plot_file, dpi=150)
+    return 1 if problems else 0
+
+
+def engine_table(report: dict[str, Any]) -> Any:
+    """For rich: what a unit costs in each direction."""
+    from zerolab.measure.units import table as new_table
+
+    result = new_table("The engine's own microseconds per unit", ["unit", "stage"], [*PARTS, "linear"])
+    names = {"link": "one layer, 2 parameters", "block": "transformer block, 12"}
+    for row in report["engine"]:
+        cells = [f"{1e6 * row['per_unit'][part]:.0f}" for part in PARTS]
+        linear = " ".join(f"{row['linear'][part]:.2f}" for part in PARTS[:2])
+        result.add_row(names[row["kind"]], str(row["stage"]), *cells, linear)
+    return result

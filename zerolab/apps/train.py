@@ -1,0 +1,543 @@
+"""The training script: what a real run needs around the loop of the README.
+
+    torchrun --nproc-per-node 4 -m zerolab.train --task text --stage 2 --steps 200 --checkpoint run
+    srun --nodes 2 --ntasks-per-node 4 python -m zerolab.train --task images --stage 3 --checkpoint run
+    zerolab train --ranks 4 --task pairs --metrics run.jsonl           # without torchrun, on this machine
+
+The same command again takes up the newest checkpoint; so do torchrun's restarts. Which samples a step sees depends on
+the seed and the step alone: a run that goes on with another number of ranks sees the samples it would have seen, and
+with the same number it ends with the same parameters, bit for bit on the CPU, as if it had never stopped.
+
+Read from the top: arguments, task (data and model), train (shard, loop), validation, checkpoints, metrics, stop.
+"""
+
+from __future__ import annotations
+
+import argparse
+import hashlib
+import io
+import json
+import math
+import multiprocessing
+import os
+import re
+import resource
+import secrets
+import signal
+import struct
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext, redirect_stderr
+from functools import lru_cache, partial
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+import zerolab
+from zerolab.checkpoint.saving import MANIFEST
+from zerolab.tasks import data
+from zerolab.tasks.models import CNN, GPT, Block, ConvBlock, PairEncoder
+
+DEFAULTS = {  # layers, width, samples in a step, learning rate
+    "text": (4, 128, 32, 3e-3),
+    "images": (2, 16, 64, 1e-2),
+    "pairs": (1, 64, 64, 3e-3),
+}
+HEADS, PAIR_WORDS, VALIDATION_BATCH = 4, 40, 64
+PRECISIONS = {
+    "fp32": None,
+    "bf16": zerolab.Precision(torch.bfloat16),
+    "fp16": zerolab.Precision(torch.float16),
+}
+
+
+class Refused(Exception):
+    """This run cannot begin, or go on; says why in one line."""
+
+
+# -- arguments -------------------------------------------------------------------------------------------------------
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    say = parser.add_argument
+    say("--task", choices=list(DEFAULTS), default="text", help="a GPT on text, a CNN on images, an encoder on pairs")
+    say("--data", metavar="PATH", help="a text file; the folder of CIFAR-10's binary version; MRPC (default: built in)")
+    say("--stage", type=int, choices=range(4), default=2, help="0: DDP, 1 to 3: ZeRO (default 2)")
+    say("--steps", type=int, default=200, help="optimizer steps of the whole run (default 200)")
+    say("--global-batch", type=int, metavar="N", help="samples in a step, shared by the ranks (default: the task's)")
+    say(
+        "--accumulate",
+        type=int,
+        default=1,
+        metavar="N",
+        help="micro-batches that a rank makes of its share (default 1)",
+    )
+    say("--lr", type=float, help="highest learning rate: 10 steps of warm-up, then a cosine (default: the task's)")
+    say("--clip", type=float, metavar="NORM", help="highest norm of the gradient (default: as it is)")
+    say("--precision", choices=list(PRECISIONS), default="fp32", help="of forward and backward; masters are fp32")
+    say("--offload", choices=["optimizer"], help="keep what the optimizer works with on the host (stages 1 to 3)")
+    say("--layers", type=int, help="of the model (default: the task's)")
+    say("--width", type=int, help="of the model (default: the task's)")
+    say("--context", type=int, default=64, help="bytes that the GPT sees (default 64)")
+    say("--seed", type=int, default=0, help="of weights, order of samples and dropout (default 0)")
+    say("--validate-every", type=int, default=50, metavar="N", help="steps; and at the end (default 50)")
+    say("--checkpoint", metavar="DIR", help="save to DIR/step-NNNNNN: at the end, on SIGTERM and SIGINT, and ...")
+    say("--save-every", type=int, default=50, metavar="N", help="... every N steps (default 50)")
+    say("--keep", type=int, default=2, metavar="N", help="checkpoints to keep (default 2)")
+    say(
+        "--resume",
+        default="auto",
+        metavar="auto|never|PATH",
+        help="auto: the newest whole checkpoint in DIR; never: DIR must be empty; or begin with the one at PATH",
+    )
+    say("--metrics", metavar="FILE", help="write a line of JSON for each step and each validation")
+
+
+def check(args: argparse.Namespace, ranks: int) -> None:
+    """Fill in the task's defaults; refuse what cannot be."""
+    if find_spec("tqdm") is None:
+        raise Refused("this needs tqdm: pip install 'zerolab[lab]'")
+    defaults = zip(("layers", "width", "global_batch", "lr"), DEFAULTS[args.task], strict=True)
+    for name, value in defaults:
+        if getattr(args, name) is None:
+            setattr(args, name, value)
+    numbers = ("steps", "global_batch", "accumulate", "layers", "width", "context", "validate_every", "save_every")
+    for name in (*numbers, "keep"):
+        if getattr(args, name) < 1:
+            raise Refused(f"--{name.replace('_', '-')} must be 1 or more, not {getattr(args, name)}")
+    for name in ("lr", "clip"):
+        value = getattr(args, name)
+        if value is not None and not 0 < value < math.inf:
+            raise Refused(f"--{name} must be a number above 0, not {value}")
+    if args.global_batch % (ranks * args.accumulate):
+        raise Refused(
+            f"--global-batch {args.global_batch} cannot be shared by {ranks} ranks with {args.accumulate} micro-batches"
+            f" each: it must be a multiple of {ranks * args.accumulate}"
+        )
+    if args.width % HEADS:
+        raise Refused(f"--width must be a multiple of {HEADS}, not {args.width}")
+    if args.offload and args.stage == 0:
+        raise Refused("--offload needs a stage from 1 to 3: in stage 0 there is nothing sharded to keep on the host")
+
+
+# -- the task: data and model ----------------------------------------------------------------------------------------
+
+
+class Task(NamedTuple):
+    """What is learnt: `data`, a function that makes the model, its units, and what the loss is a mean over."""
+
+    data: data.Split
+    model: Callable[[], nn.Module]
+    units: list[type[nn.Module]]
+    counted: str
+    fingerprint: str
+
+
+def make_task(args: argparse.Namespace) -> Task:
+    if args.task == "text":
+        split = data.windows(args.data, args.context)
+        make, units = partial(GPT, args.layers, args.width, HEADS, args.context), [Block]
+    elif args.task == "images":
+        split = data.digits() if args.data is None else data.cifar10(args.data)
+        make, units = partial(CNN, args.layers, args.width, channels=split.inputs.shape[1]), [ConvBlock]
+    else:
+        split = data.pairs(args.data, PAIR_WORDS)
+        make, units = partial(PairEncoder, args.layers, args.width, HEADS, PAIR_WORDS), [Block]
+    digest = hashlib.blake2b(digest_size=8)
+    for tensor in split:
+        digest.update(tensor.contiguous().numpy())
+    return Task(split, make, units, "tokens" if args.task == "text" else "samples", digest.hexdigest())
+
+
+def agree_on_task(args: argparse.Namespace, comm: zerolab.Comm) -> Task:
+    """The task, if every rank could make it, and of the same data."""
+    together(comm, "look at the arguments", lambda: check(args, comm.world_size))
+    task = together(comm, "reading of the data", lambda: make_task(args))
+    fingerprints = comm.exchange(task.fingerprint, "comparison of the data")
+    for rank, fingerprint in enumerate(fingerprints):
+        if fingerprint != fingerprints[0]:
+            raise Refused(f"rank {rank} has other data than rank 0: all must read the same files")
+    return task
+
+
+def together(comm: zerolab.Comm, what: str, work: Callable[[], Any]) -> Any:
+    """What `work()` returns here. If it was refused on some rank, it is refused on all: nobody is left waiting."""
+    result = problem = None
+    try:
+        result = work()
+    except (Refused, data.DataError, OSError) as why:
+        problem = str(why)
+    for rank, reason in enumerate(comm.exchange(problem, what)):
+        if reason is not None:
+            raise Refused(reason if rank == 0 else f"rank {rank}: {reason}")
+    return result
+
+
+def samples(seed: int, step: int, batch: int, count: int) -> Tensor:
+    """The numbers of the samples that all ranks together see in `step`: (batch,). Every epoch is shuffled anew."""
+    numbers = torch.arange(step * batch, (step + 1) * batch)
+    epochs = numbers // count
+    return torch.cat([shuffled(seed, int(epoch), count)[numbers[epochs == epoch] % count] for epoch in epochs.unique()])
+
+
+@lru_cache(maxsize=2)
+def shuffled(seed: int, epoch: int, count: int) -> Tensor:
+    return torch.randperm(count, generator=torch.Generator().manual_seed(seed_of(seed, "order", epoch)))
+
+
+def seed_of(*what: Any) -> int:
+    """A number for a random number generator, another one for other arguments."""
+    return int.from_bytes(hashlib.blake2b(repr(what).encode(), digest_size=8).digest())
+
+
+def losses(model: nn.Module, inputs: Tensor, targets: Tensor, device: torch.device) -> tuple[Tensor, Tensor]:
+    """The loss of every target, flat, and whether the model's first choice was right."""
+    inputs, targets = inputs.to(device), targets.to(device).long().flatten()
+    logits = model(inputs.float() / 255 if inputs.dim() == 4 else inputs.long()).flatten(0, -2).float()
+    return F.cross_entropy(logits, targets, reduction="none"), logits.argmax(1) == targets
+
+
+# -- training --------------------------------------------------------------------------------------------------------
+
+
+def train(args: argparse.Namespace) -> int:
+    """Train as the arguments say, on the ranks of the default process group; the number of steps that were made.
+
+    Raises `Refused` on every rank if the run cannot begin.
+    """
+    device = zerolab.init()
+    comm = zerolab.Comm(None, device)
+    task = agree_on_task(args, comm)
+
+    torch.manual_seed(args.seed)
+    model = task.model().to(device)
+    options = {"offload": args.offload} if args.offload else {}
+    zero = zerolab.shard(model, args.stage, units=task.units, precision=PRECISIONS[args.precision], **options)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=args.lr)
+    scaler = zerolab.LossScaler(zero, enabled=args.precision == "fp16")
+
+    run = Run(args, task, zero, optimizer, scaler)
+    begin = run.resume()
+    metrics = together(comm, "start of metrics", lambda: Metrics(args.metrics if zero.rank == 0 else None, begin))
+    with stop_signals() as came, progress(zero, begin, args.steps) as bar, metrics:
+        step, stop = begin, False
+        while step < args.steps and not stop:
+            started = time.perf_counter()
+            loss, norm = train_step(args, task, zero, optimizer, scaler, step)
+            # One message tells the ranks each other's loss, and whether one of them was asked to stop: all do, or none.
+            message = struct.pack("<d?", loss, bool(came))
+            rows = [struct.unpack("<d?", row) for row in comm.exchange_bytes(message, "end of a step")]
+            loss, stop = sum(row[0] for row in rows) / len(rows), any(row[1] for row in rows)
+            seconds = time.perf_counter() - started
+            step += 1
+            counted = args.global_batch * task.data.targets[0].numel()
+            metrics.write(
+                step=step,
+                loss=loss,
+                lr=learning_rate(args, step - 1),
+                grad_norm=norm,
+                seconds=seconds,
+                **{f"{task.counted}_per_second": counted / seconds, "peak_bytes": peak_bytes(device)},
+            )
+            bar.set_postfix(loss=f"{loss:.3f}", refresh=False)
+            bar.update()
+            if step % args.validate_every == 0 or step == args.steps:
+                found = validate(zero, task)
+                metrics.write(step=step, **found)
+                run.say(f"step {step}: loss {loss:.4f}, " + ", ".join(f"{key} {found[key]:.4f}" for key in found))
+            if step % args.save_every == 0 or step == args.steps or stop:
+                run.save(step)
+    if step < args.steps:
+        saved = f"saved {run.path(step)}; the same command goes on from there" if args.checkpoint else "nothing saved"
+        run.say(f"stopped after step {step} of {args.steps}; {saved}")
+    elif begin >= args.steps:
+        run.say(f"nothing to do: it has made {begin} steps, and --steps is {args.steps}")
+    return step
+
+
+def train_step(
+    args: argparse.Namespace,
+    task: Task,
+    zero: zerolab.Engine,
+    optimizer: Optimizer,
+    scaler: zerolab.LossScaler,
+    step: int,
+) -> tuple[float, float]:
+    """This rank's share of a step: its mean loss, and the norm of the gradient of all."""
+    zero.model.train()
+    torch.manual_seed(seed_of(args.seed, "dropout", step, zero.rank))
+    for group in optimizer.param_groups:
+        group["lr"] = learning_rate(args, step)
+    share = args.global_batch // zero.world_size
+    whole = samples(args.seed, step, args.global_batch, len(task.data.inputs))
+    parts = whole[zero.rank * share : (zero.rank + 1) * share].chunk(args.accumulate)
+    total = torch.zeros((), device=zero.comm.device)
+    for number, part in enumerate(parts, 1):
+        with nullcontext() if number == len(parts) else zero.no_sync():
+            found, _ = losses(zero.model, task.data.inputs[part], task.data.targets[part], zero.comm.device)
+            loss = found.mean() / len(parts)
+            scaler.scale(loss).backward()
+        total += loss.detach()
+    scaler.unscale_(optimizer)
+    norm = zero.clip_grad_norm_(math.inf if args.clip is None else args.clip)
+    scaler.step(optimizer)
+    scaler.update()
+    optimizer.zero_grad()
+    return total.item(), norm.item()
+
+
+def learning_rate(args: argparse.Namespace, step: int) -> float:
+    """Up for ten steps, then half a cosine down to a tenth. A function of the step alone: nothing to be saved."""
+    return args.lr * min(1.0, (step + 1) / 10) * (0.55 + 0.45 * math.cos(math.pi * step / args.steps))
+
+
+@torch.no_grad()
+def validate(zero: zerolab.Engine, task: Task) -> dict[str, float]:
+    """Mean loss and accuracy over every target that was held out, by all ranks together.
+
+    The model is the one that would be saved: with the first rank's buffers (each rank's batch norm saw other samples).
+    """
+    zero.broadcast_buffers()
+    zero.model.eval()
+    inputs, targets = task.data.validation_inputs, task.data.validation_targets
+    loss, right, count = 0.0, 0, 0
+    for start in range(0, len(inputs), zero.world_size * VALIDATION_BATCH):
+        # All ranks make as many forwards: in stage 3 each is a collective. Who has no samples left looks at the last.
+        first = start + zero.rank * VALIDATION_BATCH
+        part = slice(min(first, len(inputs) - 1), first + VALIDATION_BATCH)
+        found, hits = losses(zero.model, inputs[part], targets[part], zero.comm.device)
+        if first < len(inputs):
+            loss, right, count = loss + found.sum().item(), right + hits.sum().item(), count + len(found)
+    rows = zero.comm.exchange([loss, right, count], "end of a validation")
+    loss, right, count = (sum(column) for column in zip(*rows, strict=True))
+    return {"validation_loss": loss / count, "validation_accuracy": right / count}
+
+
+# -- checkpoints -----------------------------------------------------------------------------------------------------
+
+
+class Run:
+    """What a run leaves behind and comes back to: its checkpoints, and what it says."""
+
+    def __init__(
+        self,
+        args: argparse.Namespace,
+        task: Task,
+        zero: zerolab.Engine,
+        optimizer: Optimizer,
+        scaler: zerolab.LossScaler,
+    ) -> None:
+        self.args, self.zero, self.optimizer, self.scaler = args, zero, optimizer, scaler
+        # What the order of samples follows from: another value, and a resumed run would see others.
+        names = ("task", "seed", "global_batch", "context")
+        self.settings = {name: getattr(args, name) for name in names} | {"data": task.fingerprint}
+
+    def say(self, line: str) -> None:
+        """On the first rank, above the progress bar."""
+        if self.zero.rank == 0:
+            from tqdm import tqdm
+
+            tqdm.write(line, file=sys.stdout)
+            sys.stdout.flush()
+
+    def path(self, step: int) -> Path:
+        return Path(self.args.checkpoint) / f"step-{step:06}"
+
+    def save(self, step: int) -> None:
+        if self.args.checkpoint:
+            extra = {"run": self.settings, "step": step, "scaler": self.scaler.state_dict()}
+            zerolab.save(self.path(step), self.zero, self.optimizer, keep=self.args.keep, **extra)
+
+    def resume(self) -> int:
+        """Load what the arguments ask for; how many steps it had made."""
+        # A restart by torchrun is the same run: it goes on, wherever the first start began.
+        restarted = int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")) > 0
+        steps, restarted = self.zero.comm.exchange([self.saved(), restarted], "look for checkpoints")[0]
+        resume = "auto" if restarted and steps else self.args.resume
+        if resume == "auto":
+            return self.load_newest(steps)
+        if resume == "never":
+            if steps:
+                where = f"{self.path(steps[0])} is there already"
+                raise Refused(f"--resume never, but {where}: take another folder, or move away what is in this one")
+            return 0
+        try:
+            step = self.load(Path(resume))
+        except zerolab.CheckpointError as why:
+            raise Refused(f"--resume {resume}: {why}") from why
+        if steps and steps[0] > step:
+            raise Refused(f"{self.path(steps[0])} is later than --resume {resume}: save to another folder")
+        return step
+
+    def saved(self) -> list[int]:
+        """The steps of the checkpoints in the folder, the last one first."""
+        folder = Path(self.args.checkpoint or "")
+        if not self.args.checkpoint or not folder.is_dir():
+            return []
+        # .old: the one before, when a save was killed between its two renames; `load` knows.
+        found = [re.fullmatch(r"step-(\d+)(?:\.old)?", path.name) for path in folder.iterdir() if path.is_dir()]
+        return sorted({int(match[1]) for match in found if match}, reverse=True)
+
+    def load_newest(self, steps: list[int]) -> int:
+        for step in steps:
+            try:
+                return self.load(self.path(step))
+            except zerolab.CheckpointError as why:
+                self.say(f"{self.path(step)} is passed over: {why}")
+                self.put_aside(self.path(step))
+        if steps:
+            raise Refused(f"no checkpoint in {self.args.checkpoint} can be loaded; to begin anew, move them away")
+        return 0
+
+    def put_aside(self, path: Path) -> None:
+        """A folder without a manifest is no checkpoint, and `save` will not replace it."""
+        if self.zero.rank == 0 and path.is_dir() and any(path.iterdir()) and not (path / MANIFEST).exists():
+            path.rename(path.with_name(f"{path.name}.damaged-{secrets.token_hex(4)}"))
+
+    def load(self, path: Path) -> int:
+        extra = zerolab.load(path, self.zero, self.optimizer)
+        there = extra.get("run")
+        if not isinstance(there, dict):
+            raise Refused(f"{path} was not written by zerolab train: it does not say which samples come next")
+        for name, here in self.settings.items():
+            if there.get(name) != here:
+                option = "--" + name.replace("_", "-")
+                what = "other data" if name == "data" else f"{option} {there.get(name)}, not {here}"
+                raise Refused(f"{path} was trained with {what}: other samples would come")
+        if extra["scaler"]:
+            self.scaler.load_state_dict(extra["scaler"])
+        self.say(f"going on from {path}")
+        return extra["step"]
+
+
+# -- metrics ---------------------------------------------------------------------------------------------------------
+
+
+class Metrics:
+    """Lines of JSON, each on the disk's way as soon as it is written. Without a path, nothing.
+
+    begin: the step that the run goes on from. Lines of later steps, from before a crash, are dropped; they come again.
+    """
+
+    def __init__(self, path: str | None, begin: int) -> None:
+        self.file = None
+        if path is not None:
+            Path(path).parent.mkdir(parents=True, exist_ok=True)
+            kept = [line for step, line in self._read(Path(path)) if step <= begin]
+            new = Path(f"{path}.tmp")
+            new.write_text("".join(f"{line}\n" for line in kept))
+            new.replace(path)  # whoever is killed here leaves the old lines or the new ones
+            self.file = open(path, "a", buffering=1)  # noqa: SIM115
+
+    @staticmethod
+    def _read(path: Path) -> list[tuple[int, str]]:
+        *lines, rest = path.read_text(errors="replace").split("\n") if path.exists() else [""]
+        try:
+            found = [(int(json.loads(line)["step"]), line) for line in lines]
+        except (ValueError, KeyError, TypeError):
+            found = None
+        if found is None or not (rest == "" or rest.startswith("{")):  # what a crash has cut off is dropped
+            raise Refused(f"--metrics {path}: has a line that is no metrics; it is left alone")
+        return found
+
+    def write(self, **values: Any) -> None:
+        if self.file is not None:
+            finite = {name: value if math.isfinite(value) else None for name, value in values.items()}
+            self.file.write(json.dumps(finite) + "\n")
+
+    def __enter__(self) -> Metrics:
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        if self.file is not None:
+            self.file.close()
+
+
+# -- stop, progress, memory ------------------------------------------------------------------------------------------
+
+
+@contextmanager
+def stop_signals() -> Iterator[list[int]]:
+    """Collect SIGTERM and SIGINT instead of dying of them. Launchers that wait in vain send SIGKILL later."""
+    came: list[int] = []
+    numbers = (signal.SIGTERM, signal.SIGINT)
+    before = [signal.signal(number, lambda number, frame: came.append(number)) for number in numbers]
+    try:
+        yield came
+    finally:
+        for number, handler in zip(numbers, before, strict=True):
+            signal.signal(number, handler)
+
+
+def progress(zero: zerolab.Engine, begin: int, steps: int) -> Any:
+    """A bar on the first rank, if somebody looks."""
+    from tqdm import tqdm
+
+    hidden = None if zero.rank == 0 else True  # None: hidden if the output is no terminal
+    return tqdm(total=steps, initial=begin, desc=f"stage {zero.stage}", unit="step", dynamic_ncols=True, disable=hidden)
+
+
+def peak_bytes(device: torch.device) -> int:
+    """The most that was allocated on the GPU; on the CPU, the most memory that this process ever had."""
+    if device.type == "cuda":
+        return torch.cuda.max_memory_allocated(device)
+    kilobytes = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return kilobytes if sys.platform == "darwin" else kilobytes * 1024  # macOS counts bytes
+
+
+# -- how it is started -----------------------------------------------------------------------------------------------
+
+
+def attempt(args: argparse.Namespace) -> str | None:
+    """Train; why not, in one line."""
+    try:
+        train(args)
+    except (Refused, zerolab.CheckpointError) as why:
+        return str(why)
+    return None
+
+
+def launch(args: argparse.Namespace, ranks: int) -> str | None:
+    """Train on fresh processes on this machine; why not, in one line. SIGTERM and SIGINT are passed on to them."""
+
+    def pass_on(number: int, frame: Any) -> None:
+        for child in multiprocessing.active_children():
+            child.terminate()
+
+    before = {number: signal.signal(number, pass_on) for number in (signal.SIGTERM, signal.SIGINT)}
+    try:
+        return zerolab.launch(attempt, ranks, args, timeout=math.inf, group_timeout=300.0)[0]
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """One rank of a world that torchrun or srun made, or a world of one. Exit status: 0 good, 2 refused."""
+    from zerolab.cli import Parser
+
+    parser = Parser(prog="zerolab.train", description="Train at any stage of ZeRO; under torchrun or srun.")
+    add_arguments(parser)
+    first = os.environ.get("RANK", os.environ.get("SLURM_PROCID", "0")) == "0"
+    with nullcontext() if first else redirect_stderr(io.StringIO()):  # what is wrong with them is said once
+        args = parser.parse_args(arguments)
+    zerolab.init()
+    try:
+        if problem := attempt(args):
+            if dist.get_rank() == 0:
+                print(f"{parser.prog}: {problem}", file=sys.stderr)
+            return 2
+        return 0
+    finally:
+        dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    sys.exit(main())

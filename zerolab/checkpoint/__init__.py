@@ -1,0 +1,1 @@
+"""Checkpoints that any stage at any world size can load."""

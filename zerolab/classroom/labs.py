@@ -1,0 +1,357 @@
+"""A JupyterLab for each student, started, watched and ended together.
+
+    class/                 of the user who runs the classroom, closed to others
+        handout.csv        who gets which address and token
+        student-01/        the student's home: settings, logs
+            work/          what the student sees: copies of the lessons, and my/ with answers and progress
+
+All students run as this user, with one set of packages (shield.py): that keeps them out of each other's way, and stops
+accidents, not malice. Linux only: it takes signals at a parent's death, and who adopts orphans, from there.
+"""
+
+from __future__ import annotations
+
+import csv
+import ctypes
+import fcntl
+import json
+import os
+import secrets
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+
+import psutil
+
+from zerolab.classroom import shield
+from zerolab.classroom.broker import Broker
+from zerolab.lab.__main__ import REMEMBERED, copy_lessons
+from zerolab.lab.ranks import lease, notices, turns
+
+START_TIMEOUT = 120.0  # seconds until a JupyterLab must answer
+STOP_TIMEOUT = 10.0  # from SIGTERM to SIGKILL
+PAUSE = 5.0  # before one that died soon after its start is started again
+CULL = 1800  # seconds until a notebook that no browser shows, and that runs nothing, is ended
+NOT_FOR_STUDENTS = ("JPY_", "JUPYTER", "IPYTHON", "ZEROLAB_", "XDG_", "MPLCONFIGDIR", "SSH_", "GLOO_", "RANK", "WORLD_")
+STUDENT = "ZEROLAB_STUDENT"  # in the environment of a lab and all that it starts: whose it is
+
+SETTINGS = {
+    "notebook-extension/tracker": '{"kernelShutdown": true}',  # a notebook that is closed ends, with its ranks
+    "apputils-extension/notification": '{"fetchNews": "false", "checkForUpdates": false}',
+}
+
+# The lab must not outlive the classroom, however that ends. Asked for last, as a change of user would forget it.
+LAST = "import ctypes, os, sys; ctypes.CDLL(None).prctl(1, 15); os.getppid() == int(sys.argv[1]) or sys.exit('orphan')"
+LAST += "; os.execv(sys.executable, [sys.executable, *sys.argv[2:]])"
+
+
+class Refused(Exception):
+    """The classroom cannot be held like this; says why in one line."""
+
+
+@dataclass
+class Lab:
+    """A student's JupyterLab."""
+
+    student: str
+    home: Path
+    port: int
+    token: str
+    process: subprocess.Popen | None = None
+    started: float = 0.0
+    ready: bool = False
+    starts: int = 0
+
+    @property
+    def work(self) -> Path:
+        return self.home / "work"
+
+    @property
+    def page(self) -> str:
+        """Where a lab opens: at the first lesson."""
+        first = next(iter(sorted(self.work.glob("00_*.ipynb"))), None)
+        return f"/lab/tree/{first.name}" if first is not None else "/lab"
+
+    @property
+    def notices(self) -> Path:
+        return self.home / "notices"
+
+
+class Classroom:
+    """`open` starts it, `look` keeps it, `close` ends all of it."""
+
+    def __init__(
+        self,
+        folder: Path,
+        students: int,
+        ip: str = "127.0.0.1",
+        first_port: int = 8801,
+        gpus: Sequence[str] = (),
+        rehearsal: bool = False,
+        lease_seconds: float = 600.0,
+        tell: Callable[[str], None] = print,
+    ) -> None:
+        self.folder, self.ip, self.rehearsal, self.tell = folder.resolve(), ip, rehearsal, tell
+        self.first_port, self.labs = first_port, []
+        self.broker = Broker(gpus, lease_seconds)
+        self._lessons = Path()
+        self._names = [f"student-{number:02}" for number in range(1, students + 1)]
+        self._lock = self._scratch = None
+        self._shield = False
+
+    def open(self, lessons: Path) -> None:
+        """Make the folders; `look` begins to start the labs."""
+        self._lessons = lessons
+        self.folder.mkdir(parents=True, exist_ok=True, mode=0o700)
+        self._lock = os.open(self.folder / ".lock", os.O_CREAT | os.O_RDWR | os.O_CLOEXEC, 0o600)
+        try:
+            fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise Refused(f"another classroom runs in {self.folder}: end it, or name another --folder") from None
+        self.folder.chmod(0o700)
+        ctypes.CDLL(None).prctl(36, 1)  # PR_SET_CHILD_SUBREAPER: what students leave behind becomes our child
+        known = self._read_handout()
+        taken: set[int] = set()
+        for name in self._names:
+            port, token = known.get(name, (0, secrets.token_hex(16)))
+            lab = Lab(name, self.folder / name, port or self.first_port, token)
+            lab.port = self._free_port(lab.port, taken)
+            taken.add(lab.port)
+            self.labs.append(lab)
+            self._furnish(lab)
+        self._write_handout()
+        self._scratch = Path(tempfile.mkdtemp(prefix="zerolab-"))  # for this user; a socket's path must be short
+        (self._scratch / "aside").mkdir()
+        turns.make(self._scratch / "turns", max(2, (os.cpu_count() or 1) // 2))
+        why = shield.why_not(self.folder, self.labs[0].home, self._scratch / "aside")
+        self._shield = not why
+        if why:
+            text = "students could change the packages, and see each other's folders: this system does not let"
+            self.tell(f"{text} `unshare` give each a view of their own ({why})")
+        if self.broker.gpus:
+            for lab in self.labs:
+                self.broker.open(lab.student, self._scratch / lab.student)
+            self.broker.start()
+
+    # -- files ---------------------------------------------------------------------------------------------------------
+
+    @property
+    def handout(self) -> Path:
+        return self.folder / "handout.csv"
+
+    def _read_handout(self) -> dict[str, tuple[int, str]]:
+        """Ports and tokens of the last time: what was handed out stays right."""
+        if not self.handout.exists():
+            return {}
+        try:
+            with self.handout.open(newline="") as file:
+                return {row["student"]: (int(row["port"]), row["token"]) for row in csv.DictReader(file)}
+        except (KeyError, TypeError, ValueError):
+            raise Refused(f"{self.handout} is damaged: delete it, and all students get new tokens") from None
+
+    def _write_handout(self) -> None:
+        host = socket.gethostname() if self.ip in ("0.0.0.0", "::", "*") else self.ip
+        new = self.handout.with_suffix(".new")
+        new.unlink(missing_ok=True)
+        with os.fdopen(os.open(new, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o600), "w", newline="") as file:
+            table = csv.writer(file)
+            table.writerow(["student", "port", "token", "address"])
+            for lab in self.labs:
+                address = f"http://{f'[{host}]' if ':' in host else host}:{lab.port}{lab.page}?token={lab.token}"
+                table.writerow([lab.student, lab.port, lab.token, address])
+        new.replace(self.handout)
+
+    def _furnish(self, lab: Lab) -> None:
+        """The student's folder, or what is missing of it.
+
+        The token is in a file, not on the command line or in the environment, which a notebook's cell could show.
+        """
+        lab.notices.mkdir(parents=True, exist_ok=True)
+        lab.home.chmod(0o700)
+        try:
+            lines = copy_lessons(self._lessons, lab.work)
+        except ValueError as error:
+            lines = [f"the lessons were not renewed: {lab.work / REMEMBERED} is damaged ({error}): delete it"]
+        for line in lines:
+            self.tell(f"{lab.student}: {line}")
+        file = lab.home / ".jupyter/jupyter_server_config.json"
+        file.parent.mkdir(exist_ok=True)
+        file.touch(0o600)
+        file.chmod(0o600)
+        file.write_text(json.dumps({"IdentityProvider": {"token": lab.token}}) + "\n")
+        for name, text in SETTINGS.items():
+            setting = lab.home / ".jupyter/lab/user-settings/@jupyterlab" / f"{name}.jupyterlab-settings"
+            setting.parent.mkdir(parents=True, exist_ok=True)
+            if not setting.exists():
+                setting.write_text(text + "\n")
+
+    def _free_port(self, first: int, taken: Iterable[int]) -> int:
+        for port in range(first, 65536):
+            if port not in taken and _is_free(self.ip, port):
+                return port
+        raise Refused(f"no free port from {first} on at {self.ip}: name another --port")
+
+    # -- processes -----------------------------------------------------------------------------------------------------
+
+    def look(self) -> None:
+        """Start what does not run, a few at a time, and reap what has ended."""
+        now, starting = time.monotonic(), 0
+        for lab in self.labs:
+            if lab.process is not None and lab.process.poll() is not None:
+                self.tell(f"{lab.student}: JupyterLab ended with {lab.process.returncode}, and is started again")
+                self.tell(f"    its last line: {_last_line(lab.home / 'log')}")
+                lab.process = None
+            if lab.process is not None and not lab.ready:
+                lab.ready = self._answers(lab)
+                if not lab.ready and now > lab.started + START_TIMEOUT:
+                    self.tell(
+                        f"{lab.student}: JupyterLab did not answer within {START_TIMEOUT:g} s; it is started again"
+                    )
+                    lab.process.kill()
+                    lab.process.wait(STOP_TIMEOUT)
+                    lab.process = None
+            starting += lab.process is not None and not lab.ready
+        for lab in self.labs:
+            soon = lab.starts and now < lab.started + PAUSE
+            if lab.process is None and not soon and starting < (os.cpu_count() or 1):
+                lab.started, lab.ready, lab.starts = now, False, lab.starts + 1
+                starting += 1
+                try:
+                    self._start(lab)
+                except OSError as error:  # a full disk, or what a student has made of the folder
+                    self.tell(f"{lab.student}: JupyterLab cannot be started, and is tried again: {error}")
+        self._reap()
+
+    def _start(self, lab: Lab) -> None:
+        if lab.starts > 1:
+            self._furnish(lab)
+        taken = {other.port for other in self.labs if other is not lab}
+        if (port := self._free_port(lab.port, taken)) != lab.port:
+            self.tell(f"{lab.student}: port {lab.port} was taken, it is {port} now; {self.handout} has the new address")
+            lab.port = port
+            self._write_handout()
+        command = [sys.executable, "-c", LAST, str(os.getpid()), "-m", "jupyterlab", "--no-browser"]
+        command += [f"--ip={self.ip}", f"--port={lab.port}", "--ServerApp.port_retries=0"]
+        command += [f"--ServerApp.root_dir={lab.work}", f"--MappingKernelManager.cull_idle_timeout={CULL}"]
+        command.append(f"--LabApp.default_url={lab.page}")
+        if os.geteuid() == 0:
+            command.append("--allow-root")
+        if self._shield:
+            command = shield.shielded(command, self.folder, lab.home, self._scratch / "aside")
+        with (lab.home / "log").open("ab") as log:
+            (lab.home / "log").chmod(0o600)
+            lab.process = subprocess.Popen(
+                command,
+                cwd=lab.work,
+                env=self._environment(lab),
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=log,
+                start_new_session=True,  # Control-C is for the classroom
+            )
+
+    def _environment(self, lab: Lab) -> dict[str, str]:
+        rest = {name: value for name, value in os.environ.items() if not name.startswith(NOT_FOR_STUDENTS)}
+        jupyter = lab.home / ".jupyter"
+        own = {
+            "HOME": lab.home,
+            "JUPYTER_CONFIG_DIR": jupyter,
+            "JUPYTER_DATA_DIR": jupyter / "data",
+            "JUPYTER_RUNTIME_DIR": jupyter / "runtime",
+            "JUPYTERLAB_SETTINGS_DIR": jupyter / "lab/user-settings",
+            "JUPYTERLAB_WORKSPACES_DIR": jupyter / "lab/workspaces",
+            "IPYTHONDIR": lab.home / ".ipython",
+            "ZEROLAB_MY": lab.work / "my",
+            STUDENT: lab.student,
+            notices.FOLDER: lab.notices,
+            turns.FOLDER: self._scratch / "turns",
+            "CUDA_VISIBLE_DEVICES": "",  # a notebook's own process is on the CPU; its ranks ask for GPUs
+            "PYTHONDONTWRITEBYTECODE": 1,  # the packages are everybody's: nothing is written there
+        }
+        if self.broker.gpus:
+            own[lease.SOCKET] = self._scratch / lab.student
+            if self.rehearsal:
+                own[lease.REHEARSAL] = 1
+        return rest | {name: str(value) for name, value in own.items()}
+
+    def _answers(self, lab: Lab) -> bool:
+        """Whether it is this student's JupyterLab that listens there: it must take the token."""
+        host = {"0.0.0.0": "127.0.0.1", "*": "127.0.0.1", "": "127.0.0.1", "::": "::1"}.get(self.ip, self.ip)
+        address = f"http://{f'[{host}]' if ':' in host else host}:{lab.port}/api/status"
+        request = urllib.request.Request(address, headers={"Authorization": f"token {lab.token}"})
+        direct = urllib.request.build_opener(urllib.request.ProxyHandler({}))
+        try:
+            with direct.open(request, timeout=2.0) as answer:
+                return answer.status == 200
+        except (OSError, urllib.error.URLError):
+            return False
+
+    def _reap(self) -> None:
+        """Orphans have become our children: end those that a notebook has left behind, and bury the dead."""
+        ours = {lab.process.pid for lab in self.labs if lab.process is not None}
+        for child in psutil.Process().children():
+            with suppress(psutil.Error, ChildProcessError):
+                if child.pid in ours:
+                    continue
+                if child.status() == psutil.STATUS_ZOMBIE:
+                    os.waitpid(child.pid, os.WNOHANG)
+                elif STUDENT in child.environ():
+                    child.kill()
+
+    def close(self) -> None:
+        """End every lab, its notebooks and their ranks."""
+        living = [lab for lab in self.labs if lab.process is not None]
+        for lab in living:
+            with suppress(ProcessLookupError):
+                lab.process.send_signal(signal.SIGTERM)
+        deadline = time.monotonic() + STOP_TIMEOUT
+        for lab in living:
+            with suppress(subprocess.TimeoutExpired):
+                lab.process.wait(max(0.0, deadline - time.monotonic()))
+        for _ in range(3):  # the children of those that are killed become ours, too
+            left = [child for child in psutil.Process().children(recursive=True) if _of_a_student(child)]
+            for child in left:
+                with suppress(psutil.Error):
+                    child.kill()
+            psutil.wait_procs(left, 2.0)
+        for lab in living:
+            lab.process.wait(STOP_TIMEOUT)
+        self.broker.close()
+        if self._scratch is not None:
+            shutil.rmtree(self._scratch, ignore_errors=True)
+        if self._lock is not None:
+            os.close(self._lock)
+
+
+def _is_free(ip: str, port: int) -> bool:
+    family = socket.AF_INET6 if ":" in ip else socket.AF_INET
+    with socket.socket(family, socket.SOCK_STREAM) as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # one that was just left is free
+        try:
+            probe.bind(("" if ip == "*" else ip, port))
+        except OSError:
+            return False
+    return True
+
+
+def _last_line(log: Path) -> str:
+    try:
+        return log.read_text(errors="replace").strip().rpartition("\n")[2][-200:]
+    except OSError:
+        return ""
+
+
+def _of_a_student(process: psutil.Process) -> bool:
+    with suppress(psutil.Error):
+        return STUDENT in process.environ()
+    return False

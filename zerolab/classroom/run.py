@@ -1,0 +1,171 @@
+"""`zerolab classroom`: what is started, what the teacher sees, and its end."""
+
+from __future__ import annotations
+
+import os
+import resource
+import signal
+import subprocess
+import sys
+import time
+from contextlib import nullcontext
+from pathlib import Path
+from typing import Any
+
+import psutil
+from rich.console import Console
+from rich.live import Live
+
+from zerolab.classroom import board
+from zerolab.classroom.broker import Entry
+from zerolab.classroom.labs import Classroom, Refused
+from zerolab.classroom.watch import Usage, Watch
+from zerolab.lab.__main__ import OPEN, _only_here
+from zerolab.measure.units import in_bytes
+
+EVERY = 1.0  # seconds between looks
+PROBE_TIMEOUT = 60.0  # for the driver to say how many GPUs there are
+STUDENT_BYTES = 1.2e9  # a lab, a notebook and four ranks
+
+
+def classroom(
+    students: int,
+    gpus: int,
+    ip: str,
+    open_to_network: bool,
+    port: int,
+    folder: Path,
+    lease_minutes: float,
+    memory: float,
+    processes: int,
+) -> int:
+    """Hold a classroom until Ctrl-C or SIGTERM. Exit status 0 if it began."""
+    if not sys.platform.startswith("linux"):
+        raise Refused(f"a classroom needs Linux, not {sys.platform}; each can run `make lab` on a machine of their own")
+    if not 1 <= students <= 200:
+        raise Refused(f"--students must be from 1 to 200, not {students}")
+    if not 0 < lease_minutes <= 24 * 60:
+        raise Refused(f"--lease-minutes must be more than 0 and at most a day, not {lease_minutes:g}")
+    if not 0.5 <= memory <= 1e6:
+        raise Refused(f"--memory must be 0.5 or more, in GB, not {memory:g}")
+    if not 8 <= processes <= 100_000:
+        raise Refused(f"--processes must be 8 or more (a lab, a notebook, four ranks are 6), not {processes}")
+    if not 1024 <= port <= 65000:
+        raise Refused(f"--port must be from 1024 to 65000, not {port}")
+    if not open_to_network and not _only_here(ip):
+        raise Refused(f"--ip {ip}: {OPEN.replace('8888', str(port))}")
+    lessons = Path(__file__).resolve().parents[2] / "lessons"
+    if not any(lessons.glob("*.ipynb")):
+        raise Refused(f"there are no lessons in {lessons}: run this in a checkout of the course")
+    names, rehearsal = lent_gpus(gpus)
+    hard = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
+    resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))  # the labs inherit it; a desktop's soft limit is low
+    ended: list[int] = []
+    before = {number: signal.signal(number, lambda number, frame: ended.append(number)) for number in ENDS}
+    room = Classroom(folder, students, ip, port, names, rehearsal, 60.0 * lease_minutes)
+    try:
+        if rehearsal:
+            print(f"torch sees no GPU here: a rehearsal. {gpus} numbers are lent, and ranks stay on the CPU")
+        if (free := psutil.virtual_memory().available) < students * STUDENT_BYTES:
+            need = in_bytes(students * STUDENT_BYTES)
+            print(
+                f"{in_bytes(free)} of memory are free, but {students} notebooks with four ranks each need about {need}"
+            )
+        room.open(lessons)
+        print(f"addresses and tokens: {room.handout}, which only you can read; Ctrl-C ends everything", flush=True)
+        _attend(room, Watch(room.labs, memory * 1e9, processes, room.tell), ended)
+    finally:
+        room.close()
+        for number, handler in before.items():
+            signal.signal(number, handler)
+    print("all labs, notebooks and ranks have ended")
+    return 0
+
+
+ENDS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+
+
+def _attend(room: Classroom, watch: Watch, ended: list[int]) -> None:
+    """Until it is ended: keep the labs running, and show how it stands where there is a terminal."""
+    begin, told = time.monotonic(), 0
+    said: list[str] = []
+    with Live(auto_refresh=False) if sys.stdout.isatty() else nullcontext() as live:
+        if live is not None:  # lines go above the table, which stays where it is
+            room.tell = watch.tell = said.append
+        while not ended:
+            room.look()
+            usage = watch.look()
+            ready = sum(lab.ready for lab in room.labs)
+            if ready != told and ready == len(room.labs):
+                room.tell(f"ready: {ready} of {ready} labs, {time.monotonic() - begin:.0f} s after the start")
+            told = ready
+            if live is not None:
+                while said:
+                    live.console.print(said.pop(0), markup=False, highlight=False)
+                live.update(_table(room, usage), refresh=True)
+            sys.stdout.flush()
+            time.sleep(EVERY)
+
+
+def _table(room: Classroom, usage: dict[str, Usage]) -> Any:
+    lent = {entry.student: entry for entry in room.broker.table()}
+    rows = []
+    for lab in room.labs:
+        mine, progress, entry = usage[lab.student], board.read(lab.work / "my"), lent.get(lab.student)
+        state = str(lab.port) if lab.ready else "starts" if lab.process is not None else "down"
+        numbers = [mine.notebooks, mine.ranks, in_bytes(mine.memory), len(progress.passed), len(progress.predictions)]
+        rows.append([lab.student, state, *_lent(entry), *map(str, numbers)])
+    free = in_bytes(psutil.virtual_memory().available)
+    return board.teacher_view(rows, f"{len(rows)} student{'s' * (len(rows) > 1)} · {free} of memory are free")
+
+
+def _lent(entry: Entry | None) -> tuple[str, str]:
+    """The GPUs that a student has, and for how long they are guaranteed; or the place in the queue."""
+    if entry is None:
+        return "", ""
+    if not entry.gpus:
+        return f"place {entry.place}", ""
+    runs: list[list[str]] = []
+    for name in entry.gpus:
+        if runs and runs[-1][-1].isdecimal() and name == str(int(runs[-1][-1]) + 1):
+            runs[-1].append(name)
+        else:
+            runs.append([name])
+    names = ",".join(run[0] if len(run) == 1 else f"{run[0]}-{run[-1]}" for run in runs)
+    left = int(entry.left)
+    return names, f"{left // 60}:{left % 60:02}"
+
+
+def show_board(folder: Path, plot: str | None) -> int:
+    """`--board`: how far the room is, without names, for all to see."""
+    room = board.rooms(folder)
+    if not room:
+        raise Refused(f"there is no student's folder in {folder}: name the classroom's --folder")
+    for table in board.room_view(room):
+        Console().print(table)
+    if plot:
+        board.picture(room).savefig(plot, dpi=120)
+        print(f"drawn: {plot}")
+    return 0
+
+
+def lent_gpus(wanted: int) -> tuple[list[str], bool]:
+    """Their names, as CUDA_VISIBLE_DEVICES has them, and whether there are none, so that this is a rehearsal."""
+    if wanted < 0:
+        raise Refused(f"--gpus must be 0 or more, not {wanted}")
+    if wanted == 0:
+        return [], False
+    command = [sys.executable, "-c", "import torch; print(torch.cuda.device_count())"]
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=PROBE_TIMEOUT)
+    except subprocess.TimeoutExpired:
+        raise Refused(f"the GPUs' driver did not answer within {PROBE_TIMEOUT:g} s: nvidia-smi may say why") from None
+    last = done.stdout.split()
+    if done.returncode or not last:
+        raise Refused(f"torch does not say how many GPUs there are: {done.stderr.strip()[-300:]}")
+    seen = int(last[-1])
+    if 0 < seen < wanted:
+        raise Refused(f"--gpus {wanted}, but torch sees {seen}: --gpus {seen}")
+    chosen = os.environ.get("CUDA_VISIBLE_DEVICES", "")
+    names = chosen.split(",") if chosen and seen else [str(number) for number in range(wanted)]
+    return [name.strip() for name in names[:wanted]], seen == 0

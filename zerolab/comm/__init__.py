@@ -1,0 +1,1 @@
+"""Collectives, what the ranks agree on, and what is recorded of both."""

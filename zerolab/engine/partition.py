@@ -1,0 +1,221 @@
+"""Which parameters go together: the model's modules and dtypes decide, before anything is sharded."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field
+
+import torch
+from torch import nn
+
+from zerolab.comm.collectives import Comm, CommError
+from zerolab.engine.unit import Site, Unit
+
+UnitClasses = Iterable[type[nn.Module]] | type[nn.Module] | None
+
+UNIT_BYTES = 25_000_000  # a default unit, where no blocks repeat: the largest modules of at most this size
+SMALL_BYTES = 1_000_000  # not worth a unit of their own: these stay in the root
+
+
+@dataclass
+class Part:
+    """What becomes one unit: parameters of one module, one dtype, all trainable or all frozen.
+
+    Those of batch norms go apart: beside float32 buffers, kernels want them in float32 whatever the input is.
+    """
+
+    name: str
+    module: nn.Module
+    dtype: torch.dtype
+    trainable: bool
+    batch_norm: bool
+    named: list[tuple[str, nn.Parameter]] = field(default_factory=list)
+    sites: list[list[Site]] = field(default_factory=list)
+
+
+def agree_on_parts(model: nn.Module, units: UnitClasses, comm: Comm, has_init: bool, settings: list[str]) -> list[Part]:
+    """The parts of `model`, the root's first, the same on every rank.
+
+    Raises `ValueError` on every rank if one cannot shard its model, and `CommError` if one has another model, or
+    other `settings`, than the first rank.
+    """
+    parts, problem = [], None
+    try:
+        parts = _partition(model, units, comm, has_init)
+    except ValueError as error:  # told to all ranks, so that none waits for this one
+        problem = str(error)
+    described = {
+        name: [list(p.shape), list(p.stride()), str(p.dtype), p.requires_grad, part.name]
+        for part in parts
+        for name, p in part.named
+    }
+    everyone = comm.exchange([problem, settings, described], "comparison of the models")
+    for rank, (problem, _, _) in enumerate(everyone):
+        if problem:
+            raise ValueError(f"rank {rank}: {problem}")
+    _, settings0, described0 = everyone[0]
+    for rank, (_, settings, described) in enumerate(everyone):
+        if settings != settings0:
+            raise CommError(f"rank {rank} builds {settings} where rank 0 builds {settings0}")
+        if one_sided := described.keys() ^ described0.keys():
+            name = min(one_sided)
+            has, lacks = (0, rank) if name in described0 else (rank, 0)
+            raise CommError(f"rank {has} has the parameter {name}, rank {lacks} has not; {_ALIKE}")
+        for i, what in enumerate(("shape", "strides", "dtype", "requires_grad", "unit")):
+            for name, facts in described.items():
+                if facts[i] != described0[name][i]:
+                    theirs = f"{what} {facts[i]} where rank 0 has {described0[name][i]}"
+                    raise CommError(f"rank {rank}: {name} has {theirs}; {_ALIKE}")
+        if list(described) != list(described0):
+            raise CommError(f"rank {rank} has its parameters in another order than rank 0; {_ALIKE}")
+    return parts
+
+
+_ALIKE = "build the same model on every rank"
+
+
+def _partition(model: nn.Module, units: UnitClasses, comm: Comm, has_init: bool) -> list[Part]:
+    """The parts of `model`, the root's first. Raises `ValueError` if it cannot be sharded as it is."""
+    sites: dict[int, list[Site]] = {}
+    named: dict[int, tuple[str, nn.Parameter]] = {}
+    owners: dict[int, list[tuple[str, nn.Module]]] = {}
+    modules = _unit_modules(model, units)
+    at = dict(model.named_modules(remove_duplicate=False))  # a module may have several paths
+    units_by_id = {id(module): name for name, module in modules}
+    for path, module in at.items():
+        for key, param in module._parameters.items():
+            if param is None:
+                continue
+            named.setdefault(id(param), (f"{path}.{key}" if path else key, param))
+            if (module, key) not in sites.setdefault(id(param), []):
+                sites[id(param)].append((module, key))
+            owner = _nearest(path, at, units_by_id)
+            if owner not in owners.setdefault(id(param), []):
+                owners[id(param)].append(owner)
+    on_meta = [name for name, tensor in [*named.values(), *model.named_buffers()] if tensor.is_meta]
+    if on_meta and not has_init:
+        raise ValueError(
+            f"{on_meta[0]} is on the meta device; pass init=, say init=lambda module: module.reset_parameters()"
+        )
+    _check(list(named.values()), comm)
+
+    order = {name: number for number, (name, _) in enumerate(modules)}
+    parts: dict[tuple[int, torch.dtype, bool, bool], Part] = {}
+    for key, (name, param) in named.items():
+        # Tied across units: the root has it, because the root is gathered whenever any unit is used.
+        owner_name, module = owners[key][0] if len(owners[key]) == 1 else ("", model)
+        batch_norm = isinstance(sites[key][0][0], nn.modules.batchnorm._NormBase)
+        what = (order[owner_name], param.dtype, param.requires_grad, batch_norm)
+        if what not in parts:
+            parts[what] = Part(owner_name or "root", module, *what[1:])
+        parts[what].named.append((name, param))
+        parts[what].sites.append(sites[key])
+    result = [parts[key] for key in sorted(parts, key=lambda k: k[0])]
+    _tell_apart(result)
+    return result
+
+
+def modules_within(module: nn.Module, unit_modules: set[int]) -> Iterator[nn.Module]:
+    """`module` and the modules inside it, down to but without those that are units of their own."""
+    yield module
+    for child in module.children():
+        if id(child) not in unit_modules:
+            yield from modules_within(child, unit_modules)
+
+
+def units_needed(modules: list[nn.Module], unit_of: dict[int, Unit]) -> list[Unit]:
+    """The units that hold parameters of `modules`; several where dtypes differ, or weights are tied."""
+    params = [param for module in modules for param in module._parameters.values() if param is not None]
+    return list({id(unit_of[id(param)]): unit_of[id(param)] for param in params}.values())
+
+
+def _unit_modules(model: nn.Module, units: UnitClasses) -> list[tuple[str, nn.Module]]:
+    """Path and module of every unit, the root's first."""
+    if units is None:
+        classes = _repeated_blocks(model)
+        found = [(n, m) for n, m in model.named_modules() if type(m) in classes] if classes else _by_size(model)
+    else:
+        wanted = (units,) if isinstance(units, type) else tuple(units)
+        for cls in wanted:
+            if not (isinstance(cls, type) and issubclass(cls, nn.Module)):
+                raise ValueError(f"units: expected module classes, not {cls!r}")
+            if not any(isinstance(m, cls) for m in model.modules()):
+                names = sorted({type(m).__name__ for m in model.modules()})
+                raise ValueError(
+                    f"units: {type(model).__name__} contains no {cls.__name__}; it is made of {', '.join(names)}"
+                )
+        found = [(n, m) for n, m in model.named_modules() if isinstance(m, wanted)]
+    # A MultiheadAttention reads its projections' weights without calling them.
+    read = {id(inner) for m in model.modules() if isinstance(m, nn.MultiheadAttention) for inner in m.children()}
+    return [("", model)] + [(name, m) for name, m in found if m is not model and id(m) not in read]
+
+
+def _repeated_blocks(model: nn.Module) -> set[type[nn.Module]]:
+    """Classes of which a ModuleList or Sequential holds several, themselves made of modules; the outermost only."""
+    if isinstance(model, nn.ModuleList | nn.Sequential):
+        children = [
+            type(c) for c in model.children() if any(True for _ in c.children()) and any(True for _ in c.parameters())
+        ]
+        repeated = {cls for cls in children if children.count(cls) > 1}
+        if repeated:
+            return repeated
+    return {cls for child in model.children() for cls in _repeated_blocks(child)}
+
+
+def _by_size(model: nn.Module, path: str = "") -> list[tuple[str, nn.Module]]:
+    found = []
+    for name, child in model.named_children():
+        name = f"{path}.{name}" if path else name
+        size = sum(p.numel() * p.element_size() for p in child.parameters())
+        if size > UNIT_BYTES:
+            inner = _by_size(child, name)
+            found += inner or [(name, child)]
+        elif size >= SMALL_BYTES:
+            found.append((name, child))
+    return found
+
+
+def _nearest(path: str, at: dict[str, nn.Module], units: dict[int, str]) -> tuple[str, nn.Module]:
+    """The unit's module at `path` or nearest above it, under the name it has as a unit."""
+    while id(at[path]) not in units:
+        path = path.rpartition(".")[0]
+    return units[id(at[path])], at[path]
+
+
+def _check(named: list[tuple[str, nn.Parameter]], comm: Comm) -> None:
+    if not named:
+        raise ValueError("the model has no parameters")
+    if not comm.backend:
+        raise ValueError(
+            f"the model is on {comm.device}, but the process group only serves {comm.config}: move the model to the "
+            "group's device before sharding it, or initialise the group with a backend for the model's device"
+        )
+    storages: dict[int, str] = {}
+    for name, param in named:
+        if hasattr(param, "_zerolab_owner"):
+            raise ValueError(f"{name} is sharded already; build a new model")
+        if param.is_meta:
+            continue
+        if param.device != comm.device:
+            raise ValueError(
+                f"{name} is on {param.device}, other parameters are on {comm.device}; move the model to one device"
+            )
+        if param.requires_grad and not param.dtype.is_floating_point:
+            raise ValueError(
+                f"{name} is trainable and {param.dtype}; only real floating point parameters can be trained"
+            )
+        storage = param.untyped_storage()._cdata  # an identity
+        if param.numel() and storages.setdefault(storage, name) != name:
+            raise ValueError(
+                f"{name} and {storages[storage]} share memory but are different parameters; clone one, or tie them"
+            )
+
+
+def _tell_apart(parts: list[Part]) -> None:
+    """Parts of one module (another dtype, frozen, batch norms) get names of their own."""
+    names = [part.name for part in parts]
+    for part, name in zip(parts, names, strict=True):
+        if names.count(name) > 1:
+            facts = [str(part.dtype).removeprefix("torch."), "" if part.trainable else "frozen"]
+            facts.append("batch norm" if part.batch_norm else "")
+            part.name = f"{name} ({', '.join(fact for fact in facts if fact)})"

@@ -1,0 +1,5 @@
+"""The exercises: the learner's side, the judge, and a file of checks for each lesson."""
+
+from zerolab.lab.exercises.learner import Todo, check, exchange, hint, mine, passed, predict, progress, reveal
+
+__all__ = ["Todo", "check", "exchange", "hint", "mine", "passed", "predict", "progress", "reveal"]

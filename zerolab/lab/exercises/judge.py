@@ -1,0 +1,250 @@
+"""Runs a check on its own pool of ranks, one world size after the other, and says what came of it."""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import hashlib
+import io
+import itertools
+import linecache
+import sys
+import time
+import traceback
+import warnings
+from dataclasses import dataclass, field
+from types import ModuleType
+
+import torch
+import torch.distributed as dist
+
+from zerolab.comm.collectives import CommError
+from zerolab.lab.exercises.catalogue import UNKNOWN, Exercise, Spy, Todo, World, Wrong, catalogue, exercise
+from zerolab.lab.exercises.spy import PATIENCE, GaveUp
+from zerolab.world.processes import RankError, Ranks
+
+WORLD_SIZES = (1, 2, 3, 4)
+PRINTED = 2000  # characters of what the answer printed that are passed on
+
+_pool: Ranks | None = None
+_overhead = 0.0  # seconds that a run of nothing takes, on this machine as loaded as it is
+_versions = itertools.count(1)
+
+
+@dataclass
+class Report:
+    """What a rank has to say. `kind`: right, todo, raised, wrong, waits."""
+
+    rank: int
+    kind: str
+    seen: str = ""
+    likely: str = ""
+    tip: str = ""
+    values_differ: bool = False
+    printed: str = ""
+    blocks: int = 0  # how far the check had come on this rank
+
+
+@dataclass
+class Verdict:
+    """What became of an answer: `kind` as in Report, or late; `text` is what the learner reads."""
+
+    id: str
+    kind: str
+    text: str
+    seen: str = ""
+    likely: str = ""
+    reports: list[Report] = field(default_factory=list)
+
+    @property
+    def passed(self) -> bool:
+        return self.kind == "right"
+
+
+def load(source: str, filename: str, name: str) -> ModuleType:
+    """`source` as a fresh module: tracebacks show its lines, and inspect finds them."""
+    module = ModuleType(f"{name}_v{next(_versions)}")
+    module.__file__ = filename
+    lines = source.splitlines(keepends=True)
+    linecache.cache[filename] = (len(source), None, lines, filename)
+    sys.modules[module.__name__] = module
+    try:
+        exec(compile(source, filename, "exec"), vars(module))
+    except BaseException:
+        del sys.modules[module.__name__]
+        raise
+    return module
+
+
+def digest(source: str) -> str:
+    return hashlib.sha256(source.strip().encode()).hexdigest()[:16]
+
+
+# ---------------------------------------------------------------------- on a rank
+
+
+def on_rank(id: str, source: str, filename: str, patience: float) -> Report:
+    """The report of this rank on the answer `source` of exercise `id`."""
+    rank, world_size = dist.get_rank(), dist.get_world_size()
+    store = dist.distributed_c10d._get_default_store()
+    torch.manual_seed(0)  # the same on every rank and in every check
+    asked, printed = exercise(id), io.StringIO()
+    try:
+        with (
+            Spy(store, rank, world_size, patience) as spy,
+            contextlib.redirect_stdout(printed),
+            warnings.catch_warnings(),
+        ):
+            warnings.simplefilter("ignore")
+            report = _judge(asked, source, filename, World(rank, world_size, spy))
+        report.blocks = spy.blocks
+        report.printed = printed.getvalue()[:PRINTED]
+        return report
+    finally:
+        store.set(f"over/{rank}", "1")
+
+
+def _judge(asked: Exercise, source: str, filename: str, world: World) -> Report:
+    try:
+        answer = load(source, filename, f"ex_{asked.id.replace('.', '_')}")
+        missing = [name for name in asked.exports if not hasattr(answer, name)]
+        if missing:
+            raise Wrong(f"the cell does not define {missing[0]}", f"the name was changed: it must be {missing[0]}")
+        asked.check(answer, world)
+    except Todo:
+        return Report(world.rank, "todo")
+    except Wrong as wrong:
+        return Report(world.rank, "wrong", wrong.seen, wrong.likely, wrong.tip, wrong.values_differ)
+    except (GaveUp, CommError) as error:  # which is what another rank did, seen from here
+        return Report(world.rank, "waits", f"stuck in {str(error).splitlines()[0]}{_line_of(error, filename)}")
+    except BaseException as error:  # SystemExit too
+        if isinstance(error, KeyboardInterrupt):
+            raise
+        if _is_todo(error):
+            return Report(world.rank, "todo")
+        if "Timed out waiting" in str(error):  # gloo, in a send or a receive that is not the course's exchange()
+            likely = "it waits for a message that no rank sends, or sends one that no rank receives"
+            return Report(world.rank, "waits", f"stuck{_line_of(error, filename)}", likely)
+        what = traceback.format_exception_only(type(error), error)[-1].strip().splitlines()[0]
+        return Report(world.rank, "raised", f"{what}{_line_of(error, filename)}")
+    return Report(world.rank, "right")
+
+
+def _is_todo(error: BaseException | None) -> bool:
+    while error is not None:
+        if isinstance(error, Todo):
+            return True
+        error = error.__cause__ or error.__context__
+    return False
+
+
+def _line_of(error: BaseException, filename: str) -> str:
+    """Where in the answer it happened: ", line 7: `work.wait()`"."""
+    lines = [frame for frame in traceback.extract_tb(error.__traceback__) if frame.filename == filename]
+    if isinstance(error, SyntaxError) and error.filename == filename:
+        return f", line {error.lineno}"
+    return f" · line {lines[-1].lineno}: {lines[-1].line}" if lines else ""
+
+
+# ---------------------------------------------------------------------- here
+
+
+def ready() -> None:
+    """Run on a new pool: whatever a rank has to import is imported then, and is not the answer's time."""
+    catalogue()
+    dist.barrier()
+
+
+def pool() -> Ranks:
+    """The pool of the checks, kept between them."""
+    global _pool, _overhead
+    if _pool is None:
+        _pool = Ranks(max(WORLD_SIZES), threads=1)
+        atexit.register(close)
+    if not _pool._processes or not all(process.is_alive() for process, _ in _pool._processes):
+        _pool.run(ready, timeout=120.0)
+        begin = time.monotonic()
+        _pool.run(ready, timeout=120.0)
+        _overhead = time.monotonic() - begin
+    return _pool
+
+
+def close() -> None:
+    """End the pool's processes. The next check starts it again."""
+    global _pool
+    if _pool is not None:
+        _pool.close()
+        _pool = None
+
+
+def judge(id: str, source: str, filename: str = "answer.py", patience: float = PATIENCE) -> Verdict:
+    """The verdict on `source` as the answer to exercise `id`. A rank waits for the others `patience` seconds or, on a
+    machine so loaded that a run of nothing takes a second, ten of those."""
+    asked, good = exercise(id), []
+    for world_size in WORLD_SIZES:
+        ranks = pool()
+        try:
+            waits = max(patience, 10 * min(_overhead, 3.0))
+            # That comes first; what is left for the pool's own limit is an answer that computes for ever.
+            limit = 2 * waits + 4 * min(_overhead, 3.0)
+            reports = ranks.run(
+                on_rank, id, source, filename, waits, ranks=world_size, timeout=limit, group_timeout=2 * waits
+            )
+        except RankError as error:
+            lines = [line for line in error.traceback.splitlines() if filename in line]
+            where = f" · {lines[0].strip()}" if lines else ""
+            first = str(error).splitlines()[0].removeprefix("the time is over: ").split(", in zerolab")[0]
+            first = first.removeprefix(f"rank {error.rank} of {world_size} ")
+            known = [mistake for part, mistake in asked.errors.items() if part in first]
+            likely = known[0] if known else "the process itself died: look for exit() or endless recursion"
+            if "the time is over" in str(error):
+                likely = "a loop that does not end"
+            return _verdict(asked, good, world_size, [Report(error.rank, "late", f"{first}{where}", likely)])
+        if any(report.kind != "right" for report in reports):
+            return _verdict(asked, good, world_size, reports)
+        good.append(world_size)
+    return Verdict(id, "right", f"✓ {id} {asked.title}    N={', '.join(map(str, good))} ok")
+
+
+def _verdict(asked: Exercise, good: list[int], world_size: int, reports: list[Report]) -> Verdict:
+    order = ["late", "raised", "wrong", "waits", "todo", "right"]
+    worst = min(reports, key=lambda report: (order.index(report.kind), report.rank))
+    waiting = [report for report in reports if report.kind == "waits"]
+    if worst.kind == "wrong" and waiting and waiting[0].blocks <= worst.blocks:
+        worst = waiting[0]  # not a consequence of what is wrong there, since that rank came as far
+    if worst.kind == "todo":
+        return Verdict(asked.id, "todo", f"○ {asked.id} {asked.title}    not done yet", reports=reports)
+    likely, where = worst.likely, f"rank {worst.rank}"
+    # A rank that waits further on had nothing to complain of where this one stopped.
+    rights = [r.rank for r in reports if r.kind == "right" or (r.kind == "waits" and r.blocks > worst.blocks)]
+    known = [mistake for part, mistake in asked.errors.items() if part in worst.seen]
+    if worst.kind == "waits":
+        likely = likely or (known[0] if known else _why_it_waits(reports))
+    if worst.values_differ and rights == [0]:
+        likely = asked.first_rank_only or likely
+    likely = likely or UNKNOWN
+    if worst.kind == "raised":
+        likely = known[0] if known else "an error in the code, at the line shown"
+    lines = [
+        f"✗ {asked.id} {asked.title}    " + " · ".join([*(f"N={n} ok" for n in good), f"N={world_size} wrong"]),
+        f"  seen     {where}, {worst.seen}" + (f" ({_list(rights)} right)" if rights else ""),
+        f"  likely   {likely}",
+        f"  try      lab.hint() · {worst.tip or chr(34) + asked.section + chr(34)}",
+    ]
+    lines += [f"  printed  {line}" for line in worst.printed.splitlines()[:10]]
+    return Verdict(asked.id, worst.kind, "\n".join(lines), worst.seen, likely, reports)
+
+
+def _why_it_waits(reports: list[Report]) -> str:
+    others = [report for report in reports if report.kind != "waits"]
+    if others and not any(" instead" in report.seen for report in reports):
+        return f"not every rank makes the same calls: {_list([r.rank for r in others])} done while others wait"
+    if any("exchange(" in report.seen for report in reports):
+        return "the neighbours are mixed up: what rank r sends to its `to`, that rank must expect from r"
+    return "the ranks make different calls, or the same in different orders"
+
+
+def _list(ranks: list[int]) -> str:
+    if len(ranks) == 1:
+        return f"rank {ranks[0]} is"
+    return f"ranks {', '.join(map(str, ranks))} are"

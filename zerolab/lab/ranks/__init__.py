@@ -1,0 +1,1 @@
+"""Live ranks in a notebook."""

@@ -1,0 +1,136 @@
+"""In a student's notebook: GPUs for its ranks, for ten minutes, asked of the classroom's broker (broker.py).
+
+The lease is the open socket. Ranks inherit it, so the broker sees it closed when the last of them is gone.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import threading
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from typing import Any
+
+from zerolab.classroom.broker import MARK, _minutes
+
+SOCKET = "ZEROLAB_GPUS"  # where the broker listens for this student
+REHEARSAL = "ZEROLAB_GPUS_REHEARSAL"  # numbers are lent, and there are no GPUs: ranks stay on the CPU
+LONGEST_WAIT = 3600.0  # seconds in the queue
+
+
+class NoLease(RuntimeError):
+    """There are no GPUs for this notebook. It shows the sentence alone, without our frames."""
+
+    def _render_traceback_(self) -> list[str]:
+        return [str(self)]
+
+
+def needed() -> bool:
+    """Whether this is a classroom, where a notebook has no GPU without asking."""
+    return bool(os.environ.get(SOCKET))
+
+
+class Lease:
+    """GPUs of this notebook's ranks until `release`, or until `over` says why they were taken back."""
+
+    def __init__(self, connection: socket.socket, gpus: list[str], name: str, seconds: float, rest: bytes) -> None:
+        self.gpus, self.seconds = gpus, seconds
+        self.rehearsal = bool(os.environ.get(REHEARSAL))
+        self.over = ""
+        self.starting = threading.RLock()  # held while ranks start, so that none starts after the end
+        self._socket, self._name, self._rest, self._released = connection, name, rest, False
+
+    def __str__(self) -> str:
+        return f"GPU{'s' * (len(self.gpus) > 1)} {', '.join(self.gpus)}"
+
+    @property
+    def fd(self) -> int:
+        """For the ranks to inherit."""
+        return self._socket.fileno()
+
+    @property
+    def environment(self) -> dict[str, str]:
+        """Of the ranks."""
+        return {MARK: self._name, "CUDA_VISIBLE_DEVICES": "" if self.rehearsal else ",".join(self.gpus)}
+
+    def busy(self, yes: bool) -> None:
+        """A cell begins or ends on the ranks: the time without one is what counts as idle."""
+        with suppress(OSError):  # it is over, which the next cell will say
+            self._socket.sendall(json.dumps({"busy": yes}).encode() + b"\n")
+
+    def watch(self, end: Callable[[str], None]) -> None:
+        """From now on call `end(why)`, in a thread of its own, when the GPUs are taken back. It must end the ranks."""
+
+        def wait() -> None:
+            with suppress(OSError, ValueError):
+                while not self.over:
+                    answer, self._rest = _next(self._socket, self._rest, None)
+                    if self._released:
+                        return
+                    if answer is None:
+                        answer = {"over": "the classroom has ended"}
+                    if "over" in answer:
+                        with self.starting:
+                            self.over = f"{self} went back: {answer['over']}; " + 'lab.start(device="cuda") asks again'
+                            end(self.over)
+                self.release()
+
+        threading.Thread(target=wait, name="lease", daemon=True).start()
+
+    def release(self) -> None:
+        """Give the GPUs back, as far as this process is concerned; its ranks must have ended."""
+        self._released = True
+        with suppress(OSError):
+            self._socket.shutdown(socket.SHUT_RD)  # wakes the thread that reads
+        self._socket.close()
+
+
+def ask(gpus: int, timeout: float = LONGEST_WAIT, tell: Callable[[str], None] = print) -> Lease:
+    """Wait for so many GPUs, or for all there are if it is more, and say at which place of the queue."""
+    connection = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+    deadline, rest = time.monotonic() + timeout, b""
+    try:
+        try:
+            connection.connect(os.environ[SOCKET])
+            connection.sendall(json.dumps({"want": gpus}).encode() + b"\n")
+        except OSError as error:
+            raise NoLease(
+                f"the classroom that lends GPUs does not answer ({error.strerror}): ask the teacher"
+            ) from None
+        while True:
+            answer, rest = _next(connection, rest, deadline)
+            if answer is None:
+                raise NoLease("the classroom that lends GPUs has ended: ask the teacher")
+            if "refused" in answer:
+                raise NoLease(answer["refused"])
+            if "place" in answer:
+                many = "a GPU" if gpus == 1 else f"{gpus} GPUs"
+                tell(f"waiting for {many}: place {answer['place']} in the queue (interrupt this cell to leave it)")
+            if "own" in answer:
+                state = f"has GPU {', '.join(answer['own'])}" if answer["own"] else "is in the queue already"
+                tell(f"waiting: another notebook of yours {state}; lab.stop() there ends that")
+            if "gpus" in answer:
+                lease = Lease(connection, answer["gpus"], answer["lease"], answer["seconds"], rest)
+                tell(f"{lease} for {_minutes(lease.seconds)}, and then until somebody waits; lab.stop() gives back")
+                return lease
+    except BaseException:  # KeyboardInterrupt too: out of the queue
+        connection.close()
+        raise
+
+
+def _next(connection: socket.socket, rest: bytes, deadline: float | None) -> tuple[dict[str, Any] | None, bytes]:
+    """The next message, None at the end, and what was read beyond it."""
+    while b"\n" not in rest:
+        connection.settimeout(None if deadline is None else max(0.01, deadline - time.monotonic()))
+        try:
+            data = connection.recv(4096)
+        except TimeoutError:
+            raise NoLease("no GPUs came free in time: try again later") from None
+        if not data:
+            return None, rest
+        rest += data
+    line, _, rest = rest.partition(b"\n")
+    return json.loads(line), rest

@@ -1,0 +1,89 @@
+"""`%%ranks`: a cell on every rank. `%%ranks 0,2`: on two of them. `%%ranks --timeout 30`: for at most 30 seconds."""
+
+from __future__ import annotations
+
+import argparse
+import time
+from typing import Any, NoReturn
+
+from IPython import get_ipython
+from IPython.display import clear_output
+
+from zerolab.lab.ranks import session
+from zerolab.lab.ranks.report import Misused, RankFailure, Result, show
+
+
+class _Parser(argparse.ArgumentParser):
+    def error(self, message: str) -> NoReturn:
+        raise Misused(f"%%ranks: {message}; write %%ranks, %%ranks 0,2 or %%ranks --timeout 30")
+
+
+def parse(line: str) -> tuple[list[int] | None, float | None]:
+    """The ranks that a line names (None: all), and the seconds that it allows."""
+    parser = _Parser(prog="%%ranks", add_help=False, allow_abbrev=False)
+    parser.add_argument("ranks", nargs="?", type=_numbers)
+    parser.add_argument("--timeout", type=float)
+    options = parser.parse_args(line.split())
+    return options.ranks, options.timeout
+
+
+def _numbers(text: str) -> list[int]:
+    """`0,2` or `1-3`."""
+    ranks: list[int] = []
+    for part in text.split(","):
+        first, _, last = part.partition("-")
+        if not first.isdecimal() or (last and not last.isdecimal()):
+            raise argparse.ArgumentTypeError(f"{text!r} names no ranks")
+        ranks += range(int(first), int(last or first) + 1)
+    return ranks
+
+
+class Watch:
+    """Shows the last line of each rank while a cell runs that takes longer than two seconds, and takes it back."""
+
+    def __init__(self, first: float = 2.0, every: float = 0.5) -> None:
+        self._next, self._every, self._shown = time.monotonic() + first, every, ""
+
+    def __call__(self, results: dict[int, Result]) -> None:
+        if time.monotonic() < self._next:
+            return
+        self._next = time.monotonic() + self._every
+        lines = [f"rank {rank}: {self._state(result)}" for rank, result in results.items()]
+        if (text := "\n".join(lines)) != self._shown:
+            self._shown = text
+            clear_output(wait=True)
+            print(text, flush=True)
+
+    def _state(self, result: Result) -> str:
+        if result.failure:
+            return f"{result.failure.kind}: {result.failure.summary}"
+        last = result.text.replace("\r", "").rstrip().rpartition("\n")[2]
+        return f"{last[:100]} (done)" if result.seconds is not None else last[:100] or "..."
+
+    def clear(self) -> None:
+        if self._shown:
+            clear_output(wait=True)
+
+
+def _somebody_watches() -> bool:
+    """Whether a person might be asked for input: not where nbval or nbclient runs the cells, and keeps what shows."""
+    return bool(getattr(getattr(get_ipython(), "kernel", None), "_allow_stdin", False))
+
+
+def ranks(line: str, cell: str) -> None:
+    chosen, timeout = parse(line)
+    live, watch = session.need(), Watch() if _somebody_watches() else None
+    results: dict[int, Result] = {}
+    try:
+        results = {result.rank: result for result in live.run(cell, chosen, timeout, watch=watch)}
+    except RankFailure as failure:
+        results = failure.results
+        raise
+    finally:
+        if watch is not None:
+            watch.clear()
+        show(results, live.size)
+
+
+def register(shell: Any) -> None:
+    shell.register_magic_function(ranks, "cell", "ranks")

@@ -1,0 +1,119 @@
+"""An emulated network: real collectives on this machine take as long as on a link of a given speed.
+
+    lab.link("200 MB/s, 50 us")
+
+Loopback has no wires, so on a laptop nothing that depends on bandwidth or latency shows. With a link set, a collective
+is not complete before its messages would be through: `messages` x latency + bytes sent / bandwidth after it was issued,
+or after the link is free, for each rank has one link and what it issues queues there. Data and bytes stay real.
+"""
+
+from __future__ import annotations
+
+import re
+import time
+from typing import NamedTuple
+
+from zerolab.lab.ranks.report import Misused
+
+_BANDWIDTH = {"kb/s": 1e3, "mb/s": 1e6, "gb/s": 1e9, "kbit/s": 125.0, "mbit/s": 125e3, "gbit/s": 125e6}
+_LATENCY = {"us": 1e-6, "µs": 1e-6, "μs": 1e-6, "ms": 1e-3, "s": 1.0}
+
+
+class Link(NamedTuple):
+    """A speed: `bandwidth` in bytes per second, `latency` in seconds per message."""
+
+    bandwidth: float
+    latency: float
+    text: str
+
+    def seconds(self, sent: float, messages: int = 1) -> float:
+        return messages * self.latency + sent / self.bandwidth
+
+
+def parse(text: str) -> Link:
+    """`200 MB/s, 50 us`: kB/s, MB/s, GB/s or kbit/s, Mbit/s, Gbit/s, decimal; us, ms or s."""
+    parts = [part.strip() for part in text.split(",")]
+    found = [re.fullmatch(r"(\d+(?:\.\d+)?)\s*(\S+)", part) for part in parts]
+    units = [match.group(2).lower() if match else "" for match in found]
+    if len(parts) != 2 or units[0] not in _BANDWIDTH or units[1] not in _LATENCY or float(found[0].group(1)) == 0:
+        raise Misused(f'{text!r} is not a link: write a bandwidth and a latency, such as "200 MB/s, 50 us"')
+    bandwidth, latency = float(found[0].group(1)), float(found[1].group(1))
+    return Link(bandwidth * _BANDWIDTH[units[0]], latency * _LATENCY[units[1]], text)
+
+
+# -- on a rank ---------------------------------------------------------------------------------------------------------
+
+_link: Link | None = None
+_free = {"out": 0.0, "in": 0.0}  # when each direction of this rank's link is free, on the clock of time.perf_counter
+
+
+def use(text: str | None) -> None:
+    """On a rank: delay the engine's collectives and (guard.py) torch.distributed's from now on."""
+    global _link
+    from zerolab.comm import collectives as comm
+
+    _link = parse(text) if text else None
+    _free.update({"out": 0.0, "in": 0.0})
+    comm.emulated_link = collective if _link else None
+
+
+def on() -> bool:
+    return _link is not None
+
+
+def collective(sent: int, messages: int) -> float:
+    """Issue a collective: when it may be complete, by time.perf_counter."""
+    if _link is None:
+        return 0.0
+    begin = max(time.perf_counter(), *_free.values())
+    end = begin + _link.seconds(sent, messages)
+    _free.update({"out": end, "in": end})
+    return end
+
+
+def send(sent: int) -> tuple[float, float]:
+    """Issue a message: when it begins and when it has left."""
+    if _link is None:
+        return 0.0, 0.0
+    begin = max(time.perf_counter(), _free["out"])
+    _free["out"] = begin + _link.seconds(sent)
+    return begin, _free["out"]
+
+
+def receive(begin: float, sent: int) -> float:
+    """When a message has arrived that began at `begin`; those that come at the same time queue."""
+    if _link is None:
+        return 0.0
+    _free["in"] = max(begin, _free["in"]) + _link.seconds(sent)
+    return _free["in"]
+
+
+def sleep_until(moment: float) -> None:
+    while (left := moment - time.perf_counter()) > 0:
+        time.sleep(left)
+
+
+# -- in the notebook ---------------------------------------------------------------------------------------------------
+
+_ASK = "?"
+
+
+def link(text: str | None = _ASK) -> None:
+    """`link("200 MB/s, 50 us")` emulates such a network on the live ranks, `link(None)` none; `link()` says which."""
+    from zerolab.lab.ranks import session
+
+    ranks = session.need()
+    if text != _ASK:
+        ranks.link(text)
+    print(f"emulated link: {ranks.emulated}" if ranks.emulated else "no emulated link: as fast as this machine is")
+
+
+def current() -> str | None:
+    """The link that is emulated on the live ranks, in the words in which it was set, for titles of pictures."""
+    from zerolab.lab.ranks import session
+
+    ranks = session.current()
+    return ranks.emulated if ranks else (_link.text if _link else None)
+
+
+link.current = current  # lab.link.current()

@@ -1,0 +1,281 @@
+"""One rank of the lab: `python -m zerolab.lab.ranks.rank -f FILE`, an IPython kernel that `session.start` starts.
+
+It ends with the process that started it, however that ends: a thread looks for the parent twice a second, and on Linux
+the system kills this process too if it hangs in C. An engine of an ipyparallel cluster (cluster.py) is a rank from
+`adopt` to `release`, and is left as it was.
+"""
+
+from __future__ import annotations
+
+import base64
+import ctypes
+import importlib
+import io
+import itertools
+import json
+import linecache
+import os
+import pickle
+import signal
+import socket
+import sys
+import threading
+import time
+import traceback
+import warnings
+from datetime import timedelta
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+MIME = "application/x-zerolab"  # values on their way to the notebook: base64 of a pickle
+TARGET = "zerolab"  # and those on their way from it: the data of a message of Jupyter's comms
+
+_inbox: list[str] = []
+
+
+def main() -> None:
+    parent = int(os.environ["ZEROLAB_PARENT"])
+    # The signal comes when the *thread* ends that started this process: right only if that was the main thread.
+    if sys.platform == "linux" and os.environ.get("ZEROLAB_PARENT_THREAD") == "main":
+        ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG
+    threading.Thread(target=_end_with, args=(parent,), daemon=True).start()
+
+    import torch  # before the kernel answers: who asked for it waits for the answer
+    from ipykernel.kernelapp import IPKernelApp
+    from traitlets.config import Config
+
+    torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "1")))
+    config = Config()
+    config.HistoryManager.enabled = False  # its database is for one writer
+    config.IPKernelApp.log_level = "ERROR"
+    app = IPKernelApp.instance(config=config)
+    app.initialize(sys.argv[1:])
+    _prepare(app.shell)
+    app.start()
+
+
+def _prepare(shell: Any) -> None:
+    """What a shell needs to be a rank's."""
+    import torch
+
+    import zerolab
+
+    sys.modules["ipywidgets"] = None  # a widget would have nobody to talk to: tqdm.auto and others print instead
+    warnings.filterwarnings("ignore", "IProgress not found")
+    warnings.filterwarnings("ignore", "To exit: use", UserWarning)
+    shell.set_custom_exc((Exception, KeyboardInterrupt), _show_failure)
+    shell.push({"torch": torch, "zerolab": zerolab}, interactive=False)
+    shell.kernel.comm_manager.register_target(TARGET, _arrived)
+
+
+def _end_with(parent: int) -> None:
+    while os.getppid() == parent:
+        time.sleep(0.5)
+    os._exit(1)
+
+
+# -- what the notebook runs here ---------------------------------------------------------------------------------------
+
+
+def join(address: str, port: int, world: int, timeout: float, device: str, link: str | None) -> None:
+    """Leave the process group, if there is one, and join a fresh one: `world` is a number that never comes twice."""
+    import torch
+    import torch.distributed as dist
+    from IPython import get_ipython
+
+    from zerolab.lab.ranks import guard, network
+    from zerolab.world import processes
+
+    _leave()
+    store = dist.TCPStore(address, port, wait_for_workers=False, timeout=timedelta(seconds=timeout))
+    processes._stores = (dist.PrefixStore(f"world {world}, group {group}", store) for group in itertools.count())
+    place = processes.init(timeout)
+    if device == "shared":
+        place = torch.device("cuda", int(os.environ["LOCAL_RANK"]) % torch.cuda.device_count())
+        torch.cuda.set_device(place)
+    guard.enter(dist.PrefixStore(f"world {world}, guard", store), store, timeout)
+    network.use(link)
+    names = {"rank": dist.get_rank(), "world_size": dist.get_world_size(), "device": place}
+    get_ipython().push(names, interactive=False)
+
+
+def _leave() -> None:
+    import torch.distributed as dist
+
+    from zerolab.lab.ranks import guard, network
+
+    guard.leave()
+    network.use(None)
+    if dist.is_initialized():
+        dist.destroy_process_group()
+
+
+def _arrived(comm: Any, message: dict[str, Any]) -> None:
+    """Values from the notebook, in a message that is signed with this kernel's key: `take` will unpack them."""
+    _inbox.append(message["content"]["data"]["values"])
+
+
+def take() -> None:
+    """Put the values that have arrived, names and all, into the user's namespace."""
+    from IPython import get_ipython
+
+    get_ipython().push(pickle.loads(base64.b64decode(_inbox.pop())), interactive=False)
+
+
+def give(name: str) -> None:
+    """Send the user's variable `name` to the notebook."""
+    from IPython import get_ipython
+    from IPython.display import publish_display_data
+
+    shell = get_ipython()
+    if name not in shell.user_ns:
+        raise NameError(f"there is no variable {name!r} here")
+    buffer = io.BytesIO()
+    try:
+        pickle.dump(shell.user_ns[name], buffer)
+    except Exception as error:
+        kind = type(shell.user_ns[name]).__name__
+        raise TypeError(f"{name!r}, a {kind}, cannot be sent to the notebook: {error}") from None
+    publish_display_data({MIME: base64.b64encode(buffer.getvalue()).decode()})
+
+
+# -- an engine of a cluster, for a while -------------------------------------------------------------------------------
+
+# Which rank a process is; Slurm last: mpirun in a Slurm job passes on the number of the daemon that started it.
+SCHEDULER = ("RANK", "OMPI_COMM_WORLD_RANK", "PMI_RANK", "SLURM_PROCID")
+_lent: dict[str, Any] = {}  # how the engine was before it became a rank
+_store: Any = None
+
+
+def describe(gpus: bool) -> dict[str, Any]:
+    """Who this engine is; gpus: look for them as well, which makes CUDA begin."""
+    release()  # of a notebook that has gone without a word
+    import torch
+
+    return {
+        "host": socket.gethostname(),
+        "ranks": {name: os.environ[name] for name in SCHEDULER if name in os.environ},
+        "gpus": torch.cuda.device_count() if gpus and _nccl() else 0,
+        "chosen": bool(os.environ.get("CUDA_VISIBLE_DEVICES")),
+        "own": "SLURM_GPUS_PER_TASK" in os.environ,  # each sees only its own
+    }
+
+
+def _nccl() -> bool:
+    import torch.distributed as dist
+
+    return dist.is_nccl_available()
+
+
+def serve(towards: str) -> tuple[str, int]:
+    """Open the store of the ranks here: its address as seen from the host `towards`, and its port."""
+    global _store
+    import torch.distributed as dist
+
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        probe.connect((towards, 9))  # sends nothing: only asks which way it would go
+        address = probe.getsockname()[0]
+    listener = socket.create_server((address, 0))
+    port = listener.getsockname()[1]
+    _store = dist.TCPStore(address, port, None, True, wait_for_workers=False, master_listen_fd=listener.detach())
+    return address, port
+
+
+def adopt(world: dict[str, str]) -> None:
+    """This engine is a rank from now on: `world` is what torchrun would set in its environment."""
+    import torch
+    from IPython import get_ipython
+
+    _lent["threads"] = torch.get_num_threads()
+    _lent["ipywidgets"] = sys.modules.get("ipywidgets")
+    _lent["environment"] = {name: os.environ.get(name) for name in (*world, "GLOO_SOCKET_IFNAME")}
+    os.environ.update(world)
+    if "OMP_NUM_THREADS" not in os.environ:
+        torch.set_num_threads(1)
+    _prepare(get_ipython())
+
+
+def release() -> None:
+    """This engine is nobody's rank any more. Variables are kept."""
+    global _store
+    _store = None
+    if not _lent:
+        return
+    import torch
+    from IPython import get_ipython
+
+    from zerolab.world import processes
+
+    _leave()
+    processes._stores = None
+    shell = get_ipython()
+    shell.set_custom_exc((), None)
+    shell.kernel.comm_manager.unregister_target(TARGET, _arrived)
+    if _lent["ipywidgets"] is None:
+        sys.modules.pop("ipywidgets", None)
+    else:
+        sys.modules["ipywidgets"] = _lent["ipywidgets"]
+    for name, value in _lent["environment"].items():
+        if value is None:
+            os.environ.pop(name, None)
+        else:
+            os.environ[name] = value
+    torch.set_num_threads(_lent["threads"])
+    _inbox.clear()
+    _lent.clear()
+
+
+# -- tracebacks --------------------------------------------------------------------------------------------------------
+
+
+def _show_failure(shell: Any, kind: type, error: BaseException, trace: TracebackType, tb_offset: Any = None) -> list:
+    """What the notebook shows of an exception: the frames of the learner's own lines, and the last one.
+
+    Sent as the message's traceback: first what report.py needs to know, as JSON, then the frames.
+    """
+    shown = [_syntax(error)] if isinstance(error, SyntaxError) and error.text else _frames(shell, trace)
+    about = {"consequence": bool(getattr(error, "consequence", False)), "time": time.time()}
+    text = [json.dumps(about), *shown]
+    shell._showtraceback(kind, error, text)
+    return text
+
+
+def _syntax(error: SyntaxError, above: int = 0) -> str:
+    """Where in the cell, and the line with a mark under the place. `above`: lines of the cell that were left out."""
+    mark = " " * (max(error.offset or 1, 1) - 1 - (len(error.text) - len(error.text.lstrip())))
+    return f"  line {(error.lineno or 1) + above} of the cell\n    {error.text.strip()}\n    {mark}^"
+
+
+def _frames(shell: Any, trace: TracebackType) -> list[str]:
+    summary = [frame for frame in traceback.extract_tb(trace) if "IPython/core/" not in frame.filename]
+    own = [frame for frame in summary if not _foreign(frame.filename)]
+    if summary and summary[-1] not in own and not summary[-1].filename.endswith("lab/guard.py"):
+        own = own[-7:] + summary[-1:]
+    lines = []
+    for frame in own[-8:]:
+        cell = frame.filename in getattr(shell.compile, "_filename_map", {}) or "ipykernel_" in frame.filename
+        where = "the cell" if cell else _shown(frame.filename)
+        code = linecache.getline(frame.filename, frame.lineno or 0).strip()
+        function = "" if frame.name.startswith(("<module>", "<cell line")) else f", in {frame.name}"
+        lines.append(f"  line {frame.lineno} of {where}{function}\n    {code}")
+    return lines
+
+
+def _shown(path: str) -> str:
+    """A file's name without the machine's folders: of a package from the package on, else seen from here."""
+    installed = path.rpartition("site-packages/")
+    if installed[1]:
+        return installed[2]
+    home = str(Path(__file__).parents[3])  # zerolab is here
+    return os.path.relpath(path, home if path.startswith(os.path.join(home, "zerolab", "")) else None)
+
+
+def _foreign(path: str) -> bool:
+    """Whether a file is not the learner's: of an installed package, of Python, or of this package."""
+    package = str(Path(__file__).parents[2])
+    return path.startswith((package, sys.prefix, sys.base_prefix, "<")) or "site-packages" in path
+
+
+if __name__ == "__main__":  # the notebook calls the imported module, which has its own _inbox
+    importlib.import_module("zerolab.lab.ranks.rank").main()

@@ -1,0 +1,1 @@
+"""The models and data that lessons, demo, bench and train share."""

@@ -1,0 +1,202 @@
+"""Real data that needs no download."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from random import Random
+from typing import NamedTuple
+from zlib import crc32
+
+import torch
+from torch import Tensor
+
+
+def text() -> Tensor:
+    """English prose from Python's standard library, the help texts of the language, as bytes: (465,000,) uint8 or so.
+
+    The length differs between Python versions, and so do losses.
+    """
+    from pydoc_data.topics import topics
+
+    return torch.frombuffer(bytearray("\n\n".join(topics.values()).encode()), dtype=torch.uint8)
+
+
+def batch(text: Tensor, rank: int, step: int, batch_size: int, context: int) -> tuple[Tensor, Tensor]:
+    """Micro-batch of `rank` in `step`: tokens and the tokens that follow them, each (batch_size, context) int64.
+
+    It depends on its arguments only, so whoever asks gets the same: a rank, or one process that plays all of them.
+    """
+    if len(text) <= context:
+        raise ValueError(f"a text of {len(text)} bytes is too short for a context of {context}")
+    generator = torch.Generator().manual_seed(4096 * step + rank)
+    starts = torch.randint(len(text) - context, (batch_size, 1), generator=generator)
+    windows = text[starts + torch.arange(context + 1)].long()  # (batch_size, context + 1)
+    return windows[:, :-1], windows[:, 1:]
+
+
+# -- what `zerolab train` learns from --------------------------------------------------------------------------------
+
+
+class DataError(ValueError):
+    """There is no such data, or it is not what it should be. The message names the file."""
+
+
+class Split(NamedTuple):
+    """Samples to learn from and samples to validate with. The first dimension of each tensor counts the samples."""
+
+    inputs: Tensor
+    targets: Tensor
+    validation_inputs: Tensor
+    validation_targets: Tensor
+
+
+def windows(path: str | None, context: int) -> Split:
+    """A text file, or `text()`, cut into tokens and the tokens that follow them, each (windows, context) uint8.
+
+    The end of the text, a tenth but at most 64 KiB, is for validation.
+    """
+    whole = text() if path is None else torch.frombuffer(bytearray(read(path)), dtype=torch.uint8)
+    held_out = min(len(whole) // 10, 1 << 16)
+    if held_out <= context:
+        name = path or "the built-in text"
+        raise DataError(f"{name} has {len(whole)} bytes: too few for windows of {context}; a tenth is for validation")
+    cut = len(whole) - held_out
+    train, validation = (part.unfold(0, context + 1, context) for part in (whole[:cut], whole[cut:]))
+    return Split(train[:, :-1], train[:, 1:], validation[:, :-1], validation[:, 1:])
+
+
+def digits() -> Split:
+    """scikit-learn's 1,797 handwritten digits: images (samples, 1, 8, 8) uint8; every fifth is for validation."""
+    try:
+        from sklearn.datasets import load_digits
+    except ModuleNotFoundError:
+        raise DataError("the digits come with scikit-learn: pip install 'zerolab[lab]'") from None
+    found = load_digits()
+    images = (torch.from_numpy(found.images)[:, None] * 255 / 16).round().to(torch.uint8)
+    labels = torch.from_numpy(found.target).to(torch.int64)
+    held_out = torch.arange(len(labels)) % 5 == 4
+    return Split(images[~held_out], labels[~held_out], images[held_out], labels[held_out])
+
+
+RECORD = 1 + 3 * 32 * 32  # CIFAR-10's binary version: a label, then the image, one colour after the other
+
+
+def cifar10(folder: str) -> Split:
+    """The 60,000 images of CIFAR-10's binary version: (samples, 3, 32, 32) uint8."""
+    names = [f"data_batch_{number}.bin" for number in range(1, 6)]
+    missing = [name for name in (*names, "test_batch.bin") if not (Path(folder) / name).is_file()]
+    if missing and (Path(folder) / "data_batch_1").is_file():
+        raise DataError(
+            f"{Path(folder) / 'data_batch_1'} is a pickle, and to read one is to run what is in it: take the "
+            '"binary version" of CIFAR-10 (cifar-10-binary.tar.gz), whose files end in .bin'
+        )
+    if missing:
+        raise DataError(f"{folder} has no {missing[0]}: give the unpacked folder of CIFAR-10's binary version")
+    train = [_cifar10_file(Path(folder) / name) for name in names]
+    images, labels = (torch.cat(parts) for parts in zip(*train, strict=True))
+    return Split(images, labels, *_cifar10_file(Path(folder) / "test_batch.bin"))
+
+
+def _cifar10_file(path: Path) -> tuple[Tensor, Tensor]:
+    content = read(path)
+    if len(content) % RECORD or not content:
+        raise DataError(f"{path} has {len(content)} bytes, which is no multiple of {RECORD}: it was cut")
+    rows = torch.frombuffer(bytearray(content), dtype=torch.uint8).view(-1, RECORD)
+    if (rows[:, 0] > 9).any():
+        raise DataError(f"{path} has a label above 9: it is not CIFAR-10")
+    return rows[:, 1:].reshape(-1, 3, 32, 32), rows[:, 0].long()
+
+
+def pairs(path: str | None, context: int) -> Split:
+    """Sentence pairs as numbers of words (samples, 2, context), 0 where there is none; target 1: they say the same.
+
+    path: MRPC, its folder (msr_paraphrase_train.txt and _test.txt, or GLUE's train.tsv and dev.tsv) or one such file,
+        of which every tenth pair is then for validation. None: sentences made from templates.
+    """
+    if path is None:
+        return _split(*_numbered(made_up_pairs(4000), context))
+    for train, validation in (("msr_paraphrase_train.txt", "msr_paraphrase_test.txt"), ("train.tsv", "dev.tsv")):
+        files = Path(path) / train, Path(path) / validation
+        if files[0].is_file() and files[1].is_file():
+            return Split(*_numbered(mrpc(files[0]), context), *_numbered(mrpc(files[1]), context))
+    if Path(path).is_dir():
+        raise DataError(f"{path} has neither msr_paraphrase_train.txt and _test.txt nor train.tsv and dev.tsv")
+    return _split(*_numbered(mrpc(Path(path)), context))
+
+
+def mrpc(path: Path) -> list[tuple[int, str, str]]:
+    """The pairs of a file of the Microsoft Research Paraphrase Corpus: tabs between columns, quotes mean nothing."""
+    try:
+        lines = read(path).decode("utf-8-sig").replace("\r\n", "\n").rstrip("\n").split("\n")
+    except UnicodeDecodeError as error:
+        raise DataError(f"{path} is not text: {error}") from None
+    found = []
+    for number, line in enumerate(lines[1:], 2):
+        columns = line.split("\t")
+        if len(columns) != 5 or columns[0] not in ("0", "1"):
+            raise DataError(f"{path}, line {number}: not five columns (0 or 1, two numbers, two sentences)")
+        found.append((int(columns[0]), columns[3], columns[4]))
+    if len(found) < 10:
+        raise DataError(f"{path} has {len(found)} pairs below its first line; at least 10 are needed")
+    return found
+
+
+WHO = ["Ada", "Grace", "Emmy", "Sofia", "Mary", "Maria", "Alan", "Carl", "Kurt", "Paul"]
+WHAT = ["lamp", "kettle", "violin", "bicycle", "novel", "mirror", "ladder", "clock", "jacket", "camera"]
+WHERE = ["Oslo", "Lima", "Cairo", "Delhi", "Quito", "Turin", "Dakar", "Perth"]
+BOUGHT = (
+    "{who} bought a {what} in {where}",
+    "in {where} {who} purchased a {what}",
+    "a {what} was bought by {who} in {where}",
+)
+SOLD = (
+    "{who} sold a {what} in {where}",
+    "in {where} {who} got rid of a {what}",
+    "a {what} was sold by {who} in {where}",
+)
+
+
+def made_up_pairs(count: int) -> list[tuple[int, str, str]]:
+    """Half say the same in other words; in the other half person, thing, place or what was done is another.
+
+    No two are equal, so what is held out was never seen.
+    """
+    random, found = Random(0), {}
+    while len(found) < count:
+        said = {"who": random.choice(WHO), "what": random.choice(WHAT), "where": random.choice(WHERE)}
+        done, same, changed = random.choice((BOUGHT, SOLD)), len(found) % 2, dict(said)
+        first, other = random.sample(done, 2)
+        which = None if same else random.choice(("who", "what", "where", "done"))
+        if which == "done":
+            other = random.choice(SOLD if done is BOUGHT else BOUGHT)
+        elif which is not None:
+            values = {"who": WHO, "what": WHAT, "where": WHERE}[which]
+            changed[which] = random.choice([value for value in values if value != said[which]])
+        found[first.format(**said), other.format(**changed)] = same
+    rows = [(same, *sentences) for sentences, same in found.items()]
+    random.shuffle(rows)
+    return rows
+
+
+def _numbered(found: list[tuple[int, str, str]], context: int) -> tuple[Tensor, Tensor]:
+    """A word's number is made from its letters, 1 to 4095, so that no vocabulary has to be kept."""
+    inputs = torch.zeros(len(found), 2, context, dtype=torch.int16)
+    for row, (_, *sentences) in zip(inputs, found, strict=True):
+        for into, sentence in zip(row, sentences, strict=True):
+            words = re.findall(r"\w+|[^\w\s]", sentence.lower())[:context] or [""]
+            into[: len(words)] = torch.tensor([1 + crc32(word.encode()) % 4095 for word in words])
+    return inputs, torch.tensor([same for same, *_ in found])
+
+
+def _split(inputs: Tensor, targets: Tensor) -> Split:
+    held_out = torch.arange(len(targets)) % 10 == 9
+    return Split(inputs[~held_out], targets[~held_out], inputs[held_out], targets[held_out])
+
+
+def read(path: str | Path) -> bytes:
+    """The content of a file."""
+    try:
+        return Path(path).read_bytes()
+    except OSError as error:
+        raise DataError(f"{path} cannot be read: {error.strerror or error}") from None

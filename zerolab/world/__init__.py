@@ -1,0 +1,1 @@
+"""Who the ranks are, and fresh processes to be them."""

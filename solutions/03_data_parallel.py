@@ -303,11 +303,11 @@ lab.link(None)
 # ## DDP as a class
 #
 # Lesson 02 showed hooks. The engine of this course uses them: it takes the model apart into **units** (here each
-# transformer block, and a root for what is left), gathers each unit's gradients in one flat bucket, `unit.whole_grad`, and
+# transformer block, and a root for what is left), gathers each unit's gradients in one flat bucket, `unit.bucket.full`, and
 # calls a method when the bucket is full. What the method does makes the difference between all the stages to come. Stage
 # 0 is two short methods:
 #
-# - `reduce(unit)` averages `unit.whole_grad` over the ranks and leaves the mean in `unit.grad`. It may start that and
+# - `reduce(unit)` averages `unit.bucket.full` over the ranks and leaves the mean in `unit.bucket.grad`. It may start that and
 #   return something to wait for: so backward goes on meanwhile.
 # - `post_backward(unit)` calls `reduce` when it is the unit's turn. It is not, while the user collects gradients of several
 #   batches before a step (**gradient accumulation**, inside `with zero.no_sync():`): then nothing should travel until the
@@ -322,11 +322,11 @@ from zerolab import Unit
 class MyDDP(zerolab.DDP):
     def post_backward(self, unit: Unit) -> None:
         if self.reduces(unit):
-            unit.reduction = self.reduce(unit)
+            unit.bucket.reduction = self.reduce(unit)
 
     def reduce(self, unit: Unit):
-        unit.grad = unit.whole_grad
-        return self.comm.all_reduce(unit.grad, unit.name)
+        unit.bucket.grad = unit.bucket.full
+        return self.comm.all_reduce(unit.bucket.grad, unit.name)
 
 
 # %%

@@ -121,7 +121,7 @@ print("every rank has the mean of its shard:", all(lab.pull("equal")))
 # ## ZeRO-1 as a class
 #
 # A stage of this course's engine is a class, and ZeRO-1 changes three methods of DDP (lesson 03). The engine keeps each block
-# of the model as a **unit**: one flat buffer `unit.whole` of N·S elements, which cuts into N shards of S elements. Here is a
+# of the model as a **unit**: one flat buffer `unit.full` of N·S elements, which cuts into N shards of S elements. Here is a
 # toy unit of three parameters, a, b and c, cut for four ranks:
 
 # %%
@@ -145,13 +145,13 @@ print("rank 1's shard:", shard.tolist(), "its slices of a, b and c:", slices)
 # has a layout of its own, `unit.layout`. The three methods:
 #
 # - `optimizer_params(unit)`, once: what the optimizer is given. In DDP all parameters; now this rank's slice of each.
-# - `reduce(unit)`, in backward: leaves the mean in `unit.grad`. In DDP an all-reduce; now the shard alone.
-# - `after_step(unit)`: the step has changed this rank's shard, `unit.master`. Forward reads `unit.whole`, in which the
+# - `reduce(unit)`, in backward: leaves the mean in `unit.bucket.grad`. In DDP an all-reduce; now the shard alone.
+# - `after_step(unit)`: the step has changed this rank's shard, `unit.master`. Forward reads `unit.full`, in which the
 #   other ranks' shards are old.
 #
 # `self.comm` has the collectives: `reduce_scatter(output, input, unit.name)` leaves the mean of your shard, as in 04.1, and
 # `all_gather(output, input, unit.name)` puts everyone's shards in their places. Both only *start*, and return something with
-# a `wait()`. (`unit.whole` may be bfloat16 where `unit.master` is float32: `.to(unit.whole.dtype)` is right for both.)
+# a `wait()`. (`unit.full` may be bfloat16 where `unit.master` is float32: `.to(unit.full.dtype)` is right for both.)
 
 # %%
 # %%exercise 04.2
@@ -167,11 +167,11 @@ class MyZero1(zerolab.DDP):
         return unit.layout.slices(unit.keep_shard(), self.rank)
 
     def reduce(self, unit: Unit):
-        unit.grad = unit.layout.shard(unit.whole_grad, self.rank)
-        return self.comm.reduce_scatter(unit.grad, unit.whole_grad, unit.name)
+        unit.bucket.grad = unit.layout.shard(unit.bucket.full, self.rank)
+        return self.comm.reduce_scatter(unit.bucket.grad, unit.bucket.full, unit.name)
 
     def after_step(self, unit: Unit) -> None:
-        self.comm.all_gather(unit.whole, unit.master.to(unit.whole.dtype), unit.name).wait()
+        self.comm.all_gather(unit.full, unit.master.to(unit.full.dtype), unit.name).wait()
 
 
 # %%

@@ -81,10 +81,10 @@ plots.show(plots.skyline([lab.pull("stage1", rank=0)]))
 # once a block is reduced, this rank's slice of it is all that is wanted: the area should grow by a quarter of that.
 #
 # Your method is `post_backward(unit)`, which the engine calls when all gradients of the unit are there, in the bucket
-# `unit.whole_grad` (lesson 03). Stage 1 starts the reduction in it, and leaves the mean of the shard in `unit.grad`. Three traps:
+# `unit.bucket.full` (lesson 03). Stage 1 starts the reduction in it, and leaves the mean of the shard in `unit.bucket.grad`. Three traps:
 #
 # - The reduction runs *while* your method returns. Memory that it still reads must not go.
-# - In stage 1 `unit.grad` is a **view** of the whole gradient, and a view keeps the whole storage alive.
+# - In stage 1 `unit.bucket.grad` is a **view** of the whole gradient, and a view keeps the whole storage alive.
 # - Inside `no_sync` (lesson 03) nothing is reduced, and nothing may go: `self.reduces(unit)` is False there.
 
 # %%
@@ -98,7 +98,7 @@ class MyZero2(zerolab.Zero1):
 
     def post_backward(self, unit: Unit) -> None:
         super().post_backward(unit)
-        unit.release_grad()
+        unit.bucket.release()
 
 
 # %%
@@ -480,7 +480,7 @@ print("the highest peak has:", highest)
 #
 # 1. You turn ZeRO-2 on and the peak stays. What do you look at first, and what would help instead?
 # 2. Why must a stage not release the whole gradient as soon as it has *started* the reduction?
-# 3. `unit.grad = unit.whole_grad[a:b]`: how much memory is free after `unit.whole_grad = None`?
+# 3. `unit.bucket.grad = unit.bucket.full[a:b]`: how much memory is free after `unit.bucket.full = None`?
 # 4. 16 micro-batches, stage 2, a slow network. With or without `no_sync`?
 # 5. 64 GPUs, 7.5 billion parameters, float32: model states in stages 1 and 2?
 # 6. `fully_shard` with `reshard_after_forward=False` keeps a quarter of the parameters between steps. Why does that not

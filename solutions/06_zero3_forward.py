@@ -138,10 +138,10 @@ print("bytes held, without the whole, with it, and without it again:", held)
 #
 # | | |
 # |---|---|
-# | `unit.whole` | flat, in all ranks' length: what forward and backward see. Its memory comes and goes |
+# | `unit.full` | flat, in all ranks' length: what forward and backward see. Its memory comes and goes |
 # | `unit.shard` | this rank's part: it stays, and the optimizer updates it |
-# | `unit.gather()` | your `gather(unit.whole, unit.shard)`; does nothing where the whole is there and new |
-# | `unit.release()` | your `release(unit.whole)` |
+# | `unit.gather()` | your `gather(unit.full, unit.shard)`; does nothing where the whole is there and new |
+# | `unit.release()` | your `release(unit.full)` |
 #
 # ## See
 #
@@ -154,7 +154,7 @@ moments = {}
 
 
 def look(moment):
-    whole = sum(unit.whole.untyped_storage().size() for unit in zero.units)
+    whole = sum(unit.full.untyped_storage().size() for unit in zero.units)
     moments[moment] = {"parameters": sum(unit.shard.nbytes for unit in zero.units), "gathered parameters": whole}
 
 

@@ -70,7 +70,7 @@ story = []
 
 
 def tell(point, unit):
-    gathered = [u.name for u in zero.units if u.whole.untyped_storage().size()]
+    gathered = [u.name for u in zero.units if u.full.untyped_storage().size()]
     story.append(f"{point:13} {unit.name:8}  gathered: {', '.join(gathered) or 'nothing'}")
 
 
@@ -308,7 +308,7 @@ zero.model(*batches[0]).backward()
 
 class KeepsOld(Zero3):
     def after_step(self, unit):
-        unit.gathered = unit.whole.untyped_storage().size() > 0  # what is there is good enough
+        unit.gathered = unit.full.untyped_storage().size() > 0  # what is there is good enough
 
 
 def loss_after_a_look(stage):

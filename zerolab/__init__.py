@@ -21,7 +21,9 @@ from torch import nn
 
 from zerolab.checkpoint.files import CheckpointError
 from zerolab.checkpoint.saving import export_weights, load, load_model_weights, save
-from zerolab.comm.collectives import Call, Comm, CommError, Pending
+from zerolab.comm.collectives import Comm, Pending
+from zerolab.comm.record import Call
+from zerolab.comm.waiting import CommError
 from zerolab.ddp import DDP
 from zerolab.engine.engine import Engine
 from zerolab.engine.layout import Layout, Slot

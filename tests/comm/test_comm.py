@@ -15,6 +15,7 @@ from jobs_common import Caught, all_say, attempt, rank_ordered_mean
 
 import zerolab
 from zerolab import Comm
+from zerolab.comm import waiting
 
 CPU = torch.device("cpu")
 SIZES = (1, 7, 1000)
@@ -369,14 +370,14 @@ def test_a_slow_rank_and_another_order(ranks, deviates):
 
 
 def job_many_turns():
-    turn, zerolab.comm.POLL = zerolab.comm.POLL, timedelta(milliseconds=1)
+    turn, waiting.POLL = waiting.POLL, timedelta(milliseconds=1)
     try:
         comm = Comm(None, CPU)
         value = torch.ones(300_000)
         for _ in range(200):
             comm.all_reduce(value, "u").wait()
     finally:
-        zerolab.comm.POLL = turn
+        waiting.POLL = turn
 
 
 def test_what_ends_together_with_a_turn_of_the_wait_has_not_failed(ranks):

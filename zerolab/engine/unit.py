@@ -53,8 +53,8 @@ class Unit:
         self.name, self.sites, self.dtypes, self.comm, self.offload = name, sites, dtypes, comm, offload
         self.names = [name for name, _ in named]
         alignment = max(1, 16 // min(dtypes.master.itemsize, dtypes.compute.itemsize))
-        self.rank = comm.inside.rank  # which shard is this rank's
-        self.layout = Layout(named, comm.inside.size, alignment, comm.between.size if comm.between else 1)
+        self.rank = comm.shard_group.rank  # which shard is this rank's
+        self.layout = Layout(named, comm.shard_group.size, alignment, comm.replicate_group.size if comm.replicate_group else 1)
         self.trainable = any(p.requires_grad for _, p in named)  # as agreed between the ranks
 
         every = [(module, attribute, i) for i, group in enumerate(sites) for module, attribute in group]

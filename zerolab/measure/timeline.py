@@ -367,9 +367,9 @@ def _caller() -> tuple[str | None, str, tuple[str, int, str]]:
     code = frame.f_code
     site = (code.co_filename, frame.f_lineno, code.co_name)
     module = frame.f_globals.get("__name__", "")
-    if module == "zerolab.comm":
+    if module.startswith("zerolab.comm."):
         return "communication", str(frame.f_locals.get("unit", "")), site
-    if module == "zerolab.unit":
+    if module == "zerolab.engine.unit":
         unit = frame.f_locals.get("self")
         return "communication" if code.co_name == "start_gather" else "gradients", getattr(unit, "name", ""), site
     return None, "", site

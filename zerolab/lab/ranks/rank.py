@@ -250,7 +250,7 @@ def _syntax(error: SyntaxError, above: int = 0) -> str:
 def _frames(shell: Any, trace: TracebackType) -> list[str]:
     summary = [frame for frame in traceback.extract_tb(trace) if "IPython/core/" not in frame.filename]
     own = [frame for frame in summary if not _foreign(frame.filename)]
-    if summary and summary[-1] not in own and not summary[-1].filename.endswith("lab/guard.py"):
+    if summary and summary[-1] not in own and not summary[-1].filename.endswith("lab/ranks/guard.py"):
         own = own[-7:] + summary[-1:]
     lines = []
     for frame in own[-8:]:

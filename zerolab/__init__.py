@@ -31,7 +31,8 @@ from zerolab.engine.precision import Precision
 from zerolab.engine.scaler import LossScaler
 from zerolab.engine.step import declare_elementwise
 from zerolab.engine.unit import Unit
-from zerolab.world.processes import RankError, Ranks, init, launch
+from zerolab.world.environment import init
+from zerolab.world.processes import RankError, Ranks, launch
 from zerolab.zero1 import Zero1
 from zerolab.zero2 import Zero2
 from zerolab.zero3 import Zero3

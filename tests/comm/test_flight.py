@@ -102,12 +102,12 @@ def test_a_rank_that_skips_one_of_another_size_kills_another(ranks, tmp_path: Pa
     hint = r"rank 2 of 3 was killed by SIGABRT \(as gloo .* has another one skipped a collective\?\), in "
     assert re.match(hint, str(caught.value))
     results = [json.loads(file.read_text()) for file in sorted(tmp_path.glob("rank*.json"))]
-    # Who had got rank 2's bytes before it died took them for those of #2, and waits in #3.
+    # A rank that got rank 2's bytes before it died took them for the bytes of #2, and waits in #3.
     assert results and all(re.search(r"\nrank 2 did not come to #[23] .* is dead$", error) for error, _, _ in results)
 
 
 def test_a_store_that_does_not_answer_holds_nobody_up():
-    """Rank 0 holds the store, and is stopped. Whoever asks the store then would wait for ever."""
+    """Rank 0 holds the store, and is stopped. Whoever asks the store then would wait forever."""
     world = {"WORLD_SIZE": 2, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": free_port(), "TORCH_CPP_LOG_LEVEL": "ERROR"}
     first, second = [python(jobs_flight.__file__, TIMEOUT, RANK=rank, **world) for rank in (0, 1)]
     begin = time.monotonic()
@@ -117,7 +117,7 @@ def test_a_store_that_does_not_answer_holds_nobody_up():
         os.killpg(first.pid, signal.SIGKILL)
         finish(first)
     assert "CommError: rank 1 of 2: all-gather of root (forward) failed: " in err, err
-    assert "\nthe store does not answer, so nobody can be asked: who holds it" in err
+    assert "\nthe store does not answer, so nobody can be asked: its process (torchrun's agent" in err
     assert re.search(r"\nrank 1:\n  completed .*\n  waits in   #\d+ all-gather of root \(forward\) ", err)
     assert second.returncode == 1 and time.monotonic() - begin < 40  # most of it to start
 
@@ -156,7 +156,7 @@ def test_a_rank_without_a_collective_and_a_network_without_a_rank():
     said = flight.verdict({0: row("gather of a"), 1: row("gather of a")})
     assert (
         said
-        == "all ranks came to #1 gather of a, for which ranks 0, 1 wait: the network between them is slow, or broken"
+        == "all ranks came to #1 gather of a, for which ranks 0, 1 wait: the network between them is slow or broken"
     )
     assert flight.verdict({0: row("gather of a", waits=False), 1: {"silent": "died"}}) == ""
 

@@ -13,7 +13,8 @@ import torch
 import torch.distributed as dist
 from torch.utils.data import DataLoader
 
-from zerolab.world.processes import Ranks, init
+from zerolab.world.environment import init
+from zerolab.world.processes import Ranks
 
 TEN_MINUTES = 600
 

@@ -17,7 +17,8 @@ import psutil
 import pytest
 import torch
 
-from zerolab.world.processes import Patience, RankError, Ranks, _first_host, _read, init, launch
+from zerolab.world.environment import first_host, init, read_place
+from zerolab.world.processes import Patience, RankError, Ranks, launch
 
 ROOT = Path(__file__).resolve().parents[2]
 JOBS = Path(jobs_launch.__file__)
@@ -28,7 +29,8 @@ NO_WORLD = ("RANK", "WORLD_SIZE", "LOCAL_", "MASTER_", "GROUP_", "ROLE_", "TORCH
 def environment(**variables: object) -> dict[str, str]:
     """This process's environment without any trace of a world, and `variables`."""
     rest = {name: value for name, value in os.environ.items() if not name.startswith(NO_WORLD)}
-    return rest | {"PYTHONPATH": str(ROOT)} | {name: str(value) for name, value in variables.items()}
+    rest["PYTHONPATH"] = os.pathsep.join([str(ROOT), str(ROOT / "tests")])
+    return rest | {name: str(value) for name, value in variables.items()}
 
 
 def python(*args: object, **variables: object) -> subprocess.Popen:
@@ -442,21 +444,21 @@ SRUN |= {"SLURM_STEP_NODELIST": "node[03-05],old9", "SLURM_STEP_TASKS_PER_NODE":
 
 
 def test_the_place_that_slurm_describes() -> None:
-    assert _read(SRUN) == (5, 7, 1, 2, "node03", 10000 + 123456 % 20000)
-    assert _read(SRUN | {"SLURM_STEP_ID": "1"}).port != _read(SRUN).port
-    assert _read(SRUN | {"MASTER_ADDR": "10.0.0.1", "MASTER_PORT": "29500"})[4:] == ("10.0.0.1", 29500)
+    assert read_place(SRUN) == (5, 7, 1, 2, "node03", 10000 + 123456 % 20000)
+    assert read_place(SRUN | {"SLURM_STEP_ID": "1"}).port != read_place(SRUN).port
+    assert read_place(SRUN | {"MASTER_ADDR": "10.0.0.1", "MASTER_PORT": "29500"})[4:] == ("10.0.0.1", 29500)
     last = {"SLURM_NODEID": "3", "SLURM_PROCID": "6", "SLURM_LOCALID": "0"}
-    assert _read(SRUN | last).local_world_size == 1
+    assert read_place(SRUN | last).local_world_size == 1
     asked = {"SLURM_NTASKS_PER_NODE": "4", "SLURM_STEP_TASKS_PER_NODE": ""}
-    assert _read(SRUN | asked).local_world_size == 4
+    assert read_place(SRUN | asked).local_world_size == 4
     torchrun = {"RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "localhost", "MASTER_PORT": "1"}
-    assert _read(SRUN | torchrun) == (1, 2, 1, 2, "localhost", 1)
+    assert read_place(SRUN | torchrun) == (1, 2, 1, 2, "localhost", 1)
 
 
 def test_slurm_without_srun_is_a_world_of_one() -> None:
-    assert _read({"SLURM_NTASKS": "4", "SLURM_NODELIST": "a,b"}).world_size == 1  # salloc's shell
-    assert _read({"SLURM_PROCID": "0", "SLURM_NODELIST": "a"}).world_size == 1  # a batch script
-    assert _read({"SLURM_PROCID": "0", "SLURM_NTASKS": "1"}).world_size == 1
+    assert read_place({"SLURM_NTASKS": "4", "SLURM_NODELIST": "a,b"}).world_size == 1  # salloc's shell
+    assert read_place({"SLURM_PROCID": "0", "SLURM_NODELIST": "a"}).world_size == 1  # a batch script
+    assert read_place({"SLURM_PROCID": "0", "SLURM_NTASKS": "1"}).world_size == 1
 
 
 @pytest.mark.parametrize(
@@ -470,8 +472,8 @@ def test_slurm_without_srun_is_a_world_of_one() -> None:
         ("", ""),
     ],
 )
-def test_first_host(hosts: str, first: str) -> None:
-    assert _first_host(hosts) == first
+def testfirst_host(hosts: str, first: str) -> None:
+    assert first_host(hosts) == first
 
 
 LOCAL2 = {"RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29500"}

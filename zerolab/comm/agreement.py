@@ -39,7 +39,7 @@ class Agreement:
     def __init__(self, everyone: Group, recorder: Recorder, mesh: tuple[int, int] | None, fake: bool) -> None:
         hold(self)
         self._everyone, self._recorder = everyone, recorder
-        self._control = None if fake else control_group(everyone.handle)
+        self._control: Any = None if fake else control_group(everyone.handle)  # Any: torch hides _allgather_base
         self._log = log_of(everyone.handle, "control")
         self._gathers = 0  # how many all-gathers so far: the same number on every rank
         self._last: tuple[str, str] | None = None  # (unit, phase) of the last gather

@@ -84,7 +84,7 @@ def hold(holder: object) -> None:
 
 @atexit.register
 def _let_go() -> None:
-    """End the threads that work for this package. One that still wants the interpreter after its end aborts the process.
+    """End the threads that work for this package: one that wants the interpreter after its end aborts the process.
 
     gloo's threads do: a finished collective is dropped a little later, tensors and all, by the thread that ran it
     (pytorch issue 190489). The threads end with their groups, and this file knows who holds groups. A collective that

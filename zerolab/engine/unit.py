@@ -54,7 +54,8 @@ class Unit:
         self.names = [name for name, _ in named]
         alignment = max(1, 16 // min(dtypes.master.itemsize, dtypes.compute.itemsize))
         self.rank = comm.shard_group.rank  # which shard is this rank's
-        self.layout = Layout(named, comm.shard_group.size, alignment, comm.replicate_group.size if comm.replicate_group else 1)
+        replicas = comm.replicate_group.size if comm.replicate_group else 1
+        self.layout = Layout(named, comm.shard_group.size, alignment, replicas)
         self.trainable = any(p.requires_grad for _, p in named)  # as agreed between the ranks
 
         every = [(module, attribute, i) for i, group in enumerate(sites) for module, attribute in group]

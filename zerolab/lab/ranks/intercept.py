@@ -60,7 +60,7 @@ class Invocation:
 
     @property
     def arguments(self) -> dict[str, Any]:
-        """All arguments by name, with defaults; `start` passes on changes to them. Raises TypeError if they do not fit."""
+        """All arguments by name, with defaults; `start` passes on changes to them. TypeError if they do not fit."""
         return self._bound.arguments
 
     @property

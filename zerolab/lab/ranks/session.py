@@ -210,7 +210,7 @@ class Session:
         cell = next(self._cells)
         for rank in set(range(self.size)) - set(chosen):
             self._note(cell, rank, "takes no part in this cell")
-        before = f"from zerolab.lab.ranks import guard as _guard; _guard.begin({cell}, {self.size}); del _guard"
+        before = f"from zerolab.lab import guard as _guard; _guard.begin({cell}, {self.size}); del _guard"
         for rank in chosen:
             self._ranks[rank].send(before, silent=True)
         try:

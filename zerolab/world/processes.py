@@ -1,6 +1,8 @@
-"""Fresh processes on this machine: `launch` runs a function on each of them, as the ranks of one world.
+"""Fresh processes on this machine, the ranks of one world: `launch` runs a function on each.
 
-losses = zerolab.launch(train.main, 4, "tiny")         # [main("tiny") of each rank]
+    losses = zerolab.launch(train.main, 4, "tiny")         # [main("tiny") of each rank]
+
+`Ranks` keeps the processes for several runs.
 """
 
 from __future__ import annotations

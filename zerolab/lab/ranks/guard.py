@@ -342,7 +342,7 @@ def _collective(call: Invocation) -> Any:
     agree({"op": name, "what": what, "splits": splits, "line": _line(call)}, group)
     if "async_op" not in call.arguments or "gloo" not in dist.get_backend(group):
         return call.proceed()
-    ready = network.collective(name, payload, dist.get_world_size(group))
+    ready = network.delay.before(name, payload, dist.get_world_size(group))
     asynchronous, work = call.asynchronous, call.start()
     peers = [rank for rank in dist.get_process_group_ranks(group) if rank != dist.get_rank()]
     flight = Flight(work, f"{name}{what}", peers, ready)

@@ -48,13 +48,13 @@ _free = {"out": 0.0, "in": 0.0}  # when each direction of this rank's link is fr
 
 
 class _Delay(Observer):
-    """Makes the engine's collectives as slow as the link."""
+    """Makes collectives as slow as if they ran as rings over the link."""
 
     def before(self, op: str, payload: int, size: int) -> float:
-        return collective(op, payload, size)
+        return collective(bytes_sent(op, payload, size), passes(op) * (size - 1))
 
 
-_delay = _Delay()
+delay = _Delay()
 
 
 def use(text: str | None) -> None:
@@ -62,24 +62,22 @@ def use(text: str | None) -> None:
     global _link
     _link = parse(text) if text else None
     _free.update({"out": 0.0, "in": 0.0})
-    if _delay in observers:
-        observers.remove(_delay)
+    if delay in observers:
+        observers.remove(delay)
     if _link:
-        observers.append(_delay)
+        observers.append(delay)
 
 
 def on() -> bool:
     return _link is not None
 
 
-def collective(op: str, payload: int, size: int) -> float:
-    """`size` ranks issue a collective on `payload` bytes, all parts together: when it may finish, by time.perf_counter.
-
-    It takes the link in both directions, as long as it would if it ran as a ring."""
+def collective(sent: int, messages: int) -> float:
+    """Issue a collective: when it may be complete, by time.perf_counter."""
     if _link is None:
         return 0.0
     begin = max(time.perf_counter(), *_free.values())
-    end = begin + _link.seconds(bytes_sent(op, payload, size), passes(op) * (size - 1))
+    end = begin + _link.seconds(sent, messages)
     _free.update({"out": end, "in": end})
     return end
 
@@ -112,7 +110,7 @@ _ASK = "?"
 
 
 def link(text: str | None = _ASK) -> None:
-    """`link("200 MB/s, 50 us")` emulates such a network on the live ranks, `link(None)` stops; `link()` says which."""
+    """`link("200 MB/s, 50 us")` emulates such a network on the live ranks, `link(None)` none; `link()` says which."""
     from zerolab.lab.ranks import session
 
     ranks = session.need()
@@ -122,11 +120,11 @@ def link(text: str | None = _ASK) -> None:
 
 
 def current() -> str | None:
-    """The link that is emulated on the live ranks, as it was asked for; titles of pictures say it."""
+    """The link that is emulated on the live ranks, in the words in which it was set, for titles of pictures."""
     from zerolab.lab.ranks import session
 
     ranks = session.current()
     return ranks.emulated if ranks else (_link.text if _link else None)
 
 
-setattr(link, "current", current)  # noqa: B010 (lab.link.current(); mypy knows no attributes of functions)
+link.current = current  # lab.link.current()

@@ -1,6 +1,6 @@
 """Between the ranks: collectives, what the ranks agree on, what is recorded, and who is missing when one fails.
 
-`collectives.py` is the one to read. It stands on `agreement` (do the ranks go the same way), `waiting`, `record`
+`collectives.py` is the one to read. It builds on `agreement` (do the ranks go the same way), `waiting`, `record`
 (calls, bytes, times), `groups` and `flight` (the flight recorder), each of which imports only those after it.
 """
 

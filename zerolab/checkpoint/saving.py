@@ -134,7 +134,7 @@ def _write_part(folder: Path, zero: Engine, optimizer: Optimizer) -> dict[str, A
     ranges: dict[str, tuple[int, int]] = {}
     states: dict[str, dict[str, Any]] = {}
     shared = _shared_keys(optimizer)
-    first_replica = zero.comm.between is None or zero.comm.between.rank == 0
+    first_replica = zero.comm.replicate_group is None or zero.comm.replicate_group.rank == 0
     for unit, slot, param in _parameters(zero):
         begin, end = unit.layout.owned(slot, unit.rank)
         start, stop = begin - slot.offset, end - slot.offset

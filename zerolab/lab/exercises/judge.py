@@ -18,7 +18,7 @@ from types import ModuleType
 import torch
 import torch.distributed as dist
 
-from zerolab.comm.collectives import CommError
+from zerolab.comm.waiting import CommError
 from zerolab.lab.exercises.catalogue import UNKNOWN, Exercise, Spy, Todo, World, Wrong, catalogue, exercise
 from zerolab.lab.exercises.spy import PATIENCE, GaveUp
 from zerolab.world.processes import RankError, Ranks

@@ -85,12 +85,12 @@ def join(address: str, port: int, world: int, timeout: float, device: str, link:
     from IPython import get_ipython
 
     from zerolab.lab.ranks import guard, network
-    from zerolab.world import processes
+    from zerolab.world.environment import init, meet_in
 
     _leave()
     store = dist.TCPStore(address, port, wait_for_workers=False, timeout=timedelta(seconds=timeout))
-    processes._stores = (dist.PrefixStore(f"world {world}, group {group}", store) for group in itertools.count())
-    place = processes.init(timeout)
+    meet_in(dist.PrefixStore(f"world {world}, group {group}", store) for group in itertools.count())
+    place = init(timeout)
     if device == "shared":
         place = torch.device("cuda", int(os.environ["LOCAL_RANK"]) % torch.cuda.device_count())
         torch.cuda.set_device(place)
@@ -205,10 +205,10 @@ def release() -> None:
     import torch
     from IPython import get_ipython
 
-    from zerolab.world import processes
+    from zerolab.world.environment import meet_in
 
     _leave()
-    processes._stores = None
+    meet_in(None)
     shell = get_ipython()
     shell.set_custom_exc((), None)
     shell.kernel.comm_manager.unregister_target(TARGET, _arrived)
@@ -250,7 +250,7 @@ def _syntax(error: SyntaxError, above: int = 0) -> str:
 def _frames(shell: Any, trace: TracebackType) -> list[str]:
     summary = [frame for frame in traceback.extract_tb(trace) if "IPython/core/" not in frame.filename]
     own = [frame for frame in summary if not _foreign(frame.filename)]
-    if summary and summary[-1] not in own and not summary[-1].filename.endswith("lab/guard.py"):
+    if summary and summary[-1] not in own and not summary[-1].filename.endswith("lab/ranks/guard.py"):
         own = own[-7:] + summary[-1:]
     lines = []
     for frame in own[-8:]:

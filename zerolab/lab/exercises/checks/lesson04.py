@@ -675,7 +675,7 @@ ERRORS = {
     "must be Tensor, not NoneType": "there is no tensor: after a step unit.bucket.grad may be gone; unit.master is "
     "what travels",
     "in->size == out->size": "`received` must have room for a shard from every rank: as many elements as `flat`",
-    "stuck in reduce: not through": "in dist.reduce() all ranks must name the same dst: a call for each owner",
+    "stuck in reduce: not finished": "in dist.reduce() all ranks must name the same dst: a call for each owner",
 }
 FIRST_RANK = "the result reached rank 0 only: each rank needs the mean of its own shard"
 

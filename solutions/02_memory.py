@@ -384,7 +384,7 @@ if lab.predicted("02.5"):
     assert abs(sum(explained.values()) / activations[tokens] - 1) < 0.01  # other devices differ a little
 
 # %% [markdown]
-# Not a byte is left over. The first three lines are a formula, `zerolab.measure.formulas.activation_bytes`; what it leaves
+# Not a byte is left over. The first three lines are a formula, `zerolab.measure.activation_bytes`; what it leaves
 # out is below 1 %. Note what is *not* in the list: no matrix of tokens × tokens. Attention here is the fused kind, which
 # computes that matrix in pieces and never keeps it.
 #

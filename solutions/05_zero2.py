@@ -200,7 +200,7 @@ if lab.predicted("05.2"):
 # piled up, and there it falls. What the four peaks are made of, to the byte:
 
 # %%
-from zerolab.measure.timeline import KINDS
+from zerolab.measure import KINDS
 
 if lab.predicted("05.2"):
     print(f"{'':20}{'large, stage 1':>16}{'stage 2':>12}{'small, stage 1':>16}{'stage 2':>12}")

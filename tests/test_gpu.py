@@ -29,7 +29,7 @@ from torch import Tensor
 
 import zerolab
 from zerolab.measure import model_states, state_bytes, timeline, trace
-from zerolab.measure.trace import intersection, length, union
+from zerolab.measure.spans import intersection, length, union
 from zerolab.tasks.models import GPT
 from zerolab.tasks.models import Block as GPTBlock
 

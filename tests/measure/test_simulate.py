@@ -18,7 +18,7 @@ from zerolab import Precision
 from zerolab.apps import paper
 from zerolab.measure import ledger, model_states, paper_state_bytes, simulate, timeline
 from zerolab.measure.formulas import activation_bytes
-from zerolab.measure.plan import in_parameters, plan, read_parameters
+from zerolab.measure.planning import in_parameters, plan, read_parameters
 from zerolab.measure.units import in_bytes, in_seconds, read_bytes
 from zerolab.tasks.models import GPT, Block
 
@@ -232,7 +232,7 @@ def test_the_commands_speak(tmp_path):
     assert json.loads(path.read_text())["states"]["gradients"] > 0
     assert drawn.read_bytes().startswith(b"\x89PNG")
     for arguments, word in (
-        (("plan", "--params", "many", "--ranks", "4"), "no number of parameters"),
+        (("plan", "--params", "many", "--ranks", "4"), "not a number of parameters"),
         (("plan", "--params", "1B", "--ranks", "0"), "must be 1 or more"),
         (("plan", "--params", "1B", "--ranks", "4", "--precision", "int8"), "invalid choice"),
         (("simulate",), "required"),

@@ -12,7 +12,7 @@ import torch
 import zerolab
 from zerolab import Precision
 from zerolab.measure import KINDS, ledger, model_states, moved_bytes, peak, timeline, trace
-from zerolab.measure.trace import Span, Trace, intersection, length, union
+from zerolab.measure.spans import Span, Trace, intersection, length, union
 from zerolab.tasks.models import GPT, Block
 
 BF16 = Precision(torch.bfloat16)

@@ -172,10 +172,9 @@ def activation_bytes(
     (The paper, section 3.2, counts 12 tensors a block; Korthikanti et al., arXiv 2205.05198, count 17, and 5 more for
     attention that is not fused, with dropout.)
     """
-    if min(tokens, layers, width, vocabulary) < 1:
-        raise ValueError(
-            f"tokens, layers, width, vocabulary must be 1 or more, not {tokens, layers, width, vocabulary}"
-        )
+    sizes = (tokens, layers, width, vocabulary)
+    if min(sizes) < 1:
+        raise ValueError(f"tokens, layers, width and vocabulary must be 1 or more, not {sizes}")
     row = tokens * width * compute.itemsize
     return (1 if checkpointing else 16) * layers * row + 2 * row + 4 * tokens * vocabulary
 

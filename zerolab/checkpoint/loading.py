@@ -96,7 +96,7 @@ class _Loading:
         if "generators/cuda" in self.own:
             torch.cuda.set_rng_state(self.own["generators/cuda"], self.zero.comm.device)
         for unit in self.zero.units:
-            self.zero._changed(unit)
+            self.zero.master_changed(unit)
         self.zero.comm.step = self.content["step"]
 
     # -- does the checkpoint fit this model and optimizer? -------------------------------------------------------
@@ -171,7 +171,7 @@ class _Loading:
         """This rank's elements of a tensor that has the shape of a parameter: flat, in the memory order of `slot`."""
         entry = self.entries[slot.name]
         start, stop = 0, slot.numel
-        if unit.master.numel() < unit.layout.size:
+        if unit.sharded:
             start, stop = (i - slot.offset for i in unit.layout.owned(slot, unit.rank))
         read = partial(self.pieces.read, f"{kind}/{entry['names'][0]}", DTYPES[dtype])
         if tuple(entry["stride"]) == slot.stride:

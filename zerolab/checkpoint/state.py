@@ -11,8 +11,8 @@ from torch.optim import Optimizer
 
 from zerolab.checkpoint.files import DTYPES, NAMES, CheckpointError
 from zerolab.comm.collectives import Comm
-from zerolab.engine.engine import Engine, _in_backward
-from zerolab.engine.full import _own_state_dict
+from zerolab.engine.engine import Engine
+from zerolab.engine.full import own_state_dict
 from zerolab.engine.layout import Slot
 from zerolab.engine.unit import Unit
 
@@ -36,8 +36,7 @@ def on_all_ranks(comm: Comm, what: str, work: Callable[[], Any]) -> list[Any]:
 
 def check_idle(zero: Engine) -> None:
     """Raise `CheckpointError` unless parameters are at rest: no forward, backward or `full_parameters()` is running."""
-    zero._forget_calls()
-    if zero._depth or zero._bypassed or _in_backward():
+    if not zero.is_idle():
         raise CheckpointError("a checkpoint cannot be saved or loaded inside forward, backward or full_parameters()")
 
 
@@ -129,7 +128,7 @@ def from_json(saved: dict[str, Any]) -> Any:
 def buffers(zero: Engine) -> dict[str, Tensor]:
     """The buffers that a state dict contains, by name."""
     names = {name for name, _ in zero.model.named_parameters(remove_duplicate=False)}
-    own = _own_state_dict(zero)
+    own = own_state_dict(zero)
     found = {name: buffer for name, buffer in zero.model.named_buffers() if name in own}
     aliases = {name for name, _ in zero.model.named_buffers(remove_duplicate=False)}
     if strange := sorted(own.keys() - names - aliases):

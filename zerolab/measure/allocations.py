@@ -202,7 +202,7 @@ class _Recorder(TorchDispatchMode):
         handles = [
             full.register_hook(partial(self._note_gradient, unit))
             for unit in self.zero.units
-            for full in unit.wholes
+            for full in unit.full_params
             if full.requires_grad
         ]
         try:
@@ -327,8 +327,13 @@ class _Recorder(TorchDispatchMode):
             for tensor in (unit.master, unit.shard, *unit.params):
                 self._note(tensor, "parameters", unit.name)
             kind = "gathered parameters" if self.zero.stage == 3 else "parameters"
-            self._note(unit.whole, kind, unit.name)
-            for gradient in (unit.whole_grad, unit.kept_memory, unit.grad, *(param.grad for param in unit.params)):
+            self._note(unit.full, kind, unit.name)
+            for gradient in (
+                unit.bucket.full,
+                unit.bucket.kept_memory,
+                unit.bucket.grad,
+                *(param.grad for param in unit.params),
+            ):
                 self._note(gradient, "gradients", unit.name)
             for param in unit.params:
                 for value in self.optimizer.state.get(param, {}).values():
@@ -368,6 +373,7 @@ def _caller() -> tuple[str | None, str, tuple[str, int, str]]:
     if module.startswith("zerolab.comm."):
         return "communication", str(frame.f_locals.get("unit", "")), site
     if module in ("zerolab.engine.unit", "zerolab.engine.bucket"):
-        owner = frame.f_locals.get("self")
-        return "communication" if code.co_name == "start_gather" else "gradients", getattr(owner, "name", ""), site
+        owner = frame.f_locals.get("self")  # a Unit, or a Bucket
+        unit = getattr(owner, "unit", owner)
+        return "communication" if code.co_name == "start_gather" else "gradients", getattr(unit, "name", ""), site
     return None, "", site

@@ -43,10 +43,10 @@ def holdings(zero: Engine, optimizer: Optimizer) -> Holdings:
     found: dict[str, list[Extent]] = {category: [] for category in CATEGORIES}
     base = 0
     for unit in zero.units:
-        found["parameters"] += _held(unit, unit.whole, base) + _held(unit, unit.master, base)
-        for gradient in (unit.whole_grad, unit.grad, *(param.grad for param in unit.params)):
+        found["parameters"] += _held(unit, unit.full, base) + _held(unit, unit.master, base)
+        for gradient in (unit.bucket.full, unit.bucket.grad, *(param.grad for param in unit.params)):
             found["gradients"] += _held(unit, gradient, base)
-        first = 0 if unit.master.numel() == unit.layout.size else unit.layout.bounds(unit.rank)[0]
+        first = unit.layout.bounds(unit.rank)[0] if unit.sharded else 0
         origin = base + first - int(unit.master.storage_offset())
         for param in unit.params:
             state = optimizer.state.get(param, {})

@@ -328,12 +328,8 @@ class _Recorder(TorchDispatchMode):
                 self._note(tensor, "parameters", unit.name)
             kind = "gathered parameters" if self.zero.stage == 3 else "parameters"
             self._note(unit.full, kind, unit.name)
-            for gradient in (
-                unit.bucket.full,
-                unit.bucket.kept_memory,
-                unit.bucket.grad,
-                *(param.grad for param in unit.params),
-            ):
+            bucket = unit.bucket
+            for gradient in (bucket.full, bucket.kept_memory, bucket.grad, *(param.grad for param in unit.params)):
                 self._note(gradient, "gradients", unit.name)
             for param in unit.params:
                 for value in self.optimizer.state.get(param, {}).values():

@@ -13,7 +13,7 @@ from zerolab.measure.units import in_bytes
 
 
 def memory_plan(rows: Sequence[Row], memory: float, title: str) -> tuple[Figure, str]:
-    """`measure.plan(...)` of four stages, with a rule at the `memory` (bytes) of a GPU. By the formula: no run."""
+    """`measure.plan.plan(...)` of four stages, with a rule at the `memory` (bytes) of a GPU. By the formula: no run."""
     sentence = _sentence(rows, memory)
     figure = frame("Does it fit?", f"{title}; by the formula", sentence, (9.0, 4.9))
     axes = figure.add_axes((0.085, 0.26, 0.885, 0.49))

@@ -56,8 +56,10 @@ KINDS = (
     "other",  # buffers, inputs, temporaries of the optimizer's step
 )
 
-
 NOWHERE = ("", 0, "")
+
+# The modules of the engine that allocate for one unit.
+OF_A_UNIT = ("zerolab.engine.unit", "zerolab.engine.bucket", "zerolab.engine.accumulation")
 
 
 @dataclass
@@ -368,8 +370,9 @@ def _caller() -> tuple[str | None, str, tuple[str, int, str]]:
     module = frame.f_globals.get("__name__", "")
     if module.startswith("zerolab.comm."):
         return "communication", str(frame.f_locals.get("unit", "")), site
-    if module in ("zerolab.engine.unit", "zerolab.engine.bucket"):
-        owner = frame.f_locals.get("self")  # a Unit, or a Bucket
-        unit = getattr(owner, "unit", owner)
+    if module in OF_A_UNIT:
+        owner = frame.f_locals.get("self")  # a Unit, its Bucket, or what that keeps back
+        bucket = getattr(owner, "bucket", owner)
+        unit = getattr(bucket, "unit", None)
         return "communication" if code.co_name == "start_gather" else "gradients", getattr(unit, "name", ""), site
     return None, "", site

@@ -391,7 +391,7 @@ if lab.predicted("02.5"):
     assert abs(sum(explained.values()) / activations[tokens] - 1) < 0.01  # other devices differ a little
 
 # %% [markdown]
-# Every byte is explained. The first three lines are a formula, `zerolab.measure.formulas.activation_bytes`; what it
+# Every byte is explained. The first three lines are a formula, `zerolab.measure.activation_bytes`; what it
 # leaves out is below 1 %. Notice what is *not* in the list: a matrix of tokens × tokens. Attention here is the fused
 # kind, which computes that matrix in pieces and never keeps it.
 #

@@ -321,7 +321,7 @@ if lab.predicted("04.1"):
     plots.show(plots.skyline(lines, learner=[False, lab.passed("04.2")]))
 
 # %%
-from zerolab.measure.timeline import KINDS
+from zerolab.measure import KINDS
 
 if lab.predicted("04.1"):
     before, after = (line.by_kind() for line in lines)

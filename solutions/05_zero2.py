@@ -204,7 +204,7 @@ if lab.predicted("05.2"):
 # batch the peak comes when gradients have piled up, so it falls. Here is what the four peaks are made of, to the byte:
 
 # %%
-from zerolab.measure.timeline import KINDS
+from zerolab.measure import KINDS
 
 if lab.predicted("05.2"):
     print(f"{'':20}{'large, stage 1':>16}{'stage 2':>12}{'small, stage 1':>16}{'stage 2':>12}")

@@ -65,7 +65,7 @@ lab.predict("07.3", 4 * (73_984 + 2 * 198_272))
 
 # %%
 # %%ranks
-from zerolab.measure.watch import watched
+from zerolab.measure import watched
 
 story = []
 
@@ -371,7 +371,7 @@ except ValueError as error:
 # %%
 # %%ranks
 from zerolab.lab.ranks.calls import calls
-from zerolab.measure.peak import peak_of
+from zerolab.measure import peak_of
 
 
 def build_theirs():

@@ -20,8 +20,7 @@ from typing import Any
 
 from torch import nn
 
-from zerolab.checkpoint.files import CheckpointError
-from zerolab.checkpoint.saving import export_weights, load, load_model_weights, save
+from zerolab.checkpoint import CheckpointError, export_weights, load, load_model_weights, save
 from zerolab.comm.collectives import Comm, Pending
 from zerolab.comm.record import Call
 from zerolab.comm.waiting import CommError

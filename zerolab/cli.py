@@ -72,7 +72,7 @@ def add_demo(commands: argparse._SubParsersAction) -> None:
 
 
 def add_plan(commands: argparse._SubParsersAction) -> None:
-    from zerolab.measure import plan as planning
+    from zerolab.measure import planning
     from zerolab.measure.units import in_bytes, read_bytes
 
     plan = commands.add_parser(

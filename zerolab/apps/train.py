@@ -41,7 +41,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 import zerolab
-from zerolab.checkpoint.saving import MANIFEST
+from zerolab.checkpoint import MANIFEST
 from zerolab.tasks import data
 from zerolab.tasks.models import CNN, GPT, Block, ConvBlock, PairEncoder
 

@@ -8,7 +8,7 @@ from matplotlib.figure import Figure
 
 from zerolab.lab.plots.style import COLOURS, GREY, HATCHES, INK, above, frame, legend, patches, plain, scale_of
 from zerolab.measure import CATEGORIES
-from zerolab.measure.plan import STAGES, Row, in_parameters
+from zerolab.measure.planning import STAGES, Row, in_parameters
 from zerolab.measure.units import in_bytes
 
 

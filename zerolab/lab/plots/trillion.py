@@ -9,9 +9,9 @@ from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 
 import zerolab
-from zerolab.apps.paper import BF16, PARAMETERS
 from zerolab.lab.plots.style import COLOURS, GREY, INK, frame, legend, plain
 from zerolab.measure.formulas import state_bytes
+from zerolab.measure.paper import BF16, PARAMETERS
 
 GPUS = (24, 80, 141)  # GB of memory that are common
 LINES = {0: (INK, ":"), 1: (COLOURS["optimizer"], "-."), 2: ("#B37400", "--"), 3: (COLOURS["gathered parameters"], "-")}

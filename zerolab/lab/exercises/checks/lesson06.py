@@ -15,7 +15,7 @@ import zerolab
 from zerolab.engine.unit import Unit
 from zerolab.lab.exercises.catalogue import Exercise, World, Wrong, compare, edit
 from zerolab.lab.exercises.checks import values
-from zerolab.measure.ledger import Ledger, ledger
+from zerolab.measure.traffic import Ledger, ledger
 
 SHARD = 6  # elements of each rank's shard, in 06.1
 SIZE_0 = "out of bounds for storage of size 0"

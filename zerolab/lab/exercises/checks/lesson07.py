@@ -24,7 +24,7 @@ from zerolab.lab.exercises.checks.lesson06 import (
     inputs,
     whole_bytes,
 )
-from zerolab.measure.ledger import Ledger, ledger
+from zerolab.measure.traffic import Ledger, ledger
 from zerolab.measure.watch import watched
 
 AGAIN = "post_forward() let it go: pre_backward() must gather it again (torch would say: storage of size 0)"

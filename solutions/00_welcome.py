@@ -137,7 +137,7 @@ lab.predict("00.2", 4)
 # What each rank holds is counted from its live memory.
 
 # %%
-from zerolab.apps.demo import measure_ladder
+from zerolab.lab import measure_ladder
 
 lab.stop()  # these four have done their work; the measurement starts its own
 report, problems = measure_ladder(ranks=4, steps=3, device="cpu", sizes={"layers": 4, "width": 128})
@@ -173,7 +173,7 @@ if lab.predicted("00.2"):
 # stage 3 needs what it computes with whole for a moment, a *unit* (a block of layers, say) at a time: it is "in flight".
 
 # %%
-from zerolab.lab.explorers import memory_explorer
+from zerolab.lab import memory_explorer
 
 memory_explorer("7.5B", 64, activations="10 GB")
 

@@ -8,8 +8,8 @@ from typing import Any
 from matplotlib.figure import Figure
 
 import zerolab
-from zerolab.lab.plots.skyline import ORDER
 from zerolab.lab.plots.style import COLOURS, GREY, HATCHES, INK, frame, legend, patches, plain, scale_of
+from zerolab.lab.plots.timeline import ORDER
 from zerolab.measure.timeline import Timeline
 from zerolab.measure.units import in_bytes
 

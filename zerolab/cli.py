@@ -267,9 +267,7 @@ def _classroom_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--gpus", type=int, default=0, help="number of GPUs to lend (default 0: all on the CPU)")
     parser.add_argument("--ip", default="127.0.0.1", help="where the labs listen (default: this machine alone)")
     parser.add_argument("--open-to-network", action="store_true", help="needed for an --ip that others can reach")
-    parser.add_argument(
-        "--port", type=int, default=8801, help="the first port; labs take the next free ones (default 8801)"
-    )
+    parser.add_argument("--port", type=int, default=8801, help="the first; then the next free ones (default 8801)")
     parser.add_argument("--folder", type=Path, default=Path("class"), help="for the students' work (default: class)")
     parser.add_argument("--lease-minutes", type=float, default=10.0, help="how long GPUs are lent (default 10)")
     parser.add_argument("--memory", type=float, default=4.0, metavar="GB", help="limit for each student (default 4)")

@@ -12,8 +12,9 @@ import pytest
 import torch
 
 import zerolab
-from zerolab.apps.demo import conclusion, measure_ladder, print_table
+from zerolab.apps.demo import conclusion, print_table
 from zerolab.cli import main
+from zerolab.lab.ladder import measure_ladder
 from zerolab.measure import CATEGORIES
 from zerolab.tasks import data
 from zerolab.tasks.models import GPT
@@ -123,12 +124,12 @@ def test_every_rank_is_compared() -> None:
 
 
 def test_exit_status_says_what_is_wrong(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    monkeypatch.setattr("zerolab.lab.demo.measure_ladder", lambda *_: (made_up_report(), ["stage 1: is crooked"]))
+    monkeypatch.setattr("zerolab.apps.demo.measure_ladder", lambda *_: (made_up_report(), ["stage 1: is crooked"]))
     assert main(["demo"]) == 1
     said = capsys.readouterr().out
     assert "WRONG: stage 1: is crooked" in said
     assert "bit for bit;" not in said  # no conclusion that would say the opposite
-    monkeypatch.setattr("zerolab.lab.demo.measure_ladder", lambda *_: (made_up_report(), []))
+    monkeypatch.setattr("zerolab.apps.demo.measure_ladder", lambda *_: (made_up_report(), []))
     assert main(["demo"]) == 0
     assert "WRONG" not in capsys.readouterr().out
 
@@ -220,8 +221,8 @@ def test_extras_are_imported_only_when_they_are_used() -> None:
         return set(subprocess.run([sys.executable, "-c", code], capture_output=True, text=True).stdout.split())
 
     by_torch = imported("torch")  # which takes tqdm and numpy where it finds them
-    ours = imported("zerolab.measure, zerolab.cli, zerolab.lab.demo")
-    assert "zerolab.lab.demo" in ours
+    ours = imported("zerolab.measure, zerolab.cli, zerolab.apps.demo")
+    assert "zerolab.apps.demo" in ours
     assert not {"rich", "tqdm", "matplotlib", "numpy"} & (ours - by_torch)
 
 

@@ -123,17 +123,17 @@ def test_build_then_nothing_then_what_changed(
     source.write_text(SOURCE.replace("the answer is 12", "the answer is 13"))  # which the lesson does not hold
     assert build.main(["--root", str(course), "--check"]) == 1
     said = capsys.readouterr().out
-    assert "solutions/01_tiny.ipynb is not what its source says: cell write-it-here-now-6 differs" in said
+    assert "solutions/01_tiny.ipynb does not match its source: cell write-it-here-now-6 differs" in said
     assert "lessons/" not in said
     ran: list[Path] = []
     monkeypatch.setattr(build, "execute", lambda notebook, folder: ran.append(folder))
-    build.build(source)
+    build.update(source)
     assert [folder.name for folder in ran] == ["solutions"]
-    build.build(source, force=True)
+    build.update(source, force=True)
     assert [folder.name for folder in ran] == ["solutions", "solutions", "lessons"]
     (course / "package").mkdir()
     (course / "package" / "engine.py").write_text("pass\n")
-    build.build(source)
+    build.update(source)
     assert [folder.name for folder in ran[3:]] == ["solutions", "lessons"]
 
 
@@ -145,8 +145,8 @@ def test_drift(course: Path, capsys: pytest.CaptureFixture) -> None:
     nbformat.write(nbformat.v4.new_notebook(), course / "lessons" / "02_old.ipynb")
     found = build.drift(course)
     assert found[:2] == [
-        "solutions/01_tiny.ipynb is not what its source says: cell 01-a-tiny-lesson-2 was not run",
-        "lessons/01_tiny.ipynb is not what its source says: cell 01-a-tiny-lesson-2 was not run",
+        "solutions/01_tiny.ipynb does not match its source: cell 01-a-tiny-lesson-2 was not run",
+        "lessons/01_tiny.ipynb does not match its source: cell 01-a-tiny-lesson-2 was not run",
     ]
     assert found[2:] == ["lessons/02_old.ipynb has no source"]
     assert build.main(["--root", str(course / "lessons")]) == 2

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from zerolab.lab.plots import png
-from zerolab.lab.plots.shards import Piece, largest_share, shard_map
+from zerolab.lab.plots import Piece, largest_share, png, shard_map
 
 pytestmark = pytest.mark.slow
 

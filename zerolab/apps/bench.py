@@ -61,7 +61,7 @@ Step = Callable[[int], float]  # takes a step's number, trains, returns the loss
 
 
 def pairs_of(precision: str) -> tuple[tuple[str, str], ...]:
-    """Pairs of ours and a peer. DeepSpeed only if it is installed, and not its stage 0 in bf16, which has no masters."""
+    """Pairs of ours and a peer. DeepSpeed only if installed, and not its stage 0 in bf16, which has no masters."""
     if importlib.util.find_spec("deepspeed") is None:
         return PAIRS
     return PAIRS + (DEEPSPEED if precision == "fp32" else DEEPSPEED[1:])

@@ -107,12 +107,3 @@ def _check_files(json_file: str | None, plot_file: str | None) -> None:
             raise Refused(f"{option} {file}: cannot write there")
     if plot_file and Path(plot_file).suffix not in (".png", ".svg", ".pdf"):
         raise Refused(f"--plot {plot_file}: the name must end in .png, .svg or .pdf")
-
-
-def _need(*packages: str) -> None:
-    """Raises `Refused` if a package of the extra `lab` is missing."""
-    for package in packages:
-        try:
-            importlib.import_module(package)
-        except ImportError:
-            raise Refused(f"this needs {package}: pip install 'zerolab[lab]'") from None

@@ -83,7 +83,7 @@ def simulate_gpt(layers: int, width: int, stage: int, ranks: int, precision: Pre
 
 
 def expected_gb(cell: Cell) -> float:
-    """What this engine should hold: the paper's value, or 14Ψ/N in stage 3, as it keeps no 16-bit copy of its slices."""
+    """What this engine should hold: the paper's value; in stage 3 14Ψ/N, as it keeps no 16-bit copy of its slices."""
     return 14 * PARAMETERS[cell.model] / cell.ranks / 1e9 if cell.stage == 3 else cell.paper_gb
 
 
@@ -129,7 +129,7 @@ def show_cells(cells: list[Cell], path: str | None, picture: str | None = None) 
         "in stage 3, 14Ψ/N, because there each gather makes a fresh 16-bit copy of a slice and none is kept."
     )
     tell(
-        "paper, expected, engine: model states when backward returns. peak: of the whole step, on one sequence of 1,024 "
+        "paper, expected, engine: model states when backward returns. peak: of the step, on one sequence of 1,024 "
         "tokens, without checkpointing. sent: per step, by a ring."
     )
     if picture:

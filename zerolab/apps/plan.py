@@ -1,4 +1,4 @@
-"""`zerolab plan`: by the formulas, what each stage holds and moves, which stages fit, and the largest model that does."""
+"""`zerolab plan`: what each stage holds and moves by the formulas, which ones fit, and the largest model that does."""
 
 from __future__ import annotations
 

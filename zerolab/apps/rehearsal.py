@@ -1,8 +1,8 @@
 """`zerolab doctor --students 20`: can this machine hold the class? It starts one live rank per student and measures.
 
 The ranks start as in notebooks: each process holds up to `ranks` live ranks, which train a small model. What such a
-process and its ranks use is measured while all are live, and scaled up to a server and a notebook with all its ranks for
-each student. Nothing outlives the doctor: a notebook ends when its input does, and its ranks end with it.
+process and its ranks use is measured while all are live, and scaled up to a server and a notebook with all its ranks
+for each student. Nothing outlives the doctor: a notebook ends when its input does, and its ranks end with it.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""`zerolab scaling`: how the time and the bytes of a step grow with units, parameters and ranks, and the engine's share.
+"""`zerolab scaling`: how a step's time and bytes grow with units, parameters and ranks, and the engine's share of it.
 
 To find the engine's share, a model runs once sharded and once plain, in one process on one thread, with torch's fake
 process group, which has ranks but moves nothing. The extra CPU time of the sharded model, less the time inside torch's
@@ -142,7 +142,7 @@ def fake_ranks(count: int) -> Iterator[None]:
 
 @contextmanager
 def collectives_timed() -> Iterator[list[float]]:
-    """Adds up, in a list with one entry, the CPU seconds spent inside the collectives that the engine calls for units."""
+    """Adds up, in a list with one entry, the CPU seconds inside the collectives that the engine calls for units."""
     spent = [0.0]
     places = [(collectives, "_all_gather"), (collectives, "_reduce_scatter"), (dist, "all_reduce")]
     originals = [getattr(module, name) for module, name in places]

@@ -8,7 +8,7 @@ Run the same command again and it resumes from the newest checkpoint; so do torc
 depend only on the seed and the step. A run that resumes on another number of ranks therefore sees the same samples, and
 on the same number it ends with the same parameters (on the CPU bit for bit) as if it had never stopped.
 
-Read from the top: arguments, task (data and model), train (shard, loop), validation, checkpoints, metrics, stop.
+Read from the top: arguments, task (data and model), run_rank (shard, loop), validation, checkpoints, metrics, stop.
 """
 
 from __future__ import annotations
@@ -157,7 +157,7 @@ def make_task(args: argparse.Namespace) -> Task:
         make = partial(PairEncoder, args.layers, args.width, HEADS, PAIR_WORDS)
     digest = hashlib.blake2b(digest_size=8)
     for tensor in split:
-        digest.update(memoryview(tensor.contiguous().numpy()))
+        digest.update(tensor.contiguous().numpy().data)
     return Task(split, make, units, "tokens" if args.task == "text" else "samples", digest.hexdigest())
 
 
@@ -212,7 +212,7 @@ def losses(model: nn.Module, inputs: Tensor, targets: Tensor, device: torch.devi
 # -- training --------------------------------------------------------------------------------------------------------
 
 
-def train(args: argparse.Namespace) -> int:
+def run_rank(args: argparse.Namespace) -> int:
     """Train as the arguments say, on the ranks of the default process group. Returns the number of steps completed.
 
     Raises `Refused` on every rank if the run cannot begin.
@@ -503,7 +503,7 @@ def peak_bytes(device: torch.device) -> int:
 def attempt(args: argparse.Namespace) -> str | None:
     """Train. Returns None, or why it was refused, in one line."""
     try:
-        train(args)
+        run_rank(args)
     except (Refused, zerolab.CheckpointError) as why:
         return str(why)
     return None

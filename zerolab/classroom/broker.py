@@ -1,11 +1,11 @@
 """Who has which GPU. A lease is an open socket, so it ends when the processes that hold it end, however they do.
 
 Each student has a Unix socket of their own, which tells the broker who is asking. A notebook connects, says how many
-GPUs it wants, learns its place in the queue, and then learns which GPUs it has. Its ranks inherit the connection, so the
-lease ends when the last of them is gone and not before: no GPU is ever lent twice.
+GPUs it wants, learns its place in the queue, and then learns which GPUs it has. Its ranks inherit the connection, so
+the lease ends when the last of them is gone and not before: no GPU is ever lent twice.
 
-Messages are lines of JSON. From the notebook: {"want": 2}, {"busy": true}. To it: {"place": 1}, {"own": ["3"]}, {"gpus": ["0", "1"],
-"lease": "...", "seconds": 600.0}, {"over": "why"}, {"refused": "why"}.
+Messages are lines of JSON. From the notebook: {"want": 2}, {"busy": true}. To it: {"place": 1}, {"own": ["3"]},
+{"gpus": ["0", "1"], "lease": "...", "seconds": 600.0}, {"over": "why"}, {"refused": "why"}.
 """
 
 from __future__ import annotations
@@ -192,7 +192,7 @@ class Broker:
             self._clients.remove(client)
 
     def _queue(self) -> list[Client]:
-        """Who waits: one notebook per student, and none of a student who has GPUs (it waits for that other notebook)."""
+        """Who waits: one notebook per student, and none of a student who has GPUs already."""
         seen = {client.student for client in self._clients if client.gpus}
         queue = []
         for client in self._clients:

@@ -1,7 +1,7 @@
 """Measures what each student's processes use, and ends those that use too much.
 
-It needs no cgroup, so it works in a container and without root. But it looks only once a second, so it is late to notice
-a process that grows faster than that.
+It needs no cgroup, so it works in a container and without root. But it looks only once a second, so it is late to
+notice a process that grows faster than that.
 """
 
 from __future__ import annotations

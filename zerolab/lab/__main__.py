@@ -72,9 +72,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m zerolab.lab", description=DESCRIPTION)
     parser.add_argument("--work", type=Path, default=Path("work"), help="where the copies are (default: work)")
     parser.add_argument("--no-browser", action="store_true", help="only print the address")
-    parser.add_argument(
-        "--port", type=int, default=8888, help="JupyterLab's port, or the next free one (default: 8888)"
-    )
+    parser.add_argument("--port", type=int, default=8888, help="for JupyterLab, or the next free one (default: 8888)")
     parser.add_argument("--ip", default="127.0.0.1", help="where JupyterLab listens (default: this machine alone)")
     parser.add_argument("--open-to-network", action="store_true", help="needed for an --ip that others can reach")
     options = parser.parse_args()

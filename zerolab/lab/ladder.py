@@ -1,8 +1,8 @@
 """The ladder on this machine: every stage trains the same model on the same text, and is measured.
 
 The yardstick is one process that does not use zerolab's engine. It runs the ranks' micro-batches one by one, adds their
-gradients in rank order in float32, divides by the number of ranks and rounds once. On gloo every stage must end with its
-parameters, bit for bit. The process runs on one thread, as the ranks do: another number of threads gives other bits.
+gradients in rank order in float32, divides by the number of ranks and rounds once. On gloo every stage must end with
+its parameters, bit for bit. The process runs on one thread, as the ranks do: more threads would give other bits.
 """
 
 from __future__ import annotations
@@ -50,8 +50,8 @@ def measure_ladder(
 ) -> tuple[Report, list[str]]:
     """Train alone and at each stage. Returns what was measured, and a line for everything that is not as it should be.
 
-    classes: the class of each stage. sizes: arguments of the `GPT` (default: 5.7 million parameters). Bytes are those of
-    the rank that has most, times those of the slowest rank. Raises `Refused` if the arguments make no sense.
+    classes: the class of each stage. sizes: arguments of the `GPT` (default: 5.7 million parameters). Bytes are those
+    of the rank that has most, times those of the slowest rank. Raises `Refused` if the arguments make no sense.
     """
     device = _check(ranks, steps, stages, precision, device)
     job = (steps, precision, sizes or {})

@@ -464,7 +464,7 @@ class Session:
         self._call("rank.join", *where, GROUP_TIMEOUT, self.device, self.emulated, timeout=60.0)
 
     def reset(self) -> list[int]:
-        """Make fresh process groups; variables are kept. Dead ranks start again, empty. Returns which ones those are."""
+        """Make fresh process groups, and start dead ranks again, empty. Variables are kept. Returns the fresh ranks."""
         self._must_live()
         fresh: set[int] = set()
         while True:

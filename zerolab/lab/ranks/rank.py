@@ -1,8 +1,8 @@
 """One rank of the lab: `python -m zerolab.lab.ranks.rank -f FILE`, an IPython kernel that live.py starts.
 
 It ends when the process that started it ends, for whatever reason. A thread checks for the parent twice a second; on
-Linux the system also kills this process, even while it hangs in C. An engine of an ipyparallel cluster (cluster.py) is a
-rank from `adopt` to `release`, which leaves the engine as it was.
+Linux the system also kills this process, even while it hangs in C. An engine of an ipyparallel cluster (cluster.py) is
+a rank from `adopt` to `release`, which leaves the engine as it was.
 """
 
 from __future__ import annotations

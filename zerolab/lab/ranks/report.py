@@ -101,7 +101,7 @@ def raised(content: dict[str, Any], now: float) -> Failure:
 
 
 def failure(results: dict[int, Result], size: int, hint: str) -> RankFailure | None:
-    """The error to raise: what went wrong on which rank, beginning with the rank that failed first. None: all is well."""
+    """The error to raise, if any: what went wrong on which rank, beginning with the rank that failed first."""
     failed = {rank: result.failure for rank, result in results.items() if result.failure}
     if not failed:
         return None

@@ -304,7 +304,7 @@ def test_the_board_trusts_nothing_that_a_student_may_write(tmp_path: Path) -> No
         console.print(*board.room_view(room))
     assert "[red]$" in shown.get() and "\x1b" not in shown.get() and "student-" not in shown.get()
     figure = board.picture(room)
-    assert "5 predictions of 6 students" in " ".join(text.get_text() for text in figure.texts)  # one was skipped
+    assert "5 predictions by 6 students" in " ".join(text.get_text() for text in figure.texts)  # one was skipped
     figure.savefig(io.BytesIO())
 
 
@@ -333,7 +333,7 @@ def test_the_teachers_table_fits_on_a_terminal_of_80_columns() -> None:
     ("arguments", "why"),
     [
         (["--ip", "0.0.0.0", "--port", "9100"], "ssh -L 9100:127.0.0.1:9100 <this machine>"),
-        (["--ip", "::", "--port", "9100"], "has its token runs programs as you"),
+        (["--ip", "::", "--port", "9100"], "its token can run programs as you"),
         (["--students", "0"], "--students must be from 1"),
         (["--memory", "0"], "--memory must be"),
         (["--port", "80"], "--port must be"),

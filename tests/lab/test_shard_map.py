@@ -27,5 +27,5 @@ def test_the_picture_says_what_it_shows() -> None:
 
 
 def test_ways_must_deal_out_the_same_elements() -> None:
-    with pytest.raises(ValueError, match="'short' deals out another number of elements than 'flat'"):
+    with pytest.raises(ValueError, match="'short' and 'flat' do not divide the same number of elements"):
         shard_map({"flat": EVEN, "short": EVEN[:1]}, 2)

@@ -97,7 +97,7 @@ def timeline_scrubber(lines: Sequence[Timeline], moment: int | None = None) -> E
     lines: one per rank, all of the same stage. moment: the event to begin at (default: the first rank's peak).
     """
     if not lines:
-        raise ValueError("give at least one timeline")
+        raise ValueError("there are no timelines to show")
     last = max(len(line.events) - line.before for line in lines)
     begin = lines[0].peak_moment - lines[0].before if moment is None else moment
 

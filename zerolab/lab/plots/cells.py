@@ -22,7 +22,7 @@ def before_after(name: str, before: Rows, after: Rows) -> tuple[Figure, str]:
     A number has the colour of the rank that held it before, so the ranks should hold different numbers.
     """
     if len(before) != len(after) or not before:
-        raise ValueError(f"{len(before)} rows before and {len(after)} after: give one per rank, both times")
+        raise ValueError(f"{len(before)} rows before and {len(after)} after: give one for each rank, both times")
     ranks = len(before)
     owner = {value: rank for rank, row in enumerate(before) for value in row}
     widest = max(len(row) for row in (*before, *after))

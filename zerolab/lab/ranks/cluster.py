@@ -298,7 +298,7 @@ def _sort(engines: list[_Engine]) -> tuple[list[_Engine], str]:
 
 
 def _choose_device(engines: list[_Engine], device: str) -> str:
-    """ "nccl" if every rank can have a GPU and we were asked to use them or told that they are ours; else "cpu"."""
+    """Return "nccl" if each rank can have a GPU and we were asked to use them or told they are ours, else "cpu"."""
     hosts = [engine.host for engine in engines]
     poor = [engine for engine in engines if engine.gpus < (1 if engine.own else hosts.count(engine.host))]
     if device == "cuda" and poor:

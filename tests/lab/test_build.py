@@ -15,6 +15,8 @@ from zerolab.lab.exercises.catalogue import exercise
 
 pytestmark = pytest.mark.slow
 
+ROOT = Path(__file__).parents[2]
+
 SOURCE = f"""\
 # %% [markdown]
 # # 01 · A tiny lesson
@@ -217,3 +219,18 @@ def test_checks_say_what_they_must(kind: str) -> None:
         else:
             with pytest.raises(build.BuildError, match=f"cell it of {kind} says: {re.escape(text.strip())}"):
                 build.inspect(notebook, kind)
+
+
+def test_lessons_import_the_lab_the_engine_and_its_measurements_only() -> None:
+    """`zerolab.lab` is the one name for everything that the lab has: where it keeps it is its own affair."""
+    from zerolab import lab
+
+    found = []
+    for source in build.sources(ROOT):
+        for module, names in re.findall(r"^(?:# )?from (zerolab[\w.]*) import (.+)$", source.read_text(), re.MULTILINE):
+            if not re.fullmatch(r"zerolab(\.lab(\.plots)?|\.measure(\.\w+)?)?", module):
+                found.append(f"{source.name}: {module}")
+            elif module == "zerolab.lab":
+                wanted = {name.partition(" as ")[0] for name in names.split(", ")}
+                found += [f"{source.name}: lab.{name}" for name in sorted(wanted - {"plots", *lab.__all__})]
+    assert len(build.sources(ROOT)) > 8 and found == []

@@ -70,14 +70,14 @@ class Sums(zerolab.DDP):
 
     def reduce(self, unit: zerolab.Unit) -> None:
         super().reduce(unit).wait()
-        unit.grad *= self.world_size
+        unit.bucket.grad *= self.world_size
 
 
 class Alone(zerolab.Zero1):
     """Reduces nothing."""
 
     def reduce(self, unit: zerolab.Unit) -> None:
-        unit.grad = unit.layout.shard(unit.whole_grad, self.rank)
+        unit.bucket.grad = unit.layout.shard(unit.bucket.full, self.rank)
 
 
 class Hoards(zerolab.Zero2):

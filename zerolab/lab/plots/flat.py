@@ -20,7 +20,7 @@ def flat_storage(layout: Layout) -> tuple[Figure, str]:
     padding = layout.size - layout.numel
     sentence = (
         f"{many(len(layout.slots), 'parameter')} of {', '.join(str(slot.numel) for slot in layout.slots)} elements lie "
-        f"in one buffer of {layout.size}, of which {padding} are padding; it cuts into {many(ranks, 'equal piece')} of "
+        f"in one buffer of {layout.size}, {padding} of them padding; it cuts into {many(ranks, 'equal piece')} of "
         f"{layout.shard_size}."
     )
     figure = frame("One flat buffer", f"Cut for {many(ranks, 'rank')}", sentence, (9.0, 2.6))

@@ -307,15 +307,6 @@ def test_a_room_without_a_level_is_noticed(tmp_path, monkeypatch):
         forbidden_imports()
 
 
-def test_no_function_has_the_name_of_its_module():
-    found = []
-    for name, path in modules().items():
-        tree = ast.parse(path.read_text(), str(path))
-        names = {node.name for node in tree.body if isinstance(node, (ast.FunctionDef, ast.ClassDef))}
-        found += [name] * (name.rpartition(".")[2] in names)
-    assert found == []
-
-
 # --- the files ---
 
 

@@ -25,8 +25,7 @@ lab.start(1);
 # %%ranks
 # NBVAL_CHECK_OUTPUT
 import torch
-from zerolab.tasks.data import batch, text
-from zerolab.tasks.models import GPT, Block
+from zerolab.lab import GPT, Block, batch, text
 
 words = text()
 torch.manual_seed(0)
@@ -217,7 +216,7 @@ print("the view starts", weight.data_ptr() - flat.data_ptr(), "bytes after the b
 # %%
 # NBVAL_CHECK_OUTPUT
 import torch
-from zerolab.engine.layout import Layout
+from zerolab import Layout
 
 three = [("a", torch.empty(5)), ("b", torch.empty(2, 2)), ("c", torch.empty(3, 2))]
 plots.show(plots.flat_storage(Layout(three, world_size=4)))

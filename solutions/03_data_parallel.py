@@ -20,8 +20,7 @@ lab.start(4);
 # NBVAL_CHECK_OUTPUT
 import torch
 import torch.distributed as dist
-from zerolab.tasks.data import batch, text
-from zerolab.tasks.models import GPT, Block
+from zerolab.lab import GPT, Block, batch, text
 
 words = text()
 
@@ -105,7 +104,7 @@ lab.check("03.1")
 # %%
 # %%ranks
 from zerolab import lab
-from zerolab.lab.ranks.calls import calls
+from zerolab.lab import calls
 
 average = lab.mine("03.1")
 with calls() as book:
@@ -143,8 +142,7 @@ naive = train(make_model(), average)
 
 # %%
 import torch
-from zerolab.tasks.data import batch, text
-from zerolab.tasks.models import GPT, Block
+from zerolab.lab import GPT, Block, batch, text
 
 torch.set_num_threads(1)  # as on the ranks: the number of threads changes the order of sums
 words = text()

@@ -23,8 +23,7 @@ import torch
 import torch.distributed as dist
 import zerolab
 from zerolab import lab
-from zerolab.tasks.data import batch, text
-from zerolab.tasks.models import GPT, Block
+from zerolab.lab import GPT, Block, batch, text
 from zerolab.measure import holdings, ledger, model_states, timeline
 
 words = text()
@@ -100,7 +99,7 @@ lab.check("04.1")
 
 # %%
 # %%ranks
-from zerolab.lab.ranks.calls import calls
+from zerolab.lab import calls
 
 reduce_scatter_mean = lab.mine("04.1")
 model = make_model()
@@ -129,7 +128,7 @@ print("every rank has the mean of its shard:", all(lab.pull("equal")))
 
 # %%
 import torch
-from zerolab.engine.layout import Layout
+from zerolab import Layout
 
 three = [("a", torch.empty(5)), ("b", torch.empty(2, 2)), ("c", torch.empty(3, 2))]
 layout = Layout(three, world_size=4)
@@ -361,7 +360,7 @@ lab.predict("04.3", 1.5)
 # %%ranks
 from torch.distributed.optim import ZeroRedundancyOptimizer
 from torch.nn.parallel import DistributedDataParallel
-from zerolab.lab.ranks.calls import calls as watch
+from zerolab.lab import calls as watch
 
 
 def state_of(optimizer):
@@ -437,8 +436,8 @@ print("the parameters agree to 0.0001:", max(lab.pull("differ")) < 1e-4)
 # Here are four ways to deal the GPT with the large vocabulary out to 4 ranks. A *piece* is whatever has to stay together.
 
 # %%
-from zerolab.tasks.models import GPT
-from zerolab.lab.plots.shards import Piece, largest_share, shard_map
+from zerolab.lab import GPT
+from zerolab.lab.plots import Piece, largest_share, shard_map
 
 RANKS = 4
 model = GPT(layers=2, width=128, vocabulary=4096)

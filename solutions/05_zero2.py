@@ -23,8 +23,7 @@ import torch.distributed as dist
 import zerolab
 from torch.optim import AdamW
 from zerolab import lab
-from zerolab.tasks.data import batch, text
-from zerolab.tasks.models import GPT, Block
+from zerolab.lab import GPT, Block, batch, text
 from zerolab.measure import ledger, model_states, timeline
 
 words = text()
@@ -371,7 +370,7 @@ if lab.predicted("05.3") and lab.predicted("05.4"):
 # %%
 # %%ranks
 from torch.distributed.fsdp import fully_shard
-from zerolab.lab.ranks.calls import calls
+from zerolab.lab import calls
 from zerolab.measure import peak_of
 
 

@@ -20,8 +20,7 @@ lab.start(4)
 import torch
 from torch.optim import AdamW
 from zerolab import Zero2, Zero3
-from zerolab.tasks.data import batch, text
-from zerolab.tasks.models import GPT, Block
+from zerolab.lab import GPT, Block, batch, text
 
 words = text()
 inputs = batch(words, rank, 0, batch_size=1, context=32)
@@ -300,7 +299,7 @@ if lab.predicted("06.2"):
 # new.)
 
 # %%
-from zerolab.lab.explorers import timeline_scrubber
+from zerolab.lab import timeline_scrubber
 
 lines = lab.pull("line3")
 if lab.predicted("06.2"):
@@ -391,7 +390,7 @@ with zero3.full_parameters():
 # %%
 # %%ranks
 from torch.distributed.fsdp import fully_shard
-from zerolab.lab.ranks.calls import calls
+from zerolab.lab import calls
 
 torch.manual_seed(0)
 theirs = GPT(layers=6, width=128)

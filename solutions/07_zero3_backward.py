@@ -20,8 +20,7 @@ import torch
 import zerolab
 from torch.optim import AdamW
 from zerolab import DDP, Zero2, Zero3, lab
-from zerolab.tasks.data import batch, text
-from zerolab.tasks.models import GPT, Block
+from zerolab.lab import GPT, Block, batch, text
 
 batches = [batch(text(), rank, step, batch_size=1, context=32) for step in range(5)]
 
@@ -65,7 +64,7 @@ lab.predict("07.3", 4 * (73_984 + 2 * 198_272))
 
 # %%
 # %%ranks
-from zerolab.measure import watched
+from zerolab.measure.watch import watched
 
 story = []
 
@@ -234,7 +233,7 @@ if lab.predicted("07.3"):
 # of them. Move through the step with the slider; it begins at the peak.
 
 # %%
-from zerolab.lab.explorers import timeline_scrubber
+from zerolab.lab import timeline_scrubber
 
 if lab.predicted("07.3"):
     scrubber = timeline_scrubber(lines)
@@ -370,7 +369,7 @@ except ValueError as error:
 
 # %%
 # %%ranks
-from zerolab.lab.ranks.calls import calls
+from zerolab.lab import calls
 from zerolab.measure import peak_of
 
 

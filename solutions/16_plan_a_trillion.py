@@ -182,7 +182,7 @@ for gpu in (24e9, 80e9, 141e9):
     print(f"{gpu / 1e9:.0f} GB:", ", ".join(f"stage {row.stage} {in_parameters(row.largest)}" for row in rows))
 
 # %%
-from zerolab.lab.explorers import memory_explorer
+from zerolab.lab import memory_explorer
 
 explorer = memory_explorer("13B", ranks=32, activations="20 GB")
 display(explorer)

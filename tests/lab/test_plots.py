@@ -182,7 +182,7 @@ def test_to_a_trillion(tmp_path):
     figure, sentence = plots.to_a_trillion(cells)
     save(figure, tmp_path)
     assert len(figure.axes) == 3
-    assert "On 1,024 GPUs a model of 1T parameters" in sentence and "13.7 GB in stage 3" in sentence
+    assert "On 1,024 GPUs, a rank of a 1T model holds" in sentence and "13.7 GB in stage 3" in sentence
     with pytest.raises(ValueError, match="no cells"):
         plots.to_a_trillion([])
 
@@ -190,7 +190,7 @@ def test_to_a_trillion(tmp_path):
 def test_before_after(tmp_path):
     figure, sentence = plots.before_after("all-gather", [[1], [2], [3]], [[1, 2, 3]] * 3)
     save(figure, tmp_path)
-    assert sentence == "all-gather: 3 numbers on 3 ranks became 9; a rank got at most 2 that it did not have."
+    assert sentence == "all-gather: 3 numbers on 3 ranks became 9; no rank received more than 2 that it did not have."
     figure, sentence = plots.before_after("reduce", [[1], [2]], [[3], []])
     assert sentence == "reduce: 2 numbers on 2 ranks became 1, 1 of them sums."
     assert any(text.get_text() == "nothing" for text in figure.axes[1].texts)

@@ -72,6 +72,11 @@ def on() -> bool:
     return _link is not None
 
 
+def current() -> str | None:
+    """On a rank: the emulated link, as it was asked for."""
+    return _link.text if _link else None
+
+
 def collective(sent: int, messages: int) -> float:
     """Issue a collective: when it may be complete, by time.perf_counter."""
     if _link is None:
@@ -102,29 +107,3 @@ def receive(begin: float, sent: int) -> float:
 def sleep_until(moment: float) -> None:
     while (left := moment - time.perf_counter()) > 0:
         time.sleep(left)
-
-
-# -- in the notebook ---------------------------------------------------------------------------------------------------
-
-_ASK = "?"
-
-
-def link(text: str | None = _ASK) -> None:
-    """`link("200 MB/s, 50 us")` emulates such a network on the live ranks, `link(None)` none; `link()` says which."""
-    from zerolab.lab.ranks import session
-
-    ranks = session.need()
-    if text != _ASK:
-        ranks.link(text)
-    print(f"emulated link: {ranks.emulated}" if ranks.emulated else "no emulated link: as fast as this machine is")
-
-
-def current() -> str | None:
-    """The link that is emulated on the live ranks, in the words in which it was set, for titles of pictures."""
-    from zerolab.lab.ranks import session
-
-    ranks = session.current()
-    return ranks.emulated if ranks else (_link.text if _link else None)
-
-
-link.current = current  # lab.link.current()

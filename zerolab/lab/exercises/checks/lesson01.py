@@ -175,105 +175,6 @@ def ring_reduce_scatter(chunks: list[Tensor], rank: int, world_size: int, exchan
     return partial
 '''
 
-REDUCE_SCATTER_INTO_CHUNKS = """\
-def ring_reduce_scatter(chunks, rank, world_size, exchange):
-    for step in range(world_size - 1):
-        send = (rank - step - 1) % world_size
-        add = (rank - step - 2) % world_size
-        chunks[add] += exchange(chunks[send], (rank + 1) % world_size, (rank - 1) % world_size)
-    return chunks[rank]
-"""
-
-REDUCE_SCATTER_LEFTWARDS = """\
-import torch
-
-
-def ring_reduce_scatter(chunks, rank, world_size, exchange):
-    whole = torch.stack(list(chunks))  # (N, S)
-    for distance in range(1, world_size):  # the ring turned round: to the left
-        passing = (rank + distance) % world_size
-        received = exchange(whole[passing], to=(rank - 1) % world_size, source=(rank + 1) % world_size)
-        whole[(passing + 1) % world_size] += received
-    return whole[rank].clone()
-"""
-
-REDUCE_SCATTER_MUTANTS = {
-    "the other way round, numbers kept": (
-        edit(REDUCE_SCATTER, "to=right, source=left", "to=left, source=right"),
-        "the ring turns to the left",
-    ),
-    "returns another chunk": (
-        edit(REDUCE_SCATTER_INTO_CHUNKS, "return chunks[rank]", "return chunks[rank - 1]"),
-        "owns chunk",
-    ),
-    "off by one chunk": (
-        edit(REDUCE_SCATTER, "chunks[(rank - 1) % world_size]", "chunks[rank]", "rank - 2 - step", "rank - 1 - step"),
-        "off by one chunk",
-    ),
-    "passes on without adding": (
-        edit(REDUCE_SCATTER, "received + chunks[(rank - 2 - step) % world_size]", "received"),
-        "only rank",
-    ),
-    "one round too few": (edit(REDUCE_SCATTER, "range(world_size - 1)", "range(world_size - 2)"), "one round too few"),
-    "one round too many": (edit(REDUCE_SCATTER, "range(world_size - 1)", "range(world_size)"), "one round too many"),
-    "averages": (edit(REDUCE_SCATTER, "return partial", "return partial / world_size"), "averaged"),
-    "adds the own chunk twice": (
-        edit(REDUCE_SCATTER, "received + chunks", "received + 2 * chunks"),
-        "where every rank's is wanted once",
-    ),
-    "adds to another chunk": (
-        edit(REDUCE_SCATTER, "rank - 2 - step", "rank - 3 - step"),
-        "different chunks were added",
-    ),
-    "wrong neighbour": (edit(REDUCE_SCATTER, "source=left", "source=right"), "neighbours are mixed up"),
-    "skips the modulo": (
-        edit(REDUCE_SCATTER, "right, left = (rank + 1) % world_size", "right, left = rank + 1"),
-        "did you take % N?",
-    ),
-    "sends everything in every round": (
-        """\
-import torch
-
-
-def ring_reduce_scatter(chunks, rank, world_size, exchange):
-    mine = torch.cat(list(chunks))
-    total, passing = mine.clone(), mine
-    for _ in range(world_size - 1):
-        passing = exchange(passing, (rank + 1) % world_size, (rank - 1) % world_size)
-        total += passing
-    return total.view(world_size, -1)[rank]
-""",
-        "extra traffic",
-    ),
-    "straight to the owners, no ring": (
-        """\
-def ring_reduce_scatter(chunks, rank, world_size, exchange):
-    total = chunks[rank].clone()
-    for d in range(1, world_size):
-        to, source = (rank + d) % world_size, (rank - d) % world_size
-        total += exchange(chunks[to], to, source)
-    return total
-""",
-        "talks to",
-    ),
-    "a collective instead": (
-        """\
-import torch
-import torch.distributed as dist
-
-
-def ring_reduce_scatter(chunks, rank, world_size, exchange):
-    whole = torch.stack(list(chunks))
-    dist.all_reduce(whole)
-    for _ in range(world_size - 1):
-        exchange(whole[0], (rank + 1) % world_size, (rank - 1) % world_size)
-    return whole[rank]
-""",
-        "a collective does the work",
-    ),
-    "returns nothing": (edit(REDUCE_SCATTER, "return partial", "chunks[rank] = partial"), "`return` is missing"),
-}
-
 
 # ---------------------------------------------------------------------- 01.2
 
@@ -307,92 +208,6 @@ def ring_all_gather(chunk: Tensor, rank: int, world_size: int, exchange) -> list
     return chunks
 '''
 
-ALL_GATHER_LEFTWARDS = """\
-def ring_all_gather(chunk, rank, world_size, exchange):
-    arrived = [chunk]  # of rank, rank + 1, rank + 2, ...
-    while len(arrived) < world_size:
-        arrived.append(exchange(arrived[-1], to=(rank - 1) % world_size, source=(rank + 1) % world_size))
-    return [arrived[(other - rank) % world_size] for other in range(world_size)]
-"""
-
-ALL_GATHER_INTO_ONE = """\
-import torch
-
-
-def ring_all_gather(chunk, rank, world_size, exchange):
-    whole = torch.empty(world_size, *chunk.shape)
-    whole[rank] = chunk
-    at = rank
-    for _ in range(world_size - 1):
-        received = exchange(whole[at], (rank + 1) % world_size, (rank - 1) % world_size)
-        at = (at - 1) % world_size
-        whole[at] = received
-    return list(whole)
-"""
-
-ALL_GATHER_MUTANTS = {
-    "shifted by one": (edit(ALL_GATHER, "return chunks", "return chunks[1:] + chunks[:1]"), "in the wrong places"),
-    "adds": (edit(ALL_GATHER, "= passing\n    return", "= passing + chunk\n    return"), "adds nothing"),
-    "sends the own chunk every round": (
-        edit(ALL_GATHER, "passing = exchange(passing", "passing = exchange(chunk"),
-        "each round sent the own chunk again",
-    ),
-    "order of arrival": (
-        edit(ALL_GATHER, "chunks[rank] =", "chunks[0] =", "(rank - 1 - step) % world_size", "step + 1"),
-        "order of their arrival",
-    ),
-    "off by one place": (edit(ALL_GATHER, "rank - 1 - step", "rank - step"), "off by one place"),
-    "one round too few": (edit(ALL_GATHER, "range(world_size - 1)", "range(world_size - 2)"), "one round too few"),
-    "one round too many": (edit(ALL_GATHER, "range(world_size - 1)", "range(world_size)"), "one round too many"),
-    "the same tensor in every place": (
-        edit(ALL_GATHER, "return chunks", "return [passing] * world_size"),
-        "the same chunk",
-    ),
-    "forgets its own": (
-        edit(ALL_GATHER, "return chunks", "return chunks[:rank] + chunks[rank + 1 :]"),
-        "the own one included",
-    ),
-    "wrong neighbour": (edit(ALL_GATHER, "source=left", "source=right"), "neighbours are mixed up"),
-    "straight to everyone, no ring": (
-        """\
-def ring_all_gather(chunk, rank, world_size, exchange):
-    chunks = [chunk] * world_size
-    for d in range(1, world_size):
-        source = (rank - d) % world_size
-        chunks[source] = exchange(chunk, (rank + d) % world_size, source)
-    return chunks
-""",
-        "talks to",
-    ),
-    "sends everything in every round": (
-        """\
-import torch
-
-
-def ring_all_gather(chunk, rank, world_size, exchange):
-    whole = torch.zeros(world_size, *chunk.shape)
-    whole[rank] = chunk
-    for _ in range(world_size - 1):
-        received = exchange(whole, (rank + 1) % world_size, (rank - 1) % world_size)
-        whole = torch.maximum(whole, received)
-    return list(whole)
-""",
-        "extra traffic",
-    ),
-    "a collective instead": (
-        """\
-import torch
-import torch.distributed as dist
-
-
-def ring_all_gather(chunk, rank, world_size, exchange):
-    chunks = [torch.empty_like(chunk) for _ in range(world_size)]
-    dist.all_gather(chunks, chunk)
-    return chunks
-""",
-        "a collective does the work",
-    ),
-}
 
 EXERCISES = [
     Exercise(
@@ -402,8 +217,6 @@ EXERCISES = [
         check=check_reduce_scatter,
         stub=REDUCE_SCATTER_STUB,
         reference=REDUCE_SCATTER,
-        alternatives=(REDUCE_SCATTER_INTO_CHUNKS, REDUCE_SCATTER_LEFTWARDS),
-        mutants=REDUCE_SCATTER_MUTANTS,
         hints=(
             "Follow one chunk: which rank starts it on its way, so that after N-1 rounds it ends where it belongs?",
             "Chunk r ends at rank r, having come from rank r-1 in the last round. So rank r+1 sent it first: "
@@ -420,8 +233,6 @@ EXERCISES = [
         check=check_all_gather,
         stub=ALL_GATHER_STUB,
         reference=ALL_GATHER,
-        alternatives=(ALL_GATHER_LEFTWARDS, ALL_GATHER_INTO_ONE),
-        mutants=ALL_GATHER_MUTANTS,
         hints=(
             "In the first round you have one chunk to send. And in the second? What has just come in.",
             "What comes from the left neighbour in the first round is the neighbour's own chunk; in the second round "

@@ -135,121 +135,6 @@ def average(params: list[Tensor]) -> None:
             param.grad /= dist.get_world_size()
 """
 
-AVERAGE_ASYNC = """\
-from torch.distributed import all_reduce, get_world_size
-
-
-def average(params):
-    grads = [param.grad for param in params if param.grad is not None]
-    for grad in grads:
-        grad.div_(get_world_size())
-    started = [all_reduce(grad, async_op=True) for grad in grads]
-    for work in started:
-        work.wait()
-"""
-
-AVERAGE_NATIVE = """\
-import torch
-import torch.distributed as dist
-
-
-def average(params):
-    for param in params:
-        if param.grad is None:
-            continue
-        mean = param.grad.clone()
-        dist.all_reduce(mean, op=dist.ReduceOp.AVG)
-        param.grad = mean
-"""
-
-AVERAGE_MUTANTS = {
-    "waits for the last only": (
-        edit(AVERAGE_ASYNC, "    for work in started:\n        work.wait()", "    started[-1].wait()"),
-        "a forgotten wait: all_reduce was started once",
-    ),
-    "divides before the wait": (
-        """\
-import torch.distributed as dist
-
-
-def average(params):
-    for param in params:
-        if param.grad is not None:
-            work = dist.all_reduce(param.grad, async_op=True)
-            param.grad /= dist.get_world_size()
-            work.wait()
-""",
-        "changed before the wait",
-    ),
-    "sum for mean": (edit(AVERAGE, "            param.grad /= dist.get_world_size()\n", ""), "summed over ranks"),
-    "divided twice": (
-        edit(
-            AVERAGE, "dist.all_reduce(param.grad)", "param.grad /= dist.get_world_size(); dist.all_reduce(param.grad)"
-        ),
-        "divided by N twice",
-    ),
-    "forgotten wait": (
-        edit(AVERAGE, "dist.all_reduce(param.grad)", "dist.all_reduce(param.grad, async_op=True)"),
-        "a forgotten wait",
-    ),
-    "averages the parameter": (
-        edit(AVERAGE, "all_reduce(param.grad)", "all_reduce(param.data)", "param.grad /=", "param.data /="),
-        "the parameters were averaged",
-    ),
-    "reduces a copy": (
-        edit(
-            AVERAGE,
-            "dist.all_reduce(param.grad)",
-            "grad = param.grad.clone(); dist.all_reduce(grad)",
-            "param.grad /=",
-            "grad /=",
-        ),
-        "was not written back",
-    ),
-    "only divides": (edit(AVERAGE, "            dist.all_reduce(param.grad)\n", ""), "nothing was sent to anybody"),
-    "reduces to rank 0": (
-        edit(AVERAGE, "dist.all_reduce(param.grad)", "dist.reduce(param.grad, dst=0)"),
-        "reached rank 0 only",
-    ),
-    "broadcasts": (
-        edit(
-            AVERAGE,
-            "dist.all_reduce(param.grad)",
-            "dist.broadcast(param.grad, src=0)",
-            "            param.grad /= dist.get_world_size()\n",
-            "",
-        ),
-        "a broadcast copies one rank's gradient",
-    ),
-    "a number of ranks by heart": (edit(AVERAGE, "dist.get_world_size()", "2"), "was divided by 2, but there are"),
-    "no gradient": (
-        edit(AVERAGE, "if param.grad is not None:", "if param is not None:"),
-        "has no gradient (grad is None)",
-    ),
-    "only rank 0 calls": (
-        edit(AVERAGE, "if param.grad is not None:", "if param.grad is not None and dist.get_rank() == 0:"),
-        "not every rank makes the same calls",
-    ),
-    "another order on every rank": (
-        edit(AVERAGE, "for param in params:", "for param in params[:: -1 if dist.get_rank() else 1]:"),
-        "different orders",
-    ),
-    "gathers everything": (
-        """\
-import torch
-import torch.distributed as dist
-
-
-def average(params):
-    for param in params:
-        if param.grad is not None:
-            grads = [torch.empty_like(param.grad) for _ in range(dist.get_world_size())]
-            dist.all_gather(grads, param.grad)
-            param.grad = torch.stack(grads).mean(0)
-""",
-        "extra traffic",
-    ),
-}
 
 # ---------------------------------------------------------------------- 03.2
 
@@ -389,132 +274,6 @@ class Bucket:
             param.grad = view.clone()
 """
 
-BUCKET_OF_VIEWS = """\
-import torch
-import torch.distributed as dist
-
-
-class Bucket:
-    def __init__(self, params):
-        self.params = params
-
-    def collect(self):
-        grads = [torch.zeros_like(p) if p.grad is None else p.grad for p in self.params]
-        self.flat = torch.cat([grad.reshape(-1) for grad in grads]).detach()
-
-    def reduce(self):
-        self.flat.div_(dist.get_world_size())
-        self.work = dist.all_reduce(self.flat, async_op=True)
-
-    def write_back(self):
-        self.work.wait()
-        offset = 0
-        for p in self.params:  # the gradients stay in the bucket, as DDP's gradient_as_bucket_view does it
-            p.grad = self.flat[offset : offset + p.numel()].view(p.shape)
-            offset += p.numel()
-"""
-
-BUCKET_IN_TWO_HALVES = """\
-import torch
-import torch.distributed as dist
-
-
-class Bucket:
-    def __init__(self, params):
-        self.params, self.N = params, dist.get_world_size()
-        numel = sum(p.numel() for p in params)
-        self.numels = [p.numel() for p in params]
-        self.flat = torch.zeros(numel + -numel % self.N)
-
-    def collect(self):
-        self.flat.zero_()
-        pieces = self.flat[: sum(self.numels)].split(self.numels)
-        for p, piece in zip(self.params, pieces):
-            if p.grad is not None:
-                piece += p.grad.flatten()
-
-    def reduce(self):  # an all-to-all and a sum: a reduce-scatter; then an all-gather
-        received = torch.empty_like(self.flat)
-        dist.all_to_all_single(received, self.flat)
-        mine = received.view(self.N, -1).sum(0) / self.N
-        dist.all_gather(list(self.flat.view(self.N, -1)), mine)
-
-    def write_back(self):
-        for p, piece in zip(self.params, self.flat[: sum(self.numels)].split(self.numels)):
-            p.grad = piece.reshape(p.shape).clone()
-"""
-
-_DIVIDE = "        self.flat /= dist.get_world_size()\n"
-_ASYNC = "dist.all_reduce(self.flat, async_op=True)"
-
-BUCKET_MUTANTS = {
-    "in two pieces": (
-        edit(BUCKET, "dist.all_reduce(self.flat)", "[dist.all_reduce(half) for half in self.flat.split(6)]"),
-        "the buffer goes in pieces",
-    ),
-    "added to what was there": (
-        edit(BUCKET, "view.copy_(param.grad)", "view.add_(param.grad)"),
-        "a new step begins with an empty buffer",
-    ),
-    "sum for mean": (edit(BUCKET, _DIVIDE, ""), "summed over ranks"),
-    "divided twice": (edit(BUCKET, "view.clone()", "view / dist.get_world_size()"), "divided by N twice"),
-    "forgotten wait": (edit(BUCKET, "dist.all_reduce(self.flat)", _ASYNC), "a forgotten wait"),
-    "left over from the step before": (
-        edit(BUCKET, "                view.zero_()", "                pass"),
-        "left over from the step before",
-    ),
-    "no gradient": (
-        edit(BUCKET, "if param.grad is None:", "if param is None:"),
-        "has no gradient (grad is None)",
-    ),
-    "one call per parameter": (
-        edit(BUCKET, "dist.all_reduce(self.flat)", "[dist.all_reduce(view) for view in self.views]"),
-        "one call per parameter",
-    ),
-    "not written back": (
-        edit(BUCKET, "            param.grad = view.clone()", "            pass"),
-        "was not written back",
-    ),
-    "written back to some": (
-        edit(
-            BUCKET,
-            "            param.grad = view",
-            "            if param.grad is not None:\n                param.grad = view",
-        ),
-        "passed by a parameter",
-    ),
-    "collects the parameters": (
-        edit(BUCKET, "view.copy_(param.grad)", "view.copy_(param.data)"),
-        "the parameters were collected",
-    ),
-    "writes into the parameters": (
-        edit(BUCKET, "param.grad = view.clone()", "param.data.copy_(view)"),
-        "the parameters were averaged",
-    ),
-    "all at the same place": (
-        edit(BUCKET, "            offset += param.numel()\n", ""),
-        "look at the offsets",
-    ),
-    "flat gradients": (
-        edit(BUCKET, "param.grad = view.clone()", "param.grad = view.flatten()"),
-        "a piece of a flat buffer has one dimension",
-    ),
-    "reduces to rank 0": (
-        edit(BUCKET, "dist.all_reduce(self.flat)", "dist.reduce(self.flat, dst=0)"),
-        "reached rank 0 only",
-    ),
-    "gathers everything": (
-        edit(
-            BUCKET,
-            "        dist.all_reduce(self.flat)\n" + _DIVIDE,
-            "        flats = [torch.empty_like(self.flat) for _ in range(dist.get_world_size())]\n"
-            "        dist.all_gather(flats, self.flat)\n"
-            "        self.flat.copy_(torch.stack(flats).mean(0))\n",
-        ),
-        "extra traffic",
-    ),
-}
-
 
 # ---------------------------------------------------------------------- 03.3
 
@@ -642,123 +401,6 @@ class MyDDP(zerolab.DDP):
         return self.comm.all_reduce(unit.grad, unit.name)
 """
 
-DDP_SYNCHRONOUS = """\
-import torch.distributed as dist
-import zerolab
-
-
-class MyDDP(zerolab.DDP):
-    def post_backward(self, unit):
-        if not self.reduces(unit):
-            return
-        self.reduce(unit)
-
-    def reduce(self, unit):
-        dist.all_reduce(unit.whole_grad, group=self.comm.group)
-        unit.whole_grad /= self.world_size
-        unit.grad = unit.whole_grad
-"""
-
-DDP_DIVIDED_FIRST = """\
-import torch.distributed as dist
-from zerolab import DDP
-
-
-class MyDDP(DDP):
-    def post_backward(self, unit):
-        if self.reduces(unit):
-            unit.reduction = self.reduce(unit)
-
-    def reduce(self, unit):
-        unit.grad = unit.whole_grad / self.world_size
-        return dist.all_reduce(unit.grad, group=self.comm.group, async_op=True)
-"""
-
-_COMM = "return self.comm.all_reduce(unit.grad, unit.name)"
-
-DDP_MUTANTS = {
-    "one call per parameter": (
-        edit(
-            DDP_SYNCHRONOUS,
-            "dist.all_reduce(unit.whole_grad, group=self.comm.group)",
-            "[dist.all_reduce(view) for view in unit.layout.wholes(unit.whole_grad)]",
-        ),
-        "one call per parameter",
-    ),
-    "only a shard": (
-        edit(
-            DDP,
-            "unit.grad = unit.whole_grad",
-            "unit.grad = unit.layout.shard(unit.whole_grad, self.rank)",
-            _COMM,
-            "return self.comm.reduce_scatter(unit.grad, unit.whole_grad, unit.name)",
-        ),
-        "in stage 0 every rank keeps the whole mean",
-    ),
-    "loses what no_sync kept back": (
-        edit(
-            DDP,
-            "unit.reduction = self.reduce(unit)",
-            "unit.reduction = self.reduce(unit)\n        unit.whole_grad = None",
-        ),
-        "what no_sync() kept back",
-    ),
-    "nothing of its own": ("import zerolab\n\n\nclass MyDDP(zerolab.DDP):\n    pass\n", "write your own"),
-    "sum for mean": (
-        edit(DDP_SYNCHRONOUS, "        unit.whole_grad /= self.world_size\n", ""),
-        "summed over ranks",
-    ),
-    "divided twice": (
-        edit(DDP, _COMM, "self.comm.all_reduce(unit.grad, unit.name).wait()\n        unit.grad /= self.world_size"),
-        "divided by N twice",
-    ),
-    "forgotten wait: nothing returned": (edit(DDP, "return self", "self"), "a forgotten wait"),
-    "forgotten wait: not kept": (edit(DDP, "unit.reduction = self", "self"), "a forgotten wait"),
-    "ignores no_sync": (edit(DDP, "if self.reduces(unit):", "if True:"), "no_sync() was ignored"),
-    "never reduces": (edit(DDP, "if self.reduces(unit):", "if False:"), "reduce() was not called"),
-    "unit.grad not set": (
-        edit(DDP, "unit.grad = unit.whole_grad\n        ", "", "unit.grad", "unit.whole_grad"),
-        "did not say in unit.grad",
-    ),
-    "reduces a copy": (edit(DDP, "all_reduce(unit.grad", "all_reduce(unit.grad.clone()"), "was not written back"),
-    "averages the parameters": (
-        edit(DDP, "all_reduce(unit.grad", "all_reduce(unit.whole.data"),
-        "it was not reduced",
-    ),
-    "changes the parameters": (
-        edit(
-            DDP,
-            _COMM,
-            "dist.all_reduce(unit.whole.data)",
-            "import zerolab\n",
-            "import torch.distributed as dist\nimport zerolab\n",
-        ),
-        "the parameters were averaged",
-    ),
-    "reduces twice": (
-        edit(DDP, "        return", "        self.comm.all_reduce(unit.grad, unit.name).wait()\n        return"),
-        "extra traffic",
-    ),
-    "reduces to rank 0": (
-        edit(DDP_SYNCHRONOUS, "all_reduce(unit.whole_grad, ", "reduce(unit.whole_grad, dst=0, "),
-        "reached rank 0 only",
-    ),
-    "only rank 0 calls": (
-        edit(DDP_SYNCHRONOUS, "if not self.reduces(unit):", "if not self.reduces(unit) or self.rank > 0:"),
-        "reduce() was not called",
-    ),
-    "gathers everything": (
-        edit(
-            DDP_SYNCHRONOUS,
-            "dist.all_reduce(unit.whole_grad, group=self.comm.group)",
-            "all = [unit.whole_grad.clone() for _ in range(self.world_size)]; dist.all_gather(all, unit.whole_grad)",
-            "unit.whole_grad /= self.world_size",
-            "unit.whole_grad = sum(all) / self.world_size",
-        ),
-        "extra traffic",
-    ),
-}
-
 
 NONE = "a parameter that was not used has no gradient (grad is None)"
 ERRORS = {
@@ -778,8 +420,6 @@ EXERCISES = [
         check=check_average,
         stub=AVERAGE_STUB,
         reference=AVERAGE,
-        alternatives=(AVERAGE_ASYNC, AVERAGE_NATIVE),
-        mutants=AVERAGE_MUTANTS,
         hints=(
             "dist.all_reduce(tensor) replaces `tensor`, on every rank, by the sum over the ranks.",
             "The mean is the sum divided by dist.get_world_size(). It has to end up in param.grad.",
@@ -796,8 +436,6 @@ EXERCISES = [
         check=check_bucket,
         stub=BUCKET_STUB,
         reference=BUCKET,
-        alternatives=(BUCKET_OF_VIEWS, BUCKET_IN_TWO_HALVES),
-        mutants=BUCKET_MUTANTS,
         hints=(
             "You wrote flat_buffer() in lesson 02: a flat tensor and a view into it for each parameter.",
             "collect() copies each gradient into its view, or zeroes the view; reduce() is one dist.all_reduce of "
@@ -815,8 +453,6 @@ EXERCISES = [
         check=check_ddp,
         stub=DDP_STUB,
         reference=DDP,
-        alternatives=(DDP_SYNCHRONOUS, DDP_DIVIDED_FIRST),
-        mutants=DDP_MUTANTS,
         hints=(
             "unit.whole_grad is the bucket, and it is full: the engine has collected the unit's gradients there.",
             "reduce(): unit.grad = unit.whole_grad, then return self.comm.all_reduce(unit.grad, unit.name), which has "

@@ -78,16 +78,6 @@ plots.show(plots.before_after(title, lab.pull("start"), lab.pull("middle")))
 
 # %%
 # %%exercise 04.1
-import torch
-import torch.distributed as dist
-from torch import Tensor
-
-
-def reduce_scatter_mean(flat: Tensor, rank: int, world_size: int) -> Tensor:
-    received = torch.empty_like(flat)
-    dist.all_to_all_single(received, flat)
-    return received.view(world_size, -1).sum(dim=0) / world_size
-
 
 # %%
 lab.check("04.1")
@@ -155,24 +145,6 @@ print("rank 1's shard:", shard.tolist(), "its slices of a, b and c:", slices)
 
 # %%
 # %%exercise 04.2
-import zerolab
-from torch import Tensor
-from zerolab import Unit
-
-
-class MyZero1(zerolab.DDP):
-    stage = 1
-
-    def optimizer_params(self, unit: Unit) -> list[Tensor]:
-        return unit.layout.slices(unit.keep_shard(), self.rank)
-
-    def reduce(self, unit: Unit):
-        unit.grad = unit.layout.shard(unit.whole_grad, self.rank)
-        return self.comm.reduce_scatter(unit.grad, unit.whole_grad, unit.name)
-
-    def after_step(self, unit: Unit) -> None:
-        self.comm.all_gather(unit.whole, unit.master.to(unit.whole.dtype), unit.name).wait()
-
 
 # %%
 lab.check("04.2")

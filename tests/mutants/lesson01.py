@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from .sources import edit
 from zerolab.lab.exercises.checks.lesson01 import ALL_GATHER, REDUCE_SCATTER
+
+from .sources import edit
 
 # ---------------------------------------------------------------------- 01.1
 

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from .sources import edit
 from zerolab.lab.exercises.checks.lesson02 import FLAT_BUFFER
+
+from .sources import edit
 
 FLAT_BUFFER_CAT = """\
 import torch

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from .sources import edit
 from zerolab.lab.exercises.checks.lesson03 import AVERAGE, BUCKET, DDP
+
+from .sources import edit
 
 # ---------------------------------------------------------------------- 03.1
 

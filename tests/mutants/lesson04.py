@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from .sources import edit
 from zerolab.lab.exercises.checks.lesson04 import REDUCE_SCATTER, ZERO1
+
+from .sources import edit
 
 # ---------------------------------------------------------------------- 04.1
 

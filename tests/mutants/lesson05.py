@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from .sources import edit
 from zerolab.lab.exercises.checks.lesson05 import ZERO2
+
+from .sources import edit
 
 ZERO2_WAITS = """\
 import zerolab

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from .sources import edit
 from zerolab.lab.exercises.checks.lesson06 import FORWARD, GATHER
+
+from .sources import edit
 
 # ---------------------------------------------------------------------- 06.1
 

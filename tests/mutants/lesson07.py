@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from .sources import edit
 from zerolab.lab.exercises.checks.lesson07 import BACKWARD
+
+from .sources import edit
 
 BACKWARD_BY_HAND = """\
 from zerolab import Zero2

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from .sources import edit
 from zerolab.lab.exercises.checks.lesson16 import FEWEST, PLAN
+
+from .sources import edit
 
 FEWEST_BY_HAND = """\
 from math import ceil

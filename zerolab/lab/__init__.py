@@ -15,20 +15,8 @@ from typing import Any
 _HOME = {
     "ranks.session": ("Session", "RankFailure", "start", "stop", "reset", "push", "pull", "size", "current"),
     "ranks.network": ("link",),  # lab.link("200 MB/s, 50 us")
-    "exercises.learner": (
-        "Todo",
-        "check",
-        "predict",
-        "predicted",
-        "reveal",
-        "measured",
-        "skip",
-        "hint",
-        "progress",
-        "mine",
-        "passed",
-        "exchange",
-    ),
+    "exercises.learner": ("Todo", "check", "hint", "progress", "mine", "passed", "exchange"),
+    "exercises.predictions": ("predict", "predicted", "reveal", "measured", "skip"),
 }
 _MODULE_OF = {name: module for module, names in _HOME.items() for name in names}
 

@@ -19,11 +19,13 @@ import torch
 import torch.distributed as dist
 
 from zerolab.comm.collectives import CommError
-from zerolab.lab.exercises.catalogue import UNKNOWN, Exercise, Spy, Todo, World, Wrong, catalogue, exercise
-from zerolab.lab.exercises.spy import PATIENCE, GaveUp
+from zerolab.lab.exercises.catalogue import find_exercise
+from zerolab.lab.exercises.exercise import Exercise, Todo, World, Wrong
+from zerolab.lab.exercises.spy import PATIENCE, GaveUp, Spy
 from zerolab.world.processes import RankError, Ranks
 
 WORLD_SIZES = (1, 2, 3, 4)
+UNKNOWN = "a mistake that this check does not know; this is the smallest case that fails"
 PRINTED = 2000  # characters of what the answer printed that are passed on
 
 _pool: Ranks | None = None
@@ -88,7 +90,7 @@ def on_rank(id: str, source: str, filename: str, patience: float) -> Report:
     rank, world_size = dist.get_rank(), dist.get_world_size()
     store = dist.distributed_c10d._get_default_store()
     torch.manual_seed(0)  # the same on every rank and in every check
-    asked, printed = exercise(id), io.StringIO()
+    asked, printed = find_exercise(id), io.StringIO()
     try:
         with (
             Spy(store, rank, world_size, patience) as spy,
@@ -151,7 +153,6 @@ def _line_of(error: BaseException, filename: str) -> str:
 
 def ready() -> None:
     """Run on a new pool: whatever a rank has to import is imported then, and is not the answer's time."""
-    catalogue()
     dist.barrier()
 
 
@@ -177,10 +178,10 @@ def close() -> None:
         _pool = None
 
 
-def judge(id: str, source: str, filename: str = "answer.py", patience: float = PATIENCE) -> Verdict:
+def try_answer(id: str, source: str, filename: str = "answer.py", patience: float = PATIENCE) -> Verdict:
     """The verdict on `source` as the answer to exercise `id`. A rank waits for the others `patience` seconds or, on a
     machine so loaded that a run of nothing takes a second, ten of those."""
-    asked, good = exercise(id), []
+    asked, good = find_exercise(id), []
     for world_size in WORLD_SIZES:
         ranks = pool()
         try:

@@ -14,8 +14,6 @@ Answers, passes and predictions are kept in the folder `my` beside the notebook,
 from __future__ import annotations
 
 import functools
-import json
-import os
 import sys
 import traceback
 from pathlib import Path
@@ -27,19 +25,16 @@ import torch.distributed as dist
 from torch import Tensor
 
 from zerolab.lab.exercises import judge
-from zerolab.lab.exercises.catalogue import Exercise, Todo, catalogue, exercise
+from zerolab.lab.exercises.catalogue import EXERCISES, find_exercise
+from zerolab.lab.exercises.exercise import Exercise, Todo
+from zerolab.lab.exercises.store import file_of, read_progress, write, write_progress
 from zerolab.lab.ranks.rank import _syntax
 from zerolab.lab.ranks.report import Misused, Plain
-from zerolab.measure.units import in_bytes
 
 _loaded: dict[str, tuple[str, ModuleType]] = {}  # id -> digest of the source and the module made of it, the newest
 _told: dict[str, tuple[str, bool]] | None = None  # on a live rank: id -> (source, passed), as the notebook decided
-_measured: dict[str, tuple[Any, str]] = {}  # prediction id -> value and unit
 _classes: dict[tuple, type] = {}  # what `mine` made of classes, so that it is the same one as long as nothing changes
 _last: str | None = None  # the exercise that was written or checked last
-
-# How many numbers each lesson asks for: those of 05 are 05.1 to 05.4. A test holds it to the lessons.
-PREDICTIONS = {"00": 2, "01": 3, "02": 6, "03": 3, "04": 3, "05": 4, "06": 3, "07": 3, "16": 3}
 
 
 class NotPython(Misused):
@@ -60,54 +55,8 @@ class Broken(Misused):
         super().__init__(f"{id} cannot be used yet: {type(error).__name__}: {error}{''.join(places)}")
 
 
-class NoPrediction(Misused, TypeError):
-    """What was given as a prediction is neither a number nor a word."""
-
-
 class Stale(RuntimeError):
     """An object of an earlier version of an answer was used."""
-
-
-# ---------------------------------------------------------------------- what is kept
-
-
-def folder() -> Path:
-    """Where answers and progress are kept."""
-    return Path(os.environ.get("ZEROLAB_MY") or "my")
-
-
-def file_of(id: str) -> Path:
-    """The file of the answer to exercise `id`."""
-    return folder() / f"ex_{id.replace('.', '_')}.py"
-
-
-def _progress_file() -> Path:
-    return folder() / "progress.json"
-
-
-def _read_progress() -> dict[str, dict]:
-    empty = {"passed": {}, "predictions": {}, "hints": {}}
-    try:
-        found = json.loads(_progress_file().read_text())
-    except FileNotFoundError:
-        return empty
-    except ValueError as error:
-        raise ValueError(
-            f"{_progress_file()} is damaged ({error}): delete it; answers are in files of their own"
-        ) from None
-    return empty | found
-
-
-def _write_progress(progress: dict[str, dict]) -> None:
-    _write(_progress_file(), json.dumps(progress, indent=1, sort_keys=True) + "\n")
-
-
-def _write(file: Path, text: str) -> None:
-    """All of it or nothing, also if the disk is full or the process killed."""
-    file.parent.mkdir(parents=True, exist_ok=True)
-    new = file.with_name(file.name + ".new")
-    new.write_text(text)
-    new.replace(file)
 
 
 def _decision(id: str) -> tuple[str, bool]:
@@ -116,12 +65,12 @@ def _decision(id: str) -> tuple[str, bool]:
         return _told.get(id, ("", False))
     file = file_of(id)
     source = file.read_text() if file.exists() else ""
-    return source, bool(source) and _read_progress()["passed"].get(id) == judge.digest(source)
+    return source, bool(source) and read_progress()["passed"].get(id) == judge.digest(source)
 
 
 def passed(id: str) -> bool:
     """Whether the answer to exercise `id`, as it is now, has passed its check."""
-    return _decision(exercise(id).id)[1]
+    return _decision(find_exercise(id).id)[1]
 
 
 # ---------------------------------------------------------------------- %%exercise
@@ -133,7 +82,7 @@ def define(id: str, source: str) -> ModuleType:
     A stub never replaces an answer that is there already.
     """
     global _last
-    asked, file = exercise(id), file_of(id)
+    asked, file = find_exercise(id), file_of(id)
     is_stub = judge.digest(source) == judge.digest(asked.stub)
     if is_stub and file.exists() and judge.digest(file.read_text()) != judge.digest(source):
         source = file.read_text()
@@ -141,7 +90,7 @@ def define(id: str, source: str) -> ModuleType:
             f"{id} {asked.title}: the cell is empty, so your answer in {_short(file)} is used (delete it to start anew)"
         )
     else:
-        _write(file, source)
+        write(file, source)
         state = "not written yet" if is_stub else f'written to {_short(file)}; lab.check("{id}") tries it'
         print(f"{id} {asked.title}: {state}")
     _last = id
@@ -203,7 +152,7 @@ def _tell_ranks() -> None:
     current = session.current() if session is not None else None
     if current is None:
         return
-    decisions = {id: _decision(id) for id in catalogue() if file_of(id).exists()}
+    decisions = {id: _decision(id) for id in EXERCISES if file_of(id).exists()}
     code = f"from zerolab.lab.exercises import learner as _e; _e.hear({decisions!r}, {list(_loaded)!r}); del _e"
     try:
         current.run(code)
@@ -217,7 +166,7 @@ def hear(decisions: dict[str, tuple[str, bool]], load: list[str]) -> None:
     _told = decisions
     for id in load:
         if id in decisions:
-            _load(exercise(id), decisions[id][0])
+            _load(find_exercise(id), decisions[id][0])
 
 
 # ---------------------------------------------------------------------- check, hint, progress
@@ -226,46 +175,47 @@ def hear(decisions: dict[str, tuple[str, bool]], load: list[str]) -> None:
 def check(id: str | None = None) -> None:
     """Try the answer to exercise `id` (default: the last one) and print what came of it."""
     global _last
-    _last = asked = exercise(_which(id)).id
+    _last = asked = find_exercise(_which(id)).id
     file = file_of(asked)
     if not file.exists():
-        print(f"○ {asked} {exercise(asked).title}    not done yet: run the cell that begins with %%exercise {asked}")
+        title = find_exercise(asked).title
+        print(f"○ {asked} {title}    not done yet: run the cell that begins with %%exercise {asked}")
         return
     source = file.read_text()
-    if judge.digest(source) == judge.digest(exercise(asked).stub):  # no need to start ranks for it
-        print(f"○ {asked} {exercise(asked).title}    not done yet")
+    if judge.digest(source) == judge.digest(find_exercise(asked).stub):  # no need to start ranks for it
+        print(f"○ {asked} {find_exercise(asked).title}    not done yet")
         return
-    verdict = judge.judge(asked, source, str(file.absolute()))
-    progress = _read_progress()
+    verdict = judge.try_answer(asked, source, str(file.absolute()))
+    progress = read_progress()
     progress["passed"].pop(asked, None)
     if verdict.passed:
         progress["passed"][asked] = judge.digest(source)
-    _write_progress(progress)
+    write_progress(progress)
     _tell_ranks()
     print(verdict.text)
 
 
 def _which(id: str | None) -> str:
     if id is None and _last is None:
-        raise Misused(f'which exercise? There are {", ".join(catalogue())}: lab.check("01.1"), lab.hint("01.1")')
+        raise Misused(f'which exercise? There are {", ".join(EXERCISES)}: lab.check("01.1"), lab.hint("01.1")')
     return id or _last or ""
 
 
 def hint(id: str | None = None) -> None:
     """Print one hint more for exercise `id` (default: the last one)."""
-    asked = exercise(_which(id))
-    progress = _read_progress()
+    asked = find_exercise(_which(id))
+    progress = read_progress()
     number = min(progress["hints"].get(asked.id, 0) + 1, len(asked.hints))
     progress["hints"][asked.id] = number
-    _write_progress(progress)
+    write_progress(progress)
     for i, text in enumerate(asked.hints[:number], 1):
         print(f"{asked.id}, hint {i} of {len(asked.hints)}: {text}")
 
 
 def progress() -> None:
     """Print what is done in the course."""
-    kept, done = _read_progress(), 0
-    for id, asked in catalogue().items():
+    kept, done = read_progress(), 0
+    for id, asked in EXERCISES.items():
         source, right = _decision(id)
         state = "not written yet"
         if right:
@@ -273,7 +223,7 @@ def progress() -> None:
         elif source and judge.digest(source) != judge.digest(asked.stub):
             state = "changed since it passed" if id in kept["passed"] else "written, not passed"
         print(f"{'✓' if right else '○'} {id} {asked.title:<28} {state}")
-    print(f"{done} of {len(catalogue())} exercises, {len(kept['predictions'])} predictions")
+    print(f"{done} of {len(EXERCISES)} exercises, {len(kept['predictions'])} predictions")
 
 
 # ---------------------------------------------------------------------- whose code runs
@@ -288,7 +238,7 @@ def mine(what: str | type, name: str = "") -> Any:
     """
     if not isinstance(what, (str, type)):
         raise Misused(f'lab.mine("03.2") is an answer, lab.mine(DDP) a class with your methods; {what!r} is neither')
-    return _mine_of_exercise(exercise(what), name) if isinstance(what, str) else _mine_of_class(what)
+    return _mine_of_exercise(find_exercise(what), name) if isinstance(what, str) else _mine_of_class(what)
 
 
 def _answer(asked: Exercise) -> tuple[ModuleType | None, str]:
@@ -314,13 +264,13 @@ def _mine_of_exercise(asked: Exercise, name: str) -> Any:
 
 @functools.cache
 def _reference(id: str) -> ModuleType:
-    return judge.load(exercise(id).reference, f"the course's answer to {id}", f"reference_{id.replace('.', '_')}")
+    return judge.load(find_exercise(id).reference, f"the course's answer to {id}", f"reference_{id.replace('.', '_')}")
 
 
 def _mine_of_class(base: type) -> type:
-    parts = [asked for asked in catalogue().values() if asked.extends == base.__name__]
+    parts = [asked for asked in EXERCISES.values() if asked.extends == base.__name__]
     if not parts:
-        known = ", ".join(sorted({asked.extends for asked in catalogue().values() if asked.extends}))
+        known = ", ".join(sorted({asked.extends for asked in EXERCISES.values() if asked.extends}))
         raise Misused(f"no exercise extends {base.__name__}; there are exercises for {known}")
     answers = [(asked, *_answer(asked)) for asked in parts]
     ours = [getattr(module, asked.exports[0]) for asked, module, _ in answers if module is not None]
@@ -330,104 +280,6 @@ def _mine_of_class(base: type) -> type:
     if ours and key not in _classes:
         _classes[key] = type(base.__name__, (*ours, base), {"stage": base.stage, "__doc__": base.__doc__})
     return _classes.get(key, base)
-
-
-# ---------------------------------------------------------------------- predictions
-
-
-def predict(id: str, value: Any = ...) -> None:
-    """Write down what you expect, before it is measured. `...` stands for a number that is still to come."""
-    _must_be_asked(id)
-    if value is ... or value is None:
-        print(f'{id}: put what you expect in the place of `...`, or lab.skip("{id}")')
-        return
-    if not isinstance(value, (int, float, str, list, tuple)) or isinstance(value, bool):
-        raise NoPrediction(f"prediction {id} is a {type(value).__name__}: give a number, a word, or a list of them")
-    kept = _read_progress()
-    kept["predictions"][id] = value
-    _write_progress(kept)
-    print(f'{id}: written down; lab.reveal("{id}") compares, once it is measured')
-
-
-def _must_be_asked(id: Any) -> None:
-    """Raises Misused if no lesson asks for a prediction of that name, and says which it asks for."""
-    if not isinstance(id, str):
-        raise Misused(f'the name of a prediction is a text: "01.1", and not {id!r}')
-    lesson, _, number = id.partition(".")
-    if lesson not in PREDICTIONS:
-        near = lesson.zfill(2) if lesson.zfill(2) in PREDICTIONS else ""
-        lessons = f"lesson {near} has {_numbers(near)}" if near else f"lessons {', '.join(PREDICTIONS)} have some"
-        raise Misused(f"there is no prediction {id!r}; {lessons}")
-    if number not in map(str, range(1, PREDICTIONS[lesson] + 1)):
-        raise Misused(f"there is no prediction {id!r}; lesson {lesson} has {_numbers(lesson)}")
-
-
-def _numbers(lesson: str) -> str:
-    return ", ".join(f"{lesson}.{number}" for number in range(1, PREDICTIONS[lesson] + 1))
-
-
-def skip(id: str) -> None:
-    """See the measured value without a prediction."""
-    _must_be_asked(id)
-    kept = _read_progress()
-    kept["predictions"][id] = None
-    _write_progress(kept)
-    print(f"{id}: skipped")
-
-
-def predicted(id: str) -> bool:
-    """For the lessons: whether there is a prediction, or none is wanted, so that a picture gives nothing away."""
-    _must_be_asked(id)
-    return id in _read_progress()["predictions"]
-
-
-def measured(id: str, value: Any, unit: str = "") -> None:
-    """For the lessons: what was measured, to be shown by `reveal(id)`. unit "bytes" is shown as kB, MB, GB."""
-    _must_be_asked(id)
-    _measured[id] = (value, unit)
-
-
-def reveal(id: str) -> None:
-    """Print what was measured and how far off the prediction was; nothing before there is a prediction."""
-    _must_be_asked(id)
-    predictions = _read_progress()["predictions"]
-    if id not in predictions:
-        print(f'{id}: first lab.predict("{id}", what you expect), or lab.skip("{id}")')
-        return
-    if id not in _measured:
-        print(f"{id}: not measured yet: run the cells above, those that begin with %%ranks too")
-        return
-    (value, unit), guess = _measured[id], predictions[id]
-    shown = _with_unit(value, unit)
-    if guess is None:
-        print(f"{id}: measured {shown}")
-    elif isinstance(value, (int, float)) and isinstance(guess, str):
-        wanted = f"a number of {unit}" if unit else "a number"
-        print(f'{id}: {wanted} was asked, without its unit, and you said {guess!r}: lab.predict("{id}", number) again')
-    else:
-        print(f"{id}: measured {shown}; you said {_with_unit(guess, unit)}: {_how_far_off(guess, value)}")
-
-
-def _with_unit(value: Any, unit: str) -> str:
-    if isinstance(value, (int, float)) and unit == "bytes":
-        return in_bytes(value)
-    number = f"{value:,}" if isinstance(value, int) else f"{value:,.4g}" if isinstance(value, float) else str(value)
-    return f"{number} {unit}".strip()
-
-
-def _how_far_off(guess: Any, value: Any) -> str:
-    numbers = isinstance(guess, (int, float)) and isinstance(value, (int, float))
-    if guess == value or (isinstance(value, (list, tuple)) and guess == list(value)):  # JSON knows no tuples
-        return "exactly right"
-    if not numbers:
-        return "not the same"
-    if value == 0 or guess == 0:
-        return f"off by {abs(guess - value):,}"
-    ratio = guess / value
-    if 0 < ratio < 0.5 or ratio >= 2:
-        return f"{ratio:.3g} times what it is"
-    off = 100 * (ratio - 1)
-    return "less than 0.1 % off" if abs(off) < 0.1 else f"{abs(off):.3g} % too {'much' if off > 0 else 'little'}"
 
 
 # ---------------------------------------------------------------------- for the answers
@@ -450,7 +302,7 @@ def exchange(tensor: Tensor, to: int, source: int) -> Tensor:
 def _exercise_magic(line: str, cell: str) -> None:
     """`%%exercise 03.2`: the rest of the cell is the answer to exercise 03.2."""
     if not line.strip():
-        raise Misused(f"which exercise? %%exercise and one of {', '.join(catalogue())}")
+        raise Misused(f"which exercise? %%exercise and one of {', '.join(EXERCISES)}")
     try:
         define(line.strip(), cell)
     except SyntaxError as error:
@@ -466,19 +318,4 @@ def register(shell: Any) -> None:
     shell.register_magic_function(_exercise_magic, "cell", "exercise")
 
 
-__all__ = [
-    "Stale",
-    "Todo",
-    "check",
-    "define",
-    "exchange",
-    "hint",
-    "measured",
-    "mine",
-    "passed",
-    "predict",
-    "predicted",
-    "progress",
-    "reveal",
-    "skip",
-]
+__all__ = ["Stale", "Todo", "check", "define", "exchange", "hint", "mine", "passed", "progress"]

@@ -7,17 +7,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from zerolab.lab.exercises.catalogue import (
-    Exercise,
-    Traffic,
-    World,
-    Wrong,
-    check_tensor,
-    compare,
-    edit,
-    forgot_to_return,
-)
 from zerolab.lab.exercises.checks import values
+from zerolab.lab.exercises.checks.values import check_tensor, compare, forgot_to_return
+from zerolab.lab.exercises.exercise import Exercise, World, Wrong
+from zerolab.lab.exercises.spy import Traffic
 
 E = 4  # elements in a chunk
 

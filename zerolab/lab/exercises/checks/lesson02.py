@@ -7,7 +7,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from zerolab.lab.exercises.catalogue import Exercise, World, Wrong, check_tensor, edit
+from zerolab.lab.exercises.checks.values import check_tensor
+from zerolab.lab.exercises.exercise import Exercise, World, Wrong
 
 SHAPES = ((5,), (2, 2), (3, 2))  # 15 elements: no multiple of 2 or 4
 EVEN = ((4, 3), (12,))  # 24 elements: a multiple of 1, 2, 3 and 4

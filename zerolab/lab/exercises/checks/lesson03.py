@@ -9,8 +9,10 @@ import torch
 from torch import Tensor, nn
 
 import zerolab
-from zerolab.lab.exercises.catalogue import Exercise, Traffic, World, Wrong, check_tensor, compare, edit
 from zerolab.lab.exercises.checks import values
+from zerolab.lab.exercises.checks.values import check_tensor, compare
+from zerolab.lab.exercises.exercise import Exercise, World, Wrong
+from zerolab.lab.exercises.spy import Traffic
 
 KEPT_BACK = (
     "what no_sync() kept back was changed or lost: where self.reduces(unit) is False, leave unit.whole_grad alone"

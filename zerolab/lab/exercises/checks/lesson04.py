@@ -11,9 +11,11 @@ from torch import Tensor, nn
 import zerolab
 from zerolab.engine.layout import Layout
 from zerolab.engine.unit import Unit
-from zerolab.lab.exercises.catalogue import Exercise, Traffic, World, Wrong, check_tensor, compare, edit
 from zerolab.lab.exercises.checks import values
 from zerolab.lab.exercises.checks.lesson03 import INPUT, Block, gradients_alone, make_model, mean_explained
+from zerolab.lab.exercises.checks.values import check_tensor, compare
+from zerolab.lab.exercises.exercise import Exercise, World, Wrong
+from zerolab.lab.exercises.spy import Traffic
 from zerolab.measure import model_states
 
 ALL_REDUCE = "an all-reduce where a reduce-scatter was asked: its own shard is all that a rank needs, half the bytes"

@@ -10,7 +10,6 @@ from torch import nn
 
 import zerolab
 from zerolab.engine.unit import Unit
-from zerolab.lab.exercises.catalogue import Exercise, World, Wrong, edit
 from zerolab.lab.exercises.checks.lesson03 import INPUT, Block, make_model
 from zerolab.lab.exercises.checks.lesson04 import (
     ERRORS,
@@ -25,6 +24,7 @@ from zerolab.lab.exercises.checks.lesson04 import (
     forward,
     payload_of,
 )
+from zerolab.lab.exercises.exercise import Exercise, World, Wrong
 
 TOO_LATE = "released too late: the peak is as high as in stage 1. Let each unit's gradient go as soon as it is reduced"
 

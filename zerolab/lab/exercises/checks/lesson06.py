@@ -13,8 +13,9 @@ from torch.optim import SGD
 
 import zerolab
 from zerolab.engine.unit import Unit
-from zerolab.lab.exercises.catalogue import Exercise, World, Wrong, compare, edit
 from zerolab.lab.exercises.checks import values
+from zerolab.lab.exercises.checks.values import compare
+from zerolab.lab.exercises.exercise import Exercise, World, Wrong
 from zerolab.measure.ledger import Ledger, ledger
 
 SHARD = 6  # elements of each rank's shard, in 06.1

@@ -8,7 +8,6 @@ from torch.optim import SGD
 
 import zerolab
 from zerolab.engine.unit import Unit
-from zerolab.lab.exercises.catalogue import Exercise, World, Wrong, edit
 from zerolab.lab.exercises.checks.lesson06 import (
     ALL_AT_ONCE,
     DIED,
@@ -24,6 +23,7 @@ from zerolab.lab.exercises.checks.lesson06 import (
     inputs,
     whole_bytes,
 )
+from zerolab.lab.exercises.exercise import Exercise, World, Wrong
 from zerolab.measure.ledger import Ledger, ledger
 from zerolab.measure.watch import watched
 

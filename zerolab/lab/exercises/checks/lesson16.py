@@ -8,7 +8,8 @@ from typing import Any
 import torch
 
 from zerolab.engine.precision import Precision
-from zerolab.lab.exercises.catalogue import Exercise, World, Wrong, edit, forgot_to_return
+from zerolab.lab.exercises.checks.values import forgot_to_return
+from zerolab.lab.exercises.exercise import Exercise, World, Wrong
 from zerolab.measure.formulas import moved_bytes, state_bytes
 
 # parameters, bytes of a GPU, bytes of activations on each
@@ -132,9 +133,6 @@ def fewest_gpus(parameters: int, memory: float, activations: float) -> dict[int,
             result[stage] = max(1, math.ceil(shared[stage] * parameters / room))
     return result
 '''
-
-
-NONE = "            result[stage] = None\n        else"
 
 
 # ---------------------------------------------------------------------- 16.2

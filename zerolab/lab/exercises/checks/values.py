@@ -6,8 +6,13 @@ written in base 16, and each of its digits says how often that rank's contributi
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import Any
+
 import torch
 from torch import Tensor
+
+from zerolab.lab.exercises.exercise import Wrong
 
 
 def base(numel: int, number: int = 0) -> Tensor:
@@ -53,3 +58,45 @@ def in_words(shares: list[float]) -> str:
     times = {1.0: "", 2.0: " twice", 3.0: " three times", 4.0: " four times"}
     said = [f"rank {rank}'s contribution{times.get(k, f' times {k:.3g}')}" for rank, k in enumerate(shares) if k]
     return ", ".join(said) or "nobody's contribution"
+
+
+def check_tensor(what: str, got: Any, shape: tuple[int, ...], dtype: torch.dtype = torch.float32) -> None:
+    """Raises Wrong unless `got` is a tensor of that shape and dtype."""
+    if not isinstance(got, Tensor):
+        raise Wrong(f"{what} is a {type(got).__name__}, not a tensor", forgot_to_return(got))
+    if tuple(got.shape) != tuple(shape):
+        raise Wrong(f"{what} has the shape {tuple(got.shape)}, not {tuple(shape)}", _shape_hint(got, shape))
+    if got.dtype != dtype:
+        raise Wrong(f"{what} is {got.dtype}, not {dtype}", f"the dtype of the input was not kept ({dtype})")
+
+
+def forgot_to_return(got: Any) -> str:
+    return "the function returns nothing: `return` is missing" if got is None else ""
+
+
+def _shape_hint(got: Tensor, shape: tuple[int, ...]) -> str:
+    count = 1
+    for length in shape:
+        count *= length
+    return "the elements are there but not in the shape that was asked: use view(...)" if got.numel() == count else ""
+
+
+def compare(
+    what: str, got: Tensor, want: Tensor, explain: Callable[[Tensor], str | tuple[str, str]] = lambda got: ""
+) -> None:
+    """Raises Wrong unless the values are equal (to the last bit but two); `explain(got)` names the mistake."""
+    if torch.allclose(got.double(), want.double(), rtol=1e-6, atol=0.0):
+        return
+    different = (got.double() - want.double()).abs() > 1e-6 * want.double().abs()
+    count, k = int(different.sum()), factor(got, want)
+    how_many = f"all {got.numel():,} elements" if different.all() else f"{count:,} of {got.numel():,} elements"
+    if k is not None and different.all():
+        seen = f"{what}: {k:.3f} x the expected value in {how_many}"
+    else:
+        at = tuple(torch.nonzero(different)[0].tolist())
+        place = at[0] if len(at) == 1 else at
+        seen = f"{what}: {how_many} wrong, the first at [{place}]: {got[at]:g}, expected {want[at]:g}"
+        seen = seen.replace("[(", "[").replace(")]", "]")
+    said = explain(got)
+    likely, tip = said if isinstance(said, tuple) else (said, "")
+    raise Wrong(seen, likely, tip, values_differ=True)

@@ -69,7 +69,7 @@ FLAT_BUFFER_MUTANTS = {
         edit(FLAT_BUFFER, "offset += param.numel()", "offset += param.shape[0]"),
         "wrong offset",
     ),
-    "always float32": (edit(FLAT_BUFFER, "dtype=params[0].dtype, ", ""), "the dtype of the input was not kept"),
+    "always float32": (edit(FLAT_BUFFER, "dtype=params[0].dtype, ", ""), "must keep the input's dtype"),
     "with the autograd graph": (
         edit(FLAT_BUFFER_CAT, "with torch.no_grad():", "with torch.enable_grad():"),
         "autograd graph",

@@ -21,13 +21,13 @@ class Todo(Exception):
     def __init__(self, exercise: str = "") -> None:
         which = f"exercise {exercise}" if exercise else "this exercise"
         check = f' and lab.check("{exercise}")' if exercise else ""
-        super().__init__(f"{which} is not written yet: replace `raise Todo(...)` by your code, run the cell{check}")
+        super().__init__(f"{which} is not written yet: replace `raise Todo(...)` with your code, run the cell{check}")
 
 
 class Wrong(Exception):
     """The first difference that a check found on this rank.
 
-    seen: what, where and how much. likely: the mistake that does that, if one is known. tip: where to read on.
+    seen: what, where and by how much. likely: the mistake behind it, if it is a known one. tip: where to read on.
     """
 
     def __init__(self, seen: str, likely: str = "", tip: str = "", values_differ: bool = False) -> None:
@@ -40,8 +40,8 @@ class Exercise:
     """One exercise of the course.
 
     stub, reference: the cell as the learner finds it, and the course's own answer.
-    exports: what the answer defines, the first of them is what `mine(id)` gives.
-    extends: the class of zerolab whose methods the answer's class overrides ("DDP"), for `mine(DDP)`.
+    exports: the names that the answer defines; `mine(id)` returns the first.
+    extends: the class of zerolab whose methods the answer overrides ("DDP"), for `mine(DDP)`.
     section: the heading of the lesson to read again. first_rank_only: what to say if only rank 0 is right.
     """
 
@@ -60,7 +60,7 @@ class Exercise:
 
 @dataclass
 class World:
-    """What a check knows of the rank it runs on."""
+    """What a check knows about the rank it runs on."""
 
     rank: int
     world_size: int
@@ -68,12 +68,12 @@ class World:
 
     @contextmanager
     def record(self) -> Iterator[list[Traffic]]:
-        """The calls of torch.distributed, and the exchanges, that the block makes."""
+        """The calls to torch.distributed, and the exchanges, that the block makes."""
         with self.spy.record() as calls:
             yield calls
 
     def unwaited(self, calls: list[Traffic]) -> str:
-        """Which asynchronous calls nobody waited for, in words; "" if none."""
+        """The asynchronous calls that nobody waited for, in words; "" if there are none."""
         lost = [call.op for call in calls if not call.waited]
         if not lost:
             return ""

@@ -1,18 +1,16 @@
-"""The learner's side of the exercises: where answers live, whether they are right, and whose code runs.
+"""The learner's side of the exercises: writing an answer, checking it, and whose code runs.
 
     %%exercise 03.2         write the cell to my/ex_03_2.py and load it, here and on every live rank
     check("03.2")           run the check on ranks of its own; a pass counts until the answer changes
-    hint("03.2")            one more hint
+    hint("03.2")            show one more hint
     mine("03.2")            the learner's answer once it has passed, until then the course's
     mine(DDP)               the package's class with the learner's passed methods over it
-    predict("02.1", 4e6)    then reveal("02.1") shows what was measured, and how far off that was
     progress()              what is done
-
-Answers, passes and predictions are kept in the folder `my` beside the notebook, or where ZEROLAB_MY says.
 """
 
 from __future__ import annotations
 
+import ast
 import functools
 import sys
 import traceback
@@ -31,22 +29,22 @@ from zerolab.lab.exercises.store import file_of, read_progress, write, write_pro
 from zerolab.lab.ranks.rank import _syntax
 from zerolab.lab.ranks.report import Misused, Plain
 
-_loaded: dict[str, tuple[str, ModuleType]] = {}  # id -> digest of the source and the module made of it, the newest
+_loaded: dict[str, tuple[str, ModuleType]] = {}  # id -> the newest module and the digest of its source
 _told: dict[str, tuple[str, bool]] | None = None  # on a live rank: id -> (source, passed), as the notebook decided
-_classes: dict[tuple, type] = {}  # what `mine` made of classes, so that it is the same one as long as nothing changes
+_classes: dict[tuple, type] = {}  # what `mine` made, so that it returns the same class until an answer changes
 _last: str | None = None  # the exercise that was written or checked last
 
 
 class NotPython(Misused):
-    """An answer does not compile: its line, and a mark under the place."""
+    """An answer that does not compile. Shows the line, with a mark under the place."""
 
     def __init__(self, id: str, error: SyntaxError) -> None:
-        place = _syntax(error, 1) if error.text else ""  # the cell begins with a line of its own, %%exercise
+        place = _syntax(error, 1) if error.text else ""  # line 1 of the cell is %%exercise, which is not in the file
         super().__init__(f"{id} is not Python yet: {type(error).__name__}: {error.msg}\n{place}".rstrip())
 
 
 class Broken(Misused):
-    """The cell of an answer fails when it is run: its own lines, and what was raised."""
+    """An answer's cell that raises when it runs. Shows its own lines and the error."""
 
     def __init__(self, id: str, error: Exception) -> None:
         file = str(file_of(id).absolute())
@@ -60,7 +58,7 @@ class Stale(RuntimeError):
 
 
 def _decision(id: str) -> tuple[str, bool]:
-    """The source of the answer ("" if none) and whether it has passed. On a live rank: as the notebook said."""
+    """The source of the answer ("" if there is none), and whether it has passed. Live ranks go by the notebook."""
     if _told is not None:
         return _told.get(id, ("", False))
     file = file_of(id)
@@ -77,18 +75,17 @@ def passed(id: str) -> bool:
 
 
 def define(id: str, source: str) -> ModuleType:
-    """What `%%exercise` does with a cell: write it down, load it, and let the live ranks load it too.
+    """What `%%exercise` does with a cell: save it, load it, and have the live ranks load it too.
 
-    A stub never replaces an answer that is there already.
+    A stub never replaces an answer that is already there.
     """
     global _last
     asked, file = find_exercise(id), file_of(id)
-    is_stub = judge.digest(source) == judge.digest(asked.stub)
+    is_stub = _is_stub(asked, source)
     if is_stub and file.exists() and judge.digest(file.read_text()) != judge.digest(source):
         source = file.read_text()
-        print(
-            f"{id} {asked.title}: the cell is empty, so your answer in {_short(file)} is used (delete it to start anew)"
-        )
+        print(f"{id} {asked.title}: the cell has no code yet, so your answer in {_short(file)} is used", end=" ")
+        print("(delete it to start over)")
     else:
         write(file, source)
         state = "not written yet" if is_stub else f'written to {_short(file)}; lab.check("{id}") tries it'
@@ -99,12 +96,28 @@ def define(id: str, source: str) -> ModuleType:
     return module
 
 
+def _is_stub(asked: Exercise, source: str) -> bool:
+    """Whether `source` is the stub of this release or, with other docstrings, of an earlier one."""
+    return _without_docstrings(source) == _without_docstrings(asked.stub)
+
+
+def _without_docstrings(source: str) -> str:
+    try:
+        tree = ast.parse(source)
+    except SyntaxError:
+        return source
+    for node in ast.walk(tree):
+        if isinstance(node, (ast.ClassDef, ast.FunctionDef)) and ast.get_docstring(node) is not None:
+            del node.body[0]
+    return ast.dump(tree)
+
+
 def _short(file: Path) -> str:
     return f"{file.parent.name}/{file.name}"
 
 
 def _load(asked: Exercise, source: str) -> ModuleType:
-    """The module made of `source`, made only once, with its names in the notebook's or the rank's namespace."""
+    """The module of `source`, loaded only once. Its names go into the notebook's or the rank's namespace."""
     if asked.id in _loaded and _loaded[asked.id][0] == judge.digest(source):
         return _loaded[asked.id][1]
     module = judge.load(source, str(file_of(asked.id).absolute()), f"ex_{asked.id.replace('.', '_')}")
@@ -122,7 +135,7 @@ def _load(asked: Exercise, source: str) -> ModuleType:
 
 
 def _retire(module: ModuleType, id: str) -> None:
-    """Objects of the classes of an older version say that they are old, instead of running yesterday's code."""
+    """Make objects of an older version raise Stale instead of running yesterday's code."""
 
     def refuse(name: str) -> FunctionType:
         def method(self: Any, *args: Any, **kwargs: Any) -> Any:
@@ -140,14 +153,14 @@ def _retire(module: ModuleType, id: str) -> None:
 
 
 def _shell() -> Any:
-    """The IPython that this runs in, or None."""
+    """The IPython shell this runs in, or None."""
     if "IPython" not in sys.modules:
         return None
     return sys.modules["IPython"].get_ipython()
 
 
 def _tell_ranks() -> None:
-    """The notebook decides whose code runs, and tells every live rank, so that they never differ."""
+    """Tell every live rank whose code runs: the notebook decides, so the ranks never differ."""
     session = sys.modules.get("zerolab.lab.ranks.session")
     current = session.current() if session is not None else None
     if current is None:
@@ -157,11 +170,11 @@ def _tell_ranks() -> None:
     try:
         current.run(code)
     except Exception as error:
-        print(f"the live ranks do not have it: {str(error).splitlines()[0]}")
+        print(f"the live ranks could not load it: {str(error).splitlines()[0]}")
 
 
 def hear(decisions: dict[str, tuple[str, bool]], load: list[str]) -> None:
-    """On a live rank: what the notebook decided, and which answers it has loaded."""
+    """On a live rank: take over what the notebook decided, and load the answers that it has loaded."""
     global _told
     _told = decisions
     for id in load:
@@ -173,7 +186,7 @@ def hear(decisions: dict[str, tuple[str, bool]], load: list[str]) -> None:
 
 
 def check(id: str | None = None) -> None:
-    """Try the answer to exercise `id` (default: the last one) and print what came of it."""
+    """Check the answer to exercise `id` (default: the last one) and print the verdict."""
     global _last
     _last = asked = find_exercise(_which(id)).id
     file = file_of(asked)
@@ -182,7 +195,7 @@ def check(id: str | None = None) -> None:
         print(f"○ {asked} {title}    not done yet: run the cell that begins with %%exercise {asked}")
         return
     source = file.read_text()
-    if judge.digest(source) == judge.digest(find_exercise(asked).stub):  # no need to start ranks for it
+    if _is_stub(find_exercise(asked), source):  # no need to start ranks for it
         print(f"○ {asked} {find_exercise(asked).title}    not done yet")
         return
     verdict = judge.try_answer(asked, source, str(file.absolute()))
@@ -202,7 +215,7 @@ def _which(id: str | None) -> str:
 
 
 def hint(id: str | None = None) -> None:
-    """Print one hint more for exercise `id` (default: the last one)."""
+    """Print one more hint for exercise `id` (default: the last one)."""
     asked = find_exercise(_which(id))
     progress = read_progress()
     number = min(progress["hints"].get(asked.id, 0) + 1, len(asked.hints))
@@ -220,7 +233,7 @@ def progress() -> None:
         state = "not written yet"
         if right:
             state, done = "done", done + 1
-        elif source and judge.digest(source) != judge.digest(asked.stub):
+        elif source and not _is_stub(asked, source):
             state = "changed since it passed" if id in kept["passed"] else "written, not passed"
         print(f"{'✓' if right else '○'} {id} {asked.title:<28} {state}")
     print(f"{done} of {len(EXERCISES)} exercises, {len(kept['predictions'])} predictions")
@@ -232,22 +245,21 @@ def progress() -> None:
 def mine(what: str | type, name: str = "") -> Any:
     """The learner's code where it has passed its check, else the course's; one line says whose it is.
 
-    `mine("03.2")` is what that exercise defines, a function or a class. Where it defines several, `name` says which;
-    without it this is the first, and the line names the others. `mine(DDP)` is a class of the package with the
-    learner's passed methods over it.
+    `mine("03.2")` is the function or class that the exercise defines. If it defines several, `name` picks one; the
+    default is the first, and the line names the others. `mine(DDP)` is the package's class with the learner's passed
+    methods over it.
     """
     if not isinstance(what, (str, type)):
-        raise Misused(f'lab.mine("03.2") is an answer, lab.mine(DDP) a class with your methods; {what!r} is neither')
+        raise Misused(f'lab.mine() takes an exercise ("03.2") or a class (DDP); {what!r} is neither')
     return _mine_of_exercise(find_exercise(what), name) if isinstance(what, str) else _mine_of_class(what)
 
 
 def _answer(asked: Exercise) -> tuple[ModuleType | None, str]:
-    """The learner's module if it has passed, else None and why not."""
+    """The learner's module if it has passed, else None and the reason."""
     source, right = _decision(asked.id)
     if right:
         return _load(asked, source), ""
-    written = source and judge.digest(source) != judge.digest(asked.stub)
-    if not written:
+    if not source or _is_stub(asked, source):
         return None, f"{asked.id} is not written yet"
     return None, f'{asked.id} has not passed as it is now: lab.check("{asked.id}")'
 
@@ -257,7 +269,7 @@ def _mine_of_exercise(asked: Exercise, name: str) -> Any:
     others = "".join(f'; {other} is lab.mine("{asked.id}", "{other}")' for other in asked.exports[1:]) * (not name)
     name = name or asked.exports[0]
     if name not in asked.exports:
-        raise Misused(f"exercise {asked.id} defines {', '.join(asked.exports)}, and no {name!r}")
+        raise Misused(f"exercise {asked.id} defines {', '.join(asked.exports)}, not {name!r}")
     print(f"{name}: " + (f"your code ({asked.id})" if module else f"the course's code, {why_not}") + others)
     return getattr(module or _reference(asked.id), name)
 
@@ -286,7 +298,7 @@ def _mine_of_class(base: type) -> type:
 
 
 def exchange(tensor: Tensor, to: int, source: int) -> Tensor:
-    """Send `tensor` to rank `to` and return what rank `source` sends here: both at once, so that neither blocks."""
+    """Send `tensor` to rank `to` and return what rank `source` sends: both at once, so that neither rank blocks."""
     if to == source == dist.get_rank():
         return tensor.clone()
     out = torch.empty_like(tensor, memory_format=torch.contiguous_format)
@@ -314,7 +326,7 @@ def _exercise_magic(line: str, cell: str) -> None:
 
 
 def register(shell: Any) -> None:
-    """`%load_ext zerolab.lab` calls this."""
+    """Called by `%load_ext zerolab.lab`."""
     shell.register_magic_function(_exercise_magic, "cell", "exercise")
 
 

@@ -17,37 +17,37 @@ from zerolab.measure.units import in_bytes
 
 _measured: dict[str, tuple[Any, str]] = {}  # prediction id -> value and unit
 
-# How many numbers each lesson asks for: those of 05 are 05.1 to 05.4. A test holds it to the lessons.
+# How many predictions each lesson asks for: 05.1 to 05.4 in lesson 05. A test checks this against the lessons.
 PREDICTIONS = {"00": 2, "01": 3, "02": 6, "03": 3, "04": 3, "05": 4, "06": 3, "07": 3, "16": 3}
 
 
 class NoPrediction(Misused, TypeError):
-    """What was given as a prediction is neither a number nor a word."""
+    """A prediction that is neither a number nor a word."""
 
 
 def predict(id: str, value: Any = ...) -> None:
-    """Write down what you expect, before it is measured. `...` stands for a number that is still to come."""
+    """Write down what you expect before it is measured. `...` means that you have not decided yet."""
     _must_be_asked(id)
     if value is ... or value is None:
-        print(f'{id}: put what you expect in the place of `...`, or lab.skip("{id}")')
+        print(f'{id}: replace `...` with the number you expect, or lab.skip("{id}")')
         return
     if not isinstance(value, (int, float, str, list, tuple)) or isinstance(value, bool):
         raise NoPrediction(f"prediction {id} is a {type(value).__name__}: give a number, a word, or a list of them")
     kept = read_progress()
     kept["predictions"][id] = value
     write_progress(kept)
-    print(f'{id}: written down; lab.reveal("{id}") compares, once it is measured')
+    print(f'{id}: written down; lab.reveal("{id}") compares it with the measurement')
 
 
 def _must_be_asked(id: Any) -> None:
-    """Raises Misused if no lesson asks for a prediction of that name, and says which it asks for."""
+    """Raises Misused, naming the predictions there are, unless some lesson asks for this one."""
     if not isinstance(id, str):
-        raise Misused(f'the name of a prediction is a text: "01.1", and not {id!r}')
+        raise Misused(f'the name of a prediction is a string such as "01.1", not {id!r}')
     lesson, _, number = id.partition(".")
     if lesson not in PREDICTIONS:
-        near = lesson.zfill(2) if lesson.zfill(2) in PREDICTIONS else ""
-        lessons = f"lesson {near} has {_numbers(near)}" if near else f"lessons {', '.join(PREDICTIONS)} have some"
-        raise Misused(f"there is no prediction {id!r}; {lessons}")
+        near, known = lesson.zfill(2), ", ".join(PREDICTIONS)
+        there_are = f"lesson {near} has {_numbers(near)}" if near in PREDICTIONS else f"lessons {known} have predictions"
+        raise Misused(f"there is no prediction {id!r}; {there_are}")
     if number not in map(str, range(1, PREDICTIONS[lesson] + 1)):
         raise Misused(f"there is no prediction {id!r}; lesson {lesson} has {_numbers(lesson)}")
 
@@ -57,7 +57,7 @@ def _numbers(lesson: str) -> str:
 
 
 def skip(id: str) -> None:
-    """See the measured value without a prediction."""
+    """Go on without a prediction: `reveal` then shows the measured value."""
     _must_be_asked(id)
     kept = read_progress()
     kept["predictions"][id] = None
@@ -66,26 +66,26 @@ def skip(id: str) -> None:
 
 
 def predicted(id: str) -> bool:
-    """For the lessons: whether there is a prediction, or none is wanted, so that a picture gives nothing away."""
+    """For the lessons: has it been predicted or skipped? Until then no picture may give it away."""
     _must_be_asked(id)
     return id in read_progress()["predictions"]
 
 
 def measured(id: str, value: Any, unit: str = "") -> None:
-    """For the lessons: what was measured, to be shown by `reveal(id)`. unit "bytes" is shown as kB, MB, GB."""
+    """For the lessons: the measured value, for `reveal(id)` to show. Unit "bytes" is shown as kB, MB or GB."""
     _must_be_asked(id)
     _measured[id] = (value, unit)
 
 
 def reveal(id: str) -> None:
-    """Print what was measured and how far off the prediction was; nothing before there is a prediction."""
+    """Print what was measured and how far off the prediction was; without a prediction, print neither."""
     _must_be_asked(id)
     predictions = read_progress()["predictions"]
     if id not in predictions:
         print(f'{id}: first lab.predict("{id}", what you expect), or lab.skip("{id}")')
         return
     if id not in _measured:
-        print(f"{id}: not measured yet: run the cells above, those that begin with %%ranks too")
+        print(f"{id}: not measured yet: run the cells above, including those that begin with %%ranks")
         return
     (value, unit), guess = _measured[id], predictions[id]
     shown = _with_unit(value, unit)
@@ -93,7 +93,7 @@ def reveal(id: str) -> None:
         print(f"{id}: measured {shown}")
     elif isinstance(value, (int, float)) and isinstance(guess, str):
         wanted = f"a number of {unit}" if unit else "a number"
-        print(f'{id}: {wanted} was asked, without its unit, and you said {guess!r}: lab.predict("{id}", number) again')
+        print(f'{id}: you said {guess!r}, but this needs {wanted}, without the unit: lab.predict("{id}", number) again')
     else:
         print(f"{id}: measured {shown}; you said {_with_unit(guess, unit)}: {_how_far_off(guess, value)}")
 
@@ -107,7 +107,7 @@ def _with_unit(value: Any, unit: str) -> str:
 
 def _how_far_off(guess: Any, value: Any) -> str:
     numbers = isinstance(guess, (int, float)) and isinstance(value, (int, float))
-    if guess == value or (isinstance(value, (list, tuple)) and guess == list(value)):  # JSON knows no tuples
+    if guess == value or (isinstance(value, (list, tuple)) and guess == list(value)):  # JSON has no tuples
         return "exactly right"
     if not numbers:
         return "not the same"
@@ -115,6 +115,6 @@ def _how_far_off(guess: Any, value: Any) -> str:
         return f"off by {abs(guess - value):,}"
     ratio = guess / value
     if 0 < ratio < 0.5 or ratio >= 2:
-        return f"{ratio:.3g} times what it is"
+        return f"{ratio:.3g} times the measured value"
     off = 100 * (ratio - 1)
     return "less than 0.1 % off" if abs(off) < 0.1 else f"{abs(off):.3g} % too {'much' if off > 0 else 'little'}"

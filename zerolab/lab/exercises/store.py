@@ -8,7 +8,7 @@ from pathlib import Path
 
 
 def folder() -> Path:
-    """Where answers and progress are kept."""
+    """The folder of answers and progress."""
     return Path(os.environ.get("ZEROLAB_MY") or "my")
 
 
@@ -29,7 +29,7 @@ def read_progress() -> dict[str, dict]:
         return empty
     except ValueError as error:
         raise ValueError(
-            f"{_progress_file()} is damaged ({error}): delete it; answers are in files of their own"
+            f"{_progress_file()} is damaged ({error}): delete it; your answers are in files of their own"
         ) from None
     return empty | found
 
@@ -39,7 +39,7 @@ def write_progress(progress: dict[str, dict]) -> None:
 
 
 def write(file: Path, text: str) -> None:
-    """All of it or nothing, also if the disk is full or the process killed."""
+    """Write all of it or nothing, even if the disk is full or the process is killed."""
     file.parent.mkdir(parents=True, exist_ok=True)
     new = file.with_name(file.name + ".new")
     new.write_text(text)

@@ -1,7 +1,7 @@
-"""Inputs from which a wrong result tells what went wrong.
+"""Inputs whose wrong results show what went wrong, and the comparisons that say so.
 
 Rank r contributes `16**r * base`, in small integers that float32 holds exactly. So a sum over ranks is a number
-written in base 16, and each of its digits says how often that rank's contribution is in it.
+in base 16, and each digit counts how often that rank's contribution is in it.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from zerolab.lab.exercises.exercise import Wrong
 
 
 def base(numel: int, number: int = 0) -> Tensor:
-    """Different in every element and for every `number`, and divisible by 2, 3 and 4, so that means are exact."""
+    """Different for every element and every `number`, and divisible by 2, 3 and 4, so that means are exact."""
     return 12.0 * (torch.arange(numel) + 1.0 + number * numel)
 
 
@@ -30,7 +30,7 @@ def total(base: Tensor, world_size: int) -> Tensor:
 
 
 def factor(got: Tensor, want: Tensor) -> float | None:
-    """k if `got` is k times `want` in every element (want: no zeros)."""
+    """k if every element of `got` is k times that of `want` (which has no zeros), else None."""
     if got.shape != want.shape or got.numel() == 0 or not got.is_floating_point():
         return None
     ratio = got.double() / want.double()
@@ -39,7 +39,7 @@ def factor(got: Tensor, want: Tensor) -> float | None:
 
 
 def contributions(got: Tensor, base: Tensor, world_size: int) -> list[float] | None:
-    """How often each rank's contribution is in `got`: [1, 1, 0] is the sum of the first two. None: no such sum."""
+    """How often each rank's contribution is in `got`: [1, 1, 0] is the sum of the first two. None if it is no sum."""
     ratio = factor(got, base)
     if ratio is None or ratio < 0:
         return None
@@ -67,7 +67,7 @@ def check_tensor(what: str, got: Any, shape: tuple[int, ...], dtype: torch.dtype
     if tuple(got.shape) != tuple(shape):
         raise Wrong(f"{what} has the shape {tuple(got.shape)}, not {tuple(shape)}", _shape_hint(got, shape))
     if got.dtype != dtype:
-        raise Wrong(f"{what} is {got.dtype}, not {dtype}", f"the dtype of the input was not kept ({dtype})")
+        raise Wrong(f"{what} is {got.dtype}, not {dtype}", f"the result must keep the input's dtype ({dtype})")
 
 
 def forgot_to_return(got: Any) -> str:
@@ -78,13 +78,13 @@ def _shape_hint(got: Tensor, shape: tuple[int, ...]) -> str:
     count = 1
     for length in shape:
         count *= length
-    return "the elements are there but not in the shape that was asked: use view(...)" if got.numel() == count else ""
+    return "the right number of elements, but in the wrong shape: use view(...)" if got.numel() == count else ""
 
 
 def compare(
     what: str, got: Tensor, want: Tensor, explain: Callable[[Tensor], str | tuple[str, str]] = lambda got: ""
 ) -> None:
-    """Raises Wrong unless the values are equal (to the last bit but two); `explain(got)` names the mistake."""
+    """Raises Wrong unless the values are equal (to within two bits); `explain(got)` names the mistake."""
     if torch.allclose(got.double(), want.double(), rtol=1e-6, atol=0.0):
         return
     different = (got.double() - want.double()).abs() > 1e-6 * want.double().abs()

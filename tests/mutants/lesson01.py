@@ -22,18 +22,18 @@ import torch
 
 
 def ring_reduce_scatter(chunks, rank, world_size, exchange):
-    whole = torch.stack(list(chunks))  # (N, S)
+    full = torch.stack(list(chunks))  # (N, S)
     for distance in range(1, world_size):  # the ring turned round: to the left
         passing = (rank + distance) % world_size
-        received = exchange(whole[passing], to=(rank - 1) % world_size, source=(rank + 1) % world_size)
-        whole[(passing + 1) % world_size] += received
-    return whole[rank].clone()
+        received = exchange(full[passing], to=(rank - 1) % world_size, source=(rank + 1) % world_size)
+        full[(passing + 1) % world_size] += received
+    return full[rank].clone()
 """
 
 REDUCE_SCATTER_MUTANTS = {
     "the other way round, numbers kept": (
         edit(REDUCE_SCATTER, "to=right, source=left", "to=left, source=right"),
-        "the ring turns to the left",
+        "but the chunk numbers are for a ring to the right",
     ),
     "returns another chunk": (
         edit(REDUCE_SCATTER_INTO_CHUNKS, "return chunks[rank]", "return chunks[rank - 1]"),
@@ -52,7 +52,7 @@ REDUCE_SCATTER_MUTANTS = {
     "averages": (edit(REDUCE_SCATTER, "return partial", "return partial / world_size"), "averaged"),
     "adds the own chunk twice": (
         edit(REDUCE_SCATTER, "received + chunks", "received + 2 * chunks"),
-        "where every rank's is wanted once",
+        "it should hold every rank's exactly once",
     ),
     "adds to another chunk": (
         edit(REDUCE_SCATTER, "rank - 2 - step", "rank - 3 - step"),
@@ -96,13 +96,13 @@ import torch.distributed as dist
 
 
 def ring_reduce_scatter(chunks, rank, world_size, exchange):
-    whole = torch.stack(list(chunks))
-    dist.all_reduce(whole)
+    full = torch.stack(list(chunks))
+    dist.all_reduce(full)
     for _ in range(world_size - 1):
-        exchange(whole[0], (rank + 1) % world_size, (rank - 1) % world_size)
-    return whole[rank]
+        exchange(full[0], (rank + 1) % world_size, (rank - 1) % world_size)
+    return full[rank]
 """,
-        "a collective does the work",
+        "a collective did the work",
     ),
     "returns nothing": (edit(REDUCE_SCATTER, "return partial", "chunks[rank] = partial"), "`return` is missing"),
 }
@@ -122,14 +122,14 @@ import torch
 
 
 def ring_all_gather(chunk, rank, world_size, exchange):
-    whole = torch.empty(world_size, *chunk.shape)
-    whole[rank] = chunk
+    full = torch.empty(world_size, *chunk.shape)
+    full[rank] = chunk
     at = rank
     for _ in range(world_size - 1):
-        received = exchange(whole[at], (rank + 1) % world_size, (rank - 1) % world_size)
+        received = exchange(full[at], (rank + 1) % world_size, (rank - 1) % world_size)
         at = (at - 1) % world_size
-        whole[at] = received
-    return list(whole)
+        full[at] = received
+    return list(full)
 """
 
 ALL_GATHER_MUTANTS = {
@@ -137,11 +137,11 @@ ALL_GATHER_MUTANTS = {
     "adds": (edit(ALL_GATHER, "= passing\n    return", "= passing + chunk\n    return"), "adds nothing"),
     "sends the own chunk every round": (
         edit(ALL_GATHER, "passing = exchange(passing", "passing = exchange(chunk"),
-        "each round sent the own chunk again",
+        "each round sent your own chunk again",
     ),
     "order of arrival": (
         edit(ALL_GATHER, "chunks[rank] =", "chunks[0] =", "(rank - 1 - step) % world_size", "step + 1"),
-        "order of their arrival",
+        "in order of arrival",
     ),
     "off by one place": (edit(ALL_GATHER, "rank - 1 - step", "rank - step"), "off by one place"),
     "one round too few": (edit(ALL_GATHER, "range(world_size - 1)", "range(world_size - 2)"), "one round too few"),
@@ -152,7 +152,7 @@ ALL_GATHER_MUTANTS = {
     ),
     "forgets its own": (
         edit(ALL_GATHER, "return chunks", "return chunks[:rank] + chunks[rank + 1 :]"),
-        "the own one included",
+        "your own included",
     ),
     "wrong neighbour": (edit(ALL_GATHER, "source=left", "source=right"), "neighbours are mixed up"),
     "straight to everyone, no ring": (
@@ -172,12 +172,12 @@ import torch
 
 
 def ring_all_gather(chunk, rank, world_size, exchange):
-    whole = torch.zeros(world_size, *chunk.shape)
-    whole[rank] = chunk
+    full = torch.zeros(world_size, *chunk.shape)
+    full[rank] = chunk
     for _ in range(world_size - 1):
-        received = exchange(whole, (rank + 1) % world_size, (rank - 1) % world_size)
-        whole = torch.maximum(whole, received)
-    return list(whole)
+        received = exchange(full, (rank + 1) % world_size, (rank - 1) % world_size)
+        full = torch.maximum(full, received)
+    return list(full)
 """,
         "extra traffic",
     ),
@@ -192,7 +192,7 @@ def ring_all_gather(chunk, rank, world_size, exchange):
     dist.all_gather(chunks, chunk)
     return chunks
 """,
-        "a collective does the work",
+        "a collective did the work",
     ),
 }
 

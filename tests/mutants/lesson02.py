@@ -38,7 +38,7 @@ def flat_buffer(params, world_size):
 
 FLAT_BUFFER_MUTANTS = {
     "rounded down": (edit(FLAT_BUFFER, "-(-numel // world_size)", "numel // world_size"), "rounded up, not down"),
-    "in reverse": (edit(FLAT_BUFFER, "for param in params:", "for param in reversed(params):"), "in another order"),
+    "in reverse": (edit(FLAT_BUFFER, "for param in params:", "for param in reversed(params):"), "in a different order"),
     "no padding": (
         edit(FLAT_BUFFER, "-(-numel // world_size) * world_size  # rounded up", "numel"),
         "no padding",

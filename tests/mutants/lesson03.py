@@ -79,7 +79,7 @@ def average(params):
         ),
         "was not written back",
     ),
-    "only divides": (edit(AVERAGE, "            dist.all_reduce(param.grad)\n", ""), "nothing was sent to anybody"),
+    "only divides": (edit(AVERAGE, "            dist.all_reduce(param.grad)\n", ""), "nothing was sent"),
     "reduces to rank 0": (
         edit(AVERAGE, "dist.all_reduce(param.grad)", "dist.reduce(param.grad, dst=0)"),
         "reached rank 0 only",
@@ -188,18 +188,18 @@ _ASYNC = "dist.all_reduce(self.flat, async_op=True)"
 BUCKET_MUTANTS = {
     "in two pieces": (
         edit(BUCKET, "dist.all_reduce(self.flat)", "[dist.all_reduce(half) for half in self.flat.split(6)]"),
-        "the buffer goes in pieces",
+        "the buffer is sent in pieces",
     ),
     "added to what was there": (
         edit(BUCKET, "view.copy_(param.grad)", "view.add_(param.grad)"),
-        "a new step begins with an empty buffer",
+        "every step starts with an empty buffer",
     ),
     "sum for mean": (edit(BUCKET, _DIVIDE, ""), "summed over ranks"),
     "divided twice": (edit(BUCKET, "view.clone()", "view / dist.get_world_size()"), "divided by N twice"),
     "forgotten wait": (edit(BUCKET, "dist.all_reduce(self.flat)", _ASYNC), "a forgotten wait"),
     "left over from the step before": (
         edit(BUCKET, "                view.zero_()", "                pass"),
-        "left over from the step before",
+        "left over from the previous step",
     ),
     "no gradient": (
         edit(BUCKET, "if param.grad is None:", "if param is None:"),
@@ -219,7 +219,7 @@ BUCKET_MUTANTS = {
             "            param.grad = view",
             "            if param.grad is not None:\n                param.grad = view",
         ),
-        "passed by a parameter",
+        "skipped a parameter",
     ),
     "collects the parameters": (
         edit(BUCKET, "view.copy_(param.grad)", "view.copy_(param.data)"),
@@ -306,7 +306,7 @@ DDP_MUTANTS = {
             _COMM,
             "return self.comm.reduce_scatter(unit.grad, unit.whole_grad, unit.name)",
         ),
-        "in stage 0 every rank keeps the whole mean",
+        "here every rank keeps the full mean",
     ),
     "loses what no_sync kept back": (
         edit(
@@ -331,7 +331,7 @@ DDP_MUTANTS = {
     "never reduces": (edit(DDP, "if self.reduces(unit):", "if False:"), "reduce() was not called"),
     "unit.grad not set": (
         edit(DDP, "unit.grad = unit.whole_grad\n        ", "", "unit.grad", "unit.whole_grad"),
-        "did not say in unit.grad",
+        "did not leave the mean in unit.bucket.grad",
     ),
     "reduces a copy": (edit(DDP, "all_reduce(unit.grad", "all_reduce(unit.grad.clone()"), "was not written back"),
     "averages the parameters": (

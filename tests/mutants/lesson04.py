@@ -43,7 +43,7 @@ def reduce_scatter_mean(flat, rank, world_size):
     dist.all_reduce(flat)
     return flat.chunk(world_size)[rank] / world_size
 """,
-        "an all-reduce where a reduce-scatter was asked",
+        "an all-reduce instead of a reduce-scatter",
     ),
     "gathers everything": (
         """\
@@ -56,11 +56,11 @@ def reduce_scatter_mean(flat, rank, world_size):
     dist.all_gather(flats, flat)
     return torch.stack(flats).mean(dim=0).chunk(world_size)[rank]
 """,
-        "every rank sends everything to everyone",
+        "every rank sends everything to every rank",
     ),
     "sum for mean": (edit(REDUCE_SCATTER, " / world_size", ""), "summed over ranks"),
     "divided twice": (edit(REDUCE_SCATTER, "(received, flat)", "(received, flat / world_size)"), "divided by N twice"),
-    "the whole": (edit(REDUCE_SCATTER, _SUM, "received"), "the whole mean, where one shard"),
+    "the full mean": (edit(REDUCE_SCATTER, _SUM, "received"), "the full mean: return one shard"),
     "its own part alone": (
         edit(REDUCE_SCATTER, f"{_SUM} / world_size", "received.view(world_size, -1)[rank]"),
         "the rank's own gradient",
@@ -73,7 +73,7 @@ def reduce_scatter_mean(flat, rank, world_size):
         edit(
             REDUCE_SCATTER_BY_REDUCES, "dst=owner", "dst=(owner + 1) % world_size", "shards[rank]", "shards[rank - 1]"
         ),
-        "another rank's slice",
+        "another rank's shard",
     ),
     "forgotten wait": (
         edit(REDUCE_SCATTER_ASYNC, "    work.wait()\n", "", "torch.empty(flat.numel())", "flat.clone()"),
@@ -156,11 +156,11 @@ _GATHER = "self.comm.all_gather(unit.whole, unit.master.to(unit.whole.dtype), un
 _HAND = "received.view(self.world_size, -1).sum(dim=0) / self.world_size"
 
 ZERO1_MUTANTS = {
-    "whole parameters": (
+    "full parameters": (
         edit(ZERO1, f"return {_PARAMS}", "return unit.layout.wholes(unit.master)"),
-        "the optimizer sees whole parameters",
+        "the optimizer sees full parameters",
     ),
-    "keep_shard forgotten": (edit(ZERO1, "unit.keep_shard()", "unit.shard"), "unit.master is still the whole"),
+    "keep_shard forgotten": (edit(ZERO1, "unit.keep_shard()", "unit.shard"), "unit.master still holds everything"),
     "another rank's parameters": (
         edit(ZERO1, "unit.keep_shard(), self.rank", "unit.keep_shard(), (self.rank + 1) % self.world_size"),
         "another rank's slice",
@@ -175,11 +175,11 @@ ZERO1_MUTANTS = {
             f"return {_PARAMS}",
             "unit.master = unit.shard = unit.shard.clone()\n        return unit.layout.slices(unit.master, self.rank)",
         ),
-        "a copy of the slice is kept beside the whole parameters",
+        "a copy of the slice is kept besides the full parameters",
     ),
     "all-reduce": (
         edit(ZERO1, _REDUCE, "return self.comm.all_reduce(unit.whole_grad, unit.name)"),
-        "an all-reduce where a reduce-scatter was asked",
+        "an all-reduce instead of a reduce-scatter",
     ),
     "gathers the gradient": (
         edit(
@@ -188,7 +188,7 @@ ZERO1_MUTANTS = {
             "self.comm.reduce_scatter(unit.grad, unit.whole_grad, unit.name).wait()\n"
             "        return self.comm.all_gather(unit.whole_grad, unit.grad, unit.name)",
         ),
-        "an all-reduce where a reduce-scatter was asked",
+        "an all-reduce instead of a reduce-scatter",
     ),
     "sum for mean": (edit(ZERO1_BY_HAND, _HAND, _HAND.removesuffix(" / self.world_size")), "summed over ranks"),
     "divided twice": (
@@ -212,7 +212,7 @@ ZERO1_MUTANTS = {
     ),
     "unit.grad not set": (
         edit(ZERO1, "unit.grad = ", "mine = ", "scatter(unit.grad", "scatter(mine"),
-        "did not say in unit.grad",
+        "did not leave the mean in unit.bucket.grad",
     ),
     "nobody gathers": (edit(ZERO1, _GATHER, "pass"), "the ranks' weights drift apart"),
     "gather not waited for": (edit(ZERO1, f"{_GATHER}", _GATHER.removesuffix(".wait()")), "a forgotten wait"),
@@ -220,7 +220,7 @@ ZERO1_MUTANTS = {
         edit(
             ZERO1,
             "def after_step",
-            f"def pre_forward(self, unit):\n        {_GATHER.replace('whole,', 'whole.data,')}\n\n    def after_step",
+            f"def pre_forward(self, unit):\n        {_GATHER.replace('.whole,', '.whole.data,')}\n\n    def after_step",
         ),
         "gathered in every forward",
     ),
@@ -240,11 +240,11 @@ ZERO1_MUTANTS = {
         edit(
             ZERO1,
             _GATHER,
-            "whole = unit.whole.clone()\n"
-            "        self.comm.all_gather(whole, unit.master, unit.name).wait()\n"
-            "        unit.whole = whole",
+            "full = unit.whole.clone()\n"
+            "        self.comm.all_gather(full, unit.master, unit.name).wait()\n"
+            "        unit.whole = full",
         ),
-        "unit.whole was replaced",
+        "unit.full was replaced",
     ),
     "the work for the gradient": (
         edit(
@@ -254,13 +254,13 @@ ZERO1_MUTANTS = {
             "reduce_scatter(unit.grad,",
             "reduce_scatter(unit.layout.shard(unit.whole_grad, self.rank),",
         ),
-        "what can be waited for",
+        "returns something to wait for",
     ),
     "one flat tensor for the optimizer": (
         edit(ZERO1, _PARAMS, "[unit.keep_shard()]"),
         "one tensor for each parameter",
     ),
-    "whole and shard swapped": (
+    "full and shard swapped": (
         edit(ZERO1, _GATHER, "self.comm.all_gather(unit.master, unit.whole, unit.name).wait()"),
         "the output comes first",
     ),

@@ -39,10 +39,10 @@ _SUPER = "super().post_backward(unit)"
 _RELEASE = "unit.release_grad()"
 
 ZERO2_MUTANTS = {
-    "keeps the whole gradient": (edit(ZERO2, f"        {_RELEASE}\n", ""), "whole gradients are still there"),
+    "keeps the full gradient": (edit(ZERO2, f"        {_RELEASE}\n", ""), "full gradients are still there"),
     "releases before it reduces": (
         edit(ZERO2, f"        {_SUPER}\n        {_RELEASE}", f"        {_RELEASE}\n        {_SUPER}"),
-        "whole gradients are still there",
+        "full gradients are still there",
     ),
     "throws away what is to be reduced": (
         edit(ZERO2, f"        {_SUPER}\n        {_RELEASE}", f"        unit.whole_grad = None\n        {_SUPER}"),
@@ -50,11 +50,11 @@ ZERO2_MUTANTS = {
     ),
     "copies the slice too early": (
         edit(ZERO2, _RELEASE, "if unit.grad is not None:\n            unit.grad = unit.grad.clone()"),
-        "released before the reduction is over",
+        "released before the reduction has finished",
     ),
-    "a view of the whole": (
+    "a view of the full gradient": (
         edit(ZERO2_WAITS, "unit.grad = unit.grad.clone()", "unit.grad = unit.grad.detach()"),
-        "whole gradients are still there",
+        "full gradients are still there",
     ),
     "releases all of them at the end": (
         edit(
@@ -80,7 +80,7 @@ ZERO2_MUTANTS = {
             "self.comm.all_reduce(unit.whole_grad, unit.name).wait()\n"
             "            unit.grad = unit.layout.shard(unit.whole_grad, self.rank).clone()",
         ),
-        "an all-reduce where a reduce-scatter was asked",
+        "an all-reduce instead of a reduce-scatter",
     ),
     "forgotten wait": (
         edit(ZERO2_OWN_STORAGE, "unit.reduction = ", "", "torch.empty(", "torch.zeros("),
@@ -92,7 +92,7 @@ ZERO2_MUTANTS = {
     ),
     "no reduction to wait for": (
         edit(ZERO2, _RELEASE, "unit.reduction.wait()\n        unit.grad = unit.grad.clone()"),
-        "unit.reduction is None where nothing was reduced",
+        "unit.bucket.reduction is None where nothing was reduced",
     ),
     "releases the parameters": (edit(ZERO2, _RELEASE, "unit.release()"), "lets the *parameters* go"),
     "nothing of its own": ("import zerolab\n\n\nclass MyZero2(zerolab.Zero1):\n    stage = 2\n", "write your own"),

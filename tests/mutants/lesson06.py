@@ -13,48 +13,48 @@ import torch
 import torch.distributed as dist
 
 
-def release(whole):
-    storage = whole.untyped_storage()
+def release(full):
+    storage = full.untyped_storage()
     if storage.size() > 0:
         storage.resize_(0)
 
 
-def gather(whole, shard):
-    storage = whole.untyped_storage()
+def gather(full, shard):
+    storage = full.untyped_storage()
     if storage.size() == 0:
-        storage.resize_(whole.nbytes)
+        storage.resize_(full.nbytes)
     parts = [torch.empty_like(shard) for _ in range(dist.get_world_size())]
     dist.all_gather(parts, shard, async_op=True).wait()
-    torch.cat(parts, out=whole)
+    torch.cat(parts, out=full)
 """
 
 GATHER_BY_BROADCASTS = """\
 import torch.distributed as dist
 
 
-def release(whole):
-    whole.untyped_storage().resize_(0)
+def release(full):
+    full.untyped_storage().resize_(0)
 
 
-def gather(whole, shard):
-    whole.untyped_storage().resize_(whole.nbytes)
-    for rank, part in enumerate(whole.split(len(shard))):
+def gather(full, shard):
+    full.untyped_storage().resize_(full.nbytes)
+    for rank, part in enumerate(full.split(len(shard))):
         if rank == dist.get_rank():
             part.copy_(shard)
         dist.broadcast(part, src=rank)
 """
 
-_RESIZE = "whole.untyped_storage().resize_(whole.numel() * whole.element_size())"
+_RESIZE = "full.untyped_storage().resize_(full.numel() * full.element_size())"
 
-_RELEASE = "whole.untyped_storage().resize_(0)"
+_RELEASE = "full.untyped_storage().resize_(0)"
 
-_ALL_GATHER = "dist.all_gather(list(whole.chunk(dist.get_world_size())), shard)"
+_ALL_GATHER = "dist.all_gather(list(full.chunk(dist.get_world_size())), shard)"
 
 GATHER_MUTANTS = {
-    "releases nothing": (edit(GATHER, _RELEASE, "del whole"), "nothing was let go"),
-    "writes zeros": (edit(GATHER, _RELEASE, "whole.zero_()"), "zeros take as much memory"),
+    "releases nothing": (edit(GATHER, _RELEASE, "del full"), "nothing was released"),
+    "writes zeros": (edit(GATHER, _RELEASE, "full.zero_()"), "zeros take as much memory"),
     "gives it another memory": (
-        edit(GATHER, _RELEASE, "whole.data = whole.new_empty(0)", _RESIZE, "whole.data = whole.new_empty(0)"),
+        edit(GATHER, _RELEASE, "full.data = full.new_empty(0)", _RESIZE, "full.data = full.new_empty(0)"),
         "its views hold on to the old",
     ),
     "gathers elsewhere": (
@@ -63,33 +63,33 @@ GATHER_MUTANTS = {
             _RESIZE,
             "parts = [shard.clone() for _ in range(dist.get_world_size())]",
             _ALL_GATHER,
-            "dist.all_gather(parts, shard)\n    import torch\n    whole.data = torch.cat(parts)",
+            "dist.all_gather(parts, shard)\n    import torch\n    full.data = torch.cat(parts)",
         ),
-        "of which the views know nothing",
+        "which the views know nothing about",
     ),
-    "does not get the memory again": (edit(GATHER, _RESIZE, "pass"), "the memory was let go and is not there"),
-    "counts elements": (edit(GATHER, " * whole.element_size()", ""), "resize_ counts bytes"),
+    "does not get the memory again": (edit(GATHER, _RESIZE, "pass"), "the memory was released and is still gone"),
+    "counts elements": (edit(GATHER, " * full.element_size()", ""), "resize_ counts bytes"),
     "forgotten wait": (edit(GATHER, "shard)\n", "shard, async_op=True)\n"), "a forgotten wait"),
     "gathers only what was released": (
-        edit(GATHER, _RESIZE, f"if whole.untyped_storage().size():\n        return\n    {_RESIZE}"),
+        edit(GATHER, _RESIZE, f"if full.untyped_storage().size():\n        return\n    {_RESIZE}"),
         "these are old values",
     ),
-    "the wrong order": (edit(GATHER, "size())), shard)", "size()))[::-1], shard)"), "not in the order of the ranks"),
+    "the wrong order": (edit(GATHER, "size())), shard)", "size()))[::-1], shard)"), "not in rank order"),
     "rank 0's shard for all": (
         edit(
             GATHER,
             _ALL_GATHER,
-            "for part in whole.chunk(dist.get_world_size()):\n"
+            "for part in full.chunk(dist.get_world_size()):\n"
             "        part.copy_(shard)\n        dist.broadcast(part, src=0)",
         ),
-        "a broadcast, where each rank's own",
+        "a broadcast, but each rank must contribute its own",
     ),
-    "another shape": (edit(GATHER, _RELEASE, "whole.resize_(0)"), "and keeps its memory"),
+    "another shape": (edit(GATHER, _RELEASE, "full.resize_(0)"), "and keeps its memory"),
     "gathers on rank 0": (
         edit(
             GATHER,
             _ALL_GATHER,
-            "parts = list(whole.chunk(dist.get_world_size()))\n"
+            "parts = list(full.chunk(dist.get_world_size()))\n"
             "    dist.gather(shard, parts if dist.get_rank() == 0 else None, dst=0)",
         ),
         "only rank 0 has all the shards",
@@ -103,13 +103,13 @@ GATHER_MUTANTS = {
         ),
         "gather() returned its result",
     ),
-    "sums wholes": (
+    "sums full tensors": (
         edit(
             GATHER,
             _ALL_GATHER,
-            "whole.zero_()\n"
-            "    whole.chunk(dist.get_world_size())[dist.get_rank()].copy_(shard)\n"
-            "    dist.all_reduce(whole)",
+            "full.zero_()\n"
+            "    full.chunk(dist.get_world_size())[dist.get_rank()].copy_(shard)\n"
+            "    dist.all_reduce(full)",
         ),
         "extra traffic (all_reduce)",
     ),
@@ -169,12 +169,12 @@ _KEEPS = "        if unit not in self.root or not torch.is_grad_enabled():\n    
 _PRE = "    def pre_forward(self, unit: Unit) -> None:\n        unit.gather()\n"
 
 FORWARD_MUTANTS = {
-    "never releases": (edit(FORWARD, _KEEPS, "        pass\n"), "what is gathered is not released"),
+    "never releases": (edit(FORWARD, _KEEPS, "        pass\n"), "gathered but never released"),
     "releases the root too": (edit(FORWARD, _KEEPS, "        unit.release()\n"), "backward begins with the root"),
-    "releases only the root": (edit(FORWARD, "unit not in", "unit in"), "what is gathered is not released"),
+    "releases only the root": (edit(FORWARD, "unit not in", "unit in"), "gathered but never released"),
     "releases only under no_grad": (
         edit(FORWARD, "if unit not in self.root or not torch", "if not torch"),
-        "what is gathered is not released",
+        "gathered but never released",
     ),
     "keeps the root under no_grad": (
         edit(FORWARD, " or not torch.is_grad_enabled()", ""),
@@ -205,24 +205,24 @@ FORWARD_MUTANTS = {
     ),
     "does not release at construction": (
         edit(FORWARD, "clone()\n        unit.release()\n", "clone()\n"),
-        "does not release the whole",
+        "does not release the full parameters",
     ),
-    "the shard goes with the whole": (
+    "the shard goes with the full parameters": (
         edit(FORWARD, "        unit.shard = unit.shard.clone()\n", ""),
-        "the shard goes with the whole",
+        "the shard goes with the full parameters",
     ),
     "lets go behind the unit's back": (
         edit(FORWARD, "():\n            unit.release()", "():\n            unit.whole.untyped_storage().resize_(0)"),
-        "let it go by unit.release()",
+        "use unit.release(): it also records",
     ),
-    "does not copy": (edit(FORWARD, "unit.shard.clone()", "torch.zeros_like(unit.shard)"), "the values must stay"),
+    "does not copy": (edit(FORWARD, "unit.shard.clone()", "torch.zeros_like(unit.shard)"), "the values must survive"),
     "clones too late": (
         edit(
             FORWARD,
             "        unit.shard = unit.shard.clone()\n        unit.release()",
             "        unit.release()\n        unit.shard = unit.shard.clone()",
         ),
-        "the shard goes with the whole",
+        "the shard goes with the full parameters",
     ),
     "returns nothing": (edit(FORWARD, "return super()", "super()"), "`return` is missing"),
     "shows the optimizer nothing": (

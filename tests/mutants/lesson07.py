@@ -59,16 +59,19 @@ BACKWARD_MUTANTS = {
         edit(BACKWARD, _PRE, _PRE.replace("unit.gather()", "[each.gather() for each in self.root]")),
         "must gather it again",
     ),
-    "releases too early": (edit(BACKWARD, _PRE, _PRE + "        unit.release()\n"), "pre_backward() let it go"),
+    "releases too early": (edit(BACKWARD, _PRE, _PRE + "        unit.release()\n"), "pre_backward() released it"),
     "pre_backward lets go": (
         edit(BACKWARD, _PRE, _PRE.replace("gather", "release")),
-        "pre_backward() let it go",
+        "pre_backward() released it",
     ),
     "gathers all at the start": (
         edit(BACKWARD, _PRE, _PRE.replace("unit.gather()", "[each.gather() for each in self.units]")),
         "all units are gathered at once",
     ),
-    "never releases": (edit(BACKWARD, _POST, "        super().post_backward(unit)\n"), "does not release the whole"),
+    "never releases": (
+        edit(BACKWARD, _POST, "        super().post_backward(unit)\n"),
+        "does not release the full parameters",
+    ),
     "releases after the reduction": (
         edit(BACKWARD, _POST, "        super().post_backward(unit)\n        unit.release()\n"),
         "first unit.release()",
@@ -87,32 +90,32 @@ BACKWARD_MUTANTS = {
             "        unit.release()\n        super",
             "        self.reduces(unit) and unit.release()\n        super",
         ),
-        "where nothing is reduced",
+        "when nothing is reduced",
     ),
     "does not reduce": (
         edit(BACKWARD, "        super().post_backward(unit)\n", ""),
         "super().post_backward(unit) is missing",
     ),
-    "keeps the whole gradient": (
+    "keeps the full gradient": (
         edit(
             BACKWARD,
             "super().post_backward(unit)",
             "if self.reduces(unit):\n            unit.reduction = self.reduce(unit)",
         ),
-        "the whole gradient is kept",
+        "the full gradient is kept",
     ),
     "gathers again when it is over": (
         edit(BACKWARD, _POST, _POST + "        unit.gather()\n"),
-        "does not release the whole",
+        "does not release the full parameters",
     ),
-    "keeps what is old": (edit(BACKWARD, _AFTER, _AFTER.replace("unit.release()", "pass")), "is old"),
+    "keeps what is old": (edit(BACKWARD, _AFTER, _AFTER.replace("unit.release()", "pass")), "are out of date"),
     "gathers after the step": (
         edit(BACKWARD, _AFTER, _AFTER.replace("unit.release()", "unit.gather()")),
-        "after_step() must release it",
+        "after_step() must release them",
     ),
     "after the step as ZeRO-2": (
         edit(BACKWARD, _AFTER, _AFTER + "        super().after_step(unit)\n"),
-        "when the next forward begins",
+        "the next forward begins by gathering",
     ),
     "nothing of its own": ("import zerolab\n\n\nclass MyZero3(zerolab.Zero3):\n    pass\n", "write your own"),
 }

@@ -42,18 +42,18 @@ WHERE_IT_ENDS = "max(1, math.ceil(shared[stage] * parameters / room))"
 FEWEST_MUTANTS = {
     "rounds down": (edit(FEWEST, "math.ceil(", "math.floor("), "round up, not down"),
     "forgets the activations": (edit(FEWEST, "memory - activations - ", "memory - "), "activations were forgotten"),
-    "the paper's stage 3": (edit(FEWEST, "2: 14, 3: 14}", "2: 14, 3: 16}"), "16-bit copy is not kept"),
+    "the paper's stage 3": (edit(FEWEST, "2: 14, 3: 14}", "2: 14, 3: 16}"), "no 16-bit copy is kept"),
     "float32's bytes": (
         edit(FEWEST, "1: 4, 2: 2, 3: 0}", "1: 8, 2: 4, 3: 0}", "1: 12, 2: 14, 3: 14", "1: 8, 2: 12, 3: 16"),
-        "no number of GPUs can hold",
+        "means that no number of GPUs is enough",
     ),
     "shares everything out": (
         edit(FEWEST, "1: 4, 2: 2, 3: 0}", "1: 0, 2: 0, 3: 0}", "1: 12, 2: 14, 3: 14", "1: 16, 2: 16, 3: 14"),
-        "all 16 bytes were shared out",
+        "all 16 bytes were sharded",
     ),
     "stage 0 on more GPUs": (
         edit(FEWEST, "1 if room >= 0 else None", "max(1, math.ceil(16 * parameters / (memory - activations)))"),
-        "stage 0 shares nothing out",
+        "stage 0 shards nothing",
     ),
     "no None": (
         edit(
@@ -61,29 +61,32 @@ FEWEST_MUTANTS = {
         ),
         "no number of GPUs is enough",
     ),
-    "a fraction of a GPU": (edit(FEWEST, WHERE_IT_ENDS, "shared[stage] * parameters / room"), "half a GPU"),
+    "a fraction of a GPU": (
+        edit(FEWEST, WHERE_IT_ENDS, "shared[stage] * parameters / room"),
+        "you cannot buy half a GPU",
+    ),
     "one to spare": (edit(FEWEST, WHERE_IT_ENDS, "int(shared[stage] * parameters // room) + 2"), "one too many"),
     "returns nothing": (edit(FEWEST, "    return result\n", ""), "`return` is missing"),
-    "gigabytes": (edit(FEWEST, "memory - activations -", "memory * 1e9 - activations -"), "in bytes already"),
+    "gigabytes": (edit(FEWEST, "memory - activations -", "memory * 1e9 - activations -"), "already in bytes"),
     "divides by what is not there": (edit(FEWEST, "room <= 0", "room < 0"), "there is no room left"),
     "gradients not shared": (
         edit(FEWEST, "2: 2, 3: 0}", "2: 4, 3: 0}", "2: 14, 3: 14}", "2: 12, 3: 14}"),
-        "the gradients were not shared out",
+        "the gradients were not sharded",
     ),
-    "gradients forgotten": (edit(FEWEST, "2: 14, 3: 14}", "2: 12, 3: 12}"), "which of 2 + 2 + 12 does it share out"),
+    "gradients forgotten": (edit(FEWEST, "2: 14, 3: 14}", "2: 12, 3: 12}"), "which of 2 + 2 + 12 does it shard"),
 }
 
 # ---------------------------------------------------------------------- 16.2
 
 PLAN_MUTANTS = {
-    "does not fit": (edit(PLAN, '"stage": 3', '"stage": 2'), "without any sequence it is"),
-    "one sequence too many": (edit(PLAN, '"sequences": 6', '"sequences": 7'), "without any sequence it is"),
+    "does not fit": (edit(PLAN, '"stage": 3', '"stage": 2'), "without any sequence it needs"),
+    "one sequence too many": (edit(PLAN, '"sequences": 6', '"sequences": 7'), "without any sequence it needs"),
     "replicated": (edit(PLAN, '"stage": 3', '"stage": 0', '"sequences": 6', '"sequences": 1'), "a higher stage"),
     "one node": (edit(PLAN, '"gpus": 32, "sequences": 6', '"gpus": 8, "sequences": 4'), "more GPUs"),
-    "waits for the wires": (edit(PLAN, '"sequences": 6', '"sequences": 4'), "the GPUs wait for the wires"),
+    "waits for the wires": (edit(PLAN, '"sequences": 6', '"sequences": 4'), "the GPUs wait for the network"),
     "half a node": (edit(PLAN, "32", "28"), "use whole nodes"),
     "more than there are": (edit(PLAN, "32", "64"), "the customer has 32"),
-    "words": (edit(PLAN, '"stage": 3', '"stage": "Zero3"'), "a whole number is wanted"),
+    "words": (edit(PLAN, '"stage": 3', '"stage": "Zero3"'), "it must be a whole number"),
 }
 
 RIGHT = {

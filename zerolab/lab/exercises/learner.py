@@ -1,11 +1,11 @@
 """The learner's side of the exercises: writing an answer, checking it, and whose code runs.
 
-    %%exercise 03.2         write the cell to my/ex_03_2.py and load it, here and on every live rank
-    check("03.2")           run the check on ranks of its own; a pass counts until the answer changes
-    hint("03.2")            show one more hint
-    mine("03.2")            the learner's answer once it has passed, until then the course's
-    mine(DDP)               the package's class with the learner's passed methods over it
-    progress()              what is done
+%%exercise 03.2         write the cell to my/ex_03_2.py and load it, here and on every live rank
+check("03.2")           run the check on ranks of its own; a pass counts until the answer changes
+hint("03.2")            show one more hint
+mine("03.2")            the learner's answer once it has passed, until then the course's
+mine(DDP)               the package's class with the learner's passed methods over it
+progress()              what is done
 """
 
 from __future__ import annotations
@@ -97,11 +97,12 @@ def define(id: str, source: str) -> ModuleType:
 
 
 def _is_stub(asked: Exercise, source: str) -> bool:
-    """Whether `source` is the stub of this release or, with other docstrings, of an earlier one."""
-    return _without_docstrings(source) == _without_docstrings(asked.stub)
+    """Whether `source` is the stub, perhaps in the words of an earlier release."""
+    return _skeleton(source) == _skeleton(asked.stub)
 
 
-def _without_docstrings(source: str) -> str:
+def _skeleton(source: str) -> str:
+    """What is left of `source` without docstrings, comments and names of arguments."""
     try:
         tree = ast.parse(source)
     except SyntaxError:
@@ -109,6 +110,8 @@ def _without_docstrings(source: str) -> str:
     for node in ast.walk(tree):
         if isinstance(node, (ast.ClassDef, ast.FunctionDef)) and ast.get_docstring(node) is not None:
             del node.body[0]
+        if isinstance(node, ast.FunctionDef):
+            node.args.args.clear()
     return ast.dump(tree)
 
 

@@ -45,9 +45,11 @@ def _must_be_asked(id: Any) -> None:
         raise Misused(f'the name of a prediction is a string such as "01.1", not {id!r}')
     lesson, _, number = id.partition(".")
     if lesson not in PREDICTIONS:
-        near, known = lesson.zfill(2), ", ".join(PREDICTIONS)
-        there_are = f"lesson {near} has {_numbers(near)}" if near in PREDICTIONS else f"lessons {known} have predictions"
-        raise Misused(f"there is no prediction {id!r}; {there_are}")
+        near = lesson.zfill(2)
+        known = f"lesson {near} has {_numbers(near)}"
+        if near not in PREDICTIONS:
+            known = f"lessons {', '.join(PREDICTIONS)} have predictions"
+        raise Misused(f"there is no prediction {id!r}; {known}")
     if number not in map(str, range(1, PREDICTIONS[lesson] + 1)):
         raise Misused(f"there is no prediction {id!r}; lesson {lesson} has {_numbers(lesson)}")
 

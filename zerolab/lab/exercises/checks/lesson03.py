@@ -15,16 +15,16 @@ from zerolab.lab.exercises.exercise import Exercise, World, Wrong
 from zerolab.lab.exercises.spy import Traffic
 
 KEPT_BACK = (
-    "what no_sync() kept back was changed or lost: where self.reduces(unit) is False, leave unit.whole_grad alone"
+    "what no_sync() kept back was changed or lost: while self.reduces(unit) is False, leave unit.bucket.full alone"
 )
-BROADCAST = "a broadcast copies one rank's gradient to all, the mean of all ranks was asked"
+BROADCAST = "a broadcast copies one rank's gradient to all; the exercise asks for the mean over all ranks"
 SHAPES = ((5,), (2, 2), (3,))
 
 
 def mean_explained(
     base: Tensor, world: World, calls: list[Traffic], suspects: list[tuple[Tensor, str]] | None = None
 ) -> Callable[[Tensor], str]:
-    """Names what is there in place of the mean over the ranks of `values.share(base, rank)`."""
+    """Names what was found instead of the mean over the ranks of `values.share(base, rank)`."""
     N, rank = world.world_size, world.rank
 
     def explain(got: Tensor) -> str:
@@ -33,7 +33,7 @@ def mean_explained(
                 return likely
         shares = values.contributions(got, base, N)
         if shares == [1.0] * N and any(call.touched for call in calls):
-            return "changed before the wait: when the sum came in, it took the place of what had been divided"
+            return "changed before the wait: the sum came in later and overwrote what you had divided"
         if shares == [1.0] * N:
             return "summed over ranks, not averaged"
         if shares == [1.0 / N**2] * N:
@@ -45,34 +45,34 @@ def mean_explained(
             if {call.op for call in calls} == {"broadcast"}:
                 return BROADCAST
             if not calls:
-                return "the rank's own gradient: nothing was sent to anybody"
+                return "the rank's own gradient: nothing was sent"
             return "the rank's own gradient: it was not reduced, or the result was not written back"
         if shares and sum(share > 0 for share in shares) == 1 < N:
-            return f"{values.in_words(shares)} alone, where the mean of all was asked: a maximum, or one rank's copy"
+            return f"{values.in_words(shares)} alone, not the mean of all: a maximum, or one rank's copy"
         k = values.factor(got, values.total(base, N) / N)
         if k is not None and abs(N / k - round(N / k)) < 1e-3:
             return f"the sum over the ranks was divided by {round(N / k)}, but there are {N}"
-        return f"{values.in_words(shares)}, where the mean of all ranks was asked" if shares else ""
+        return f"{values.in_words(shares)}, not the mean over all ranks" if shares else ""
 
     return explain
 
 
 def check_traffic(calls: list[Traffic], world: World, payload: int, slack: int = 0) -> None:
-    """An all-reduce moves 2 (N-1)/N of the payload; `slack` bytes of padding are forgiven."""
+    """An all-reduce moves 2 (N-1)/N of the payload; `slack` bytes of padding are allowed on top."""
     N = world.world_size
     sent, allowed = sum(call.sent for call in calls), 2 * payload * (N - 1) / N
     if sent > allowed + slack:
-        times = f"{sent / allowed:.2f} x what an all-reduce moves" if allowed else "and there is nobody to send to"
+        times = f"{sent / allowed:.2f} x what an all-reduce moves" if allowed else "with nobody to send to"
         ops = ", ".join(dict.fromkeys(call.op for call in calls))
         raise Wrong(
             f"{sent:,.0f} bytes were sent per rank, {times}", f"extra traffic ({ops}): one all-reduce is enough"
         )
     if N > 1 and (lost := world.unwaited(calls)):
-        raise Wrong(lost, "a forgotten wait: the result was right by luck, and will not be on a slower network")
+        raise Wrong(lost, "a forgotten wait: the result was right by luck, and would be wrong on a slower network")
 
 
 def make_params(world: World) -> list[nn.Parameter]:
-    """Parameters that differ between ranks, so that it shows if they are averaged instead of their gradients."""
+    """Parameters that differ between ranks, so that averaging them instead of their gradients shows."""
     bases = [values.base(torch.Size(shape).numel(), i).view(shape) for i, shape in enumerate(SHAPES)]
     return [nn.Parameter(-values.share(base, world.rank)) for base in bases]
 
@@ -85,7 +85,7 @@ def check_untouched(params: list[nn.Parameter], world: World) -> None:
 
 
 def set_grads(params: list[nn.Parameter], world: World, step: int) -> list[Tensor]:
-    """New gradients; what each is a multiple of."""
+    """Set new gradients; return the tensor that each one is a multiple of."""
     bases = [values.base(param.numel(), 10 * step + i).view(param.shape) for i, param in enumerate(params)]
     for param, base in zip(params, bases, strict=True):
         param.grad = values.share(base, world.rank)
@@ -118,9 +118,9 @@ from zerolab.lab.exercises import Todo
 
 
 def average(params: list[Tensor]) -> None:
-    """Replace the gradient of each parameter by its mean over all ranks. One all-reduce per parameter will do.
+    """Replace each parameter's gradient with its mean over all ranks. One all-reduce per parameter will do.
 
-    A parameter that nobody used has no gradient, and none afterwards.
+    A parameter that nobody used has no gradient, and must have none afterwards.
     """
     raise Todo("03.1")
 '''
@@ -160,21 +160,22 @@ def check_bucket(answer: Any, world: World) -> None:
         if around or after:
             op = (around + after)[0].op
             raise Wrong(
-                f"{op} was called by {'collect' if around else 'write_back'}()", "only reduce() is to communicate"
+                f"{op} was called by {'collect' if around else 'write_back'}()", "only reduce() may communicate"
             )
         check_untouched(params, world)
         for i, (param, base) in enumerate(zip(params, bases, strict=True)):
             want = values.total(base, N)
             if step == 1 and i == 1 and N > 1:
                 want = want - values.share(base, 0)
-            suspects = [(old[i], "the mean of the step before")] if old else []
+            suspects = [(old[i], "the mean of the previous step")] if old else []
             what = f"gradient {i}, step {step}"
             if param.grad is None:
-                raise Wrong(f"{what} is None", "write_back() passed by a parameter that had no gradient on this rank")
+                likely = "write_back() skipped a parameter without a gradient on this rank; another rank may have one"
+                raise Wrong(f"{what} is None", likely)
             check_tensor(what, param.grad, tuple(param.shape))
             compare(what, param.grad, want / N, mean_explained(base, world, calls, suspects))
         if len(calls) > 2 or [call.op for call in calls].count("all_reduce") > 1:  # reduce-scatter, all-gather are two
-            likely = "one call per parameter" if len(calls) == len(params) else "the buffer goes in pieces"
+            likely = "one call per parameter" if len(calls) == len(params) else "the buffer is sent in pieces"
             raise Wrong(
                 f"reduce() made {len(calls)} calls", f"{likely}: one all-reduce of the flat buffer is the point"
             )
@@ -191,12 +192,12 @@ def _check_flat(bucket: Any, numel: int, N: int, pieces: list[Tensor], old: list
             else f"is a {type(flat).__name__} of {getattr(flat, 'dim', lambda: 0)()} dimensions"
         )
         raise Wrong(
-            f"bucket.flat {what}", "after collect(), self.flat is one tensor of one dimension with all gradients"
+            f"bucket.flat {what}", "after collect(), self.flat must be a one-dimensional tensor with all gradients"
         )
     if not numel <= flat.numel() < numel + N:
-        raise Wrong(f"bucket.flat has {flat.numel()} elements, not {numel}", "one place for each element is wanted")
+        raise Wrong(f"bucket.flat has {flat.numel()} elements, not {numel}", "it needs one place for each element")
     if (held := flat.untyped_storage().nbytes()) >= 4 * (numel + N):
-        raise Wrong(f"bucket.flat keeps {held} bytes, not {4 * numel}", "flat is a part of something larger")
+        raise Wrong(f"bucket.flat keeps {held} bytes, not {4 * numel}", "flat is a slice of something larger")
     offset = 0
     for i, piece in enumerate(pieces):
         found = flat[offset : offset + len(piece)]
@@ -205,14 +206,12 @@ def _check_flat(bucket: Any, numel: int, N: int, pieces: list[Tensor], old: list
             if torch.allclose(found, -values.share(values.base(len(piece), i), 0)) or bool((found < 0).all()):
                 return "the parameters were collected, not their gradients"
             if old is not None and torch.equal(found, piece + old[i].flatten()) and piece.any():
-                return "left over from the step before, and added to: a new step begins with an empty buffer"
+                return "the previous step's values were left in and added to: every step starts with an empty buffer"
             if not piece.any():
                 if old is not None and torch.equal(found, old[i].flatten()):
-                    return "left over from the step before: where a parameter has no gradient, write zeros"
-                return "where a parameter has no gradient, zeros belong into the buffer"
-            return (
-                "not collected yet: it is zero" if not found.any() else "another gradient is there: look at the offsets"
-            )
+                    return "left over from the previous step: where a parameter has no gradient, write zeros"
+                return "where a parameter has no gradient, the buffer must hold zeros"
+            return "not collected: still zero" if not found.any() else "another gradient is here: look at the offsets"
 
         compare(f"bucket.flat, piece {i}", found, piece, explain)
         offset += len(piece)
@@ -226,14 +225,14 @@ from zerolab.lab.exercises import Todo
 
 
 class Bucket:
-    """One flat buffer, `self.flat`, for the gradients of `params`: they travel together."""
+    """One flat buffer, `self.flat`, in which the gradients of `params` travel together."""
 
     def __init__(self, params: list[Tensor]) -> None:
         self.params = params
         raise Todo("03.2")
 
     def collect(self) -> None:
-        """Copy all gradients into self.flat, one after the other; zeros where a parameter has none."""
+        """Copy all gradients into self.flat, in order; zeros where a parameter has none."""
         raise Todo("03.2")
 
     def reduce(self) -> None:
@@ -241,7 +240,7 @@ class Bucket:
         raise Todo("03.2")
 
     def write_back(self) -> None:
-        """Give every parameter its mean gradient; also those that had none here: another rank may have had one."""
+        """Give every parameter its mean gradient, even if it had none here: another rank may have had one."""
         raise Todo("03.2")
 '''
 
@@ -290,7 +289,7 @@ class Block(nn.Module):
 
 
 def make_model() -> nn.Sequential:
-    """Two units of small whole numbers: so are all gradients, and none is zero."""
+    """Two units of small integers, so that all gradients are small integers too, and none is zero."""
     model = nn.Sequential(Block(), Block())
     with torch.no_grad():
         for param in model.parameters():
@@ -302,7 +301,7 @@ INPUT = torch.tensor([[1.0, 2.0]])
 
 
 def gradients_alone() -> dict[str, Tensor]:
-    """What each rank's gradient is a multiple of."""
+    """The gradients of which each rank's are a multiple."""
     model = make_model()
     (12.0 * model(INPUT).sum()).backward()
     return {name: param.grad for name, param in model.named_parameters()}
@@ -330,7 +329,7 @@ def check_ddp(answer: Any, world: World) -> None:
             compare(what, param.grad, want, lambda got, named=named: named(got) or otherwise)
         check_traffic(calls, world, payload)
         if (count := [call.op for call in calls].count("all_reduce")) > len(zero.units):
-            likely = "one call per parameter: unit.whole_grad is a bucket, and goes in one all-reduce"
+            likely = "one call per parameter: unit.bucket.full holds all of them, so one all-reduce is enough"
             raise Wrong(f"{count} all-reduces for {len(zero.units)} units", likely)
 
     with world.record() as calls:
@@ -342,7 +341,7 @@ def check_ddp(answer: Any, world: World) -> None:
     with world.record() as inside, zero.no_sync():
         backward(1)
     if inside:
-        likely = "no_sync() was ignored: in post_backward, only reduce where self.reduces(unit) says so"
+        likely = "no_sync() was ignored: in post_backward, reduce only if self.reduces(unit)"
         raise Wrong(f"{inside[0].op} was called inside no_sync()", likely)
     with world.record() as calls:
         backward(2)
@@ -361,7 +360,7 @@ def check_class(cls: Any) -> None:
 def check_same_weights(model: nn.Module, world: World) -> None:
     for (name, param), want in zip(model.named_parameters(), make_model().parameters(), strict=True):
         if not torch.equal(param, want):
-            raise Wrong(f"{name} has changed", "the parameters were averaged (or changed), not unit.whole_grad")
+            raise Wrong(f"{name} has changed", "the parameters were averaged (or changed), not unit.bucket.full")
 
 
 DDP_STUB = '''\
@@ -373,17 +372,17 @@ from zerolab.lab.exercises import Todo
 
 class MyDDP(zerolab.DDP):
     def post_backward(self, unit: Unit) -> None:
-        """All gradients of `unit` are there: start to reduce it, if self.reduces(unit) says that it is its turn.
+        """All gradients of `unit` are complete. Start its reduction, if self.reduces(unit).
 
-        What reduce() returns belongs into unit.reduction: the engine waits for it before anybody sees the gradient.
+        Put what reduce() returns into unit.bucket.reduction: the engine waits for it before anyone sees the gradient.
         """
         raise Todo("03.3")
 
     def reduce(self, unit: Unit):
-        """Average unit.whole_grad, a flat tensor, over the ranks and leave it in unit.grad.
+        """Average unit.bucket.full, a flat tensor, over the ranks and leave the mean in unit.bucket.grad.
 
-        Return None if it is there already, or something with a wait() after which it is.
-        self.comm.all_reduce(tensor, unit.name) starts a mean; dist.all_reduce() a sum.
+        Return None if the mean is there already, or something whose wait() returns when it is.
+        self.comm.all_reduce(tensor, unit.name) starts a mean; dist.all_reduce() is a sum.
         """
         raise Todo("03.3")
 '''
@@ -409,10 +408,10 @@ ERRORS = {
     "NoneType": NONE,
     "Expected parameter `tensor` of type torch.Tensor": NONE,
     "a gradient of size": "a piece of a flat buffer has one dimension: a gradient needs view_as(param)",
-    "storage of size": "unit.grad must have the size of unit.whole_grad: in stage 0 every rank keeps the whole mean",
-    "has left no unit.grad": "reduce() was not called, or did not say in unit.grad where the mean is",
+    "storage of size": "unit.bucket.grad must be as long as unit.bucket.full: here every rank keeps the full mean",
+    "has left no unit.grad": "reduce() was not called, or did not leave the mean in unit.bucket.grad",
 }
-FIRST_RANK = "the result reached rank 0 only: reduce() collects on one rank, all_reduce() on all"
+FIRST_RANK = "the result reached rank 0 only: reduce() leaves it on one rank, all_reduce() on all of them"
 
 EXERCISES = [
     Exercise(
@@ -423,8 +422,8 @@ EXERCISES = [
         stub=AVERAGE_STUB,
         reference=AVERAGE,
         hints=(
-            "dist.all_reduce(tensor) replaces `tensor`, on every rank, by the sum over the ranks.",
-            "The mean is the sum divided by dist.get_world_size(). It has to end up in param.grad.",
+            "dist.all_reduce(tensor) replaces `tensor` on every rank with the sum over the ranks.",
+            "The mean is the sum divided by dist.get_world_size(). It must end up in param.grad.",
             "for param in params: if param.grad is not None: all-reduce param.grad, then divide it by the world size.",
         ),
         exports=("average",),
@@ -456,10 +455,10 @@ EXERCISES = [
         stub=DDP_STUB,
         reference=DDP,
         hints=(
-            "unit.whole_grad is the bucket, and it is full: the engine has collected the unit's gradients there.",
-            "reduce(): unit.grad = unit.whole_grad, then return self.comm.all_reduce(unit.grad, unit.name), which has "
-            "a wait().",
-            "post_backward(): if self.reduces(unit): unit.reduction = self.reduce(unit). Inside no_sync() "
+            "The engine has collected the unit's gradients in its bucket: they are in unit.bucket.full.",
+            "reduce(): unit.bucket.grad = unit.bucket.full, then return self.comm.all_reduce(unit.bucket.grad, "
+            "unit.name), which has a wait().",
+            "post_backward(): if self.reduces(unit): unit.bucket.reduction = self.reduce(unit). Inside no_sync() "
             "self.reduces(unit) is False.",
         ),
         exports=("MyDDP",),

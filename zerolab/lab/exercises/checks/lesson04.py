@@ -1,4 +1,4 @@
-"""Lesson 04: ZeRO-1. A reduce-scatter on a bare tensor, then a stage whose optimizer sees a slice."""
+"""Lesson 04: ZeRO-1. A reduce-scatter on a bare tensor, then a stage whose optimizer sees only slices."""
 
 from __future__ import annotations
 
@@ -18,28 +18,28 @@ from zerolab.lab.exercises.exercise import Exercise, World, Wrong
 from zerolab.lab.exercises.spy import Traffic
 from zerolab.measure import model_states
 
-ALL_REDUCE = "an all-reduce where a reduce-scatter was asked: its own shard is all that a rank needs, half the bytes"
+ALL_REDUCE = "an all-reduce instead of a reduce-scatter: a rank needs only its own shard, which is half the bytes"
 
 
 def check_moved(what: str, calls: list[Traffic], world: World, payload: int, likely: str) -> None:
-    """A reduce-scatter, and an all-gather, move (N-1)/N of the payload, and no more."""
+    """A reduce-scatter or an all-gather moves (N-1)/N of the payload, and no more."""
     N = world.world_size
     sent, allowed = sum(call.sent for call in calls), payload * (N - 1) / N
     if sent > allowed:
         ops = ", ".join(dict.fromkeys(call.op for call in calls))
-        times = f"{sent / allowed:.2f} x the {allowed:,.0f} that are needed" if allowed else "with nobody to send to"
+        times = f"{sent / allowed:.2f} x the {allowed:,.0f} needed" if allowed else "with nobody to send to"
         raise Wrong(f"{what}: {sent:,.0f} bytes were sent per rank, {times} ({ops})", likely)
 
 
 def check_waited(calls: list[Traffic], world: World) -> None:
     if world.world_size > 1 and (lost := world.unwaited(calls)):
-        raise Wrong(lost, "a forgotten wait: the result was right by luck, and will not be on a slower network")
+        raise Wrong(lost, "a forgotten wait: the result was right by luck, and would be wrong on a slower network")
 
 
 def explained(
     base: Tensor, world: World, calls: list[Traffic], suspects: list[tuple[Tensor, str]]
 ) -> Callable[[Tensor], str]:
-    """As for a mean over the ranks; but whatever is there, a wait that was forgotten is the first suspect."""
+    """As `mean_explained`, but a forgotten wait is always the first suspect."""
     named = mean_explained(base, world, calls, suspects)
     lost = world.unwaited(calls)
     return lambda got: f"a forgotten wait: {lost}, so nothing had arrived" if lost else named(got)
@@ -48,11 +48,11 @@ def explained(
 # ---------------------------------------------------------------------- 04.1
 
 SHARD = 5
-SWAPPED = "the output comes first, and is a tensor of its own: dist.all_to_all_single(received, flat)"
-OVER_ELEMENTS = "the mean was taken over elements, not over ranks: view(N, S) has a row for each rank, over dim=0"
-OWN_SHARDS = "this rank's own shards were added up, and nothing that came from the others: they are in `received`"
+SWAPPED = "the output comes first, and it is a separate tensor: dist.all_to_all_single(received, flat)"
+OVER_ELEMENTS = "the mean was taken over elements, not over ranks: view(N, S) has a row per rank, so use dim=0"
+OWN_SHARDS = "this rank's own shards were added up: what the other ranks sent is in `received`"
 DIFFERENT_SHARDS = (
-    "different shards were added up, rank 0's first, rank 1's second: add up everyone's shard r on rank r"
+    "different shards were added up, rank 0's first and rank 1's second: on rank r, add up every rank's shard r"
 )
 
 
@@ -64,21 +64,21 @@ def check_reduce_scatter(answer: Any, world: World) -> None:
         got = answer.reduce_scatter_mean(flat, rank, N)
     exchanged = bool(calls) and all(call.op == "all_to_all_single" for call in calls)
     if exchanged and not torch.equal(flat, values.share(base, rank)):
-        raise Wrong("`flat` holds other numbers after the all-to-all than before", SWAPPED)
+        raise Wrong("the all-to-all changed `flat`", SWAPPED)
     if isinstance(got, Tensor) and N > 1 and got.numel() == N * SHARD:
         raise Wrong(
-            f"it returns {got.numel()} elements", "the whole mean, where one shard, of flat.numel() / N, was asked"
+            f"it returns {got.numel()} elements", "the full mean: return one shard, of flat.numel() / N elements"
         )
     if isinstance(got, Tensor) and got.numel() in (1, N):
-        raise Wrong(f"it returns {got.numel()} elements, where a shard has {SHARD}", OVER_ELEMENTS)
+        raise Wrong(f"it returns {got.numel()} elements, and a shard has {SHARD}", OVER_ELEMENTS)
     check_tensor("what it returns", got, (SHARD,))
     check_moved("a flat tensor", calls, world, 4 * base.numel(), _why_so_much(calls))
     shards = base.view(N, SHARD)
     mean = values.total(base, N).view(N, SHARD) / N
-    others = [(mean[r], f"another rank's slice: this is the mean of shard {r}") for r in range(N) if r != rank]
+    others = [(mean[r], f"another rank's shard: this is the mean of shard {r}") for r in range(N) if r != rank]
     transposed = torch.stack([values.share(base, r).view(N, SHARD)[rank] for r in range(N)]).flatten()
     mixed = transposed.view(SHARD, N)
-    likely = "rows and columns are mixed up: view(N, S), and sum over the N"
+    likely = "rows and columns are mixed up: view(N, S), then sum over the N rows"
     others += [(how(mixed, 1), likely) for how in (torch.mean, torch.sum)]
     own_shards = sum(values.share(base, r).view(N, SHARD)[r] for r in range(N))
     others += [(how(flat.view(N, SHARD), 0), OWN_SHARDS) for how in (torch.mean, torch.sum) if N > 1]
@@ -92,9 +92,7 @@ def _why_so_much(calls: list[Traffic]) -> str:
     if "all_reduce" in ops or {"broadcast", "all_to_all_single"} <= ops:
         return ALL_REDUCE
     if any(op.startswith("all_gather") for op in ops):
-        return (
-            "every rank sends everything to everyone, and most of it is thrown away: send each shard to its owner alone"
-        )
+        return "every rank sends everything to every rank, and most of it is wasted: send each shard to its owner only"
     return "extra traffic: one reduce-scatter, or one all_to_all_single, is enough"
 
 
@@ -109,7 +107,7 @@ def reduce_scatter_mean(flat: Tensor, rank: int, world_size: int) -> Tensor:
     """The mean over all ranks of this rank's shard of `flat`: (N * S,) -> (S,).
 
     Shard r is elements r * S to (r + 1) * S.
-    dist.all_to_all_single(received, flat) sends shard r to rank r, and puts what comes from rank r in place r.
+    dist.all_to_all_single(received, flat) sends shard r to rank r, and stores what rank r sends in place r.
     """
     raise Todo("04.1")
 '''
@@ -131,13 +129,13 @@ def reduce_scatter_mean(flat: Tensor, rank: int, world_size: int) -> Tensor:
 
 
 def owned(layout: Layout, flat: Tensor, rank: int, owner: int | None = None) -> Tensor:
-    """The elements of the model (no padding) in the shard of `owner`, seen through the slices of `rank`."""
+    """The elements (without padding) of the shard of `owner`, seen through the slices of `rank`."""
     shard = layout.shard(flat, rank if owner is None else owner)
     return torch.cat([view.flatten() for view in layout.slices(shard, rank)])
 
 
 def flat_of(layout: Layout, tensors: list[Tensor]) -> Tensor:
-    """`tensors`, one for each parameter, laid out flat, with zeros where there is padding."""
+    """`tensors`, one for each parameter, laid out flat, with zeros for padding."""
     flat = torch.zeros(layout.size)
     for view, tensor in zip(layout.wholes(flat), tensors, strict=True):
         view.copy_(tensor)
@@ -145,7 +143,7 @@ def flat_of(layout: Layout, tensors: list[Tensor]) -> Tensor:
 
 
 def check_class(cls: Any, name: str, base: type, methods: tuple[str, ...]) -> None:
-    """Raises Wrong unless the learner's class extends `base` and has `methods` of its own."""
+    """Raises Wrong unless the learner's class extends `base` and overrides `methods`."""
     if not isinstance(cls, type) or not issubclass(cls, base):
         likely = f"it must begin with `class {name}(zerolab.{base.__name__}):`"
         raise Wrong(f"{name} is not a subclass of zerolab.{base.__name__}", likely)
@@ -162,44 +160,44 @@ def check_zero1(answer: Any, world: World) -> None:
     model = make_model()
     zero = answer.MyZero1(model, units=[Block])
     before = [unit.whole.clone() for unit in zero.units]
-    for unit, whole in zip(zero.units, before, strict=True):
-        check_slices(unit, whole, world)
+    for unit, full in zip(zero.units, before, strict=True):
+        check_slices(unit, full, world)
     check_gradients(zero, model, world)
     check_step(zero, model, before, world)
     check_training(answer.MyZero1, zerolab.Zero1, world)
 
 
-def check_slices(unit: Unit, whole: Tensor, world: World) -> None:
-    """What the optimizer sees: this rank's slice of each parameter, in the storage that the step has to change."""
+def check_slices(unit: Unit, full: Tensor, world: World) -> None:
+    """What the optimizer sees must be this rank's slice of each parameter, in the storage that it is to change."""
     layout, rank = unit.layout, world.rank
-    seen, want = sum(param.numel() for param in unit.params), len(owned(layout, whole, rank))
+    seen, want = sum(param.numel() for param in unit.params), len(owned(layout, full, rank))
     if world.world_size > 1 and seen == layout.numel:
-        likely = "the optimizer sees whole parameters, and will keep state for all of them: give it this rank's slices"
-        raise Wrong(f"unit {unit.name}: the optimizer is given all {seen} elements, not this rank's {want}", likely)
+        likely = "the optimizer sees full parameters, and will keep state for all of them: give it this rank's slices"
+        raise Wrong(f"unit {unit.name}: the optimizer gets all {seen} elements, not this rank's {want}", likely)
     kept = unit.master.numel()
     if kept != layout.shard_size:
-        likely = "unit.master is still the whole: keep_shard() returns this rank's shard, and makes it the master"
+        likely = "unit.master still holds everything: keep_shard() makes this rank's shard the master, and returns it"
         raise Wrong(f"unit {unit.name}: unit.master has {kept} elements, not {layout.shard_size}", likely)
-    shapes = [tuple(view.shape) for view in layout.slices(layout.shard(whole, rank), rank)]
+    shapes = [tuple(view.shape) for view in layout.slices(layout.shard(full, rank), rank)]
     if world.world_size > 1 and [tuple(param.shape) for param in unit.params] != shapes:
         got = ", ".join(str(tuple(param.shape)) for param in unit.params)
         raise Wrong(
-            f"unit {unit.name}: the optimizer is given the shapes {got}, not {', '.join(map(str, shapes))}",
-            "another rank's slice: layout.slices(shard, rank) wants the rank whose shard it is, self.rank",
+            f"unit {unit.name}: the optimizer gets the shapes {got}, not {', '.join(map(str, shapes))}",
+            "another rank's slice: layout.slices(shard, rank) takes the rank that owns the shard, self.rank",
         )
     got = torch.cat([param.detach().flatten() for param in unit.params])
-    compare(f"unit {unit.name}, what the optimizer sees", got, owned(layout, whole, rank), _whose(unit, whole, world))
+    compare(f"unit {unit.name}, what the optimizer sees", got, owned(layout, full, rank), _whose(unit, full, world))
     if any(param.untyped_storage()._cdata != unit.master.untyped_storage()._cdata for param in unit.params):
         likely = (
-            "copies: the optimizer would change them and not the model. Give it views, as layout.slices() makes them"
+            "copies: the optimizer would change them and not the model. Give it views, which layout.slices() returns"
         )
-        raise Wrong(f"unit {unit.name}: what the optimizer sees does not lie in unit.master", likely)
+        raise Wrong(f"unit {unit.name}: what the optimizer sees is not in unit.master", likely)
 
 
-def _whose(unit: Unit, whole: Tensor, world: World) -> Callable[[Tensor], str]:
+def _whose(unit: Unit, full: Tensor, world: World) -> Callable[[Tensor], str]:
     def explain(got: Tensor) -> str:
         for r in range(world.world_size):
-            if torch.equal(got, owned(unit.layout, whole, world.rank, r)):
+            if torch.equal(got, owned(unit.layout, full, world.rank, r)):
                 return f"another rank's slice: this is rank {r}'s"
         return "another rank's slice"
 
@@ -207,7 +205,7 @@ def _whose(unit: Unit, whole: Tensor, world: World) -> Callable[[Tensor], str]:
 
 
 def forward(model: nn.Module, world: World) -> Tensor:
-    """Rank r's gradients will be 16**r times those of `gradients_alone`."""
+    """A loss for which rank r's gradients are 16**r times those of `gradients_alone`."""
     return 12.0 * 16.0**world.rank * model(INPUT).sum()
 
 
@@ -216,7 +214,7 @@ def payload_of(zero: zerolab.Engine) -> int:
 
 
 def check_gradients(zero: Any, model: nn.Module, world: World) -> None:
-    """After a backward each parameter has the mean of this rank's slice, and nothing else was sent."""
+    """After a backward each parameter's gradient is the mean of this rank's slice, and nothing else was sent."""
     check_no_gather(model, world, "a forward before any step")
     loss = forward(model, world)
     with world.record() as calls:
@@ -229,15 +227,17 @@ def check_gradients(zero: Any, model: nn.Module, world: World) -> None:
 def check_means(
     zero: Any, world: World, calls: list[Traffic], when: str, times: float, lost: dict[float, str] | None = None
 ) -> None:
-    """The gradients of each unit against the mean over the ranks of `times` those of one backward.
+    """Compare each unit's gradients with the mean over the ranks of `times` those of one backward.
 
-    lost: which mistake it is if they are another multiple of it.
+    lost: another multiple -> the mistake that it comes from.
     """
     N, rank, alone = world.world_size, world.rank, gradients_alone()
     for unit in zero.units:
         layout, what = unit.layout, f"unit {unit.name}, gradients after {when}"
         if any(param.grad is None for param in unit.params):
-            raise Wrong(f"{what}: there are none", "reduce() left nothing in unit.grad, or post_backward() lost it")
+            raise Wrong(
+                f"{what}: there are none", "reduce() left nothing in unit.bucket.grad, or post_backward() lost it"
+            )
         flat = times * flat_of(layout, [alone[name] for name in unit.names])
         got = torch.cat([param.grad.flatten() for param in unit.params])
         base = owned(layout, flat, rank)
@@ -251,7 +251,7 @@ def check_means(
 
 
 def check_step(zero: Any, model: nn.Module, before: list[Tensor], world: World) -> None:
-    """After a step every rank's forward sees every rank's new values, and each was sent once."""
+    """After a step every rank's forward sees every rank's new values, and each value was sent once."""
     optimizer, alone, N = torch.optim.SGD(model.parameters(), lr=0.25), gradients_alone(), world.world_size
     with world.record() as calls:
         optimizer.step()
@@ -262,7 +262,7 @@ def check_step(zero: Any, model: nn.Module, before: list[Tensor], world: World) 
         grads = flat_of(layout, [alone[name] for name in unit.names])
         want, got = old - 0.25 * values.total(grads, N) / N, unit.whole.detach()
         _compare_weights(unit, got, want, old, calls, world)
-    likely = "extra traffic: what has to travel after a step is one all-gather of each unit's new parameters"
+    likely = "extra traffic: after a step, one all-gather of each unit's new parameters is enough"
     check_moved("one step", calls, world, payload_of(zero), likely)
     check_waited(calls, world)
     check_no_gather(model, world, "a second forward after the same step")
@@ -272,7 +272,7 @@ def check_no_gather(model: nn.Module, world: World, when: str) -> None:
     with world.record() as calls, torch.no_grad():
         model(INPUT)
     if sum(call.sent for call in calls):
-        likely = "gathered in every forward: once after a step is enough, for the whole parameters stay"
+        likely = "gathered in every forward: once after a step is enough, since the full parameters stay"
         raise Wrong(f"{calls[0].op} was called in {when}", likely)
 
 
@@ -284,25 +284,25 @@ def _compare_weights(unit: Unit, got: Tensor, want: Tensor, old: Tensor, calls: 
             return f"a forgotten wait: {lost}"
         if not torch.allclose(mine, theirs):
             if torch.equal(mine, owned(layout, old, rank)):
-                return "this rank's own slice is as before the step: what the optimizer changed was overwritten"
-            return "this rank's own slice is wrong: it was overwritten by something else than its new values"
+                return "this rank's own slice is as it was before the step: the optimizer's update was overwritten"
+            return "this rank's own slice is wrong: it was overwritten with something other than its new values"
         rest = [owned(layout, got, rank, r) for r in range(world.world_size) if r != rank]
         was = [owned(layout, old, rank, r) for r in range(world.world_size) if r != rank]
         if all(torch.equal(a, b) for a, b in zip(rest, was)):
-            return "the other ranks' slices are as before the step: nobody gathers, and the ranks' weights drift apart"
+            return "the other ranks' slices are as before the step: without a gather the ranks' weights drift apart"
         return (
-            "not every rank's new slice arrived, or not in its place: rank r's shard belongs in place r of unit.whole"
+            "a rank's new slice did not arrive, or is in the wrong place: rank r's shard goes to place r of unit.full"
         )
 
     pick = torch.cat([torch.arange(slot.offset, slot.end) for slot in unit.layout.slots])
     compare(f"unit {unit.name}, parameters after a step", got[pick], want[pick], explain)
     if unit.whole.untyped_storage()._cdata != unit.wholes[0].untyped_storage()._cdata:
-        likely = "unit.whole was replaced, and forward reads views of the old one: gather into unit.whole itself"
-        raise Wrong(f"unit {unit.name}: after a step unit.whole is another tensor than the one forward reads", likely)
+        likely = "unit.full was replaced, but forward reads views of the old one: gather into unit.full itself"
+        raise Wrong(f"unit {unit.name}: after a step unit.full is not the tensor that forward reads", likely)
 
 
 def check_training(theirs: type, stage: type, world: World) -> None:
-    """Three steps of Adam beside the package's stage: the same numbers, at most the same bytes held and sent."""
+    """Three steps of Adam against the package's stage: the same numbers, and no more bytes held or sent."""
     (ours, held, sent), (wanted, may_hold, may_send) = (_train(cls, world) for cls in (theirs, stage))
     for category, likely in TOO_MUCH.items():
         if held[category] > may_hold[category]:
@@ -315,14 +315,14 @@ def check_training(theirs: type, stage: type, world: World) -> None:
 
 
 TOO_MUCH = {
-    "parameters": "a copy of the slice is kept beside the whole parameters: give the optimizer views of them",
-    "gradients": "whole gradients are still there: when the reduction is over, let go of all but this rank's slice",
+    "parameters": "a copy of the slice is kept besides the full parameters: give the optimizer views of them",
+    "gradients": "full gradients are still there: after the reduction, keep only this rank's slice",
     "optimizer": "the optimizer keeps state for more than this rank's slice",
 }
 
 
 def _train(cls: type, world: World) -> tuple[dict[str, Tensor], dict[str, int], float]:
-    """Parameters after three steps, model states when the last backward has returned, bytes sent."""
+    """Parameters after three steps, model states after the last backward, bytes sent."""
     model = make_model()
     zero = cls(model, units=[Block])
     optimizer = torch.optim.Adam(model.parameters(), lr=0.125)
@@ -334,12 +334,12 @@ def _train(cls: type, world: World) -> tuple[dict[str, Tensor], dict[str, int], 
             optimizer.step()
         with torch.no_grad():
             model(INPUT)
-    whole = {
+    full = {
         name: view.clone()
         for unit in zero.units
         for name, view in zip(unit.names, unit.layout.wholes(unit.whole.detach()), strict=True)
     }
-    return whole, held, sum(call.sent for call in calls)
+    return full, held, sum(call.sent for call in calls)
 
 
 ZERO1_STUB = '''\
@@ -355,23 +355,23 @@ class MyZero1(zerolab.DDP):
     stage = 1
 
     def optimizer_params(self, unit: Unit) -> list[Tensor]:
-        """What the optimizer shall update: this rank's slice of each parameter, and nothing else.
+        """What the optimizer updates: this rank's slice of each parameter, and nothing else.
 
-        unit.keep_shard() returns this rank's shard of the flat parameters, (S,), and makes it unit.master.
-        unit.layout.slices(shard, rank) are views of what `rank` owns of each parameter.
+        unit.keep_shard() makes this rank's shard of the flat parameters, (S,), the unit.master, and returns it.
+        unit.layout.slices(shard, rank) returns a view for each parameter, of the part that `rank` owns.
         """
         raise Todo("04.2")
 
     def reduce(self, unit: Unit):
-        """Leave in unit.grad, (S,), the mean over the ranks of this rank's shard of unit.whole_grad, (N * S,).
+        """Leave in unit.bucket.grad, (S,), the mean over the ranks of this rank's shard of unit.bucket.full, (N * S,).
 
-        unit.layout.shard(flat, self.rank) is a view of the shard; self.comm.reduce_scatter(output, input, unit.name)
-        starts what you wrote in 04.1. Return what has a wait(), or None if the mean is there already.
+        unit.layout.shard(flat, self.rank) is a view of the shard. self.comm.reduce_scatter(output, input, unit.name)
+        starts what you wrote in 04.1: return it, since it has a wait(), or None if the mean is already there.
         """
         raise Todo("04.2")
 
     def after_step(self, unit: Unit) -> None:
-        """The optimizer has changed unit.master, (S,), on every rank another. Forward reads unit.whole, (N * S,).
+        """The optimizer has changed unit.master, (S,), which differs on every rank. Forward reads unit.full, (N * S,).
 
         self.comm.all_gather(output, input, unit.name) starts an all-gather.
         """
@@ -400,23 +400,23 @@ class MyZero1(zerolab.DDP):
 
 
 ERRORS = {
-    "has left no unit.grad": "reduce() was not called, or did not say in unit.grad where the mean is",
-    "was replaced after sharding": "the optimizer was given copies: give it views into unit.master",
-    "storage of size": "unit.grad must have the size of unit.master: this rank's shard, (S,)",
-    "modified by an inplace operation": "unit.whole was written to between forward and backward: gather after the step",
-    "The size of tensor": "the whole (N * S,) and a shard (S,) were mixed up",
-    "is invalid for input of size": "the whole and a shard were mixed up: reduce_scatter fills a shard from "
-    "a whole, all_gather a whole from shards, and the output comes first",
+    "has left no unit.grad": "reduce() was not called, or did not leave the mean in unit.bucket.grad",
+    "was replaced after sharding": "the optimizer got copies: give it views into unit.master",
+    "storage of size": "unit.bucket.grad must be as long as unit.master: this rank's shard, (S,)",
+    "modified by an inplace operation": "unit.full was written to between forward and backward: gather after the step",
+    "The size of tensor": "the full tensor, (N * S,), and a shard, (S,), were mixed up",
+    "is invalid for input of size": "the full tensor and a shard were mixed up: reduce_scatter fills a shard "
+    "from a full tensor, all_gather a full tensor from shards, and the output comes first",
     "name 'reduce_scatter_mean' is not": "each exercise is a file of its own: use self.comm.reduce_scatter(), or copy "
     "your function into this cell",
-    "'Pending' object": "reduce_scatter() returns what can be waited for: return that, and let unit.grad be the output",
-    "out=list": "layout.slices() is a list, a view for each parameter: unit.grad is one flat tensor, layout.shard()",
+    "'Pending' object": "reduce_scatter() returns something to wait for: return that; unit.bucket.grad is its output",
+    "out=list": "layout.slices() is a list of views; unit.bucket.grad is one flat tensor, so use layout.shard()",
     "'NoneType' object is not iterable": "optimizer_params() returns nothing: `return` is missing",
     "zip() argument 2 is": "optimizer_params() must return one tensor for each parameter: layout.slices(shard, rank)",
-    "must be Tensor, not NoneType": "there is no tensor there: after a step unit.grad may be gone, and unit.master is "
-    "what travels",
-    "in->size == out->size": "`received` must have room for a shard from every rank: as many elements as `flat`",
-    "stuck in reduce: not through": "in dist.reduce() all ranks must name the same dst: a call for each owner",
+    "must be Tensor, not NoneType": "there is no tensor here: after a step unit.bucket.grad may be gone; what travels "
+    "is unit.master",
+    "in->size == out->size": "`received` needs room for a shard from every rank: as many elements as `flat`",
+    "stuck in reduce: not through": "all ranks must pass the same dst to dist.reduce(): make one call for each owner",
 }
 FIRST_RANK = "the result reached rank 0 only: each rank needs the mean of its own shard"
 
@@ -429,9 +429,9 @@ EXERCISES = [
         stub=REDUCE_SCATTER_STUB,
         reference=REDUCE_SCATTER,
         hints=(
-            "received = torch.empty_like(flat), then dist.all_to_all_single(received, flat): now `received` holds what "
-            "each rank has for *this* rank's shard, one after the other.",
-            "received.view(world_size, -1) has a row for each rank. Its mean over the rows is what is asked.",
+            "received = torch.empty_like(flat), then dist.all_to_all_single(received, flat): now `received` holds "
+            "every rank's contribution to *this* rank's shard, in rank order.",
+            "received.view(world_size, -1) has a row for each rank. You want the mean over the rows.",
             "return received.view(world_size, -1).sum(dim=0) / world_size",
         ),
         exports=("reduce_scatter_mean",),
@@ -447,10 +447,10 @@ EXERCISES = [
         reference=ZERO1,
         hints=(
             "optimizer_params(): return unit.layout.slices(unit.keep_shard(), self.rank).",
-            "reduce(): unit.grad = unit.layout.shard(unit.whole_grad, self.rank), then return "
-            "self.comm.reduce_scatter(unit.grad, unit.whole_grad, unit.name).",
-            "after_step(): self.comm.all_gather(unit.whole, unit.master, unit.name).wait(). Without the wait "
-            "forward may read what has not arrived.",
+            "reduce(): unit.bucket.grad = unit.layout.shard(unit.bucket.full, self.rank), then return "
+            "self.comm.reduce_scatter(unit.bucket.grad, unit.bucket.full, unit.name).",
+            "after_step(): self.comm.all_gather(unit.full, unit.master, unit.name).wait(). Without the wait, forward "
+            "may read values that have not arrived.",
         ),
         exports=("MyZero1",),
         extends="Zero1",

@@ -183,7 +183,8 @@ def try_answer(id: str, source: str, filename: str = "answer.py", patience: floa
 
     A rank waits `patience` seconds for the others, and longer on a loaded machine: ten times as long as an empty run.
     """
-    asked, good = find_exercise(id), []
+    asked = find_exercise(id)
+    good: list[int] = []  # the world sizes that passed
     for world_size in WORLD_SIZES:
         ranks = pool()
         try:

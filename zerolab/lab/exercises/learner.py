@@ -14,6 +14,7 @@ import ast
 import functools
 import sys
 import traceback
+from collections.abc import Callable
 from pathlib import Path
 from types import FunctionType, ModuleType
 from typing import Any
@@ -22,6 +23,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from zerolab.engine.engine import Engine
 from zerolab.lab.exercises import judge
 from zerolab.lab.exercises.catalogue import EXERCISES, find_exercise
 from zerolab.lab.exercises.exercise import Exercise, Todo
@@ -140,7 +142,7 @@ def _load(asked: Exercise, source: str) -> ModuleType:
 def _retire(module: ModuleType, id: str) -> None:
     """Make objects of an older version raise Stale instead of running yesterday's code."""
 
-    def refuse(name: str) -> FunctionType:
+    def refuse(name: str) -> Callable[..., Any]:
         def method(self: Any, *args: Any, **kwargs: Any) -> Any:
             raise Stale(
                 f"{name} of an earlier version of {id} was called: rebuild the model (run the cell that makes it)"
@@ -284,7 +286,7 @@ def _reference(id: str) -> ModuleType:
 
 def _mine_of_class(base: type) -> type:
     parts = [asked for asked in EXERCISES.values() if asked.extends == base.__name__]
-    if not parts:
+    if not parts or not issubclass(base, Engine):
         known = ", ".join(sorted({asked.extends for asked in EXERCISES.values() if asked.extends}))
         raise Misused(f"no exercise extends {base.__name__}; there are exercises for {known}")
     answers = [(asked, *_answer(asked)) for asked in parts]

@@ -46,9 +46,9 @@ def _must_be_asked(id: Any) -> None:
     lesson, _, number = id.partition(".")
     if lesson not in PREDICTIONS:
         near = lesson.zfill(2)
-        known = f"lesson {near} has {_numbers(near)}"
-        if near not in PREDICTIONS:
-            known = f"lessons {', '.join(PREDICTIONS)} have predictions"
+        known = f"lessons {', '.join(PREDICTIONS)} have predictions"
+        if near in PREDICTIONS:
+            known = f"lesson {near} has {_numbers(near)}"
         raise Misused(f"there is no prediction {id!r}; {known}")
     if number not in map(str, range(1, PREDICTIONS[lesson] + 1)):
         raise Misused(f"there is no prediction {id!r}; lesson {lesson} has {_numbers(lesson)}")

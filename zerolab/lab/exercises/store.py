@@ -22,7 +22,7 @@ def _progress_file() -> Path:
 
 
 def read_progress() -> dict[str, dict]:
-    empty = {"passed": {}, "predictions": {}, "hints": {}}
+    empty: dict[str, dict] = {"passed": {}, "predictions": {}, "hints": {}}
     try:
         found = json.loads(_progress_file().read_text())
     except FileNotFoundError:

@@ -22,7 +22,11 @@ SHAPES = ((5,), (2, 2), (3,))
 
 
 def mean_explained(
-    base: Tensor, world: World, calls: list[Traffic], suspects: list[tuple[Tensor, str]] | None = None
+    base: Tensor,
+    world: World,
+    calls: list[Traffic],
+    suspects: list[tuple[Tensor, str]] | None = None,
+    otherwise: str = "",
 ) -> Callable[[Tensor], str]:
     """Names what was found instead of the mean over the ranks of `values.share(base, rank)`."""
     N, rank = world.world_size, world.rank
@@ -52,7 +56,7 @@ def mean_explained(
         k = values.factor(got, values.total(base, N) / N)
         if k is not None and abs(N / k - round(N / k)) < 1e-3:
             return f"the sum over the ranks was divided by {round(N / k)}, but there are {N}"
-        return f"{values.in_words(shares)}, not the mean over all ranks" if shares else ""
+        return f"{values.in_words(shares)}, not the mean over all ranks" if shares else otherwise
 
     return explain
 
@@ -105,9 +109,9 @@ def check_average(answer: Any, world: World) -> None:
     if params[1].grad is not None:
         raise Wrong("parameter 1 has a gradient now", "a parameter that no rank used must keep grad = None: skip it")
     for i in (0, 2):
-        check_tensor(f"gradient {i}", params[i].grad, tuple(params[i].shape))
+        grad = check_tensor(f"gradient {i}", params[i].grad, tuple(params[i].shape))
         want = values.total(bases[i], N) / N
-        compare(f"gradient {i}", params[i].grad, want, mean_explained(bases[i], world, calls))
+        compare(f"gradient {i}", grad, want, mean_explained(bases[i], world, calls))
     check_traffic(calls, world, 4 * sum(params[i].numel() for i in (0, 2)), slack=2 * 4 * N)
 
 
@@ -144,7 +148,8 @@ def average(params: list[Tensor]) -> None:
 def check_bucket(answer: Any, world: World) -> None:
     N, params = world.world_size, make_params(world)
     numel = sum(param.numel() for param in params)
-    bucket, old = answer.Bucket(params), None
+    bucket = answer.Bucket(params)
+    old: list[Tensor] = []  # the means of the previous step
     for step in (0, 1):
         bases = set_grads(params, world, step)
         grads: list[Tensor | None] = [param.grad for param in params]
@@ -163,27 +168,29 @@ def check_bucket(answer: Any, world: World) -> None:
                 f"{op} was called by {'collect' if around else 'write_back'}()", "only reduce() may communicate"
             )
         check_untouched(params, world)
+        means: list[Tensor] = []
         for i, (param, base) in enumerate(zip(params, bases, strict=True)):
             want = values.total(base, N)
             if step == 1 and i == 1 and N > 1:
                 want = want - values.share(base, 0)
-            suspects = [(old[i], "the mean of the previous step")] if old else []
+            suspects = [(mean, "the mean of the previous step") for mean in old[i : i + 1]]
             what = f"gradient {i}, step {step}"
             if param.grad is None:
                 likely = "write_back() skipped a parameter without a gradient on this rank; another rank may have one"
                 raise Wrong(f"{what} is None", likely)
-            check_tensor(what, param.grad, tuple(param.shape))
-            compare(what, param.grad, want / N, mean_explained(base, world, calls, suspects))
+            grad = check_tensor(what, param.grad, tuple(param.shape))
+            means.append(grad.clone())
+            compare(what, grad, want / N, mean_explained(base, world, calls, suspects))
         if len(calls) > 2 or [call.op for call in calls].count("all_reduce") > 1:  # reduce-scatter, all-gather are two
             likely = "one call per parameter" if len(calls) == len(params) else "the buffer is sent in pieces"
             raise Wrong(
                 f"reduce() made {len(calls)} calls", f"{likely}: one all-reduce of the flat buffer is the point"
             )
         check_traffic(calls, world, 4 * numel, slack=2 * 4 * N)
-        old = [param.grad.clone() for param in params]
+        old = means
 
 
-def _check_flat(bucket: Any, numel: int, N: int, pieces: list[Tensor], old: list[Tensor] | None) -> None:
+def _check_flat(bucket: Any, numel: int, N: int, pieces: list[Tensor], old: list[Tensor]) -> None:
     flat = getattr(bucket, "flat", None)
     if not isinstance(flat, Tensor) or flat.dim() != 1:
         what = (
@@ -205,10 +212,10 @@ def _check_flat(bucket: Any, numel: int, N: int, pieces: list[Tensor], old: list
         def explain(found: Tensor, i: int = i, piece: Tensor = piece) -> str:
             if torch.allclose(found, -values.share(values.base(len(piece), i), 0)) or bool((found < 0).all()):
                 return "the parameters were collected, not their gradients"
-            if old is not None and torch.equal(found, piece + old[i].flatten()) and piece.any():
+            if old and torch.equal(found, piece + old[i].flatten()) and piece.any():
                 return "the previous step's values were left in and added to: every step starts with an empty buffer"
             if not piece.any():
-                if old is not None and torch.equal(found, old[i].flatten()):
+                if old and torch.equal(found, old[i].flatten()):
                     return "left over from the previous step: where a parameter has no gradient, write zeros"
                 return "where a parameter has no gradient, the buffer must hold zeros"
             return "not collected: still zero" if not found.any() else "another gradient is here: look at the offsets"
@@ -304,7 +311,7 @@ def gradients_alone() -> dict[str, Tensor]:
     """The gradients of which each rank's are a multiple."""
     model = make_model()
     (12.0 * model(INPUT).sum()).backward()
-    return {name: param.grad for name, param in model.named_parameters()}
+    return {name: param.grad for name, param in model.named_parameters() if param.grad is not None}
 
 
 def check_ddp(answer: Any, world: World) -> None:
@@ -325,8 +332,7 @@ def check_ddp(answer: Any, world: World) -> None:
                 raise Wrong(f"{what}: there is no gradient", "post_backward() or reduce() lost it")
             want = times * values.total(base, N) / N
             known = [(want / times * other, likely) for other, likely in suspects.items()]
-            named = mean_explained(times * base, world, calls, known)
-            compare(what, param.grad, want, lambda got, named=named: named(got) or otherwise)
+            compare(what, param.grad, want, mean_explained(times * base, world, calls, known, otherwise))
         check_traffic(calls, world, payload)
         if (count := [call.op for call in calls].count("all_reduce")) > len(zero.units):
             likely = "one call per parameter: unit.bucket.full holds all of them, so one all-reduce is enough"
@@ -345,7 +351,7 @@ def check_ddp(answer: Any, world: World) -> None:
         raise Wrong(f"{inside[0].op} was called inside no_sync()", likely)
     with world.record() as calls:
         backward(2)
-    lost = {2: "only the last micro-batch: what no_sync() kept back is lost", 1: "only the first micro-batch"}
+    lost = {2.0: "only the last micro-batch: what no_sync() kept back is lost", 1.0: "only the first micro-batch"}
     check_step("two micro-batches under no_sync", calls, 3, lost, KEPT_BACK)
 
 

@@ -80,7 +80,7 @@ def check_reduce_scatter(answer: Any, world: World) -> None:
     mixed = transposed.view(SHARD, N)
     likely = "rows and columns are mixed up: view(N, S), then sum over the N rows"
     others += [(how(mixed, 1), likely) for how in (torch.mean, torch.sum)]
-    own_shards = sum(values.share(base, r).view(N, SHARD)[r] for r in range(N))
+    own_shards = torch.stack([values.share(base, r).view(N, SHARD)[r] for r in range(N)]).sum(dim=0)
     others += [(how(flat.view(N, SHARD), 0), OWN_SHARDS) for how in (torch.mean, torch.sum) if N > 1]
     others += [(own_shards / k, DIFFERENT_SHARDS) for k in dict.fromkeys((1, N)) if N > 1]
     compare("its shard", got, mean[rank], explained(shards[rank], world, calls, others))
@@ -180,9 +180,9 @@ def check_slices(unit: Unit, full: Tensor, world: World) -> None:
         raise Wrong(f"unit {unit.name}: unit.master has {kept} elements, not {layout.shard_size}", likely)
     shapes = [tuple(view.shape) for view in layout.slices(layout.shard(full, rank), rank)]
     if world.world_size > 1 and [tuple(param.shape) for param in unit.params] != shapes:
-        got = ", ".join(str(tuple(param.shape)) for param in unit.params)
+        given = ", ".join(str(tuple(param.shape)) for param in unit.params)
         raise Wrong(
-            f"unit {unit.name}: the optimizer gets the shapes {got}, not {', '.join(map(str, shapes))}",
+            f"unit {unit.name}: the optimizer gets the shapes {given}, not {', '.join(map(str, shapes))}",
             "another rank's slice: layout.slices(shard, rank) takes the rank that owns the shard, self.rank",
         )
     got = torch.cat([param.detach().flatten() for param in unit.params])

@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
 from typing import Any
+from unittest.mock import patch
 
 import torch
 from torch import Tensor, nn
@@ -277,11 +278,8 @@ def guarded() -> Iterator[None]:
             raise Wrong(f"{unit.name}: the full parameters were released while unit.shard is a view of them", likely)
         original(unit)
 
-    Unit.release = release
-    try:
+    with patch.object(Unit, "release", release):
         yield
-    finally:
-        Unit.release = original
 
 
 def check_construction(zero: zerolab.Zero2) -> None:
@@ -341,8 +339,9 @@ def forward(zero: zerolab.Zero2, world: World) -> Tensor:
     """Run a forward, and raise Wrong if units are gathered that should not be, or the other way round."""
     blocks = [unit for unit in zero.units if unit not in zero.root]
     with ledger(zero) as book:
-        zero.model.look = partial(look, zero, zero.root[0], book)
-        for module, unit in zip(zero.model.blocks, blocks, strict=True):
+        model: Any = zero.model
+        model.look = partial(look, zero, zero.root[0], book)
+        for module, unit in zip(model.blocks, blocks, strict=True):
             module.look = partial(look, zero, unit, book)
         output = zero.model(inputs(world, 0))
     for unit in zero.units:

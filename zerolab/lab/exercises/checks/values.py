@@ -60,14 +60,15 @@ def in_words(shares: list[float]) -> str:
     return ", ".join(said) or "nobody's contribution"
 
 
-def check_tensor(what: str, got: Any, shape: tuple[int, ...], dtype: torch.dtype = torch.float32) -> None:
-    """Raises Wrong unless `got` is a tensor of that shape and dtype."""
+def check_tensor(what: str, got: Any, shape: tuple[int, ...], dtype: torch.dtype = torch.float32) -> Tensor:
+    """`got`, if it is a tensor of that shape and dtype; else raises Wrong."""
     if not isinstance(got, Tensor):
         raise Wrong(f"{what} is a {type(got).__name__}, not a tensor", forgot_to_return(got))
     if tuple(got.shape) != tuple(shape):
         raise Wrong(f"{what} has the shape {tuple(got.shape)}, not {tuple(shape)}", _shape_hint(got, shape))
     if got.dtype != dtype:
         raise Wrong(f"{what} is {got.dtype}, not {dtype}", f"the result must keep the input's dtype ({dtype})")
+    return got
 
 
 def forgot_to_return(got: Any) -> str:

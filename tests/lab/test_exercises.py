@@ -76,6 +76,12 @@ def test_mistakes_are_named(id: str, source: str, said: str) -> None:
     )
 
 
+@pytest.mark.parametrize("id", mutants.FORMER)
+def test_answers_in_the_engines_former_names_pass(id: str) -> None:
+    verdict = judge.try_answer(id, mutants.FORMER[id])
+    assert verdict.passed, verdict.text
+
+
 def test_the_catalogue_is_what_the_course_promises() -> None:
     for asked in EXERCISES.values():
         right, wrong = mutants.RIGHT[asked.id], mutants.WRONG[asked.id]
@@ -207,6 +213,18 @@ def test_a_stub_never_replaces_an_answer(my: Path, capsys: pytest.CaptureFixture
     assert (my / "ex_01_1.py").read_text() == EXERCISES["01.1"].reference
     assert "your answer in my/ex_01_1.py is used" in capsys.readouterr().out
     assert module.ring_reduce_scatter([torch.ones(2)], 0, 1, None).tolist() == [1.0, 1.0]
+
+
+def test_a_stub_in_the_words_of_an_earlier_release_is_a_stub(my: Path, capsys: pytest.CaptureFixture) -> None:
+    old = EXERCISES["06.1"].stub.replace("full", "whole").replace("Let the memory", "Give the memory")
+    assert old != EXERCISES["06.1"].stub
+    exercises.define("06.1", EXERCISES["06.1"].reference)
+    exercises.define("06.1", old)
+    assert (my / "ex_06_1.py").read_text() == EXERCISES["06.1"].reference
+    assert "your answer in my/ex_06_1.py is used" in capsys.readouterr().out
+    half = old.replace('raise Todo("06.1")', "whole.untyped_storage().resize_(0)", 1)
+    exercises.define("06.1", half)
+    assert (my / "ex_06_1.py").read_text() == half, "half an answer is one"
 
 
 def test_an_object_of_an_older_version_says_so(my: Path) -> None:

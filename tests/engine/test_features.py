@@ -70,7 +70,7 @@ def let_go() -> list[tuple[list[int], list[int]]]:
 
         class Kept(stage):
             def post_backward(self, unit: zerolab.Unit, kept: list[Tensor] = kept) -> None:
-                kept.append(unit.whole_grad)
+                kept.append(unit.bucket.full)
                 super().post_backward(unit)
 
         zero = Kept(TwoLayers(), units=[nn.Linear])
@@ -201,7 +201,7 @@ def evaluated() -> list[Any]:
                 with zero.comm.record() as calls:
                     case.before(zero.model, zero.rank, step)
                 gathers.append(len([call for call in calls if call.op == "all_gather" and not call.control]))
-                assert stage < 3 or not any(unit.whole.untyped_storage().size() for unit in zero.units)
+                assert stage < 3 or not any(unit.full.untyped_storage().size() for unit in zero.units)
                 case.loss(zero.model, zero.rank, step).backward()
                 optimizer.step()
                 optimizer.zero_grad()
@@ -291,7 +291,7 @@ def compiled(how: str, inner: str, stages: tuple[int, ...]) -> dict[int, Any]:
             case.loss(zero.model, zero.rank, now[0]).backward()
             optimizer.step()
             optimizer.zero_grad()
-            assert stage < 3 or not any(unit.whole.untyped_storage().size() for unit in zero.units)
+            assert stage < 3 or not any(unit.full.untyped_storage().size() for unit in zero.units)
         results[stage] = zero.full_state_dict(), graphs
     return results
 
@@ -405,7 +405,7 @@ def recomputed(precision: zerolab.Precision) -> list[list[dict[str, Tensor]]]:
                 case.loss(zero.model, zero.rank, 2 * step + 1).backward()
                 optimizer.step()
                 optimizer.zero_grad()
-                assert stage < 3 or not any(unit.whole.untyped_storage().size() for unit in zero.units)
+                assert stage < 3 or not any(unit.full.untyped_storage().size() for unit in zero.units)
             states.append(zero.full_state_dict())
         results.append(states)
     return results

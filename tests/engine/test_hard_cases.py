@@ -270,7 +270,7 @@ def generate() -> list[Any]:
         zero.register_forward_method("generate")
         results.append(zero.model.generate(prompt, **options).tolist())
         case.loss(zero.model, zero.rank, 0).backward()
-        assert stage < 3 or not any(unit.whole.untyped_storage().size() for unit in zero.units)
+        assert stage < 3 or not any(unit.full.untyped_storage().size() for unit in zero.units)
     return results, expected
 
 

@@ -11,16 +11,16 @@ import zerolab
 class MyDDP(zerolab.DDP):
     def post_backward(self, unit):
         if self.reduces(unit):
-            assert unit.complete
-            unit.reduction = self.reduce(unit)
+            assert unit.bucket.complete
+            unit.bucket.reduction = self.reduce(unit)
 
     def reduce(self, unit):
-        views = unit.layout.wholes(unit.whole_grad)
-        assert [view.shape for view in views] == [whole.shape for whole in unit.wholes]
+        views = unit.layout.views(unit.bucket.full)
+        assert [view.shape for view in views] == [whole.shape for whole in unit.full_params]
         for view in views:
             view /= self.world_size
-        unit.grad = unit.whole_grad
-        return dist.all_reduce(unit.grad, group=self.comm.group, async_op=True)
+        unit.bucket.grad = unit.bucket.full
+        return dist.all_reduce(unit.bucket.grad, group=self.comm.group, async_op=True)
 """,
     "04.2": """\
 import zerolab
@@ -33,11 +33,11 @@ class MyZero1(zerolab.DDP):
         return unit.layout.slices(unit.keep_shard(), self.rank)
 
     def reduce(self, unit):
-        unit.grad = unit.layout.shard(unit.whole_grad, self.rank)
-        return self.comm.reduce_scatter(unit.grad, unit.whole_grad, unit.name)
+        unit.bucket.grad = unit.layout.shard(unit.bucket.full, self.rank)
+        return self.comm.reduce_scatter(unit.bucket.grad, unit.bucket.full, unit.name)
 
     def after_step(self, unit):
-        self.comm.all_gather(unit.whole, unit.master.to(unit.whole.dtype), unit.name).wait()
+        self.comm.all_gather(unit.full, unit.master.to(unit.full.dtype), unit.name).wait()
 """,
     "05.1": """\
 import zerolab
@@ -48,8 +48,8 @@ class MyZero2(zerolab.Zero1):
 
     def post_backward(self, unit):
         super().post_backward(unit)
-        if unit.reduction is not None:
-            unit.release_grad()
+        if unit.bucket.reduction is not None:
+            unit.bucket.release()
 """,
     "06.1": """\
 import torch.distributed as dist
@@ -71,13 +71,13 @@ import zerolab
 class MyZero3Forward(zerolab.Zero2):
     def optimizer_params(self, unit):
         unit.shard = unit.shard.clone()
-        unit.whole.untyped_storage().resize_(0)
+        unit.full.untyped_storage().resize_(0)
         unit.gathered = False
         return unit.layout.slices(unit.keep_shard(), self.rank)
 
     def pre_forward(self, unit):
         unit.gather()
-        unit.show_whole()
+        unit.show_full()
 
     def post_forward(self, unit):
         if unit not in self.root or not torch.is_grad_enabled():
@@ -94,12 +94,12 @@ class MyZero3(zerolab.Zero2):
     def post_backward(self, unit):
         unit.release()
         if self.reduces(unit):
-            unit.grad = unit.layout.shard(unit.whole_grad, self.rank)
-            unit.reduction = self.comm.reduce_scatter(unit.grad, unit.whole_grad, unit.name)
-        unit.release_grad()
+            unit.bucket.grad = unit.layout.shard(unit.bucket.full, self.rank)
+            unit.bucket.reduction = self.comm.reduce_scatter(unit.bucket.grad, unit.bucket.full, unit.name)
+        unit.bucket.release()
 
     def after_step(self, unit):
-        if unit.whole.untyped_storage().size():
+        if unit.full.untyped_storage().size():
             unit.release()
 """,
 }

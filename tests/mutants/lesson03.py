@@ -267,9 +267,9 @@ class MyDDP(zerolab.DDP):
         self.reduce(unit)
 
     def reduce(self, unit):
-        dist.all_reduce(unit.whole_grad, group=self.comm.group)
-        unit.whole_grad /= self.world_size
-        unit.grad = unit.whole_grad
+        dist.all_reduce(unit.bucket.full, group=self.comm.group)
+        unit.bucket.full /= self.world_size
+        unit.bucket.grad = unit.bucket.full
 """
 
 DDP_DIVIDED_FIRST = """\
@@ -280,80 +280,87 @@ from zerolab import DDP
 class MyDDP(DDP):
     def post_backward(self, unit):
         if self.reduces(unit):
-            unit.reduction = self.reduce(unit)
+            unit.bucket.reduction = self.reduce(unit)
 
     def reduce(self, unit):
-        unit.grad = unit.whole_grad / self.world_size
-        return dist.all_reduce(unit.grad, group=self.comm.group, async_op=True)
+        unit.bucket.grad = unit.bucket.full / self.world_size
+        return dist.all_reduce(unit.bucket.grad, group=self.comm.group, async_op=True)
 """
 
-_COMM = "return self.comm.all_reduce(unit.grad, unit.name)"
+_COMM = "return self.comm.all_reduce(unit.bucket.grad, unit.name)"
 
 DDP_MUTANTS = {
     "one call per parameter": (
         edit(
             DDP_SYNCHRONOUS,
-            "dist.all_reduce(unit.whole_grad, group=self.comm.group)",
-            "[dist.all_reduce(view) for view in unit.layout.wholes(unit.whole_grad)]",
+            "dist.all_reduce(unit.bucket.full, group=self.comm.group)",
+            "[dist.all_reduce(view) for view in unit.layout.views(unit.bucket.full)]",
         ),
         "one call per parameter",
     ),
     "only a shard": (
         edit(
             DDP,
-            "unit.grad = unit.whole_grad",
-            "unit.grad = unit.layout.shard(unit.whole_grad, self.rank)",
+            "unit.bucket.grad = unit.bucket.full",
+            "unit.bucket.grad = unit.layout.shard(unit.bucket.full, self.rank)",
             _COMM,
-            "return self.comm.reduce_scatter(unit.grad, unit.whole_grad, unit.name)",
+            "return self.comm.reduce_scatter(unit.bucket.grad, unit.bucket.full, unit.name)",
         ),
         "here every rank keeps the full mean",
     ),
     "loses what no_sync kept back": (
         edit(
             DDP,
-            "unit.reduction = self.reduce(unit)",
-            "unit.reduction = self.reduce(unit)\n        unit.whole_grad = None",
+            "unit.bucket.reduction = self.reduce(unit)",
+            "unit.bucket.reduction = self.reduce(unit)\n        unit.bucket.full = None",
         ),
         "what no_sync() kept back",
     ),
     "nothing of its own": ("import zerolab\n\n\nclass MyDDP(zerolab.DDP):\n    pass\n", "write your own"),
     "sum for mean": (
-        edit(DDP_SYNCHRONOUS, "        unit.whole_grad /= self.world_size\n", ""),
+        edit(DDP_SYNCHRONOUS, "        unit.bucket.full /= self.world_size\n", ""),
         "summed over ranks",
     ),
     "divided twice": (
-        edit(DDP, _COMM, "self.comm.all_reduce(unit.grad, unit.name).wait()\n        unit.grad /= self.world_size"),
+        edit(
+            DDP,
+            _COMM,
+            "self.comm.all_reduce(unit.bucket.grad, unit.name).wait()\n        unit.bucket.grad /= self.world_size",
+        ),
         "divided by N twice",
     ),
     "forgotten wait: nothing returned": (edit(DDP, "return self", "self"), "a forgotten wait"),
-    "forgotten wait: not kept": (edit(DDP, "unit.reduction = self", "self"), "a forgotten wait"),
+    "forgotten wait: not kept": (edit(DDP, "unit.bucket.reduction = self", "self"), "a forgotten wait"),
     "ignores no_sync": (edit(DDP, "if self.reduces(unit):", "if True:"), "no_sync() was ignored"),
     "never reduces": (edit(DDP, "if self.reduces(unit):", "if False:"), "reduce() was not called"),
-    "unit.grad not set": (
-        edit(DDP, "unit.grad = unit.whole_grad\n        ", "", "unit.grad", "unit.whole_grad"),
+    "unit.bucket.grad not set": (
+        edit(DDP, "unit.bucket.grad = unit.bucket.full\n        ", "", "unit.bucket.grad", "unit.bucket.full"),
         "did not leave the mean in unit.bucket.grad",
     ),
-    "reduces a copy": (edit(DDP, "all_reduce(unit.grad", "all_reduce(unit.grad.clone()"), "was not written back"),
+    "reduces a copy": (
+        edit(DDP, "all_reduce(unit.bucket.grad", "all_reduce(unit.bucket.grad.clone()"),
+        "was not written back",
+    ),
     "averages the parameters": (
-        edit(DDP, "all_reduce(unit.grad", "all_reduce(unit.whole.data"),
+        edit(DDP, "all_reduce(unit.bucket.grad", "all_reduce(unit.full.data"),
         "it was not reduced",
     ),
     "changes the parameters": (
         edit(
             DDP,
             _COMM,
-            "dist.all_reduce(unit.whole.data)",
+            "dist.all_reduce(unit.full.data)",
             "import zerolab\n",
             "import torch.distributed as dist\nimport zerolab\n",
         ),
         "the parameters were averaged",
     ),
     "reduces twice": (
-        edit(DDP, "        return", "        self.comm.all_reduce(unit.grad, unit.name).wait()\n        return"),
+        edit(DDP, "        return", "        self.comm.all_reduce(unit.bucket.grad, unit.name).wait()\n        return"),
         "extra traffic",
     ),
     "reduces to rank 0": (
-        edit(DDP_SYNCHRONOUS, "all_reduce(unit.whole_grad, ", "reduce(unit.whole_grad, dst=0, "),
+        edit(DDP_SYNCHRONOUS, "all_reduce(unit.bucket.full, ", "reduce(unit.bucket.full, dst=0, "),
         "reached rank 0 only",
     ),
     "only rank 0 calls": (
@@ -363,10 +370,10 @@ DDP_MUTANTS = {
     "gathers everything": (
         edit(
             DDP_SYNCHRONOUS,
-            "dist.all_reduce(unit.whole_grad, group=self.comm.group)",
-            "all = [unit.whole_grad.clone() for _ in range(self.world_size)]; dist.all_gather(all, unit.whole_grad)",
-            "unit.whole_grad /= self.world_size",
-            "unit.whole_grad = sum(all) / self.world_size",
+            "dist.all_reduce(unit.bucket.full, group=self.comm.group)",
+            "all = [unit.bucket.full.clone() for _ in range(self.world_size)]; dist.all_gather(all, unit.bucket.full)",
+            "unit.bucket.full /= self.world_size",
+            "unit.bucket.full = sum(all) / self.world_size",
         ),
         "extra traffic",
     ),

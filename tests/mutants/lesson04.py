@@ -116,8 +116,8 @@ class MyZero1(DDP):
         return unit.layout.slices(unit.keep_shard(), self.rank)
 
     def reduce(self, unit):
-        unit.grad = unit.layout.shard(unit.whole_grad, self.rank)
-        self.comm.reduce_scatter(unit.grad, unit.whole_grad, unit.name).wait()
+        unit.bucket.grad = unit.layout.shard(unit.bucket.full, self.rank)
+        self.comm.reduce_scatter(unit.bucket.grad, unit.bucket.full, unit.name).wait()
 
     def after_step(self, unit):
         self.stale.append(unit)
@@ -139,9 +139,9 @@ class MyZero1(zerolab.DDP):
         return unit.layout.slices(unit.keep_shard(), self.rank)
 
     def reduce(self, unit):
-        received = torch.empty_like(unit.whole_grad)
-        dist.all_to_all_single(received, unit.whole_grad, group=self.comm.group)
-        unit.grad = received.view(self.world_size, -1).sum(dim=0) / self.world_size
+        received = torch.empty_like(unit.bucket.full)
+        dist.all_to_all_single(received, unit.bucket.full, group=self.comm.group)
+        unit.bucket.grad = received.view(self.world_size, -1).sum(dim=0) / self.world_size
 
     def after_step(self, unit):
         unit.gather()
@@ -149,15 +149,15 @@ class MyZero1(zerolab.DDP):
 
 _PARAMS = "unit.layout.slices(unit.keep_shard(), self.rank)"
 
-_REDUCE = "return self.comm.reduce_scatter(unit.grad, unit.whole_grad, unit.name)"
+_REDUCE = "return self.comm.reduce_scatter(unit.bucket.grad, unit.bucket.full, unit.name)"
 
-_GATHER = "self.comm.all_gather(unit.whole, unit.master.to(unit.whole.dtype), unit.name).wait()"
+_GATHER = "self.comm.all_gather(unit.full, unit.master.to(unit.full.dtype), unit.name).wait()"
 
 _HAND = "received.view(self.world_size, -1).sum(dim=0) / self.world_size"
 
 ZERO1_MUTANTS = {
     "full parameters": (
-        edit(ZERO1, f"return {_PARAMS}", "return unit.layout.wholes(unit.master)"),
+        edit(ZERO1, f"return {_PARAMS}", "return unit.layout.views(unit.master)"),
         "the optimizer sees full parameters",
     ),
     "keep_shard forgotten": (edit(ZERO1, "unit.keep_shard()", "unit.shard"), "unit.master still holds everything"),
@@ -178,21 +178,21 @@ ZERO1_MUTANTS = {
         "a copy of the slice is kept besides the full parameters",
     ),
     "all-reduce": (
-        edit(ZERO1, _REDUCE, "return self.comm.all_reduce(unit.whole_grad, unit.name)"),
+        edit(ZERO1, _REDUCE, "return self.comm.all_reduce(unit.bucket.full, unit.name)"),
         "an all-reduce instead of a reduce-scatter",
     ),
     "gathers the gradient": (
         edit(
             ZERO1,
             _REDUCE,
-            "self.comm.reduce_scatter(unit.grad, unit.whole_grad, unit.name).wait()\n"
-            "        return self.comm.all_gather(unit.whole_grad, unit.grad, unit.name)",
+            "self.comm.reduce_scatter(unit.bucket.grad, unit.bucket.full, unit.name).wait()\n"
+            "        return self.comm.all_gather(unit.bucket.full, unit.bucket.grad, unit.name)",
         ),
         "an all-reduce instead of a reduce-scatter",
     ),
     "sum for mean": (edit(ZERO1_BY_HAND, _HAND, _HAND.removesuffix(" / self.world_size")), "summed over ranks"),
     "divided twice": (
-        edit(ZERO1, _REDUCE, _REDUCE.removeprefix("return ") + ".wait()\n        unit.grad /= self.world_size"),
+        edit(ZERO1, _REDUCE, _REDUCE.removeprefix("return ") + ".wait()\n        unit.bucket.grad /= self.world_size"),
         "divided by N twice",
     ),
     "not reduced": (edit(ZERO1, f"        {_REDUCE}\n", ""), "the rank's own gradient: nothing was sent"),
@@ -200,18 +200,18 @@ ZERO1_MUTANTS = {
     "another rank's gradient": (
         edit(
             ZERO1_BY_HAND,
-            f"unit.grad = {_HAND}",
-            "shards = [shard.clone() for shard in unit.whole_grad.chunk(self.world_size)]\n"
+            f"unit.bucket.grad = {_HAND}",
+            "shards = [shard.clone() for shard in unit.bucket.full.chunk(self.world_size)]\n"
             "        for owner, shard in enumerate(shards):\n"
             "            dist.reduce(shard, dst=(owner + 1) % self.world_size)\n"
-            "        unit.grad = shards[self.rank - 1] / self.world_size",
-            "        dist.all_to_all_single(received, unit.whole_grad, group=self.comm.group)\n",
+            "        unit.bucket.grad = shards[self.rank - 1] / self.world_size",
+            "        dist.all_to_all_single(received, unit.bucket.full, group=self.comm.group)\n",
             "",
         ),
         "another rank's slice",
     ),
-    "unit.grad not set": (
-        edit(ZERO1, "unit.grad = ", "mine = ", "scatter(unit.grad", "scatter(mine"),
+    "unit.bucket.grad not set": (
+        edit(ZERO1, "unit.bucket.grad = ", "mine = ", "scatter(unit.bucket.grad", "scatter(mine"),
         "did not leave the mean in unit.bucket.grad",
     ),
     "nobody gathers": (edit(ZERO1, _GATHER, "pass"), "the ranks' weights drift apart"),
@@ -220,7 +220,7 @@ ZERO1_MUTANTS = {
         edit(
             ZERO1,
             "def after_step",
-            f"def pre_forward(self, unit):\n        {_GATHER.replace('.whole,', '.whole.data,')}\n\n    def after_step",
+            f"def pre_forward(self, unit):\n        {_GATHER.replace('.full,', '.full.data,')}\n\n    def after_step",
         ),
         "gathered in every forward",
     ),
@@ -230,29 +230,29 @@ ZERO1_MUTANTS = {
             _GATHER,
             "shards = [torch.empty_like(unit.master) for _ in range(self.world_size)]\n"
             "        dist.all_gather(shards, unit.master)\n"
-            "        unit.whole.copy_(torch.cat(shards[::-1]))",
+            "        unit.full.copy_(torch.cat(shards[::-1]))",
             "import zerolab\n",
             "import torch\nimport torch.distributed as dist\nimport zerolab\n",
         ),
         "this rank's own slice is wrong",
     ),
-    "unit.whole replaced": (
+    "unit.full replaced": (
         edit(
             ZERO1,
             _GATHER,
-            "full = unit.whole.clone()\n"
+            "full = unit.full.clone()\n"
             "        self.comm.all_gather(full, unit.master, unit.name).wait()\n"
-            "        unit.whole = full",
+            "        unit.full = full",
         ),
         "unit.full was replaced",
     ),
     "the work for the gradient": (
         edit(
             ZERO1,
-            "unit.grad = unit.layout.shard(unit.whole_grad, self.rank)\n        return self",
-            "unit.grad = self",
-            "reduce_scatter(unit.grad,",
-            "reduce_scatter(unit.layout.shard(unit.whole_grad, self.rank),",
+            "unit.bucket.grad = unit.layout.shard(unit.bucket.full, self.rank)\n        return self",
+            "unit.bucket.grad = self",
+            "reduce_scatter(unit.bucket.grad,",
+            "reduce_scatter(unit.layout.shard(unit.bucket.full, self.rank),",
         ),
         "returns something to wait for",
     ),
@@ -261,11 +261,11 @@ ZERO1_MUTANTS = {
         "one tensor for each parameter",
     ),
     "full and shard swapped": (
-        edit(ZERO1, _GATHER, "self.comm.all_gather(unit.master, unit.whole, unit.name).wait()"),
+        edit(ZERO1, _GATHER, "self.comm.all_gather(unit.master, unit.full, unit.name).wait()"),
         "the output comes first",
     ),
     "the function of 04.1": (
-        edit(ZERO1, _REDUCE, "unit.grad = reduce_scatter_mean(unit.whole_grad, self.rank, self.world_size)"),
+        edit(ZERO1, _REDUCE, "unit.bucket.grad = reduce_scatter_mean(unit.bucket.full, self.rank, self.world_size)"),
         "a file of its own",
     ),
     "nothing of its own": (

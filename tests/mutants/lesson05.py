@@ -16,7 +16,7 @@ class MyZero2(zerolab.Zero1):
     def post_backward(self, unit):
         if self.reduces(unit):
             self.reduce(unit).wait()
-            unit.grad = unit.grad.clone()
+            unit.bucket.grad = unit.bucket.grad.clone()
 """
 
 ZERO2_OWN_STORAGE = """\
@@ -30,13 +30,14 @@ class MyZero2(zerolab.Zero1):
     def post_backward(self, unit):
         if not self.reduces(unit):
             return
-        unit.grad = torch.empty(unit.layout.shard_size, dtype=unit.whole_grad.dtype, device=unit.whole_grad.device)
-        unit.reduction = self.comm.reduce_scatter(unit.grad, unit.whole_grad, unit.name)
+        full = unit.bucket.full
+        unit.bucket.grad = torch.empty(unit.layout.shard_size, dtype=full.dtype, device=full.device)
+        unit.bucket.reduction = self.comm.reduce_scatter(unit.bucket.grad, unit.bucket.full, unit.name)
 """
 
 _SUPER = "super().post_backward(unit)"
 
-_RELEASE = "unit.release_grad()"
+_RELEASE = "unit.bucket.release()"
 
 ZERO2_MUTANTS = {
     "keeps the full gradient": (edit(ZERO2, f"        {_RELEASE}\n", ""), "full gradients are still there"),
@@ -45,53 +46,57 @@ ZERO2_MUTANTS = {
         "full gradients are still there",
     ),
     "throws away what is to be reduced": (
-        edit(ZERO2, f"        {_SUPER}\n        {_RELEASE}", f"        unit.whole_grad = None\n        {_SUPER}"),
+        edit(ZERO2, f"        {_SUPER}\n        {_RELEASE}", f"        unit.bucket.full = None\n        {_SUPER}"),
         "before it was reduced",
     ),
     "copies the slice too early": (
-        edit(ZERO2, _RELEASE, "if unit.grad is not None:\n            unit.grad = unit.grad.clone()"),
+        edit(
+            ZERO2, _RELEASE, "if unit.bucket.grad is not None:\n            unit.bucket.grad = unit.bucket.grad.clone()"
+        ),
         "released before the reduction has finished",
     ),
     "a view of the full gradient": (
-        edit(ZERO2_WAITS, "unit.grad = unit.grad.clone()", "unit.grad = unit.grad.detach()"),
+        edit(
+            ZERO2_WAITS, "unit.bucket.grad = unit.bucket.grad.clone()", "unit.bucket.grad = unit.bucket.grad.detach()"
+        ),
         "full gradients are still there",
     ),
     "releases all of them at the end": (
         edit(
             ZERO2,
             _RELEASE,
-            "if unit is self.units[0]:\n            for each in self.units:\n                each.release_grad()",
+            "if unit is self.units[0]:\n            for each in self.units:\n                each.bucket.release()",
         ),
         "released too late",
     ),
     "loses what no_sync kept back": (
-        edit(ZERO2, _RELEASE, f"{_RELEASE}\n        unit.whole_grad = None"),
+        edit(ZERO2, _RELEASE, f"{_RELEASE}\n        unit.bucket.full = None"),
         "what no_sync() kept back is lost",
     ),
     "ignores no_sync": (
-        edit(ZERO2_WAITS, "if self.reduces(unit):", "if unit.whole_grad is not None:"),
+        edit(ZERO2_WAITS, "if self.reduces(unit):", "if unit.bucket.full is not None:"),
         "no_sync() was ignored",
     ),
     "never reduces": (edit(ZERO2, f"        {_SUPER}\n", ""), "reduce() was not called"),
     "all-reduce": (
         edit(
             ZERO2_WAITS,
-            "self.reduce(unit).wait()\n            unit.grad = unit.grad.clone()",
-            "self.comm.all_reduce(unit.whole_grad, unit.name).wait()\n"
-            "            unit.grad = unit.layout.shard(unit.whole_grad, self.rank).clone()",
+            "self.reduce(unit).wait()\n            unit.bucket.grad = unit.bucket.grad.clone()",
+            "self.comm.all_reduce(unit.bucket.full, unit.name).wait()\n"
+            "            unit.bucket.grad = unit.layout.shard(unit.bucket.full, self.rank).clone()",
         ),
         "an all-reduce instead of a reduce-scatter",
     ),
     "forgotten wait": (
-        edit(ZERO2_OWN_STORAGE, "unit.reduction = ", "", "torch.empty(", "torch.zeros("),
+        edit(ZERO2_OWN_STORAGE, "unit.bucket.reduction = ", "", "torch.empty(", "torch.zeros("),
         "a forgotten wait",
     ),
     "divided twice": (
-        edit(ZERO2_WAITS, "unit.grad.clone()", "unit.grad / self.world_size"),
+        edit(ZERO2_WAITS, "unit.bucket.grad.clone()", "unit.bucket.grad / self.world_size"),
         "divided by N twice",
     ),
     "no reduction to wait for": (
-        edit(ZERO2, _RELEASE, "unit.reduction.wait()\n        unit.grad = unit.grad.clone()"),
+        edit(ZERO2, _RELEASE, "unit.bucket.reduction.wait()\n        unit.bucket.grad = unit.bucket.grad.clone()"),
         "unit.bucket.reduction is None where nothing was reduced",
     ),
     "releases the parameters": (edit(ZERO2, _RELEASE, "unit.release()"), "lets the *parameters* go"),

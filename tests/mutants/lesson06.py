@@ -148,7 +148,7 @@ from zerolab import Zero2
 class MyZero3Forward(Zero2):
     def optimizer_params(self, unit):
         unit.shard = unit.shard.detach().clone()
-        unit.whole.untyped_storage().resize_(0)
+        unit.full.untyped_storage().resize_(0)
         unit.gathered = False
         return unit.layout.slices(unit.keep_shard(), self.rank)
 
@@ -212,7 +212,7 @@ FORWARD_MUTANTS = {
         "the shard goes with the full parameters",
     ),
     "lets go behind the unit's back": (
-        edit(FORWARD, "():\n            unit.release()", "():\n            unit.whole.untyped_storage().resize_(0)"),
+        edit(FORWARD, "():\n            unit.release()", "():\n            unit.full.untyped_storage().resize_(0)"),
         "use unit.release(): it also records",
     ),
     "does not copy": (edit(FORWARD, "unit.shard.clone()", "torch.zeros_like(unit.shard)"), "the values must survive"),

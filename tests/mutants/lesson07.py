@@ -19,11 +19,11 @@ class MyZero3(Zero2):
     def post_backward(self, unit):
         unit.release()
         if self.reduces(unit):
-            unit.reduction = self.reduce(unit)
-        unit.release_grad()
+            unit.bucket.reduction = self.reduce(unit)
+        unit.bucket.release()
 
     def after_step(self, unit):
-        if unit.whole.untyped_storage().size():
+        if unit.full.untyped_storage().size():
             unit.release()
 """
 
@@ -100,7 +100,7 @@ BACKWARD_MUTANTS = {
         edit(
             BACKWARD,
             "super().post_backward(unit)",
-            "if self.reduces(unit):\n            unit.reduction = self.reduce(unit)",
+            "if self.reduces(unit):\n            unit.bucket.reduction = self.reduce(unit)",
         ),
         "the full gradient is kept",
     ),

@@ -401,11 +401,11 @@ from zerolab import Unit
 class MyDDP(zerolab.DDP):
     def post_backward(self, unit: Unit) -> None:
         if self.reduces(unit):
-            unit.reduction = self.reduce(unit)
+            unit.bucket.reduction = self.reduce(unit)
 
     def reduce(self, unit: Unit):
-        unit.grad = unit.whole_grad
-        return self.comm.all_reduce(unit.grad, unit.name)
+        unit.bucket.grad = unit.bucket.full
+        return self.comm.all_reduce(unit.bucket.grad, unit.name)
 """
 
 
@@ -415,7 +415,7 @@ ERRORS = {
     "Expected parameter `tensor` of type torch.Tensor": NONE,
     "a gradient of size": "a piece of a flat buffer has one dimension: a gradient needs view_as(param)",
     "storage of size": "unit.bucket.grad must be as long as unit.bucket.full: here every rank keeps the full mean",
-    "has left no unit.grad": "reduce() was not called, or did not leave the mean in unit.bucket.grad",
+    "left no unit.bucket.grad": "reduce() was not called, or did not leave the mean in unit.bucket.grad",
 }
 FIRST_RANK = "the result reached rank 0 only: reduce() leaves it on one rank, all_reduce() on all of them"
 

@@ -137,7 +137,7 @@ def owned(layout: Layout, flat: Tensor, rank: int, owner: int | None = None) -> 
 def flat_of(layout: Layout, tensors: list[Tensor]) -> Tensor:
     """`tensors`, one for each parameter, laid out flat, with zeros for padding."""
     flat = torch.zeros(layout.size)
-    for view, tensor in zip(layout.wholes(flat), tensors, strict=True):
+    for view, tensor in zip(layout.views(flat), tensors, strict=True):
         view.copy_(tensor)
     return flat
 
@@ -159,7 +159,7 @@ def check_zero1(answer: Any, world: World) -> None:
     check_class(answer.MyZero1, "MyZero1", zerolab.DDP, ("optimizer_params", "reduce"))
     model = make_model()
     zero = answer.MyZero1(model, units=[Block])
-    before = [unit.whole.clone() for unit in zero.units]
+    before = [unit.full.clone() for unit in zero.units]
     for unit, full in zip(zero.units, before, strict=True):
         check_slices(unit, full, world)
     check_gradients(zero, model, world)
@@ -260,7 +260,7 @@ def check_step(zero: Any, model: nn.Module, before: list[Tensor], world: World) 
     for unit, old in zip(zero.units, before, strict=True):
         layout = unit.layout
         grads = flat_of(layout, [alone[name] for name in unit.names])
-        want, got = old - 0.25 * values.total(grads, N) / N, unit.whole.detach()
+        want, got = old - 0.25 * values.total(grads, N) / N, unit.full.detach()
         _compare_weights(unit, got, want, old, calls, world)
     likely = "extra traffic: after a step, one all-gather of each unit's new parameters is enough"
     check_moved("one step", calls, world, payload_of(zero), likely)
@@ -296,7 +296,7 @@ def _compare_weights(unit: Unit, got: Tensor, want: Tensor, old: Tensor, calls: 
 
     pick = torch.cat([torch.arange(slot.offset, slot.end) for slot in unit.layout.slots])
     compare(f"unit {unit.name}, parameters after a step", got[pick], want[pick], explain)
-    if unit.whole.untyped_storage()._cdata != unit.wholes[0].untyped_storage()._cdata:
+    if unit.full.untyped_storage()._cdata != unit.full_params[0].untyped_storage()._cdata:
         likely = "unit.full was replaced, but forward reads views of the old one: gather into unit.full itself"
         raise Wrong(f"unit {unit.name}: after a step unit.full is not the tensor that forward reads", likely)
 
@@ -337,7 +337,7 @@ def _train(cls: type, world: World) -> tuple[dict[str, Tensor], dict[str, int], 
     full = {
         name: view.clone()
         for unit in zero.units
-        for name, view in zip(unit.names, unit.layout.wholes(unit.whole.detach()), strict=True)
+        for name, view in zip(unit.names, unit.layout.views(unit.full.detach()), strict=True)
     }
     return full, held, sum(call.sent for call in calls)
 
@@ -391,16 +391,16 @@ class MyZero1(zerolab.DDP):
         return unit.layout.slices(unit.keep_shard(), self.rank)
 
     def reduce(self, unit: Unit):
-        unit.grad = unit.layout.shard(unit.whole_grad, self.rank)
-        return self.comm.reduce_scatter(unit.grad, unit.whole_grad, unit.name)
+        unit.bucket.grad = unit.layout.shard(unit.bucket.full, self.rank)
+        return self.comm.reduce_scatter(unit.bucket.grad, unit.bucket.full, unit.name)
 
     def after_step(self, unit: Unit) -> None:
-        self.comm.all_gather(unit.whole, unit.master.to(unit.whole.dtype), unit.name).wait()
+        self.comm.all_gather(unit.full, unit.master.to(unit.full.dtype), unit.name).wait()
 """
 
 
 ERRORS = {
-    "has left no unit.grad": "reduce() was not called, or did not leave the mean in unit.bucket.grad",
+    "left no unit.bucket.grad": "reduce() was not called, or did not leave the mean in unit.bucket.grad",
     "was replaced after sharding": "the optimizer got copies: give it views into unit.master",
     "storage of size": "unit.bucket.grad must be as long as unit.master: this rank's shard, (S,)",
     "modified by an inplace operation": "unit.full was written to between forward and backward: gather after the step",

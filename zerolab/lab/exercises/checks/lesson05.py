@@ -54,7 +54,7 @@ def check_no_sync(zero: Any, model: nn.Module, world: World) -> None:
         likely = "no_sync() was ignored: reduce only if self.reduces(unit), as super().post_backward() does"
         raise Wrong(f"{inside[0].op} was called inside no_sync()", likely)
     kept = "what no_sync() kept back is lost: while self.reduces(unit) is False there is nothing to release yet"
-    if any(unit.whole_grad is None for unit in zero.units):
+    if any(unit.bucket.full is None for unit in zero.units):
         raise Wrong("unit.bucket.full is gone after a backward under no_sync()", kept)
     with world.record() as calls:
         (2.0 * forward(model, world)).backward()
@@ -74,8 +74,8 @@ def check_released(cls: type, world: World) -> None:
         def post_backward(self, unit: Unit) -> None:
             nonlocal most
             most = max(most, alive(earlier))
-            if unit.whole_grad is not None:
-                earlier.append(weakref.ref(unit.whole_grad.untyped_storage()))
+            if unit.bucket.full is not None:
+                earlier.append(weakref.ref(unit.bucket.full.untyped_storage()))
             super().post_backward(unit)
 
     model = nn.Sequential(*(Block() for _ in range(4)))
@@ -123,14 +123,14 @@ class MyZero2(zerolab.Zero1):
 
     def post_backward(self, unit: Unit) -> None:
         super().post_backward(unit)
-        unit.release_grad()
+        unit.bucket.release()
 """
 
 
 ERRORS5 = {  # before those of lesson 04, which are about stage 1's methods
     "object has no attribute 'wait'": "unit.bucket.reduction is None where nothing was reduced, under no_sync(): check "
     "self.reduces(unit) first",
-    "no attribute 'whole_grad'": "`del` removes the attribute itself, which the engine reads: set it to None instead",
+    "no attribute 'full'": "`del` removes the attribute itself, which the engine reads: set it to None instead",
     "for storage of size 0": "unit.release() lets the *parameters* go, which is lesson 06: use unit.bucket.release()",
     "killed by SIG": "memory was released while it was read: when super() returns, the reduction has only started",
 }

@@ -187,7 +187,7 @@ def inputs(world: World, step: int) -> Tensor:
 
 def full_bytes(unit: Unit) -> int:
     """Bytes that the full parameters of `unit` take now."""
-    return unit.whole.untyped_storage().size()
+    return unit.full.untyped_storage().size()
 
 
 def in_words(names: list[str]) -> str:
@@ -271,7 +271,7 @@ def guarded() -> Iterator[None]:
     original = Unit.release
 
     def release(unit: Unit) -> None:
-        if unit.shard.untyped_storage()._cdata == unit.whole.untyped_storage()._cdata:
+        if unit.shard.untyped_storage()._cdata == unit.full.untyped_storage()._cdata:
             likely = (
                 "the shard goes with the full parameters: give it its own memory first, unit.shard = unit.shard.clone()"
             )
@@ -285,7 +285,7 @@ def guarded() -> Iterator[None]:
 def check_construction(zero: zerolab.Zero2) -> None:
     for unit in zero.units:
         own = unit.shard.untyped_storage()
-        if own._cdata == unit.whole.untyped_storage()._cdata:
+        if own._cdata == unit.full.untyped_storage()._cdata:
             likely = "give the shard its own memory, unit.shard = unit.shard.clone(), then unit.release()"
             raise Wrong(f"{unit.name}: after optimizer_params() unit.shard is still a view of unit.full", likely)
         check_flag(unit)

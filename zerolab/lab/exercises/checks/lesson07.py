@@ -183,7 +183,7 @@ ERRORS = {
     "SIGSEGV": DIED,
     SIZE_0: AGAIN,
     "its data is not allocated": AGAIN,
-    "has left no unit.grad": "nothing was reduced: super().post_backward(unit) is missing",
+    "left no unit.bucket.grad": "nothing was reduced: super().post_backward(unit) is missing",
 }
 
 EXERCISES = [

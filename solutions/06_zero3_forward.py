@@ -146,7 +146,7 @@ moments = {}
 
 
 def look(moment):
-    gathered = sum(unit.whole.untyped_storage().size() for unit in zero.units)
+    gathered = sum(unit.full.untyped_storage().size() for unit in zero.units)
     moments[moment] = {"parameters": sum(unit.shard.nbytes for unit in zero.units), "gathered parameters": gathered}
 
 

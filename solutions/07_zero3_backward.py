@@ -294,7 +294,7 @@ zero.model(*batches[0]).backward()
 
 class KeepsOld(Zero3):
     def after_step(self, unit):
-        unit.gathered = unit.whole.untyped_storage().size() > 0  # whatever is in memory counts as current
+        unit.gathered = unit.full.untyped_storage().size() > 0  # whatever is in memory counts as current
 
 
 def loss_after_a_look(stage):

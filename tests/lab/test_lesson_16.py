@@ -1,4 +1,4 @@
-"""Lesson 16 plans with the classes that the learner wrote in lessons 03 to 07: here with those answers in place."""
+"""Lesson 16 plans with the learner's classes from lessons 03 to 07: here with those answers in place."""
 
 from __future__ import annotations
 

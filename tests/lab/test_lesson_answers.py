@@ -1,4 +1,4 @@
-"""The answers in the solutions are the references of the checks: what is taught, tested and run is one text."""
+"""The solutions' answers are the checks' references: what is taught, tested and run is one text."""
 
 from __future__ import annotations
 

@@ -229,22 +229,6 @@ plots.show(plots.flat_storage(Layout(three, world_size=4)))
 
 # %%
 # %%exercise 02.1
-import torch
-from torch import Tensor
-
-
-def flat_buffer(params: list[Tensor], world_size: int) -> tuple[Tensor, list[Tensor]]:
-    numel = sum(param.numel() for param in params)
-    size = -(-numel // world_size) * world_size  # rounded up
-    flat = torch.zeros(size, dtype=params[0].dtype, device=params[0].device)
-    views, offset = [], 0
-    for param in params:
-        view = flat[offset : offset + param.numel()].view(param.shape)
-        view.copy_(param.detach())
-        views.append(view)
-        offset += param.numel()
-    return flat, views
-
 
 # %%
 lab.check("02.1")

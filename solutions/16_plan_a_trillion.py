@@ -129,23 +129,6 @@ plots.show(plots.to_a_trillion(cells))
 
 # %%
 # %%exercise 16.1
-import math
-
-
-def fewest_gpus(parameters: int, memory: float, activations: float) -> dict[int, int | None]:
-    """For each stage 0 to 3 the fewest GPUs on which training in bf16 with Adam fits; None if no number is enough."""
-    on_every, shared = {0: 16, 1: 4, 2: 2, 3: 0}, {0: 0, 1: 12, 2: 14, 3: 14}
-    result = {}
-    for stage in range(4):
-        room = memory - activations - on_every[stage] * parameters
-        if shared[stage] == 0:
-            result[stage] = 1 if room >= 0 else None
-        elif room <= 0:
-            result[stage] = None
-        else:
-            result[stage] = max(1, math.ceil(shared[stage] * parameters / room))
-    return result
-
 
 # %%
 lab.check("16.1")
@@ -290,9 +273,6 @@ for n in (64, 512):
 
 # %%
 # %%exercise 16.2
-def plan() -> dict[str, int]:
-    return {"stage": 3, "gpus": 32, "sequences": 6}
-
 
 # %%
 lab.check("16.2")

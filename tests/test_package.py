@@ -243,7 +243,7 @@ def write_package(folder: Path, monkeypatch: pytest.MonkeyPatch, files: dict[str
     """A package with these files, and a few empty ones, in place of ours."""
     monkeypatch.setitem(globals(), "ROOT", folder)
     monkeypatch.setitem(globals(), "PACKAGE", folder / "zerolab")
-    others = ("__init__.py", "cli.py", "comm/__init__.py", "comm/record.py", "engine/unit.py", "measure/__init__.py")
+    others = ("__init__.py", "cli.py", "comm/__init__.py", "comm/recording.py", "engine/unit.py", "measure/__init__.py")
     more = ("measure/ledger.py", "lab/__init__.py", "lab/plots/__init__.py", "apps/demo.py", "apps/bench.py")
     for name, text in dict.fromkeys([*others, *more], "").items() | files.items():
         path = folder / "zerolab" / name
@@ -264,7 +264,7 @@ def write_package(folder: Path, monkeypatch: pytest.MonkeyPatch, files: dict[str
         ("engine/unit.py", "if TYPE_CHECKING:\n    from zerolab.measure.ledger import Ledger", True),
         ("engine/unit.py", "if TYPE_CHECKING:\n    pass\nelse:\n    from zerolab.measure import ledger", False),
         ("engine/unit.py", "import_module('zerolab.measure.ledger')", False),
-        ("comm/record.py", "from zerolab.engine.unit import Unit", False),
+        ("comm/recording.py", "from zerolab.engine.unit import Unit", False),
         ("measure/ledger.py", "from ..engine.unit import Unit", True),
         ("measure/ledger.py", "import zerolab", True),
         ("measure/ledger.py", "from .. import lab", False),
@@ -292,7 +292,7 @@ def test_the_import_check_sees_them_all(room, line, allowed, tmp_path, monkeypat
         ({"apps/demo.py": "if TYPE_CHECKING:\n    from . import bench", "apps/bench.py": "from . import demo"}, False),
         ({"measure/__init__.py": "from .ledger import x", "measure/ledger.py": "from zerolab.measure import y"}, True),
         ({"lab/__init__.py": "HOME = 'zerolab.lab.plots'", "lab/plots/__init__.py": "from zerolab.lab import y"}, True),
-        ({"measure/__init__.py": "from .ledger import x", "measure/ledger.py": "import zerolab.comm.record"}, False),
+        ({"measure/__init__.py": "from .ledger import x", "measure/ledger.py": "import zerolab.comm.recording"}, False),
         ({"lab/plots/__init__.py": "import zerolab.lab.plots"}, False),
     ],
 )

@@ -7,6 +7,7 @@ After files have changed, from the repository's root:
 
 from __future__ import annotations
 
+import ast
 import re
 from pathlib import Path
 
@@ -58,6 +59,22 @@ def test_the_second_pass_is_the_rest_of_the_engine():
     engine = {str(path.relative_to(ROOT)) for path in (ROOT / "zerolab" / "engine").glob("*.py")}
     rest = files(passes()[1])
     assert len(rest) == len(set(rest)) and set(rest) == engine - set(HOUR)
+
+
+def test_the_routes_name_what_is_there():
+    """The docstring of engine/: every file, and every function or method that it names in that file."""
+    route = re.findall(
+        r"^ +(\w+\.py) +(\w+(?:, \w+)*)", ast.get_docstring(tree("zerolab/engine/__init__.py")), re.MULTILINE
+    )
+    assert len(route) > 25
+    for name, methods in route:
+        (path,) = (room for room in ("zerolab", "zerolab/engine", "zerolab/comm") if (ROOT / room / name).exists())
+        defined = {node.name for node in ast.walk(tree(f"{path}/{name}")) if isinstance(node, ast.FunctionDef)}
+        assert set(methods.split(", ")) <= defined, f"{name} has no {methods}"
+
+
+def tree(path: str) -> ast.Module:
+    return ast.parse((ROOT / path).read_text(encoding="utf-8"))
 
 
 def test_the_map_has_every_room():

@@ -22,7 +22,7 @@ from torch import nn
 
 from zerolab.checkpoint import CheckpointError, export_weights, load, load_model_weights, save
 from zerolab.comm.collectives import Comm, Pending
-from zerolab.comm.record import Call
+from zerolab.comm.recording import Call
 from zerolab.comm.waiting import CommError
 from zerolab.ddp import DDP
 from zerolab.engine.engine import Engine

@@ -20,7 +20,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 import zerolab
-from zerolab.comm.record import Observer, observers
+from zerolab.comm.recording import Observer, observers
 from zerolab.measure import ledger, simulate
 from zerolab.tasks.models import Block
 

@@ -18,7 +18,7 @@ import torch.distributed as dist
 
 from zerolab.comm.flight import Entry, ask, log_of
 from zerolab.comm.groups import Group, control_group, hold
-from zerolab.comm.record import Recorder
+from zerolab.comm.recording import Recorder
 from zerolab.comm.waiting import CommError, Complaint, wait_for
 
 _numbers = count()  # of the agreements in this process

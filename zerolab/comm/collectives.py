@@ -6,7 +6,7 @@ Three promises, whatever the backend:
   ring order. Here every rank sends each other rank its shard, and adds what it gets in rank order: half the bytes,
   and the same bits in every run. gloo's own all-gather copies everything it gathers twice; here every rank broadcasts
   its shard straight into place. NCCL has a true reduce-scatter and all-gather, which are used as they are.
-- **Recorded.** `with comm.record() as calls:` collects every collective with its bytes and times (record.py).
+- **Recorded.** `with comm.record() as calls:` collects every collective with its bytes and times (recording.py).
 - **Agreed.** Before a gather, every rank makes sure that the others gather the same unit (agreement.py).
 """
 
@@ -25,7 +25,7 @@ from torch import Tensor
 from zerolab.comm.agreement import Agreement
 from zerolab.comm.flight import Entry
 from zerolab.comm.groups import Group, group_of, hold, mesh_groups
-from zerolab.comm.record import Call, Recorder, observers
+from zerolab.comm.recording import Call, Recorder, observers
 from zerolab.comm.waiting import CommError, Complaint
 
 # torch 2.13 renamed the single-tensor collectives; 2.11 has only the old names.

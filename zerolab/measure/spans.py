@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 
 from torch.optim import Optimizer
 
-from zerolab.comm.record import Call
+from zerolab.comm.recording import Call
 from zerolab.engine.engine import Engine
 from zerolab.engine.unit import Unit
 from zerolab.measure.watch import watched

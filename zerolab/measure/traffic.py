@@ -16,7 +16,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from zerolab.comm.record import Call
+from zerolab.comm.recording import Call
 from zerolab.engine.engine import Engine
 from zerolab.measure.units import in_bytes, in_seconds
 from zerolab.measure.units import table as new_table

@@ -18,7 +18,7 @@ from typing import Any
 import torch.distributed as dist
 from torch import Tensor
 
-from zerolab.comm.record import passes
+from zerolab.comm.recording import passes
 
 # The collectives, and which of their arguments they fill. Not every torch has every one of them.
 COLLECTIVES = {

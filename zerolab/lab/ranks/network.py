@@ -13,7 +13,7 @@ import re
 import time
 from typing import NamedTuple
 
-from zerolab.comm.record import Observer, bytes_sent, observers, passes
+from zerolab.comm.recording import Observer, bytes_sent, observers, passes
 from zerolab.lab.ranks.report import Misused
 
 _BANDWIDTH = {"kb/s": 1e3, "mb/s": 1e6, "gb/s": 1e9, "kbit/s": 125.0, "mbit/s": 125e3, "gbit/s": 125e6}

@@ -229,22 +229,6 @@ plots.show(plots.flat_storage(Layout(three, world_size=4)))
 
 # %%
 # %%exercise 02.1
-import torch
-from torch import Tensor
-
-
-def flat_buffer(params: list[Tensor], world_size: int) -> tuple[Tensor, list[Tensor]]:
-    numel = sum(param.numel() for param in params)
-    size = -(-numel // world_size) * world_size  # rounded up
-    flat = torch.zeros(size, dtype=params[0].dtype, device=params[0].device)
-    views, offset = [], 0
-    for param in params:
-        view = flat[offset : offset + param.numel()].view(param.shape)
-        view.copy_(param.detach())
-        views.append(view)
-        offset += param.numel()
-    return flat, views
-
 
 # %%
 lab.check("02.1")
@@ -390,7 +374,7 @@ if lab.predicted("02.5"):
     assert abs(sum(explained.values()) / activations[tokens] - 1) < 0.01  # other devices differ a little
 
 # %% [markdown]
-# Every byte is explained. The first three lines are a formula, `zerolab.measure.formulas.activation_bytes`; what it
+# Every byte is explained. The first three lines are a formula, `zerolab.measure.activation_bytes`; what it
 # leaves out is below 1 %. Notice what is *not* in the list: a matrix of tokens × tokens. Attention here is the fused
 # kind, which computes that matrix in pieces and never keeps it.
 #

@@ -80,16 +80,6 @@ plots.show(plots.before_after(title, lab.pull("start"), lab.pull("middle")))
 
 # %%
 # %%exercise 04.1
-import torch
-import torch.distributed as dist
-from torch import Tensor
-
-
-def reduce_scatter_mean(flat: Tensor, rank: int, world_size: int) -> Tensor:
-    received = torch.empty_like(flat)
-    dist.all_to_all_single(received, flat)
-    return received.view(world_size, -1).sum(dim=0) / world_size
-
 
 # %%
 lab.check("04.1")
@@ -163,24 +153,6 @@ print("rank 1's shard:", shard.tolist(), "its slices of a, b and c:", slices)
 
 # %%
 # %%exercise 04.2
-import zerolab
-from torch import Tensor
-from zerolab import Unit
-
-
-class MyZero1(zerolab.DDP):
-    stage = 1
-
-    def optimizer_params(self, unit: Unit) -> list[Tensor]:
-        return unit.layout.slices(unit.keep_shard(), self.rank)
-
-    def reduce(self, unit: Unit):
-        unit.bucket.grad = unit.layout.shard(unit.bucket.full, self.rank)
-        return self.comm.reduce_scatter(unit.bucket.grad, unit.bucket.full, unit.name)
-
-    def after_step(self, unit: Unit) -> None:
-        self.comm.all_gather(unit.full, unit.master.to(unit.full.dtype), unit.name).wait()
-
 
 # %%
 lab.check("04.2")

@@ -94,18 +94,6 @@ print("storage:", storage.size(), "bytes; view:", view.tolist())
 
 # %%
 # %%exercise 06.1
-import torch.distributed as dist
-from torch import Tensor
-
-
-def release(whole: Tensor) -> None:
-    whole.untyped_storage().resize_(0)
-
-
-def gather(whole: Tensor, shard: Tensor) -> None:
-    whole.untyped_storage().resize_(whole.numel() * whole.element_size())
-    dist.all_gather(list(whole.chunk(dist.get_world_size())), shard)
-
 
 # %%
 lab.check("06.1")
@@ -204,25 +192,6 @@ if lab.predicted("06.1") and lab.predicted("06.2"):
 
 # %%
 # %%exercise 06.2
-import torch
-import zerolab
-from torch import Tensor
-from zerolab import Unit
-
-
-class MyZero3Forward(zerolab.Zero2):
-    def optimizer_params(self, unit: Unit) -> list[Tensor]:
-        unit.shard = unit.shard.clone()
-        unit.release()
-        return super().optimizer_params(unit)
-
-    def pre_forward(self, unit: Unit) -> None:
-        unit.gather()
-
-    def post_forward(self, unit: Unit) -> None:
-        if unit not in self.root or not torch.is_grad_enabled():
-            unit.release()
-
 
 # %%
 lab.check("06.2")

@@ -109,21 +109,6 @@ lab.reveal("07.3")
 
 # %%
 # %%exercise 07.1
-import zerolab
-from zerolab import Unit
-
-
-class MyZero3(zerolab.Zero2):
-    def pre_backward(self, unit: Unit) -> None:
-        unit.gather()
-
-    def post_backward(self, unit: Unit) -> None:
-        unit.release()
-        super().post_backward(unit)
-
-    def after_step(self, unit: Unit) -> None:
-        unit.release()
-
 
 # %%
 lab.check("07.1")

@@ -343,3 +343,24 @@ sys.exit(pytest.main(["--collect-only", "-q", "-W", "ignore::pytest.PytestConfig
 """
     alone = {**os.environ, "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1"}
     assert "test_gpu.py::" in run(sys.executable, "-c", program, *files, env=alone)
+
+
+# --- names ---
+
+
+def callables(path: Path) -> Iterator[str]:
+    """The functions and classes of a file, and the public methods of its classes."""
+    functions = (ast.FunctionDef, ast.AsyncFunctionDef)
+    for node in ast.parse(path.read_text(), str(path)).body:
+        if isinstance(node, (*functions, ast.ClassDef)):
+            yield node.name
+        if isinstance(node, ast.ClassDef):
+            yield from (n.name for n in node.body if isinstance(n, functions) and not n.name.startswith("_"))
+
+
+def test_no_function_shares_its_name_with_its_module():
+    """Else `package.name` is the module or the function, depending on what was imported last."""
+    modules = {path: path.parent.name if path.stem == "__init__" else path.stem for path in PACKAGE.rglob("*.py")}
+    found = [str(path.relative_to(ROOT)) for path, name in modules.items() if name in callables(path)]
+    assert modules
+    assert found == []

@@ -63,7 +63,7 @@ def add_demo(commands: argparse._SubParsersAction) -> None:
 
 
 def add_plan(commands: argparse._SubParsersAction) -> None:
-    from zerolab.measure.plan import OPTIMIZERS, PRECISIONS, read_parameters
+    from zerolab.measure.planning import OPTIMIZERS, PRECISIONS, read_parameters
     from zerolab.measure.units import read_bytes
 
     parser = commands.add_parser(

@@ -24,7 +24,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 
 import zerolab
 from zerolab.apps import train
-from zerolab.checkpoint.saving import read_manifest
+from zerolab.checkpoint import read_manifest
 from zerolab.cli import main
 from zerolab.tasks import data
 from zerolab.tasks.models import PairEncoder
@@ -332,7 +332,7 @@ def test_cifar10_by_path(tmp_path):
     assert split.targets[12:15].tolist() == [0, 1, 2]
     assert split.inputs[13, 1, 2, 3] == (1 + 1024 + 2 * 32 + 3) % 256  # the image, the colour, the row, the column
     cifar(tmp_path, "data_batch_3.bin", 12, b"!")
-    with pytest.raises(data.DataError, match=r"data_batch_3\.bin has 36877 bytes.*: it was cut"):
+    with pytest.raises(data.DataError, match=r"data_batch_3\.bin has 36877 bytes.*: it was cut off"):
         data.cifar10(str(tmp_path))
     cifar(tmp_path, "data_batch_3.bin", 12, b"\x0a" * 3073)
     with pytest.raises(data.DataError, match=r"data_batch_3\.bin has a label above 9"):
@@ -341,7 +341,7 @@ def test_cifar10_by_path(tmp_path):
 
 def test_cifar10_in_pickles_is_refused(tmp_path):
     (tmp_path / "data_batch_1").write_bytes(b"cos\nsystem\n(S'touch " + str(tmp_path / "ran").encode() + b"'\ntR.")
-    with pytest.raises(data.DataError, match=r"is a pickle, and to read one is to run what is in it.*binary version"):
+    with pytest.raises(data.DataError, match=r"is a pickle, and reading a pickle runs the code in it.*binary version"):
         data.cifar10(str(tmp_path))
     assert not (tmp_path / "ran").exists()
 

@@ -11,13 +11,13 @@ import pytest
 from nbformat import NotebookNode
 
 from zerolab.lab import build
-from zerolab.lab.exercises.catalogue import exercise
+from zerolab.lab.exercises.catalogue import find_exercise
 
 pytestmark = pytest.mark.slow
 
 ROOT = Path(__file__).parents[2]
 
-SOURCE = f"""\
+SOURCE = """\
 # %% [markdown]
 # # 01 · A tiny lesson
 
@@ -36,7 +36,6 @@ lab.predict("01.1", 12)
 
 # %%
 # %%exercise 01.2
-{exercise("01.2").reference}
 
 # %%
 lab.mine("01.2")("mine", 0, 1, None)
@@ -87,11 +86,11 @@ def test_notebooks_of_a_source(course: Path) -> None:
     assert ids == [cell.id for cell in build.notebooks(course / "solutions" / "01_tiny.py")["solutions"].cells]
 
     cells = {cell.id: cell.source for cell in lesson.cells}
-    assert cells["write-it-here-now-3"] == "%%exercise 01.2\n" + exercise("01.2").stub.rstrip()
+    assert cells["write-it-here-now-3"] == "%%exercise 01.2\n" + find_exercise("01.2").stub.rstrip()
     assert cells["write-it-here-now-2"] == 'lab.predict("01.1", ...)'
     assert cells["solution"] == "[The solution of this lesson](../solutions/01_tiny.ipynb)"
     assert "the answer is 12" not in str(lesson.cells)
-    assert exercise("01.2").reference.strip() in str([cell.source for cell in solution.cells][4])
+    assert solution.cells[4].source == "%%exercise 01.2\n" + find_exercise("01.2").reference.rstrip()
     assert any(cell.source.startswith("%%time\n") for cell in lesson.cells)
     nbformat.validate(solution)
     nbformat.validate(lesson)
@@ -168,9 +167,15 @@ def test_the_notebooks_of_the_course_say_what_their_sources_say() -> None:
 
 
 def test_an_unknown_exercise_is_named(course: Path, capsys: pytest.CaptureFixture) -> None:
-    (course / "solutions" / "01_tiny.py").write_text("# %%\n# %%exercise 01.9\npass\n")
+    (course / "solutions" / "01_tiny.py").write_text("# %%\n# %%exercise 01.9\n")
     assert build.main(["--root", str(course)]) == 1
     assert "there is no exercise '01.9'" in capsys.readouterr().err
+
+
+def test_an_answer_in_a_source_is_refused(course: Path, capsys: pytest.CaptureFixture) -> None:
+    (course / "solutions" / "01_tiny.py").write_text("# %%\n# %%exercise 01.2\npass\n")
+    assert build.main(["--root", str(course)]) == 1
+    assert "01_tiny.py: the answer to 01.2 is in the catalogue" in capsys.readouterr().err
 
 
 # ---------------------------------------------------------------------- what is kept of the outputs

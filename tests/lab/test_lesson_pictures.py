@@ -78,9 +78,9 @@ def test_calls_are_counted_whoever_makes_them(ranks):
 
 
 def test_a_skipped_prediction_is_one_too(tmp_path, monkeypatch):
-    from zerolab.lab.exercises import learner as exercises
+    from zerolab.lab.exercises import predictions
 
     monkeypatch.setenv("ZEROLAB_MY", str(tmp_path))
-    assert not exercises.predicted("02.1")
-    exercises.skip("02.1")
-    assert exercises.predicted("02.1")
+    assert not predictions.predicted("02.1")
+    predictions.skip("02.1")
+    assert predictions.predicted("02.1")

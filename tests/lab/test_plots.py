@@ -14,8 +14,8 @@ import torch.distributed as dist
 from PIL import Image, ImageChops
 
 import zerolab
-from zerolab.apps.paper import BF16
 from zerolab.measure import CATEGORIES, holdings, timeline, trace
+from zerolab.measure.paper import BF16
 from zerolab.tasks.models import GPT, Block
 
 plots = pytest.importorskip("zerolab.lab.plots")
@@ -225,9 +225,9 @@ def test_memory_explorer():
     explorer.controls["optimizer"].value = "sgd"
     assert "Zero2 25.7 GB" in explorer.sentence  # 10 GB, 2Ψ of parameters, (2 + 4)Ψ/64 of gradients and masters
     for control, wrong, word in (
-        ("parameters", "lots", "no number of parameters"),
+        ("parameters", "lots", "not a number of parameters"),
         ("memory", "5 GB", "leave nothing"),
-        ("activations", "-", "no number of bytes"),
+        ("activations", "-", "not a number of bytes"),
     ):
         kept, good = explorer.image.value, explorer.controls[control].value
         explorer.controls[control].value = wrong

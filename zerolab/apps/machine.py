@@ -32,7 +32,7 @@ import torch
 import torch.distributed as dist
 
 import zerolab
-from zerolab.world import processes
+from zerolab.world.environment import read_place
 
 PYTHON = (3, 11)
 TORCH = ("2.11", "2.13")  # the oldest that works and the newest that was tested
@@ -284,7 +284,7 @@ def check_environment(env: Mapping[str, str] = os.environ) -> list[Finding]:
             text = f"names {', '.join(wrong)}, but the interfaces here are {', '.join(sorted(interfaces))}"
             findings.append(Finding(variable, "fix", text, f"unset {variable}, or name one of these"))
     try:
-        place = processes._read(env)
+        place = read_place(env)
     except RuntimeError as error:
         findings.append(Finding("environment", "fix", str(error), "unset RANK WORLD_SIZE LOCAL_RANK MASTER_ADDR ..."))
     else:

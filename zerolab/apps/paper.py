@@ -18,32 +18,11 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import rich
-import torch
 from tqdm import tqdm
 
-from zerolab.engine.precision import Precision
-from zerolab.measure import Simulation, simulate
+from zerolab.measure.paper import FIGURE_1, PARAMETERS, SIZES, TABLE_1, simulate_gpt
 from zerolab.measure.units import in_bytes
 from zerolab.measure.units import table as new_table
-from zerolab.tasks.models import GPT, Block
-
-# Layers and width of a GPT with as many parameters as the paper's models; heads of 128, a context of 1,024 tokens.
-SIZES = {"7.5B": (36, 4096), "128B": (101, 10240), "1T": (127, 25600)}
-CONTEXT, VOCABULARY = 1024, 30_000
-BF16 = Precision(torch.bfloat16)
-PARAMETERS = {"7.5B": 7.5e9, "128B": 128e9, "1T": 1e12}
-
-FIGURE_1 = (120, 31.4, 16.6, 1.9)  # 7.5B on 64 devices: the baseline and stages 1, 2, 3
-
-# devices -> for each model the values of stages 1, 2, 3
-TABLE_1 = {
-    1: ((120, 120, 120), (2048, 2048, 2048), (16000, 16000, 16000)),
-    4: ((52.5, 41.3, 30), (896, 704, 512), (7000, 5500, 4000)),
-    16: ((35.6, 21.6, 7.5), (608, 368, 128), (4750, 2875, 1000)),
-    64: ((31.4, 16.6, 1.88), (536, 284, 32), (4187, 2218, 250)),
-    256: ((30.4, 15.4, 0.47), (518, 263, 8), (4046, 2054, 62.5)),
-    1024: ((30.1, 15.1, 0.12), (513, 257, 2), (4011, 2013, 15.6)),
-}
 
 
 class Cell(NamedTuple):
@@ -66,20 +45,6 @@ def table_1() -> list[Cell]:
         for model, values in zip(SIZES, row, strict=True)
         for stage, value in zip((1, 2, 3), values, strict=True)
     ]
-
-
-def simulate_gpt(layers: int, width: int, stage: int, ranks: int, precision: Precision | None = None) -> Simulation:
-    """Simulate one rank of `ranks` that trains a GPT on one sequence of 1,024 tokens. Default precision: bf16."""
-
-    def build() -> GPT:
-        return GPT(layers, width, heads=max(1, width // 128), context=CONTEXT, vocabulary=VOCABULARY)
-
-    def inputs() -> tuple[torch.Tensor, torch.Tensor]:
-        tokens = torch.zeros(1, CONTEXT, dtype=torch.long)
-        return tokens, tokens
-
-    precision = precision or BF16
-    return simulate(build, stage, ranks, precision, inputs=inputs, units=[Block])
 
 
 def expected_gb(cell: Cell) -> float:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from zerolab.measure import plan as planning
+from zerolab.measure import planning
 from zerolab.measure.units import in_bytes
 
 

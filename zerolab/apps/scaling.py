@@ -20,7 +20,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 import zerolab
-from zerolab.comm import collectives
+from zerolab.comm.record import Observer, observers
 from zerolab.measure import ledger, simulate
 from zerolab.tasks.models import Block
 
@@ -97,7 +97,7 @@ def slope(x: Sequence[float], y: Sequence[float]) -> float:
     return (y[-1] - y[0]) / (x[-1] - x[0])
 
 
-def least(model: nn.Module, spent: list[float], rounds: int) -> dict[str, float]:
+def least(model: nn.Module, spent: _Stopwatch, rounds: int) -> dict[str, float]:
     """CPU seconds of each part of a step, without the collectives: the minimum of `rounds`."""
     x = torch.randn(1, 2, 8)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
@@ -111,10 +111,10 @@ def least(model: nn.Module, spent: list[float], rounds: int) -> dict[str, float]
     for number in range(WARM_UP + rounds):
         collectives = 0.0
         for part, action in actions.items():
-            spent[0], begin = 0.0, time.process_time()
+            spent.seconds, begin = 0.0, time.process_time()
             action()
-            seconds = time.process_time() - begin - spent[0]
-            collectives += spent[0]
+            seconds = time.process_time() - begin - spent.seconds
+            collectives += spent.seconds
             if number >= WARM_UP:
                 best[part] = min(best[part], seconds)
         optimizer.zero_grad()
@@ -140,30 +140,28 @@ def fake_ranks(count: int) -> Iterator[None]:
         torch.set_num_threads(threads)
 
 
+class _Stopwatch(Observer):
+    """`seconds`: CPU time inside the functions of torch that the engine calls for its collectives."""
+
+    seconds = 0.0
+    _begin = 0.0
+
+    def before(self, op: str, payload: int, size: int) -> float:
+        self._begin = time.process_time()
+        return 0.0
+
+    def after(self) -> None:
+        self.seconds += time.process_time() - self._begin
+
+
 @contextmanager
-def collectives_timed() -> Iterator[list[float]]:
-    """Adds up, in a list with one entry, the CPU seconds inside the collectives that the engine calls for units."""
-    spent = [0.0]
-    places = [(collectives, "_all_gather"), (collectives, "_reduce_scatter"), (dist, "all_reduce")]
-    originals = [getattr(module, name) for module, name in places]
-
-    def timed(function: Callable[..., Any]) -> Callable[..., Any]:
-        def run(*args: Any, **kwargs: Any) -> Any:
-            begin = time.process_time()
-            try:
-                return function(*args, **kwargs)
-            finally:
-                spent[0] += time.process_time() - begin
-
-        return run
-
+def collectives_timed() -> Iterator[_Stopwatch]:
+    spent = _Stopwatch()
+    observers.append(spent)
     try:
-        for (module, name), original in zip(places, originals):
-            setattr(module, name, timed(original))
         yield spent
     finally:
-        for (module, name), original in zip(places, originals):
-            setattr(module, name, original)
+        observers.remove(spent)
 
 
 # -- on real ranks, and on simulated ones ----------------------------------------------------------------------------

@@ -42,7 +42,7 @@ from torch.optim import Optimizer
 
 import zerolab
 from zerolab.apps.arguments import Parser
-from zerolab.checkpoint.saving import MANIFEST
+from zerolab.checkpoint import MANIFEST
 from zerolab.tasks import data
 from zerolab.tasks.models import CNN, GPT, Block, ConvBlock, PairEncoder
 

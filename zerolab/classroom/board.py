@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from zerolab.lab.exercises.catalogue import catalogue
+from zerolab.lab.exercises.catalogue import EXERCISES
 from zerolab.lab.exercises.judge import digest
 
 LARGEST = 1_000_000  # bytes of a file that are read
@@ -41,7 +41,7 @@ def read(my: Path) -> Progress:
     if not isinstance(kept, dict):
         return found
     passed, predictions = kept.get("passed"), kept.get("predictions")
-    for id in catalogue():
+    for id in EXERCISES:
         if isinstance(passed, dict) and id in passed:
             source = _text(my / f"ex_{id.replace('.', '_')}.py")
             if source and digest(source) == passed[id]:
@@ -94,7 +94,7 @@ def room_view(room: Mapping[str, Progress]) -> list[Any]:
     from zerolab.measure.units import table
 
     exercises = table(f"exercises that pass, of {len(room)} students", ["", "exercise"], ["pass"])
-    for id, asked in catalogue().items():
+    for id, asked in EXERCISES.items():
         many = sum(id in one.passed for one in room.values())
         exercises.add_row(id, asked.title, f"{many} {'█' * round(12 * many / max(1, len(room))):<12}")
     guesses = table("predictions", ["", "answers"], ["said", "median"])

@@ -8,9 +8,9 @@
     python -m zerolab.lab.build --force    # all of them (make lessons FORCE=1)
     python -m zerolab.lab.build --check    # runs nothing: do the notebooks match the sources?
 
-In the lesson, the catalogue's stub replaces the body of `%%exercise NN.k`, `predict("NN.k", value)` becomes
-`predict("NN.k", ...)`, and a cell tagged `answer` is left out. A cell tagged `reveals` runs there too, but its output
-is dropped, as it would give a prediction away. The lesson ends with a link to the solution.
+A cell `%%exercise NN.k` is empty in the source: the solution gets the catalogue's reference, the lesson its stub. In
+the lesson `predict("NN.k", value)` becomes `predict("NN.k", ...)`, cells tagged `answer` are left out, and cells tagged
+`reveals` run but keep no output, since it would give a prediction away. A link to the solution is the last cell.
 """
 
 from __future__ import annotations
@@ -33,14 +33,14 @@ from nbclient import NotebookClient
 from nbclient.exceptions import CellExecutionError, CellTimeoutError, DeadKernelError
 from nbformat import NotebookNode
 
-from zerolab.lab.exercises.catalogue import exercise
+from zerolab.lab.exercises.catalogue import find_exercise
 
 PACKAGE = Path(__file__).parents[1]
 PICTURE_LIMIT = 60_000  # bytes
 NOTEBOOK_LIMIT = 1_000_000  # bytes
 CELL_TIMEOUT = 120  # seconds; starting ranks takes longer on a loaded machine
 WIDGET = "application/vnd.jupyter.widget-view+json"
-EXERCISE = re.compile(r"%%exercise +(\d\d\.\d+)\s*\n")
+EXERCISE = re.compile(r"%%exercise +(\d\d\.\d+)\s*(?:\n|$)")
 PREDICTION = re.compile(r"""(predict\(\s*["'][\d.]+["'],\s*).+(\)\s*)$""", re.MULTILINE)
 
 
@@ -66,8 +66,10 @@ def notebooks(source: Path) -> dict[str, NotebookNode]:
         tags = list(cell.metadata.get("tags", []))
         cell.metadata = nbformat.from_dict({"tags": tags} if tags else {})
     for cell in _code(complete):
-        for id in EXERCISE.findall(cell.source):
-            exercise(id)  # a number that is not in the catalogue must fail here
+        if found := EXERCISE.match(cell.source):
+            if cell.source[found.end() :].strip():
+                raise BuildError(f"{source.name}: the answer to {found[1]} is in the catalogue; leave its cell empty")
+            cell.source = f"%%exercise {found[1]}\n{find_exercise(found[1]).reference.rstrip()}"
     lesson = copy.deepcopy(complete)
     lesson.cells = [_for_learners(cell) for cell in lesson.cells if "answer" not in cell.metadata.get("tags", [])]
     link = nbformat.v4.new_markdown_cell(f"[The solution of this lesson](../solutions/{source.stem}.ipynb)")
@@ -90,7 +92,7 @@ def _ids(cells: list[NotebookNode]) -> Iterator[str]:
 def _for_learners(cell: NotebookNode) -> NotebookNode:
     if cell.cell_type == "code":
         if found := EXERCISE.match(cell.source):
-            cell.source = f"%%exercise {found[1]}\n{exercise(found[1]).stub.rstrip()}"
+            cell.source = f"%%exercise {found[1]}\n{find_exercise(found[1]).stub.rstrip()}"
         cell.source = PREDICTION.sub(r"\1...\2", cell.source)
     return cell
 

@@ -15,8 +15,8 @@ import ipywidgets as widgets
 from matplotlib.figure import Figure
 
 from zerolab.lab.plots import memory_plan, moment_picture, png
-from zerolab.measure.plan import OPTIMIZERS, PRECISIONS, plan, read_parameters
-from zerolab.measure.timeline import Timeline
+from zerolab.measure.allocations import Timeline
+from zerolab.measure.planning import OPTIMIZERS, PRECISIONS, plan, read_parameters
 from zerolab.measure.units import read_bytes
 
 Picture = tuple[Figure, str]

@@ -10,7 +10,7 @@ from matplotlib.figure import Figure
 import zerolab
 from zerolab.lab.plots.style import COLOURS, GREY, HATCHES, INK, frame, legend, many, patches, plain
 from zerolab.measure import CATEGORIES
-from zerolab.measure.holdings import Holdings
+from zerolab.measure.extents import Holdings
 
 SAID = {"parameters": "the parameters", "gradients": "the gradients", "optimizer": "the optimizer state"}
 

@@ -8,12 +8,12 @@ from matplotlib.figure import Figure
 
 from zerolab.lab.plots.style import COLOURS, GREY, HATCHES, INK, Look, above, frame, legend, patches, plain, scale_of
 from zerolab.measure import CATEGORIES
-from zerolab.measure.plan import STAGES, Row, in_parameters
+from zerolab.measure.planning import STAGES, Row, in_parameters
 from zerolab.measure.units import in_bytes
 
 
 def memory_plan(rows: Sequence[Row], memory: float, title: str) -> tuple[Figure, str]:
-    """The four stages of `measure.plan.plan(...)`, with a line at a GPU's `memory` (bytes). All by formula."""
+    """The four stages of `measure.plan(...)`, with a line at a GPU's `memory` (bytes). All by formula."""
     sentence = _sentence(rows, memory)
     figure = frame("Does it fit?", f"{title}; by the formula", sentence, (9.0, 4.9))
     axes = figure.add_axes((0.085, 0.26, 0.885, 0.49))

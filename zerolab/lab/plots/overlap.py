@@ -10,7 +10,7 @@ from matplotlib.figure import Figure
 from matplotlib.patches import Patch
 
 from zerolab.lab.plots.style import COLOURS, GREY, Look, frame, legend, many, plain
-from zerolab.measure.trace import Trace, intersection, length, union
+from zerolab.measure.spans import Trace, intersection, length, union
 from zerolab.measure.units import in_seconds
 
 PHASES = {"forward": ("#d4d4d4", ""), "backward": ("#8a8a8a", ""), "step": ("#d4d4d4", "////")}

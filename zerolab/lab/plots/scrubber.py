@@ -10,7 +10,7 @@ from matplotlib.figure import Figure
 import zerolab
 from zerolab.lab.plots.style import COLOURS, GREY, HATCHES, INK, Look, frame, legend, patches, plain, scale_of
 from zerolab.lab.plots.timeline import ORDER
-from zerolab.measure.timeline import Timeline
+from zerolab.measure.allocations import Timeline
 from zerolab.measure.units import in_bytes
 
 BUFFERS = 9  # lines of the list

@@ -23,7 +23,7 @@ from zerolab.lab.plots.style import (
     scale_of,
     whose,
 )
-from zerolab.measure.timeline import Timeline
+from zerolab.measure.allocations import Timeline
 from zerolab.measure.units import in_bytes
 
 ORDER = ("parameters", "optimizer", "gradients", "gathered parameters", "communication", "other", "activations")

@@ -9,9 +9,9 @@ from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 
 import zerolab
-from zerolab.apps.paper import BF16, PARAMETERS
 from zerolab.lab.plots.style import COLOURS, GREY, INK, Look, frame, legend, plain
 from zerolab.measure.formulas import state_bytes
+from zerolab.measure.paper import BF16, PARAMETERS
 
 GPUS = (24, 80, 141)  # common sizes of memory, in GB
 LINES: dict[int, Look] = {

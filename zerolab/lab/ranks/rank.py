@@ -87,12 +87,12 @@ def join(address: str, port: int, world: int, timeout: float, device: str, link:
     from IPython import get_ipython
 
     from zerolab.lab.ranks import guard, network
-    from zerolab.world import processes
+    from zerolab.world.environment import init, meet_in
 
     _leave()
     store = dist.TCPStore(address, port, wait_for_workers=False, timeout=timedelta(seconds=timeout))
-    processes._stores = (dist.PrefixStore(f"world {world}, group {group}", store) for group in itertools.count())
-    place = processes.init(timeout)
+    meet_in(dist.PrefixStore(f"world {world}, group {group}", store) for group in itertools.count())
+    place = init(timeout)
     if device == "shared":
         place = torch.device("cuda", int(os.environ["LOCAL_RANK"]) % torch.cuda.device_count())
         torch.cuda.set_device(place)
@@ -207,10 +207,10 @@ def release() -> None:
     import torch
     from IPython import get_ipython
 
-    from zerolab.world import processes
+    from zerolab.world.environment import meet_in
 
     _leave()
-    processes._stores = None
+    meet_in(None)
     shell = get_ipython()
     shell.set_custom_exc((), None)
     shell.kernel.comm_manager.unregister_target(TARGET, _arrived)

@@ -9,7 +9,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from zerolab.engine.layout import Layout
-from zerolab.lab.ranks.calls import calls
+from zerolab.lab.ranks.counting import calls
 
 plots = pytest.importorskip("zerolab.lab.plots")
 

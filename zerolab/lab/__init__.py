@@ -25,7 +25,7 @@ _HOME = {
         "current",
         "link",  # lab.link("200 MB/s, 50 us")
     ),
-    "zerolab.lab.ranks.calls": ("calls",),
+    "zerolab.lab.ranks.counting": ("calls",),
     "zerolab.lab.exercises.learner": (
         "Todo",
         "check",

@@ -1,4 +1,4 @@
-"""The name under which older copies of lessons import `calls` (zerolab.lab.ranks.calls).
+"""The name under which older copies of lessons import `calls` (zerolab.lab.ranks.counting).
 
 Importing this module puts it in the place of the function `zerolab.lab.calls`, so the module can be called, too.
 """
@@ -7,7 +7,7 @@ import sys
 from types import ModuleType
 from typing import Any
 
-from zerolab.lab.ranks.calls import calls
+from zerolab.lab.ranks.counting import calls
 
 __all__ = ["calls"]
 

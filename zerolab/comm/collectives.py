@@ -248,7 +248,7 @@ class Comm:
 
     def record(self) -> AbstractContextManager[list[Call]]:
         """Collect every call that this rank makes inside the block, in order."""
-        return self._recorder.record()
+        return self._recorder.collect()
 
     @property
     def phase(self) -> str:

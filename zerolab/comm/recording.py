@@ -78,7 +78,7 @@ class Recorder:
         self._recordings: list[list[Call]] = []
 
     @contextmanager
-    def record(self) -> Iterator[list[Call]]:
+    def collect(self) -> Iterator[list[Call]]:
         """Collect every call that this rank makes inside the block, in order."""
         calls: list[Call] = []
         self._recordings.append(calls)

@@ -4,7 +4,7 @@
     interceptor.install()     # dist.all_reduce(tensor) now returns answer(call), which may go on with call.proceed()
 
 Two modules build on this: `guard` (live ranks agree on a call before they make it) and the exercises' `spy` (what an
-answer calls). `calls` counts collectives in torch's dispatcher instead, for a reason that it gives.
+answer calls). `counting` watches torch's dispatcher instead, for a reason that it gives.
 """
 
 from __future__ import annotations

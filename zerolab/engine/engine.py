@@ -32,7 +32,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.autograd import Variable
 
-from zerolab.comm.collectives import Comm, CommError
+from zerolab.comm.collectives import Comm
+from zerolab.comm.waiting import CommError
 from zerolab.engine import full, step
 from zerolab.engine.backward import Backward, ForwardCall
 from zerolab.engine.clip import clip_to_norm

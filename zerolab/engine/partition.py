@@ -8,7 +8,8 @@ from dataclasses import dataclass, field
 import torch
 from torch import nn
 
-from zerolab.comm.collectives import Comm, CommError
+from zerolab.comm.collectives import Comm
+from zerolab.comm.waiting import CommError
 from zerolab.engine.step import OWNER
 from zerolab.engine.unit import Site, Unit
 

@@ -237,7 +237,7 @@ def test_a_hang_names_the_ranks_and_where_they_stand(two: Ranks) -> None:
     error = fails(two, jobs_launch.hangs, timeout=2.0)
     assert time.monotonic() - start < 30
     assert error.rank == 0 and "in wait_for_all" in error.traceback
-    assert str(error).startswith("the time is over: rank 0 of 2 had not finished, in jobs_launch.hangs\n")
+    assert str(error).startswith("time is up: rank 0 of 2 had not finished, in jobs_launch.hangs\n")
     waiting, _, sleeping = str(error).partition("\nrank 1 had not finished\n")
     assert "all_reduce" in waiting
     assert "in oversleep\n" in sleeping and "in hangs" in sleeping and str(JOBS) in sleeping
@@ -252,7 +252,7 @@ def test_a_collective_fails_after_the_group_timeout(two: Ranks) -> None:
 
 def test_time_may_be_over_before_the_processes_have_started() -> None:
     before = children()
-    with pytest.raises(RankError, match=r"the time is over: rank 0 of 2 had not finished, at its start"):
+    with pytest.raises(RankError, match=r"time is up: rank 0 of 2 had not finished, at its start"):
         launch(jobs_launch.echo, 2, 1, timeout=0.05)
     assert children() == before
 

@@ -473,7 +473,7 @@ def all_reduce(
 
 def _explain(error: zerolab.RankError, ranks: int, group_timeout: float) -> str:
     """launch's message in one line: which rank failed, and which did not come."""
-    heads = [line for line in str(error).splitlines() if re.match(r"(the time is over: )?rank \d+ ", line)]
+    heads = [line for line in str(error).splitlines() if re.match(r"(time is up: )?rank \d+ ", line)]
     late = [int(line.split()[1]) for line in heads if line.endswith("had not finished")]
     if late and "Timed out" in str(error):
         who = f"rank {', '.join(map(str, late))} of {ranks}"

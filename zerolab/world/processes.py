@@ -129,7 +129,7 @@ class Ranks:
         `timeout`.
 
         Raises TypeError before any process starts if `fn` cannot be imported or an argument cannot be pickled;
-        RankError if a rank fails or the time is over. Then all processes are gone, and the next run starts new ones.
+        RankError if a rank fails or time is up. Then all processes are gone, and the next run starts new ones.
         """
         size = self.ranks if ranks is None else _positive("ranks", ranks)
         if size > self.ranks:
@@ -226,7 +226,7 @@ class Ranks:
             replies[rank] = _Reply("late", "had not finished", _innermost_calls(pipe))
         order = ("died", "raised", "late", "done")  # a death comes first: the others only noticed
         first = min(replies, key=lambda rank: (order.index(replies[rank].verdict), replies[rank].time, rank))
-        over = "the time is over: " if replies[first].verdict == "late" else ""
+        over = "time is up: " if replies[first].verdict == "late" else ""
         lines = [f"{over}rank {first} of {size} {replies[first].summary}, {doing}", replies[first].text]
         for rank in sorted(replies.keys() - {first}):
             lines.append(f"rank {rank} {replies[rank].summary}")

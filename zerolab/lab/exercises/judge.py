@@ -198,11 +198,11 @@ def try_answer(id: str, source: str, filename: str = "answer.py", patience: floa
         except RankError as error:
             lines = [line for line in error.traceback.splitlines() if filename in line]
             where = f" · {lines[0].strip()}" if lines else ""
-            first = str(error).splitlines()[0].removeprefix("the time is over: ").split(", in zerolab")[0]
+            first = str(error).splitlines()[0].removeprefix("time is up: ").split(", in zerolab")[0]
             first = first.removeprefix(f"rank {error.rank} of {world_size} ")
             known = [mistake for part, mistake in asked.errors.items() if part in first]
             likely = known[0] if known else "the process itself died: look for exit() or endless recursion"
-            if "the time is over" in str(error):
+            if "time is up" in str(error):
                 likely = "a loop that does not end"
             return _verdict(asked, good, world_size, [Report(error.rank, "late", f"{first}{where}", likely)])
         if any(report.kind != "right" for report in reports):

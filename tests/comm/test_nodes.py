@@ -18,7 +18,7 @@ from pathlib import Path
 import psutil
 import pytest
 import torch
-from test_invariants import train_alone
+from reference import train_alone
 from test_launch import ROOT, wait_until
 from test_mesh import alone_in_tree_order
 

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 from jobs_common import rank_ordered_mean
-from test_invariants import BF16, Model, batch, build, step
+from reference import BF16, Model, batch, build, step
 from torch import Tensor, nn
 
 import zerolab

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from test_invariants import BF16, Model, batch, build, step, train_alone
+from reference import BF16, Model, batch, build, step, train_alone
 from torch import Tensor
 
 import zerolab

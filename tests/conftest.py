@@ -6,19 +6,15 @@ import sys
 import threading
 import time
 from collections.abc import Iterator
-from pathlib import Path
 
 import pytest
 import torch
+from jobs_common import ROOMS
 
 import zerolab
 
-# So that the ranks can import the functions of the tests, in whatever room these are.
-HERE = Path(__file__).parent
-sys.path[:0] = [
-    str(HERE),
-    *(str(room) for room in sorted(HERE.iterdir()) if room.is_dir() and room.name != "__pycache__"),
-]
+# So that tests and ranks can import the functions of the tests, whichever room these are in.
+sys.path[:0] = map(str, ROOMS)
 
 
 @pytest.fixture(scope="session")

@@ -18,7 +18,7 @@ from typing import Any
 
 import pytest
 import torch
-from jobs_common import rank_ordered_mean, same
+from jobs_common import PYTHONPATH, rank_ordered_mean, same
 from torch import Tensor
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
@@ -388,7 +388,7 @@ NO_WORLD = ("RANK", "WORLD_SIZE", "LOCAL_", "MASTER_", "GROUP_", "ROLE_", "TORCH
 
 def start(*words: str) -> subprocess.Popen:
     rest = {name: value for name, value in os.environ.items() if not name.startswith(NO_WORLD)}
-    environment = rest | {"PYTHONPATH": f"{ROOT}:{ROOT / 'tests'}", "OMP_NUM_THREADS": "1"}
+    environment = rest | {"PYTHONPATH": PYTHONPATH, "OMP_NUM_THREADS": "1"}
     pipe = subprocess.PIPE
     return subprocess.Popen([sys.executable, "-m", *words], env=environment, stdout=pipe, stderr=pipe, text=True)
 
@@ -438,7 +438,7 @@ def test_twenty_kills(tmp_path):
     killed.mkdir()
     # --resume never is for the start: a restart by torchrun goes on all the same.
     words = f"{SMALL} --steps 400 --save-every 4 --validate-every 400 --resume never --metrics".split()
-    job = [str(ROOT / "tests/jobs_killed.py"), str(KILLS), str(diary), str(killed)]
+    job = [str(Path(__file__).with_name("jobs_killed.py")), str(KILLS), str(diary), str(killed)]
     code, out, err = finish(torchrun(KILLS, *job, *words, f"{killed}.jsonl"), 350)
     assert code == 0, out + err
     deaths = [json.loads(line) for line in diary.read_text().splitlines()]

@@ -1,6 +1,6 @@
 """Saves that are killed: at every operation on the file system, one after the other, and in the middle of a file.
 
-    python tests/jobs_crash.py FOLDER
+    python jobs_crash.py FOLDER
 
 prints, for each death, where it was and which of the two checkpoints could be loaded afterwards. Every save, and every
 load, is a process of its own, forked from one that has done nothing but import.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import pickle
 import re
 import resource
@@ -19,6 +20,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
+from jobs_common import PYTHONPATH
 from safetensors.torch import load_file, load_model
 from torch import Tensor, nn
 from zoo import CASES, WORDS, Block, Case, Stack, alone, noise, words
@@ -636,7 +638,9 @@ def test_another_memory_order(ranks, tmp_path):
 def test_a_save_killed_at_every_moment(tmp_path):
     """One process; the old checkpoint or the new one can be loaded after each death, and nothing piles up."""
     command = [sys.executable, str(Path(__file__).parent / "jobs_crash.py"), str(tmp_path)]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=100)
+    done = subprocess.run(
+        command, env=os.environ | {"PYTHONPATH": PYTHONPATH}, capture_output=True, text=True, timeout=100
+    )
     said = [json.loads(line) for line in done.stdout.splitlines()]
     assert done.returncode == 0 and said[-1] == {"left": ["checkpoint"]}, done.stdout + done.stderr
     loaded = [line["loaded"] for line in said if "loaded" in line]

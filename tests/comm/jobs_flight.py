@@ -1,4 +1,4 @@
-"""Ranks that miss each other, for tests/test_flight.py: rank 2 oversleeps, skips a collective, or dies."""
+"""Ranks that miss each other, for test_flight.py: rank 2 oversleeps, skips a collective, or dies."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What torchrun starts on each host for tests/test_nodes.py: `python jobs_nodes.py WHAT FOLDER GROUP_TIMEOUT ...`.
+"""What torchrun starts on each host for test_nodes.py: `python jobs_nodes.py WHAT FOLDER GROUP_TIMEOUT ...`.
 
 life: every stage for three steps, if that was not done before; then stage 2, saved every four steps, from where it was.
 links: two ranks on each host; what passes through the link in a step, with shards over all four and inside each host.

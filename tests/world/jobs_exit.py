@@ -1,4 +1,4 @@
-"""One rank of tests/test_exit.py: `python jobs_exit.py HOW STAGE`. Its last line names the threads that are left."""
+"""One rank of test_exit.py: `python jobs_exit.py HOW STAGE`. Its last line names the threads that are left."""
 
 import atexit
 import os

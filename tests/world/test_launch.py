@@ -16,6 +16,7 @@ import jobs_launch
 import psutil
 import pytest
 import torch
+from jobs_common import PYTHONPATH
 
 from zerolab.world.processes import Patience, RankError, Ranks, _first_host, _read, init, launch
 
@@ -28,7 +29,7 @@ NO_WORLD = ("RANK", "WORLD_SIZE", "LOCAL_", "MASTER_", "GROUP_", "ROLE_", "TORCH
 def environment(**variables: object) -> dict[str, str]:
     """This process's environment without any trace of a world, and `variables`."""
     rest = {name: value for name, value in os.environ.items() if not name.startswith(NO_WORLD)}
-    return rest | {"PYTHONPATH": str(ROOT)} | {name: str(value) for name, value in variables.items()}
+    return rest | {"PYTHONPATH": PYTHONPATH} | {name: str(value) for name, value in variables.items()}
 
 
 def python(*args: object, **variables: object) -> subprocess.Popen:
@@ -302,8 +303,6 @@ def test_a_script_without_its_guard(tmp_path: Path) -> None:
 
 def test_a_prompt_can_launch_what_is_imported_but_not_what_it_defines() -> None:
     program = """
-import sys
-sys.path.insert(0, "tests")
 import jobs_launch, zerolab
 class Thing: pass
 def f(): pass

@@ -1,18 +1,18 @@
 # %% [markdown]
 # # 00 · Welcome
 #
-# In fifteen minutes you will have four processes that train one model together, you will have broken them on purpose and
-# put them right again, and you will have seen on your own machine what this course is about: **the memory of a training
-# run, shared out among several machines**.
+# In fifteen minutes you will have four processes training one model together. You will have broken them on purpose and
+# fixed them. And you will have seen on your own machine what this course is about: **splitting the memory of a training
+# run across several machines**.
 #
-# You need to know how a PyTorch training loop looks. You need to know nothing about distributed training.
+# You need to know what a PyTorch training loop looks like. You don't need to know anything about distributed training.
 
 # %% [markdown]
 # ## Ranks in a notebook
 #
-# A *rank* is one of the processes that train together. Usually each has a GPU of its own, and they talk over wires. Here
-# four of them run on your machine and talk through its memory, with a library called *gloo*; between NVIDIA GPUs it would
-# be *NCCL*. What you write works unchanged on either.
+# A *rank* is one of the processes that train together. Usually each rank has its own GPU, and they talk over wires.
+# Here four of them run on your machine and talk through its memory, with a library called *gloo*. Between NVIDIA GPUs
+# it would be *NCCL*. What you write works unchanged on either.
 
 # %%
 # %load_ext zerolab.lab
@@ -21,17 +21,18 @@ from zerolab import lab
 lab.start(4);
 
 # %% [markdown]
-# A cell that begins with `%%ranks` runs on all four. Every rank runs the *same lines*. What makes them differ is their
-# number, `rank`, from 0 to `world_size` - 1. A cell without `%%ranks` runs here in the notebook, as ever. If you restart
-# the kernel, or a cell says that there are no live ranks, run the cell above again, and then what you need below it.
+# A cell that begins with `%%ranks` runs on all four ranks. Every rank runs the *same lines*. The only thing that
+# differs is its number, `rank`, from 0 to `world_size` - 1. A cell without `%%ranks` runs here in the notebook, as
+# usual. If you restart the kernel, or a cell says that there are no live ranks, run the cell above again, and then
+# whatever you need below it.
 
 # %%
 # %%ranks
 print(f"I am rank {rank} of {world_size}, and my favourite number is {rank**2}")
 
 # %% [markdown]
-# What all ranks print alike is shown once. Variables live on the ranks from cell to cell, as they do in any notebook.
-# `torch`, `rank` and `world_size` are there from the beginning.
+# If all ranks print the same line, you see it once. Variables stay on the ranks from cell to cell, as in any notebook.
+# `torch`, `rank` and `world_size` are defined from the start.
 
 # %%
 # %%ranks
@@ -47,7 +48,7 @@ print("this line is the same everywhere")
 # is *all-reduce*: each rank brings a tensor, and each leaves with the sum of all four.
 #
 # Rank 0 brings `[1, 1, 1]`, rank 1 brings `[2, 2, 2]`, and so on. What will the first element be afterwards? Every
-# lesson asks you before it shows: write your number in the place of `...`. (Not in the mood? `lab.skip("00.1")`.)
+# lesson asks you before it shows you: replace the `...` with your number. (Not in the mood? `lab.skip("00.1")`.)
 
 # %%
 lab.predict("00.1", 10)
@@ -71,12 +72,13 @@ if lab.predicted("00.1"):
     plots.show(plots.before_after("all-reduce", [t.tolist() for t in before], [t.tolist() for t in after]))
 
 # %% [markdown]
-# Your turn: begin a cell with `%%ranks`, let each rank make a tensor with `rank + 1` in it, and print the *mean* over the
-# four ranks, the same on each. (An all-reduce gives a sum. Gradients of four ranks are averaged in this way.)
+# Your turn. Begin a cell with `%%ranks`, let each rank make a tensor that holds `rank + 1`, and print the *mean* over
+# the four ranks, the same on each. (An all-reduce gives you a sum. The gradients of four ranks are averaged this way
+# too.)
 
 # %%
 # %%ranks
-# write here
+# your code here
 
 # %% tags=["answer"]
 # %%ranks
@@ -88,7 +90,8 @@ print(average)
 # %% [markdown]
 # ## Break it
 #
-# A collective is a meeting: it happens when everyone has come. So what if rank 2 stays away? Run this and read what comes.
+# A collective is a meeting: it doesn't start until everyone is there. So what happens if rank 2 stays away? Run this
+# and read the message.
 
 # %% tags=["raises-exception"]
 # %%ranks
@@ -96,27 +99,29 @@ if rank != 2:
     dist.all_reduce(mine)
 
 # %% [markdown]
-# The message says who waited for whom, and in which line. In a real run this is a job that hangs for half an hour and then
-# ends in a thousand lines from every GPU. Here the lab's ranks tell each other first what they are about to call, so it
-# always looks like this. `lab.reset()` lets the ranks meet anew (in a fresh *process group*, as `torch.distributed` calls
-# those who meet), and their variables are still there. After a plain mistake such as a misspelt name you need no reset; if
-# ranks no longer answer as they should, it is the first thing to try. A cell that hangs is ended by the notebook's stop button.
+# The message says who waited for whom, and on which line. In a real run, this is a job that hangs for half an hour and
+# then ends with a thousand lines from every GPU. Here the ranks first tell each other what they are about to call, so
+# you always get a message like this one.
+#
+# `lab.reset()` gives the ranks a fresh *process group*, which is what `torch.distributed` calls the ranks that meet.
+# Their variables are kept. After an ordinary mistake, such as a misspelt name, you don't need a reset. If the ranks
+# stop answering as they should, try it first. If a cell hangs, press the notebook's stop button.
 
 # %%
 lab.reset()
 
 # %%
 # %%ranks
-dist.barrier()  # a meeting without a message: all have come
-print("all here, and mine is still", tuple(mine.shape))
+dist.barrier()  # a meeting where nothing is said: everyone has arrived
+print("everyone is here, and mine still has shape", tuple(mine.shape))
 
 # %% [markdown]
 # ## What this course is about
 #
-# Train a model with Adam in the plain way on four ranks (this is *data parallelism*: each rank takes a quarter of the
-# batch), and each rank holds everything: all parameters, all gradients, all of the optimizer's state. That is the same 16
-# bytes for every parameter, four times. **ZeRO** (*zero redundancy optimizer*) is the observation that nobody needs to hold all of it all the time. It
-# shares out one thing after the other:
+# Train a model with Adam on four ranks in the plain way. This is *data parallelism*: each rank takes a quarter of the
+# batch. Each rank also holds everything: all parameters, all gradients and all of the optimizer's state. That is 16
+# bytes for every parameter, stored four times over. **ZeRO** (*zero redundancy optimizer*) starts from the observation
+# that no rank needs all of it all the time. It splits one thing after another across the ranks:
 #
 # | stage | class here | what each rank holds only a quarter of |
 # |---|---|---|
@@ -125,21 +130,21 @@ print("all here, and mine is still", tuple(mine.shape))
 # | 2 | `Zero2` | optimizer state and gradients |
 # | 3 | `Zero3` | optimizer state, gradients and parameters |
 #
-# Adam keeps two numbers of 4 bytes for each parameter. A model of 1 million parameters in 32-bit floats takes 4 MB,
-# its gradients 4 MB and Adam's state 8 MB: 16 MB per rank in stage 0. How many MB will a rank hold in stage 3, on four
-# ranks?
+# Adam keeps two numbers of 4 bytes for each parameter. For a model of 1 million parameters in 32-bit floats, the
+# parameters take 4 MB, the gradients 4 MB and Adam's state 8 MB. So in stage 0 each rank holds 16 MB. How many MB will
+# a rank hold in stage 3, on four ranks?
 
 # %%
 lab.predict("00.2", 4)
 
 # %% [markdown]
-# Now the four stages train the same small GPT on real text on your machine: the same loop, with another class name.
-# What each rank holds is counted from its live memory.
+# Now all four stages train the same small GPT on real text, on your machine. The loop is the same each time; only the
+# name of the class changes. What each rank holds is counted from its live memory.
 
 # %%
 from zerolab.apps.demo import measure_ladder
 
-lab.stop()  # these four have done their work; the measurement starts its own
+lab.stop()  # these four are done; the measurement starts its own ranks
 report, problems = measure_ladder(ranks=4, steps=3, device="cpu", sizes={"layers": 4, "width": 128})
 assert problems == []
 
@@ -158,19 +163,20 @@ if lab.predicted("00.2"):
     for stage, size in held.items():
         print(f"stage {stage}: {size / report['parameters']:.1f} bytes per parameter on each rank")
     same = all(result["bitwise_equal"] for result in report["stages"].values())
-    print("the same parameters as one process, to the last bit:", same)
+    print("same parameters as one process, to the last bit:", same)
 
 # %% [markdown]
-# One colour shrinks per step. And the last line is the second half of the promise: all four stages end with *the same
+# Each stage shrinks one more colour. The last line is the other half of the promise: all four stages end with *the same
 # numbers* as one process that does all the work alone, to the last bit. ZeRO is not an approximation of anything.
 
 # %% [markdown]
 # ## Does your model fit?
 #
-# The same arithmetic for any model and any GPU. Try the model you work with. When does stage 1 stop helping?
+# The same arithmetic works for any model and any GPU. Try the model you work with. When does stage 1 stop helping?
 #
-# *Activations*, what forward keeps for backward, come on top: here 10 GB of them, on every rank and in every stage. And
-# stage 3 needs what it computes with whole for a moment, a *unit* (a block of layers, say) at a time: it is "in flight".
+# *Activations*, what forward keeps for backward, come on top: here 10 GB of them, on every rank and in every stage.
+# Stage 3 also needs the full parameters of whatever it is computing at the moment, one *unit* at a time (a unit is a
+# block of layers, say). That unit is "in flight".
 
 # %%
 from zerolab.lab.explorers import memory_explorer
@@ -182,19 +188,20 @@ memory_explorer("7.5B", 64, activations="10 GB")
 #
 # > "ZeRO came from NVIDIA." · "ZeRO came from Facebook's FAIR." · "BERT was trained with it."
 #
-# All three are in articles. The paper is *ZeRO: Memory Optimizations Toward Training Trillion Parameter Models* by
-# Rajbhandari, Rasley, Ruwase and He, of **Microsoft**, October 2019 ([arXiv 1910.02054](https://arxiv.org/abs/1910.02054)).
-# BERT is of October 2018. **Verdict: false**, all three, by the dates and the title page alone. Claims that need more than
-# a title page get a measurement; each lesson tries one or two.
+# You can find all three in articles. The paper is *ZeRO: Memory Optimizations Toward Training Trillion Parameter
+# Models* by Rajbhandari, Rasley, Ruwase and He, of **Microsoft**, October 2019 ([arXiv
+# 1910.02054](https://arxiv.org/abs/1910.02054)). BERT came out in October 2018. **Verdict: false**, all three, by the
+# dates and the title page alone. Claims that take more than a title page to settle get a measurement; each lesson tries
+# one or two.
 
 # %% [markdown]
-# ## How it goes on
+# ## What comes next
 #
-# A lesson takes 40 to 60 minutes. You predict, you look, you write at most 25 lines, and a check runs them on 1, 2, 3 and
-# 4 ranks and says *which* mistake it found. Your answers are files in `my/`, beside the notebooks, and no update of the
-# course overwrites them.
+# A lesson takes 40 to 60 minutes. You predict, you look, and you write at most 25 lines. A check runs them on 1, 2, 3
+# and 4 ranks and tells you *which* mistake it found. Your answers are files in `my/`, next to the notebooks, and no
+# update of the course overwrites them.
 #
-# Half a day: lessons 00, 02, 04. One day: 00 to 07. `lab.progress()` shows where you are.
+# If you have half a day: lessons 00, 02 and 04. If you have a day: 00 to 07. `lab.progress()` shows where you are.
 
 # %%
 lab.progress()
@@ -203,15 +210,15 @@ lab.progress()
 # ## Questions
 #
 # 1. Four ranks train in stage 0. How many copies of the optimizer's state are there, and do they differ?
-# 2. Rank 2 skips a collective. Why can rank 0 not notice at once?
+# 2. Rank 2 skips a collective. Why can't rank 0 notice right away?
 # 3. What does ZeRO change about the numbers that a training run computes?
 
 # %% [markdown] tags=["answer"]
 # **Answers**
 #
-# 1. Four, and they are equal to the bit: all ranks saw the same averaged gradients. Three of them are waste, which is the
-#    idea of stage 1.
-# 2. A rank sees what arrives and nothing else. A rank that is late and a rank that will never come look alike until some
-#    time has passed. That is why every collective needs a timeout. (The lab knows sooner because the notebook, which sees
-#    all four, tells the others when rank 2 has finished the cell.)
+# 1. Four, identical to the last bit, because all ranks saw the same averaged gradients. Three of them are waste. That
+#    is the idea behind stage 1.
+# 2. A rank sees only what arrives. A rank that is late and a rank that will never come look the same until some time
+#    has passed. That is why every collective needs a timeout. (The lab knows sooner: the notebook sees all four ranks,
+#    and tells the others when rank 2 has finished the cell.)
 # 3. Nothing. It changes who holds them.

@@ -1,14 +1,15 @@
 # %% [markdown]
 # # 02 · Where the memory goes
 #
-# A model of 7.5 billion parameters in 16-bit numbers is a file of 15 GB. You rent a GPU of 80 GB for it, start to train,
-# and before the first step is over the run ends with *out of memory*. Training needs **120 GB, and then some**. Whoever
-# does not know where they go buys hardware by trial and error, or loses a week to settings that save nothing.
+# A model of 7.5 billion parameters in 16-bit numbers is a file of 15 GB. You rent an 80 GB GPU for it and start
+# training, and before the first step is over the run dies with *out of memory*. Training needs **120 GB, and then
+# some**. If you don't know where they go, you buy hardware by trial and error, or lose a week to settings that save
+# nothing.
 #
 # After this lesson you can say what a training step will hold, to the byte, before it runs.
 #
-# One rank is enough today: memory is a matter of one GPU. (A *rank* is one of the processes that train together; lesson
-# 00 shows them.)
+# One rank is enough today, because memory is about one GPU. (A *rank* is one of the processes that train together;
+# lesson 00 shows them.)
 
 # %%
 # %load_ext zerolab.lab
@@ -17,8 +18,8 @@ from zerolab import lab
 lab.start(1);
 
 # %% [markdown]
-# The model is a small GPT that reads bytes, the text is English prose that comes with Python. Ψ (psi) is what the papers
-# call the number of parameters.
+# The model is a small GPT that reads bytes. The text is English prose that ships with Python. Ψ (psi) is what the
+# papers call the number of parameters.
 
 # %%
 # %%ranks
@@ -36,13 +37,13 @@ print(f"Ψ = {psi:,} parameters in {len(list(model.parameters()))} tensors, {psi
 # %% [markdown]
 # ## Predict
 #
-# Behind every parameter stand other numbers, of the same shape:
+# Behind every parameter there are other numbers of the same shape:
 #
 # - its **gradient**, which backward writes to `param.grad`;
-# - the **optimizer state**: Adam keeps two running averages, of the gradient and of its square.
+# - the **optimizer state**: Adam keeps two running averages, one of the gradient and one of its square.
 #
-# Parameters, gradients and optimizer state together are called the **model states**. Everything is in float32, 4 bytes a
-# number. How many bytes of model states are there for this model, when backward has returned in the second step?
+# Parameters, gradients and optimizer state together are called the **model states**. Everything here is float32, 4
+# bytes per number. How many bytes of model states does this model have when backward returns in the second step?
 
 # %%
 lab.predict("02.1", (4 + 4 + 8) * 867_072)
@@ -50,7 +51,8 @@ lab.predict("02.1", (4 + 4 + 8) * 867_072)
 # %% [markdown]
 # ## See
 #
-# Plain PyTorch, one step after the other. Nothing is estimated: we add up the bytes of the tensors that are there.
+# This is plain PyTorch, watched before and after each line of the loop. Nothing is estimated: we add up the bytes of
+# the tensors that exist.
 
 # %%
 # %%ranks
@@ -87,20 +89,19 @@ lab.reveal("02.1")
 # NBVAL_CHECK_OUTPUT
 if lab.predicted("02.1"):
     bars = {name: {kind: size / 1e6 for kind, size in held.items()} for name, held in moments.items()}
-    title = "What is there in the course of two steps"
+    title = "What is held during two steps"
     plots.show(plots.stacks(bars, title, "A GPT of 0.87 million parameters in float32 with AdamW", "MB"))
 
 # %% [markdown]
 # Three things to see:
 #
-# 1. The optimizer state does **not exist before the first `optimizer.step()`**. A run that fits for one step can fail in
-#    the second: that is why you predicted the second.
-# 2. `zero_grad()` gives the gradients back (it sets `.grad` to None), so between steps there are 12 bytes per parameter.
-# 3. Of what is there when backward returns, parameters are a quarter. Shrinking *them* is the last thing to do, not the
-#    first.
+# 1. The optimizer state **doesn't exist before the first `optimizer.step()`**. A run that fits for one step can fail in
+#    the second. That is why the prediction was about the second.
+# 2. `zero_grad()` frees the gradients (it sets `.grad` to None). So between steps there are 12 bytes per parameter.
+# 3. When backward returns, parameters are only a quarter of what is held. Shrink *them* last, not first.
 
 # %% [markdown]
-# The sum is not exactly 16Ψ. Where are the bytes that are too many?
+# The total is not exactly 16Ψ. Where do the extra bytes come from?
 
 # %%
 # NBVAL_CHECK_OUTPUT
@@ -110,15 +111,15 @@ if lab.predicted("02.1"):
     print(f"parameters {held['parameters']:,} = 4Ψ + {held['parameters'] - 4 * psi}")
     print(f"gradients  {held['gradients']:,} = 4Ψ + {held['gradients'] - 4 * psi}")
     print(f"optimizer  {held['optimizer']:,} = 8Ψ + {held['optimizer'] - 8 * psi}")
-    assert held["optimizer"] - 8 * psi == 4 * tensors  # Adam counts its steps: a float32 for each tensor
+    assert held["optimizer"] - 8 * psi == 4 * tensors  # Adam counts its steps in one float32 for each tensor
 
 # %% [markdown]
-# Not one byte is left to explain: Adam also counts its steps, in one float32 for each of the 53 tensors, 212 bytes.
+# Every byte is explained. Adam also counts its steps, in one float32 for each of the 53 tensors: 212 bytes.
 #
-# ## 16 bits, and the same 16 bytes
+# ## Half the bits, half the bytes?
 #
-# Large models are trained in *mixed precision*: forward and backward compute in **bfloat16**, 2 bytes a number. So half
-# of everything? Look at what an update does to a parameter in bfloat16, which has about three decimal digits:
+# Large models are trained in *mixed precision*: forward and backward compute in **bfloat16**, 2 bytes per number. So is
+# everything half the size? bfloat16 has about three decimal digits. Look at what that does to an update of a parameter:
 
 # %%
 # %%ranks
@@ -128,10 +129,10 @@ print("float32: ", (weight + 0.001).item())
 print("bfloat16:", (weight.bfloat16() + 0.001).item(), "- the update is lost")
 
 # %% [markdown]
-# So the optimizer keeps its own float32 copy of the parameters, the **master weights**, updates that, and rounds it to
-# bfloat16 for the next forward. Gradients arrive in bfloat16; Adam's two averages stay float32.
+# So the optimizer keeps its own float32 copy of the parameters, the **master weights**. It updates those, and rounds
+# them to bfloat16 for the next forward. Gradients arrive in bfloat16. Adam's two averages stay in float32.
 #
-# How many bytes per parameter is that, and how many is it in float32 with plain SGD, which keeps no state at all?
+# How many bytes per parameter is that? And how many is it in float32 with plain SGD, which keeps no state at all?
 
 # %%
 # bytes per parameter: bfloat16 with masters and Adam, then float32 with SGD without momentum
@@ -139,9 +140,9 @@ lab.predict("02.2", 2 + 2 + (4 + 4 + 4))
 lab.predict("02.3", 4 + 4)
 
 # %% [markdown]
-# `zerolab.DDP` is this course's plainest training engine: it keeps everything on every rank, and it can keep masters.
-# `units=[Block]` tells it which parts of the model to treat as one piece each; lesson 03 makes something of them. `model_states`
-# counts what it holds, storage by storage.
+# `zerolab.DDP` is this course's simplest training engine. It keeps everything on every rank, and it can keep master
+# weights. `units=[Block]` tells it which parts of the model to treat as one piece each; lesson 03 puts them to use.
+# `model_states` counts what the engine and the optimizer hold, storage by storage.
 
 # %%
 # %%ranks
@@ -180,37 +181,38 @@ lab.reveal("02.3")
 # %%
 # NBVAL_CHECK_OUTPUT
 if lab.predicted("02.2") and lab.predicted("02.3"):
-    title = "What a parameter costs when backward has returned"
+    title = "What a parameter costs when backward returns"
     plots.show(plots.stacks(costs, title, "Counted from the live storages of the GPT", "bytes per parameter"))
 
 # %% [markdown]
-# The lowest block of the second bar is 6 = 2 + 4: the bfloat16 copy and the master. The ZeRO paper writes the same
-# bar as **2 + 2 + 12**, counting the master with the optimizer, since the optimizer is the only one to read it. Both sums are
-# 16: mixed precision makes arithmetic fast and activations small, and it **saves no model states at all**. For the 7.5
-# billion parameters of the beginning: 16 × 7.5 = 120 GB.
+# The bottom part of the second bar is 6 = 2 + 4: the bfloat16 copy and the master. The ZeRO paper writes the same bar
+# as **2 + 2 + 12**. It counts the master with the optimizer, since only the optimizer reads it. Both add up to 16.
+# Mixed precision makes arithmetic fast and activations small, and it **saves no model states at all**. For the 7.5
+# billion parameters from the start of this lesson, that is 16 × 7.5 = 120 GB.
 #
-# Adam against SGD: 8 bytes of 16 are the price of Adam's two averages. That half is what lesson 04 shares out first.
+# Compare Adam with SGD: 8 of the 16 bytes are the price of Adam's two averages. That half is what lesson 04 splits
+# first.
 
 # %% [markdown]
 # ## Flat storage
 #
-# 53 tensors are 53 allocations, and later they would be 53 messages to the other ranks. So an engine lays the parameters
-# of a block end to end in **one flat buffer**, and gives the model **views**: tensors that have a shape of their own and
-# no memory of their own.
+# 53 tensors are 53 allocations, and later they would be 53 messages to the other ranks. So an engine lays the
+# parameters of a block end to end in **one flat buffer**, and gives the model **views**. A view is a tensor with a
+# shape of its own and no memory of its own.
 
 # %%
 # %%ranks
 # NBVAL_CHECK_OUTPUT
 flat = torch.zeros(6)
-weight = flat[2:6].view(2, 2)  # no copy: the last four elements, seen as a matrix
+weight = flat[2:6].view(2, 2)  # no copy: the last four elements, viewed as a matrix
 weight += 1
 print(flat.tolist())
 print("the view starts", weight.data_ptr() - flat.data_ptr(), "bytes after the buffer")
 
 # %% [markdown]
-# Later lessons cut the buffer into equal pieces, one for each rank. Where the elements do not divide by the number of
-# ranks, zeros are added at the end: **padding**. The cuts pay no attention to where a parameter ends; that is what makes
-# all pieces equal.
+# Later lessons cut the buffer into equal pieces, one for each rank. If the elements don't divide evenly by the number
+# of ranks, zeros are added at the end: **padding**. The cuts ignore where one parameter ends and the next begins. That
+# is what makes all pieces equal.
 
 # %%
 # NBVAL_CHECK_OUTPUT
@@ -223,8 +225,8 @@ plots.show(plots.flat_storage(Layout(three, world_size=4)))
 # %% [markdown]
 # ## Write: a flat buffer with views
 #
-# `flat_buffer(params, world_size)` returns the buffer and a list of views into it. The views hold the parameters' values,
-# and writing to a view must change the buffer. About ten lines. Stuck? `lab.hint("02.1")`.
+# `flat_buffer(params, world_size)` returns the buffer and a list of views into it. The views hold the parameters'
+# values, and writing to a view must change the buffer. It takes about ten lines. Stuck? `lab.hint("02.1")`.
 
 # %%
 # %%exercise 02.1
@@ -249,8 +251,9 @@ def flat_buffer(params: list[Tensor], world_size: int) -> tuple[Tensor, list[Ten
 lab.check("02.1")
 
 # %% [markdown]
-# Now your buffer goes under the real model, cut for 5 ranks. The model must not notice: same loss, to the bit. And the
-# bytes must be those of before, but for the padding. How much is that, if Ψ = 867,072?
+# Now put your buffer under the real model, sized for 5 ranks. The model must not notice: the loss stays the same, to
+# the bit. The bytes must also stay the same, except for the padding. How many bytes of padding are there for Ψ =
+# 867,072?
 
 # %%
 lab.predict("02.4", 4 * (-867_072 % 5))
@@ -265,7 +268,7 @@ before = model(*inputs).item()
 params = list(model.parameters())
 flat, views = flat_buffer(params, world_size=5)
 for param, view in zip(params, views):
-    param.data = view  # its own memory goes, the view takes its place
+    param.data = view  # frees the parameter's own memory and puts the view in its place
 padding = flat.nbytes - sum(param.nbytes for param in params)
 assert model(*inputs).item() == before
 assert len({param.untyped_storage().data_ptr() for param in params}) == 1
@@ -275,11 +278,11 @@ lab.measured("02.4", lab.pull("padding", rank=0), "bytes")
 lab.reveal("02.4")
 
 # %% [markdown]
-# ## Hooks: being called when it happens
+# ## Hooks: get called when it happens
 #
-# An engine must act in the middle of backward, and the user's loop is `loss.backward()`, one line. PyTorch calls back:
-# a **hook** is a function that you register, and that runs when something is done. This one runs whenever the gradient of
-# a parameter is complete:
+# An engine has to act in the middle of backward, but the user's loop only says `loss.backward()`, one line. So PyTorch
+# calls you back: a **hook** is a function that you register and that runs when something happens. This one runs each
+# time the gradient of a parameter is complete:
 
 # %%
 # %%ranks
@@ -293,31 +296,31 @@ for hook in hooks:
 name = {param: name for name, param in model.named_parameters()}
 print("first:", ", ".join(name[param] for param in seen[:3]))
 print("last: ", ", ".join(name[param] for param in seen[-2:]))
-print("a hook is given the", "parameter" if any(seen[0] is param for param in params) else "gradient")
+print("a hook receives the", "parameter" if any(seen[0] is param for param in params) else "gradient")
 
 # %% [markdown]
 # Two things to remember:
 #
-# - Gradients arrive **from the last layer to the first**, while the rest of backward still runs. Whoever sends them as
-#   they come sends while others compute.
-# - The hook is handed the **parameter**, and the gradient is its `.grad`. A well-known tutorial averages what the hook is
-#   given, and so averages weights. Nothing fails; the model just learns something else.
+# - Gradients arrive **from the last layer to the first**, while the rest of backward is still running. If you send each
+#   one as it arrives, you send while backward computes.
+# - The hook receives the **parameter**; the gradient is its `.grad`. A well-known tutorial averages what the hook
+#   receives, and so averages weights. Nothing fails; the model just learns something else.
 
 # %% [markdown]
 # ## Measure: activations
 #
-# Model states stay from step to step. While a step runs, there is more: forward keeps every intermediate result that
-# backward will need. These are the **activations**. They do not depend on Ψ alone: each token of the batch brings its own.
+# Model states stay from step to step. During a step there is more: forward keeps every intermediate result that
+# backward will need. These are the **activations**. They depend on more than Ψ: each token of the batch adds its own.
 #
-# How many bytes does *one token* leave behind in this model of 4 blocks, width 128 and 256 possible bytes, in float32? An
-# estimate: every vector of 128 numbers that a layer takes in or gives out is kept once. (The model is in
-# `zerolab/lab/models.py`.)
+# How many bytes does *one token* leave behind in this model, in float32? It has 4 blocks, width 128, and 256 possible
+# bytes. For an estimate, count what every layer takes in, once; attention takes in three vectors, and the loss keeps
+# one number for each possible byte. (The model is in `zerolab/tasks/models.py`.)
 
 # %%
 lab.predict("02.5", 4 * 128 * (16 * 4 + 2) + 4 * 256)
 
 # %% [markdown]
-# `timeline` records every allocation and every release of a step, and finds out what each was for.
+# `timeline` records every allocation and every release during a step, and works out what each one was for.
 
 # %%
 # %%ranks
@@ -340,7 +343,7 @@ def when_forward_returns(line):
     return line.by_kind(moment)
 
 
-record(1)  # the first step makes the optimizer state
+record(1)  # the first step creates the optimizer state
 kept = {64 * size: when_forward_returns(record(size)) for size in (2, 4, 8, 12, 16)}
 
 # %%
@@ -353,18 +356,22 @@ lab.reveal("02.5")
 # %%
 # NBVAL_CHECK_OUTPUT
 if lab.predicted("02.5"):
-    title, subtitle = "Activations grow with the batch", "What is there when forward returns, on one rank"
+    title, subtitle = "Activations grow with the batch", "What one rank holds when forward returns"
     drawn = {"activations": activations, "parameters and optimizer": states}
     plots.show(plots.growth(drawn, "tokens", title, subtitle))
 
 # %% [markdown]
-# A straight line: a batch twice as large keeps twice as much, while model states stay where they are. So the batch size is
-# the one memory setting that works at once, and the only thing it can shrink is the rising line.
+# It is a straight line. A batch twice as large keeps twice as much, while model states stay the same. So batch size is
+# the one memory setting that works immediately, and the rising line is the only thing it can shrink.
 #
-# Where does the slope come from? A block keeps 16 vectors of the model's width for each token: the input and the result of
-# both norms (4), queries, keys and values (3), what attention gives (1), and the inside of the MLP before and after its
-# activation function, each four times as wide (8). After the blocks come two more vectors, and one logarithm of a
-# probability for each of the 256 bytes.
+# Where does the slope come from? A block keeps 16 vectors of the model's width for each token:
+#
+# - the input and the output of both norms (4);
+# - queries, keys and values (3);
+# - the output of attention (1);
+# - the inside of the MLP before and after its activation function, each four times as wide (8).
+#
+# After the blocks come two more vectors, and the logarithm of a probability for each of the 256 possible bytes.
 
 # %%
 # NBVAL_CHECK_OUTPUT
@@ -380,18 +387,19 @@ if lab.predicted("02.5"):
     }
     for name, size in explained.items():
         print(f"{size:>12,}  {name}")
-    print(f"{sum(explained.values()):>12,}  together; measured {activations[tokens]:,}")
+    print(f"{sum(explained.values()):>12,}  in total; measured {activations[tokens]:,}")
     assert abs(sum(explained.values()) / activations[tokens] - 1) < 0.01  # other devices differ a little
 
 # %% [markdown]
-# Not a byte is left over. The first three lines are a formula, `zerolab.measure.formulas.activation_bytes`; what it leaves
-# out is below 1 %. Note what is *not* in the list: no matrix of tokens × tokens. Attention here is the fused kind, which
-# computes that matrix in pieces and never keeps it.
+# Every byte is explained. The first three lines are a formula, `zerolab.measure.formulas.activation_bytes`; what it
+# leaves out is below 1 %. Notice what is *not* in the list: a matrix of tokens × tokens. Attention here is the fused
+# kind, which computes that matrix in pieces and never keeps it.
 #
 # ## Measure: a whole step
 #
-# Now put both together for a batch of 8 × 64 tokens: 16 bytes per parameter, and the activations. What is the **peak**, the
-# most that is there at one moment? That number decides whether a run fits.
+# Now put both together for a batch of 8 × 64 tokens: 16 bytes per parameter, plus the activations. What is the
+# **peak**, the most that is held at any one moment? That number decides whether a run fits. (Leave out the text. It
+# adds about 0.5 MB to the measurement.)
 
 # %%
 lab.predict("02.6", 16 * 867_072 + 512 * 34_960)
@@ -410,12 +418,17 @@ if lab.predicted("02.6"):
     plots.show(plots.skyline([line]))
 
 # %% [markdown]
-# Read it from left to right: forward piles activations up, backward takes them down again **and puts gradients in their
-# place**, the step needs next to nothing. So the peak is *less* than model states plus activations: when there are most
-# activations, there are hardly any gradients yet. It comes early in backward. (The slivers of communication are copies
-# that the engine makes to exchange gradients; it makes them for itself even when it is alone. "Other" is the text.)
+# Read it from left to right. Forward piles up activations. Backward takes them down again **and puts gradients in their
+# place**. The step needs next to nothing. So the peak is *less* than model states plus activations: when there are the
+# most activations, there are hardly any gradients yet. The peak comes early in backward.
 #
-# Reconcile, to the byte. What forward left, what backward has freed by then, and what it has made:
+# ("Other" is the text, 0.47 MB, and the working memory of the optimizer's step. "Communication" is 53 bytes, one for
+# each tensor, too few to see: the ranks use them to agree on which parameters were used, and the engine sends them even
+# when it is alone.)
+#
+# Now account for the peak, to the byte: what forward left, what backward has freed by then, and what it has made.
+# (`root` is everything outside the blocks. An activation that backward makes is a gradient on its way through the
+# layers.)
 
 # %%
 # NBVAL_CHECK_OUTPUT
@@ -435,9 +448,10 @@ if lab.predicted("02.6"):
 # %% [markdown]
 # ## In production
 #
-# Does PyTorch agree? Its own profiler reports what the allocator gave out and took back. It does not see the text, which
-# was there before. And one thing differs on GPUs: there `torch.optim` by default updates all tensors at once (`foreach`),
-# which is faster and needs room. A **fused** optimizer does the same in one kernel without that room. We run all three:
+# Does PyTorch agree? Its own profiler reports what the allocator handed out and got back. It doesn't see the text,
+# which existed before. One thing is different on GPUs: there, `torch.optim` by default updates all tensors at once
+# (`foreach`), which is faster and needs room. A **fused** optimizer does the same in one kernel, without that room. We
+# run all three:
 
 # %%
 # %%ranks
@@ -462,22 +476,23 @@ for name, options in kinds.items():
 # NBVAL_CHECK_OUTPUT
 if lab.predicted("02.6"):
     for name, (ours, torch_says, room) in lab.pull("found", rank=0).items():
-        print(f"{name:10}  peak {ours:,}, torch's profiler {torch_says:,}; the step's own {room:,}")
+        print(f"{name:10}  peak {ours:,}, torch's profiler {torch_says:,}; the step's working memory {room:,}")
         assert abs(torch_says / ours - 1) < 0.01
 
 # %% [markdown]
-# PyTorch's profiler agrees to the byte. And the temporaries of `foreach` are another copy of the parameters, 4Ψ: on 7.5
-# billion parameters 30 GB, for the length of the step. It does not show in the peak here, because activations are gone by
-# then; where batches are small and models large, it *is* the peak. On a GPU you would ask
-# `torch.cuda.max_memory_allocated()` for the peak, and look at a skyline like ours with
-# `torch.cuda.memory._record_memory_history()`. A GPU also holds what no tensor shows: CUDA's own code (some hundred MB),
-# and blocks that the allocator keeps for later.
+# PyTorch's profiler agrees to the byte. The temporaries of `foreach` are one more copy of the parameters, 4Ψ. For 7.5
+# billion parameters that is 30 GB for as long as the step takes. It doesn't show in the peak here, because the
+# activations are gone by then. With small batches and large models, it *is* the peak.
+#
+# On a GPU you would ask `torch.cuda.max_memory_allocated()` for the peak, and draw a skyline like ours with
+# `torch.cuda.memory._record_memory_history()`. A GPU also holds memory that belongs to no tensor: CUDA's own code (some
+# hundred MB), and blocks that the allocator keeps for later.
 #
 # ## On trial
 #
 # > "We printed the norms of parameters and gradients during training. They shrink: memory consumption falls."
 #
-# So an article on ZeRO says, with a listing. We train 30 steps, with strong weight decay so that the parameters shrink
+# An article on ZeRO says so, with a listing. We train 30 steps, with strong weight decay so that the parameters shrink
 # too, and print norms *and* bytes.
 
 # %%
@@ -510,36 +525,37 @@ for step in (0, 9, 19, 29):
 # %%
 # NBVAL_CHECK_OUTPUT
 first, last = table[0], table[-1]
-print("the norm of the parameters shrank:", last[1] < first[1])
-print("the norm of the gradients shrank: ", last[2] < first[2])
+print("did the norm of the parameters shrink?", last[1] < first[1])
+print("did the norm of the gradients shrink? ", last[2] < first[2])
 print("bytes saved:", first[3] - last[3])
 
 # %% [markdown]
-# **Verdict: false.** A float32 takes 4 bytes whether it says 0.001 or 1000. Shrinking norms show that training goes on. What
-# shows memory is counting memory, and we shall do nothing else.
+# **Verdict: false.** A float32 takes 4 bytes whether it holds 0.001 or 1000. Shrinking norms show that training is
+# making progress. To show memory, count memory. That is what we will do in every lesson.
 #
 # ## Questions
 #
-# 1. A model of 1 billion parameters is trained in bfloat16 with float32 masters and Adam. How many GB of model states?
-#    And with everything in float32?
+# 1. A model of 1 billion parameters is trained in bfloat16 with float32 masters and Adam. How many GB of model states
+#    is that? And with everything in float32?
 # 2. A run survives the first step and runs out of memory in the second. What is the likely cause?
 # 3. You halve the batch size, and memory falls by much less than half. Why?
-# 4. Why does the peak come at the beginning of backward, not at its end, when all gradients are there?
+# 4. Why does the peak come at the beginning of backward, and not at its end, when all gradients exist?
 # 5. What does a view cost, and how can you tell that two tensors share memory?
-# 6. A hook averages what it is given, and training goes on without an error, but badly. What happened?
+# 6. A hook averages what it receives. Training runs without an error, but badly. What happened?
 
 # %% [markdown] tags=["answer"]
 # **Answers**
 #
-# 1. 16 GB, both: 2 + 2 + 12 and 4 + 4 + 8 bytes per parameter.
-# 2. The optimizer state. Adam makes its 8 bytes per parameter in the first `optimizer.step()`, after the first peak. (A
-#    longer batch in the second step is the other usual cause.)
+# 1. 16 GB, both times: 2 + 2 + 12 and 4 + 4 + 8 bytes per parameter.
+# 2. The optimizer state. Adam makes its 8 bytes per parameter in the first `optimizer.step()`, after the first peak.
+#    (The other usual cause is a longer batch in the second step.)
 # 3. Only activations depend on the batch. Model states stay.
-# 4. At the beginning of backward all activations are there. Each block that backward has passed frees its activations, and
-#    puts in their place gradients, which are smaller unless the batch is small: then the peak does come later.
-# 5. Some hundred bytes of Python object, and no memory for elements. `a.untyped_storage().data_ptr()` is the same for both.
-# 6. `register_post_accumulate_grad_hook` passes the parameter. The hook averaged weights; each rank goes on with its own
-#    gradients.
+# 4. At the beginning of backward all activations exist. As backward passes a block, it frees the block's activations
+#    and puts gradients in their place. These are smaller, unless the batch is small: then the peak does come later.
+# 5. A few hundred bytes for the Python object, and no memory for elements. If `a.untyped_storage().data_ptr()` is the
+#    same for both, they share memory.
+# 6. `register_post_accumulate_grad_hook` passes the parameter. The hook averaged weights, and each rank goes on with
+#    its own gradients.
 
 # %%
 lab.stop()

@@ -1,13 +1,13 @@
 # %% [markdown]
 # # 03 · Data parallel
 #
-# One GPU would train for eight days. You rent four, and expect two days. The plan is called **data parallelism**: every
-# rank has the whole model, each takes a part of the batch, and together they make one step.
+# Training on one GPU would take eight days. You rent four, and expect two days. The plan is called **data
+# parallelism**: every rank has the full model, each takes a part of the batch, and together they make one step.
 #
-# It is a dozen lines, and three mistakes in them cost real money, because nothing fails: gradients that are *added* where
-# they should be averaged are a learning rate four times too high; a call for each tensor lets the network wait for itself;
-# and a sampler that was forgotten makes four GPUs do the work of one, to the last bit. You will make it right, then watch
-# the third mistake.
+# It takes a dozen lines, and three mistakes in them cost real money, because nothing fails. If you *add* gradients
+# where you should average them, your learning rate is four times too high. If you make one call for each tensor, the
+# network spends its time waiting. And if you forget the sampler, four GPUs do the work of one, to the last bit. You
+# will get all three right, and then watch the last mistake happen.
 
 # %%
 # %load_ext zerolab.lab
@@ -27,7 +27,7 @@ words = text()
 
 
 def make_model():
-    torch.manual_seed(0)  # every rank begins with the same weights
+    torch.manual_seed(0)  # every rank starts with the same weights
     return GPT(layers=2, width=128)
 
 
@@ -38,15 +38,16 @@ print(f"{sum(p.numel() for p in params):,} parameters in {len(params)} tensors")
 # %% [markdown]
 # ## The mean of N batches
 #
-# All ranks' batches of one step together are the **global batch**. Here each of four ranks takes 4 sequences, so the
-# global batch has 16. Let us look at one gradient, that of four weights, on each rank:
+# The batches of all ranks in one step make up the **global batch**. Here each of four ranks takes 4 sequences, so the
+# global batch has 16. Let's look at part of one gradient on each rank, the elements for four weights (times 100,000, so
+# that they are easy to read):
 
 # %%
 # %%ranks
-model(*batch(words, rank, 0, batch_size=4, context=64)).backward()  # which batch depends on the rank
+model(*batch(words, rank, 0, batch_size=4, context=64)).backward()  # each rank has its own batch
 grad = params[4].grad[1, :4] * 1e5
 mine = [round(x, 2) for x in grad.tolist()]
-dist.all_reduce(grad)  # replaces the tensor by the sum over the ranks, on every rank
+dist.all_reduce(grad)  # on every rank, the sum over the ranks replaces the tensor
 mean = [round(x, 2) for x in (grad / world_size).tolist()]
 
 # %%
@@ -55,21 +56,21 @@ from zerolab.lab import plots
 plots.show(plots.before_after("all-reduce, then divided by 4", lab.pull("mine"), lab.pull("mean")))
 
 # %% [markdown]
-# The ranks saw different text, so they want to go different ways. If each took its own step, there would be four models
-# after it. So they agree on the **mean**. That is no compromise but exactly right. The loss of a batch is the mean of its
-# sequences' losses, and for four batches of equal size
+# The ranks saw different text, so their gradients point in different directions. If each rank took its own step, there
+# would be four different models afterwards. So they agree on the **mean**. That is not a compromise; it is exactly
+# right. The loss of a batch is the mean of its sequences' losses, and for four batches of equal size
 #
 # $$L_{16} = \tfrac14 (L_4^{(0)} + L_4^{(1)} + L_4^{(2)} + L_4^{(3)}) \quad\text{so}\quad
 # \nabla L_{16} = \tfrac14 (\nabla L_4^{(0)} + \nabla L_4^{(1)} + \nabla L_4^{(2)} + \nabla L_4^{(3)}).$$
 #
-# The mean of the four gradients *is* the gradient of the global batch. And as all ranks began with the same weights and
-# make the same step, they stay equal; no weight ever travels.
+# The mean of the four gradients *is* the gradient of the global batch. All ranks started with the same weights and make
+# the same step, so they stay equal. No weight ever travels.
 #
 # ## Predict
 #
-# The plainest way: after backward, all-reduce each parameter's gradient. In one step, how many calls is that? And how many
-# bytes does a rank send, if an all-reduce of B bytes among N ranks runs as a ring (lesson 01: each rank sends 2(N-1)/N of
-# B)? There are 470,528 parameters in float32.
+# The simplest way is to all-reduce each parameter's gradient after backward. How many calls is that in one step (03.1)?
+# And how many bytes does a rank send (03.2), if an all-reduce of B bytes among N ranks runs as a ring? (In lesson 01,
+# each rank sent 2(N-1)/N of B.) There are 470,528 parameters in float32.
 
 # %%
 lab.predict("03.1", 29)
@@ -78,7 +79,7 @@ lab.predict("03.2", 2 * 3 / 4 * 4 * 470_528)
 # %% [markdown]
 # ## Write: average
 #
-# Three lines will do. One trap: a parameter that nobody used has no gradient.
+# Three lines are enough. There is one trap: a parameter that nobody used has no gradient.
 
 # %%
 # %%exercise 03.1
@@ -99,7 +100,7 @@ lab.check("03.1")
 # %% [markdown]
 # ## Measure
 #
-# Your code on real gradients. `calls()` writes down every collective that passes PyTorch's dispatcher.
+# Your code runs on real gradients. `calls()` records every collective that goes through PyTorch's dispatcher.
 
 # %%
 # %%ranks
@@ -118,9 +119,9 @@ lab.reveal("03.1")
 lab.reveal("03.2")
 
 # %% [markdown]
-# 29 calls and not one byte more than the formula: 2 × ¾ × 4 bytes × 470,528.
+# 29 calls, and not one byte more than the formula: 2 × ¾ × 4 bytes × 470,528.
 #
-# Now train: 10 steps on real text, and the same once more in *one process that does all the work alone*. It gets the
+# Now train for 10 steps on real text. Then do the same in *one process that does all the work alone*. It gets the
 # global batch in one piece.
 
 # %%
@@ -145,7 +146,7 @@ import torch
 from zerolab.tasks.data import batch, text
 from zerolab.tasks.models import GPT, Block
 
-torch.set_num_threads(1)  # as on the ranks: how work is cut among threads changes the order of sums
+torch.set_num_threads(1)  # as on the ranks: the number of threads changes the order of sums
 words = text()
 
 
@@ -171,7 +172,7 @@ def largest_difference(one, other):
 
 one_process = alone(in_one_piece)
 naive = lab.pull("naive")
-print(f"four ranks and one process: weights differ by {largest_difference(naive[0], one_process):.0e} at most")
+print(f"four ranks and one process: their weights differ by {largest_difference(naive[0], one_process):.0e} at most")
 
 # %%
 # NBVAL_CHECK_OUTPUT
@@ -180,16 +181,16 @@ print("all ranks end with the same weights, to the bit:", same)
 print("four ranks and one process agree to 0.00001:", largest_difference(naive[0], one_process) < 1e-5)
 
 # %% [markdown]
-# The ranks agree to the bit: after an all-reduce all hold the same bytes. With one process they agree to about six digits,
-# not to the bit. Floating point sums depend on their order: 16 sequences in one matrix product are added up in another
-# order than four times 4, and the ring adds the ranks' parts in an order of its own. Nobody is more right than the other.
-# (Further down you get equality to the bit, by taking care of the order.)
+# The ranks agree to the bit, because after an all-reduce all of them hold the same bytes. They agree with one process
+# to about six digits, not to the bit. Floating-point sums depend on their order. One matrix product over 16 sequences
+# adds them in a different order than four products over 4, and the ring adds the ranks' parts in yet another order.
+# Neither result is more correct than the other. (Further down you get equality to the bit, by controlling the order.)
 #
 # ## Buckets
 #
-# A message has a price that does not depend on its size: its **latency**. On a laptop you do not feel it, so we emulate a
-# network of 200 MB/s on which every message takes 1 ms. An all-reduce in a ring of 4 ranks is 2 × 3 messages, one after
-# the other. How many milliseconds will averaging take with your 29 calls?
+# Every message has a price that doesn't depend on its size: its **latency**. You don't notice it on a laptop, so we
+# emulate a network of 200 MB/s on which every message takes 1 ms. An all-reduce in a ring of 4 ranks is 2 × 3 messages,
+# one after another. How many milliseconds will averaging take with your 29 calls?
 
 # %%
 lab.predict("03.3", 1000 * (29 * 6 * 0.001 + 2_823_168 / 200e6))
@@ -197,9 +198,10 @@ lab.predict("03.3", 1000 * (29 * 6 * 0.001 + 2_823_168 / 200e6))
 # %% [markdown]
 # ## Write: a bucket
 #
-# The gradients can travel together, in one flat tensor, a **bucket**. You made one in lesson 02. Now with three methods:
-# `collect` copies gradients in, `reduce` makes one all-reduce, `write_back` copies the means out. Mind the parameter
-# without a gradient: here another rank may have had one, and all must send buckets of the same layout.
+# The gradients can travel together in one flat tensor, a **bucket**. You made a flat buffer in lesson 02. This one has
+# three methods: `collect` copies the gradients in, `reduce` makes one all-reduce, and `write_back` copies the means
+# out. Watch out for a parameter without a gradient: another rank may have one for it, and all ranks must send buckets
+# with the same layout.
 
 # %%
 # %%exercise 03.2
@@ -293,25 +295,28 @@ if lab.predicted("03.2") and lab.predicted("03.3"):
 lab.link(None)
 
 # %% [markdown]
-# Nearly all of the long bar is latency, and the bucket removes it: 6 messages in place of 174, the same bytes. (The
-# diamonds lie to the right of the bars: a call also costs this machine's own time, and 29 calls cost it 29 times.)
+# Nearly all of the long bar is latency, and the bucket removes it: 6 messages instead of 174, with the same bytes. (The
+# diamonds are to the right of the bars because a call also costs this machine's own time, and 29 calls cost it 29
+# times.)
 #
-# So is one bucket for the whole model the best? No: a bucket can leave only when its last gradient has come, and the last
-# one comes at the very end of backward. Several buckets leave one by one, **while backward is still at work on the rest**.
-# So real engines take a few: large enough that latency does not matter, small enough to leave early.
+# So is one bucket for the whole model best? No. A bucket can't leave until its last gradient is there, and the last
+# gradient comes at the very end of backward. Several buckets can leave one by one, **while backward is still working on
+# the rest**. So real engines use a few buckets: large enough that latency doesn't matter, and small enough to leave
+# early.
 #
 # ## DDP as a class
 #
-# Lesson 02 showed hooks. The engine of this course uses them: it takes the model apart into **units** (here each
-# transformer block, and a root for what is left), gathers each unit's gradients in one flat bucket, `unit.whole_grad`, and
-# calls a method when the bucket is full. What the method does makes the difference between all the stages to come. Stage
-# 0 is two short methods:
+# Lesson 02 showed hooks. This course's engine uses them. It divides the model into **units**: here, one for each
+# transformer block, and a root for everything else. It collects each unit's gradients in one flat bucket,
+# `unit.bucket.full`, and calls a method when the last gradient is in. What that method does is the difference between
+# all the stages to come. Stage 0 is two short methods:
 #
-# - `reduce(unit)` averages `unit.whole_grad` over the ranks and leaves the mean in `unit.grad`. It may start that and
-#   return something to wait for: so backward goes on meanwhile.
-# - `post_backward(unit)` calls `reduce` when it is the unit's turn. It is not, while the user collects gradients of several
-#   batches before a step (**gradient accumulation**, inside `with zero.no_sync():`): then nothing should travel until the
-#   last one. `self.reduces(unit)` knows.
+# - `reduce(unit)` averages `unit.bucket.full` over the ranks and leaves the mean in `unit.bucket.grad`. It may return
+#   before the average is done: then it returns something to wait for, and backward goes on in the meantime.
+# - `post_backward(unit)` calls `reduce` if this backward should reduce the unit, and keeps what it returns in
+#   `unit.bucket.reduction`. Ask `self.reduces(unit)`. It says no while the user adds up the gradients of several
+#   batches before a step (**gradient accumulation**, inside `with zero.no_sync():`). Then nothing should travel until
+#   the last batch.
 
 # %%
 # %%exercise 03.3
@@ -322,19 +327,19 @@ from zerolab import Unit
 class MyDDP(zerolab.DDP):
     def post_backward(self, unit: Unit) -> None:
         if self.reduces(unit):
-            unit.reduction = self.reduce(unit)
+            unit.bucket.reduction = self.reduce(unit)
 
     def reduce(self, unit: Unit):
-        unit.grad = unit.whole_grad
-        return self.comm.all_reduce(unit.grad, unit.name)
+        unit.bucket.grad = unit.bucket.full
+        return self.comm.all_reduce(unit.bucket.grad, unit.name)
 
 
 # %%
 lab.check("03.3")
 
 # %% [markdown]
-# The whole of it on the real task: the user's training loop does not mention ranks at all any more. The engine keeps a
-# ledger of what it moved. How many units will it name, and what will the sum be?
+# Now run your class on the real task. The user's training loop doesn't mention ranks any more. The engine keeps a
+# ledger of what it moved. Before you run it, guess: how many units will the ledger list, and what will they add up to?
 
 # %%
 # %%ranks
@@ -364,19 +369,19 @@ moved = lab.pull("moved", rank=0)
 if lab.predicted("03.2"):
     for unit, sent in moved.items():
         print(f"{unit:9} {sent:>9,} bytes sent per rank")
-    print(f"{'together':9} {sum(moved.values()):>9,}, by the formula {lab.pull('formula', rank=0):,}")
+    print(f"{'total':9} {sum(moved.values()):>9,}, by the formula {lab.pull('formula', rank=0):,}")
 
 # %% [markdown]
-# The same bytes as your first three lines, to the byte, now in three buckets that leave during backward: the last block
-# first, as the last lesson's hook said. And the numbers? This engine adds the ranks' parts **in rank order**. One process
-# that does the same, batch by batch, must get the same bits:
+# The same number of bytes as your first three lines, exactly. Now they travel in three buckets that leave during
+# backward, the last block first, as the hook in lesson 02 showed. And the numbers? This engine adds the ranks' parts
+# **in rank order**. One process that does the same, batch by batch, must get the same bits:
 
 
 # %%
 # NBVAL_CHECK_OUTPUT
 def batch_by_batch(model, batches):
     for x, y in batches:
-        model(x, y).backward()  # adds to the gradients of the batches before
+        model(x, y).backward()  # adds to the gradients of the earlier batches
     for param in model.parameters():
         param.grad /= len(batches)
 
@@ -384,20 +389,20 @@ def batch_by_batch(model, batches):
 in_order = alone(batch_by_batch)
 by_class = lab.pull("by_class")
 same = all(largest_difference(in_order, weights) == 0 for weights in by_class)
-print("DDP's weights equal one process's to the bit:", same)
+print("DDP's weights equal those of one process, to the bit:", same)
 
 # %% [markdown]
 # ## In production
 #
-# PyTorch's own `DistributedDataParallel` is the same idea in C++: hooks, buckets, all-reduces that start during backward.
-# Side by side on the same model and data, with its calls written down:
+# PyTorch's own `DistributedDataParallel` is the same idea in C++: hooks, buckets, and all-reduces that start during
+# backward. Here it runs on the same model and data, and we record its calls:
 
 # %%
 # %%ranks
 from torch.nn.parallel import DistributedDataParallel
 
 model = make_model()
-ddp = DistributedDataParallel(model)  # calls that go through `ddp` average the gradients of `model`
+ddp = DistributedDataParallel(model)  # a forward through `ddp` makes backward average the gradients of `model`
 optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
 for step in range(10):
     optimizer.zero_grad()
@@ -416,16 +421,18 @@ listed = " + ".join(f"{size:,}" for size in buckets)
 print(f"its buckets: {listed} = {sum(buckets):,} bytes = 4 × {sum(buckets) // 4:,}")
 
 # %% [markdown]
-# Two buckets here: the first is small (about 1 MB) so that something leaves early, the others hold up to `bucket_cap_mb`, 25
-# MB by default. They follow the order in which gradients came in the first step, not the blocks. Otherwise it is what you
-# wrote. (Its order of sums is gloo's, so it agrees with ours to rounding.)
+# It uses two buckets here. The first closes once it holds about 1 MB, so that something leaves early. Later ones hold
+# up to `bucket_cap_mb`, 25 MB by default; in a model this small, the second takes everything that is left. Buckets
+# follow the order in which gradients arrived in the first step, not the blocks. Apart from that, it is what you wrote.
+# (gloo decides in which order it adds, so it agrees with ours up to rounding.)
 #
 # ## On trial: the sampler
 #
 # > "A program without a distributed sampler trains N times more data."
 #
-# The `DataLoader` of a script for one GPU knows nothing of ranks. Started four times, it deals the same batches to every
-# rank. More data? We train three ways, 25 steps, and look at the loss on pieces of the text that are drawn for that alone:
+# The `DataLoader` of a script for one GPU knows nothing about ranks. Start the script four times, and every rank gets
+# the same batches. Is that more data? We train for 25 steps in three ways, and after each step look at the loss on 16
+# other pieces of the text:
 
 # %%
 # %%ranks
@@ -447,11 +454,11 @@ def losses(data_of):
 
 
 each_its_own, _ = losses(lambda rank: rank)
-all_the_same, weights = losses(lambda rank: 0)  # every rank asks for the batches of rank 0
+all_the_same, weights = losses(lambda rank: 0)  # every rank takes the batches of rank 0
 
 # %%
 torch.manual_seed(0)
-model = GPT(layers=2, width=128)  # one process, one batch of 4 in each step, no ranks at all
+model = GPT(layers=2, width=128)  # one process, one batch of 4 per step, no ranks at all
 optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
 one_rank = []
 for step in range(25):
@@ -469,9 +476,9 @@ series = {
 }
 equal = sum(a == b for a, b in zip(*list(series.values())[:2]))
 ends = [f"{values[-1]:.2f}" for values in series.values()]
-said = f"In {equal} of 25 steps four ranks with the same batches have the loss of one process, "
-said += f"in the end {ends[1]}; four ranks with batches of their own end at {ends[2]}."
-title = "Four ranks that see the same batches do the work of one"
+said = f"In {equal} of 25 steps, four ranks with the same batches have exactly the loss of one process; "
+said += f"they end at {ends[1]}. Four ranks with batches of their own end at {ends[2]}."
+title = "Four ranks with the same batches do the work of one"
 plots.show(plots.curves(series, title, "Loss on other pieces of the text while the GPT trains", "loss", said))
 
 # %%
@@ -480,11 +487,12 @@ same = all(torch.equal(a, b.detach()) for a, b in zip(lab.pull("weights", rank=0
 print("four ranks with the same batches end with the weights of one process, to the bit:", same)
 
 # %% [markdown]
-# **Verdict: false.** The mean of four equal gradients is that gradient. Four GPUs were paid, one worked, and nothing failed:
-# the loss fell as it always did. The curve that you would have compared it with is the lower one.
+# **Verdict: false.** The mean of four equal gradients is that same gradient. You paid for four GPUs, one did the work,
+# and nothing failed: the loss fell as it always does. The curve that would have warned you is the lower one, and you
+# wouldn't have had it.
 #
-# In PyTorch the cure is `torch.utils.data.DistributedSampler`, which deals rank r the samples r, r + N, r + 2N, … (and
-# `sampler.set_epoch(epoch)`, without which every epoch has the same order). The test is cheap, and worth a line in every
+# In PyTorch the cure is `torch.utils.data.DistributedSampler`. It gives rank r the samples r, r + N, r + 2N, … (Call
+# `sampler.set_epoch(epoch)` too, or every epoch has the same order.) The test is cheap, and worth a line in every
 # training script: **do the ranks' first batches differ?**
 
 # %%
@@ -496,17 +504,17 @@ dealt = DistributedSampler(range(10), num_replicas=4, rank=rank, shuffle=False)
 print("samples", list(dealt))
 
 # %% [markdown]
-# Ten samples do not divide by four, so it deals the first ones twice: every rank gets three. On evaluation that counts
-# samples double.
+# Ten samples don't divide evenly by four, so it hands out the first two again and every rank gets three. In an
+# evaluation, those samples count twice.
 
 # %% [markdown]
 # ## On trial: whose gradient is it?
 #
 # > "Each shard's gradient sums over its own samples, and the full gradient is the sum of the shards."
 #
-# The sentence mixes two ways to divide: the *data* among the ranks, and the *parameters* into shards (lesson 04). Today only
-# data was divided. How many numbers does a rank's gradient have, then, and is it the sum or the mean that equals the
-# gradient of the global batch?
+# The sentence mixes up two kinds of splitting: the *data* among the ranks, and the *parameters* into shards (lesson
+# 04). Today we split only data. So how many numbers does a rank's gradient have? And which one equals the gradient of
+# the global batch, the sum or the mean?
 
 # %%
 # %%ranks
@@ -521,27 +529,29 @@ torch.manual_seed(0)
 model = GPT(layers=2, width=128)
 in_one_piece(model, [batch(words, rank, 0, 4, 64) for rank in range(4)])
 full = torch.cat([param.grad.flatten() for param in model.parameters()])
-print("elements of each rank's gradient:", [len(grad) for grad in own], "and of the full one:", len(full))
+print("elements of each rank's gradient:", [len(grad) for grad in own], "of the full one:", len(full))
 print(f"length of the sum:  {(sum(own).norm() / full.norm()).item():.4f} x the full gradient's")
 print(f"length of the mean: {(sum(own).norm() / 4 / full.norm()).item():.4f} x")
 assert torch.allclose(sum(own) / 4, full, atol=1e-6)
 
 # %% [markdown]
-# **Verdict: false.** Every rank has a gradient for *every* parameter, from its own samples; the full gradient is their mean
-# (where losses are means and batches equally large). A sum is four times too long: the learning rate times four.
+# **Verdict: false.** Every rank has a gradient for *every* parameter, computed from its own samples. The full gradient
+# is their mean (if losses are means and all batches have the same size). The sum is four times too long, which is the
+# learning rate times four.
 #
 # ## On trial: is this ZeRO?
 #
 # > "Wrapping the model in DataParallel or DDP, with NCCL as the process group's backend, is ZeRO."
 #
-# The backend is a telephone: it changes who carries the bytes, not who holds them. So look at who holds what after a
-# step with Adam. From left to right lie the model's parameters, end to end; a band is filled where the rank holds them:
+# The backend is like the phone company: it changes who carries the bytes, not who holds them. So look at who holds what
+# after a step with Adam. The model's parameters lie end to end, from left to right. A band is filled where the rank
+# holds that part:
 
 # %%
 plots.show(plots.who_holds_what([lab.pull("extents")]))
 
 # %% [markdown]
-# That was your class. PyTorch's `DistributedDataParallel`, counted in the same way:
+# That was your class. Now PyTorch's `DistributedDataParallel`, counted the same way:
 
 # %%
 # %%ranks
@@ -557,21 +567,21 @@ torch_holds = sum(tensor.nbytes for tensor in tensors)
 # %%
 # NBVAL_CHECK_OUTPUT
 for rank, (ours, torchs) in enumerate(zip(lab.pull("held"), lab.pull("torch_holds"))):
-    print(f"rank {rank} holds {sum(ours.values()):,} bytes of model states, with torch's DDP {torchs:,}")
-print(f"{torchs / 470_528:.2f} bytes per parameter on each rank, {4 * torchs / 470_528:.0f} on all together")
+    print(f"rank {rank} holds {sum(ours.values()):,} bytes of model states; with torch's DDP, {torchs:,}")
+print(f"{torchs / 470_528:.2f} bytes per parameter on each rank, {4 * torchs / 470_528:.0f} on all ranks together")
 
 # %% [markdown]
 # **Verdict: false.** Every rank holds everything: 16 bytes per parameter, four times over. Data parallelism divides
-# *activations* (each rank has a quarter of the global batch) and *time*, and no model state. Those four equal copies are
-# the waste that ZeRO removes, one kind after the other: lesson 04 begins with the green band.
+# *activations* (each rank has a quarter of the global batch) and *time*. It divides no model states. Those four equal
+# copies are the waste that ZeRO removes, one kind at a time. Lesson 04 starts with the green band.
 #
 # ## Questions
 #
-# 1. Why do the ranks' weights stay equal, though no weight is ever sent?
-# 2. Your script runs on 8 GPUs in place of 1, with the same batch size per GPU. What happened to the global batch, and what
-#    should you think about?
+# 1. Why do the ranks' weights stay equal, although no weight is ever sent?
+# 2. Your script runs on 8 GPUs instead of 1, with the same batch size per GPU. What happened to the global batch, and
+#    what should you think about?
 # 3. The naive version and the bucketed one send the same bytes. When is the naive one nearly as fast?
-# 4. Why not one bucket for the whole model?
+# 4. Why not use one bucket for the whole model?
 # 5. Rank 3's last batch has 2 sequences where the others have 4. Is the mean of the four gradients still right?
 # 6. With gradient accumulation over 8 batches, how much traffic does `no_sync()` save, and what does it cost?
 # 7. How do you notice a missing sampler without looking at the code?
@@ -579,18 +589,18 @@ print(f"{torchs / 470_528:.2f} bytes per parameter on each rank, {4 * torchs / 4
 # %% [markdown] tags=["answer"]
 # **Answers**
 #
-# 1. They begin equal (the same seed, or a broadcast at the start, as DDP does), get the same averaged gradients, byte for
-#    byte, and the optimizer is a function of these alone.
-# 2. It is 8 times as large, so an epoch has an eighth of the steps. Fewer, better steps often want a higher learning rate
-#    (a linear rule with warm-up is common); or divide the batch size per GPU by 8.
-# 3. When transfer dwarfs latency: large tensors, or a fast network with little latency.
-# 4. It is full only when backward is over, so nothing travels while backward computes; and it is another copy of all
-#    gradients.
+# 1. They start equal (the same seed, or a broadcast at the start, as DDP does it). They get the same averaged
+#    gradients, byte for byte. And the optimizer's step depends on nothing else.
+# 2. It is 8 times as large, so an epoch has an eighth of the steps. Fewer, better steps often want a higher learning
+#    rate (scaling it linearly, with warm-up, is common). Or divide the batch size per GPU by 8.
+# 3. When transfer dwarfs latency: with large tensors, or on a network with little latency.
+# 4. It isn't complete until backward is over, so nothing travels while backward computes. It is also one more copy of
+#    all gradients.
 # 5. No. A mean of means gives its 2 sequences twice the weight of the others. Weight each rank's loss by its number of
-#    sequences, or tokens.
-# 6. Seven eighths: gradients travel once in place of 8 times. In stage 0 it costs nothing, since every rank keeps whole
-#    gradients anyway; in ZeRO-2 and 3 it costs exactly that.
-# 7. All ranks report the same loss in the first step, to the last digit. With different batches they cannot.
+#    sequences, or of tokens.
+# 6. Seven eighths: gradients travel once instead of 8 times. In stage 0 it costs nothing, since every rank keeps full
+#    gradients anyway. In ZeRO-2 and 3 it costs exactly that: the memory for full gradients.
+# 7. All ranks report the same loss in the first step, to the last digit. With different batches they can't.
 
 # %%
 lab.stop()

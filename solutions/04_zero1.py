@@ -1,13 +1,13 @@
 # %% [markdown]
 # # 04 · ZeRO-1: shard the optimizer
 #
-# **The question.** Four GPUs train with data parallelism. Each keeps Adam's two averages of *all* parameters: 8 bytes of the
-# 16 that a parameter costs (lesson 02). And all four keep the same numbers, to the bit. Who needs the copies?
+# **The question.** Four GPUs train with data parallelism. Each keeps Adam's two averages for *all* parameters: 8 of the 16
+# bytes that a parameter costs (lesson 02). All four keep the same numbers, bit for bit. Who needs the copies?
 #
-# Nobody. If rank 0 updates the first quarter of the model, rank 1 the second and so on, each needs the optimizer state of
-# its quarter alone. That is ZeRO-1 (*zero redundancy optimizer*, stage 1). On 7.5 billion parameters and 64 GPUs it gives
-# back 59 of 120 GB on every GPU, in exchange for two questions: what does it cost in traffic, and does the model still
-# learn the same? You will answer both to the byte and to the bit.
+# Nobody. Let each rank update one quarter of the model. It then needs the optimizer state of that quarter and nothing more.
+# That is ZeRO-1 (*zero redundancy optimizer*, stage 1). For 7.5 billion parameters in float32 on 64 GPUs, it frees 59 of
+# the 120 GB on every GPU. Two questions remain: what does it cost in traffic, and does the model still learn the same? You
+# will answer the first to the byte and the second to the bit.
 
 # %%
 # %load_ext zerolab.lab
@@ -41,16 +41,17 @@ print(f"Ψ = {psi:,} parameters")
 # %% [markdown]
 # ## Predict
 #
-# Everything in float32, the optimizer is Adam, and there are N = 4 ranks. How many bytes does *each rank* save when the optimizer
-# state is shared out? (Adam's step counters, 4 bytes for each of the 53 tensors, stay on every rank.)
+# Everything is in float32, the optimizer is Adam, and there are N = 4 ranks. How many bytes does *each rank* save when they
+# divide the optimizer state among themselves? (Adam's step counters stay on every rank: 4 bytes for each of the 53
+# tensors.)
 
 # %%
 lab.predict("04.1", 8 * 867_072 * 3 // 4)
 
 # %% [markdown]
-# Traffic: DDP all-reduces the gradients. ZeRO-1 has to do with fewer gradients, but it must send parameters after the
-# step: rank 0 has new values of the first quarter, and everyone needs them. How many times the bytes of DDP does a rank
-# send in a step? (1.5 would be half as much again.)
+# Now the traffic. DDP all-reduces the gradients. ZeRO-1 gets by with fewer gradients, but it has to send parameters after
+# the step: rank 0 has the new values of its quarter, and everyone needs them. How many bytes does a rank send in a step, as
+# a multiple of DDP's? (1.5 means half as much again.)
 
 # %%
 lab.predict("04.2", 1.0)
@@ -58,23 +59,25 @@ lab.predict("04.2", 1.0)
 # %% [markdown]
 # ## Half an all-reduce
 #
-# Rank r updates quarter r only, its **shard**. So of the mean gradient it needs quarter r, and nobody else does. You know
-# the collective that adds up and leaves each rank one part: the **reduce-scatter**, the first half of an all-reduce.
+# Call rank r's quarter its **shard**. Rank r updates only this shard, so it needs only this shard of the mean gradient, and
+# no other rank needs it. You know the collective that sums and leaves each rank one part: the **reduce-scatter**, the first
+# half of an all-reduce.
 
 # %%
 # %%ranks
 x = torch.arange(1.0, 9) * 10**rank  # 8 elements on 4 ranks: shards of 2
 start = x.tolist()
 received = torch.empty_like(x)
-dist.all_to_all_single(received, x)  # shard r of everyone goes to rank r
+dist.all_to_all_single(received, x)  # every rank sends its shard r to rank r
 middle = received.tolist()
 
 # %%
-title = "all-to-all: everyone's shard r to rank r"
+title = "all-to-all: every rank sends shard r to rank r"
 plots.show(plots.before_after(title, lab.pull("start"), lab.pull("middle")))
 
 # %% [markdown]
-# What is left to do needs no network. Write `reduce_scatter_mean(flat, rank, world_size)`: the mean of this rank's shard.
+# The rest needs no network. Write `reduce_scatter_mean(flat, rank, world_size)`, which returns the mean of this rank's
+# shard.
 
 # %%
 # %%exercise 04.1
@@ -93,7 +96,7 @@ def reduce_scatter_mean(flat: Tensor, rank: int, world_size: int) -> Tensor:
 lab.check("04.1")
 
 # %% [markdown]
-# On a real gradient: your shards, put end to end, must be what an all-reduce gives, for half of its bytes.
+# Now a real gradient. Put end to end, the four shards must equal the mean that an all-reduce gives, for half the bytes.
 
 # %%
 # %%ranks
@@ -102,27 +105,27 @@ from zerolab.lab.ranks.calls import calls
 reduce_scatter_mean = lab.mine("04.1")
 model = make_model()
 model(*batch(words, rank, 0, 8, 64)).backward()
-# Ψ divides by 4, so there is no padding.
+# Ψ is divisible by 4, so there is no padding.
 flat = torch.cat([param.grad.flatten() for param in model.parameters()])
-with calls() as half:
+with calls() as first_half:
     shard = reduce_scatter_mean(flat, rank, world_size)
-with calls() as whole:
+with calls() as both_halves:
     dist.all_reduce(flat)
 mean = flat.view(world_size, -1)[rank] / world_size
-sent, equal = (half.sent, whole.sent), torch.allclose(shard, mean, atol=1e-7)
+sent, equal = (first_half.sent, both_halves.sent), torch.allclose(shard, mean, atol=1e-7)
 
 # %%
 # NBVAL_CHECK_OUTPUT
-half, whole = lab.pull("sent", rank=0)
-print(f"reduce-scatter: {half:,.0f} bytes sent per rank, all-reduce: {whole:,.0f}")
+first_half, both_halves = lab.pull("sent", rank=0)
+print(f"reduce-scatter: {first_half:,.0f} bytes sent per rank, all-reduce: {both_halves:,.0f}")
 print("every rank has the mean of its shard:", all(lab.pull("equal")))
 
 # %% [markdown]
 # ## ZeRO-1 as a class
 #
-# A stage of this course's engine is a class, and ZeRO-1 changes three methods of DDP (lesson 03). The engine keeps each block
-# of the model as a **unit**: one flat buffer `unit.whole` of N·S elements, which cuts into N shards of S elements. Here is a
-# toy unit of three parameters, a, b and c, cut for four ranks:
+# In this course's engine every stage is a class, and ZeRO-1 overrides three methods of DDP (lesson 03). The engine turns
+# each block of the model into a **unit**: one flat buffer `unit.full` of N·S elements, cut into N shards of S elements
+# each. Here is a toy unit of three parameters a, b and c, cut for four ranks:
 
 # %%
 import torch
@@ -140,18 +143,24 @@ slices = [part.flatten().tolist() for part in layout.slices(shard, 1)]
 print("rank 1's shard:", shard.tolist(), "its slices of a, b and c:", slices)
 
 # %% [markdown]
-# The cuts do not ask where a parameter begins or ends. What of a parameter lies in a rank's shard is the rank's **slice** of it:
-# rank 1 has the end of a, most of b, and of c nothing. `layout.shard` and `layout.slices` give views, no copies. Every unit
-# has a layout of its own, `unit.layout`. The three methods:
+# The cuts ignore where a parameter begins or ends. The part of a parameter that lies in a rank's shard is the rank's
+# **slice** of it. Rank 1 has the end of a, most of b and nothing of c. `layout.shard` and `layout.slices` return views, not
+# copies. Every unit has a layout of its own, `unit.layout`.
 #
-# - `optimizer_params(unit)`, once: what the optimizer is given. In DDP all parameters; now this rank's slice of each.
-# - `reduce(unit)`, in backward: leaves the mean in `unit.grad`. In DDP an all-reduce; now the shard alone.
-# - `after_step(unit)`: the step has changed this rank's shard, `unit.master`. Forward reads `unit.whole`, in which the
-#   other ranks' shards are old.
+# You override three methods:
 #
-# `self.comm` has the collectives: `reduce_scatter(output, input, unit.name)` leaves the mean of your shard, as in 04.1, and
-# `all_gather(output, input, unit.name)` puts everyone's shards in their places. Both only *start*, and return something with
-# a `wait()`. (`unit.whole` may be bfloat16 where `unit.master` is float32: `.to(unit.whole.dtype)` is right for both.)
+# - `optimizer_params(unit)`, called once: returns what the optimizer updates. In DDP that is the full parameters; now it is
+#   this rank's slice of each. Outside forward and backward the model shows these slices as its parameters, so an optimizer
+#   that is given `model.parameters()` sees nothing else.
+# - `reduce(unit)`, called in backward: takes this rank's gradient from `unit.bucket.full` and leaves the mean in
+#   `unit.bucket.grad`. In DDP that takes an all-reduce; now the mean of the shard is enough.
+# - `after_step(unit)`, called after the step, which has changed this rank's shard, `unit.master`. Forward reads
+#   `unit.full`, where the other ranks' shards are now old.
+#
+# `self.comm` has the collectives. `reduce_scatter(output, input, unit.name)` leaves the mean of your shard in `output`, as
+# in 04.1. `all_gather(output, input, unit.name)` puts every rank's shard in its place. Both only *start* the transfer, and
+# return something with a `wait()`. (`unit.full` may be bfloat16 where `unit.master` is float32; `.to(unit.full.dtype)` is
+# right in both cases.)
 
 # %%
 # %%exercise 04.2
@@ -167,11 +176,11 @@ class MyZero1(zerolab.DDP):
         return unit.layout.slices(unit.keep_shard(), self.rank)
 
     def reduce(self, unit: Unit):
-        unit.grad = unit.layout.shard(unit.whole_grad, self.rank)
-        return self.comm.reduce_scatter(unit.grad, unit.whole_grad, unit.name)
+        unit.bucket.grad = unit.layout.shard(unit.bucket.full, self.rank)
+        return self.comm.reduce_scatter(unit.bucket.grad, unit.bucket.full, unit.name)
 
     def after_step(self, unit: Unit) -> None:
-        self.comm.all_gather(unit.whole, unit.master.to(unit.whole.dtype), unit.name).wait()
+        self.comm.all_gather(unit.full, unit.master.to(unit.full.dtype), unit.name).wait()
 
 
 # %%
@@ -180,8 +189,9 @@ lab.check("04.2")
 # %% [markdown]
 # ## Measure
 #
-# Five steps of training on real text: DDP, ZeRO-1 with your methods over the package's, and the package's own. The ledger
-# writes down every collective, `model_states` counts live storages, `holdings` looks up which elements a rank holds.
+# Train five steps on real text, three times: with DDP, with the package's ZeRO-1 using your methods, and with the package's
+# own. `ledger` records every collective, `model_states` counts the bytes of live storages, and `holdings` finds which
+# elements a rank holds. Inside `with zero.full_parameters():` every rank sees the full parameters again.
 
 # %%
 # %%ranks
@@ -232,7 +242,7 @@ if lab.predicted("04.1"):
         assert after["optimizer"] == 8 * psi // ranks + 4 * tensors
         assert after["parameters"] == before["parameters"] == 4 * psi
     if after["gradients"] < before["gradients"]:
-        print("reduce() puts the shard into memory of its own: that is ZeRO-2 already, see lesson 05")
+        print("your reduce() gives the shard memory of its own: that is already ZeRO-2, see lesson 05")
 
 # %%
 if lab.predicted("04.1"):
@@ -240,8 +250,8 @@ if lab.predicted("04.1"):
     plots.show(plots.who_holds_what(both))
 
 # %% [markdown]
-# Each rank holds its piece *of every unit*, because every unit is cut by itself. Together the four pieces are the optimizer
-# state once. Not a byte is left to explain: 8Ψ/4, and 212 bytes of step counters on every rank.
+# Each rank holds a piece *of every unit*, because every unit is cut separately. Together the four pieces are exactly one
+# copy of the optimizer state. Not a byte is left to explain: 8Ψ/4, plus 212 bytes of step counters on every rank.
 #
 # Now the traffic.
 
@@ -255,7 +265,7 @@ lab.reveal("04.2")
 by_op = {}
 for name, run in (("DDP", ddp), ("Zero1", sharded)):
     for call in run["book"].calls:
-        if not call.control:  # by which the ranks make sure that they agree: a few bytes
+        if not call.control:  # control calls are the few bytes with which the ranks check that they agree
             by_op[name, call.op] = by_op.get((name, call.op), 0) + call.sent
 
 # %%
@@ -268,26 +278,26 @@ if lab.predicted("04.2"):
         print(f"{stage:6} reduce-scatter {together} bytes")
 
 # %% [markdown]
-# The same two halves, the same bytes (the engine's DDP makes its all-reduce of them, so that sums keep their order). In DDP
-# the all-gather follows the reduce-scatter at once, and carries **gradients**. In ZeRO-1 the optimizer's step stands
-# *between* the halves, and what is gathered are **parameters**. That is the whole trick. And the numbers?
+# The same two halves, the same bytes. (The engine's DDP builds its all-reduce from these two, so that sums keep their
+# order.) In DDP the all-gather follows the reduce-scatter at once, and carries **gradients**. In ZeRO-1 the optimizer's
+# step comes *between* the halves, and the all-gather carries **parameters**. That is the whole trick. And the numbers?
 
 # %%
 # NBVAL_CHECK_OUTPUT
 same = lab.pull("same")
-print("after 5 steps all losses and parameters, to the last bit:")
-print("ZeRO-1 as above and DDP equal:", all(of["DDP"] for of in same))
-print("ZeRO-1 as above and the package's equal:", all(of["package"] for of in same))
+print("all losses and parameters after 5 steps, bit for bit:")
+print("this ZeRO-1 equals DDP:", all(of["DDP"] for of in same))
+print("this ZeRO-1 equals the package's:", all(of["package"] for of in same))
 
 # %% [markdown]
-# They must be: Adam computes each element from that element's gradient, average and square, wherever it happens. This is
-# true of SGD, Adam, and their kin. An optimizer that looks at a whole matrix at once (Muon, Shampoo) or at the norm of a
-# layer (LAMB) cannot be cut like that; the engine refuses those it knows.
+# They must be equal. Adam computes each element from that element's gradient, average and average square, on whatever rank
+# that happens. The same is true of SGD and of Adam's relatives. An optimizer that looks at an entire matrix at once (Muon,
+# Shampoo) or at the norm of a layer (LAMB) cannot be cut like this; the engine refuses the ones it knows.
 #
 # ## Where the peak is
 #
-# What has to fit is the *peak* of a step. `timeline` records every buffer of one step from its allocation to its release
-# (lesson 02), so one can see when the saved bytes are missing:
+# What has to fit is the *peak* of a step. `timeline` records every buffer of one step from allocation to release (lesson
+# 02), so you can see whether the saving counts when it matters:
 
 
 # %%
@@ -295,7 +305,7 @@ print("ZeRO-1 as above and the package's equal:", all(of["package"] for of in sa
 def record(stage):
     zero = stage(make_model(), units=[Block])
     adam = torch.optim.AdamW(zero.model.parameters(), lr=1e-3)
-    for step in range(2):  # the first makes the optimizer state
+    for step in range(2):  # the first step creates the optimizer state
         with timeline(zero, adam) as line:
             zero.model(*batch(words, rank, step, 8, 64)).backward()
             adam.step()
@@ -315,33 +325,34 @@ from zerolab.measure.timeline import KINDS
 
 if lab.predicted("04.1"):
     before, after = (line.by_kind() for line in lines)
-    print(f"{'at the peak':20}{'DDP':>12}{'ZeRO-1':>12}{'less by':>12}")
+    print(f"{'at the peak':20}{'DDP':>12}{'ZeRO-1':>12}{'saved':>12}")
     for kind in KINDS:
         if before[kind] or after[kind]:
             saved = before[kind] - after[kind]
             print(f"{kind:20}{before[kind]:>12,}{after[kind]:>12,}{saved:>12,}")
     saved = lines[0].peak - lines[1].peak
-    print(f"{'together':20}{lines[0].peak:>12,}{lines[1].peak:>12,}{saved:>12,}")
+    print(f"{'total':20}{lines[0].peak:>12,}{lines[1].peak:>12,}{saved:>12,}")
     assert sum(before.values()) == lines[0].peak and sum(after.values()) == lines[1].peak
     assert before["optimizer"] - after["optimizer"] == 8 * 867_072 * 3 // 4
 
 # %% [markdown]
-# The green band is there during the whole step, so the peak falls by all of it, wherever it is. Of what is left,
+# The green band lasts for the entire step. So wherever the peak comes, it falls by as much as the band does. What is left:
 #
-# - *parameters* are 4Ψ, and the *optimizer* has 8Ψ/4 and the 212 bytes;
-# - *activations* are what forward leaves for backward (lesson 02 takes them apart): all ranks have their own, and no stage of
+# - *parameters* are 4Ψ, and *optimizer* is 8Ψ/4 and the 212 bytes;
+# - *activations* are what forward leaves for backward (lesson 02 takes them apart). Every rank has its own, and no stage of
 #   ZeRO touches them;
-# - *gradients* have only begun to come: the buckets of the last block and of the root, where backward begins. They grow to
-#   4Ψ while activations go, and are the subject of lesson 05;
-# - *other* is the text, 465 kB or so, the batch, and a few bytes in which the ranks agree on what they are about to send
-#   (so it may differ by 20 bytes or so).
+# - *gradients* have only begun to arrive: these are the buckets of the last block and of the root (the unit for everything
+#   outside the blocks), where backward begins. They grow to 4Ψ while activations shrink, and are the subject of lesson 05;
+# - *other* is the text (about 465 kB), the batch, and the few bytes with which the ranks agree on what to send next. Those
+#   bytes can make a difference of about 20.
 #
 # ## In production
 #
-# torch has ZeRO-1 as an optimizer that wraps another: `ZeroRedundancyOptimizer`, beside an ordinary DDP. It never cuts a
-# tensor; it deals whole tensors to the ranks, largest first, each to the rank that has the least so far. DDP still
-# all-reduces everything, and after the step each rank broadcasts what it has updated. So how many times DDP's bytes does it send?
-# And what will happen with a vocabulary of 4,096, where two tensors hold most of the parameters?
+# torch has ZeRO-1 as an optimizer that wraps another one: `ZeroRedundancyOptimizer`, used next to ordinary DDP. It never
+# cuts a tensor. It assigns the tensors to the ranks, largest first, each to the rank that has the least so far. DDP still
+# all-reduces every gradient, and after the step each rank broadcasts the tensors it has updated. As a multiple of DDP's
+# bytes, how much does it send? (A broadcast along a ring costs each rank 3/4 of the tensor, on average.) And think ahead:
+# what will happen with a vocabulary of 4,096, where two tensors hold most of the parameters?
 
 # %%
 lab.predict("04.3", 1.5)
@@ -366,7 +377,7 @@ def with_torch(model, steps=2):
             parallel(*batch(words, rank, step, 8, 64)).backward()
         with watch() as updating:
             adam.step()
-    # A broadcast in a ring: all but the last rank pass it on, so each sends 3/4 of it on average.
+    # A broadcast along a ring: every rank but the last passes it on, so on average each sends 3/4 of it.
     return {"state": state_of(adam.optim), "sent": (backward.sent, updating.payload * 3 / 4)}
 
 
@@ -409,21 +420,21 @@ if lab.predicted("04.1"):
         for number, name in enumerate(("ZeroRedundancyOptimizer", "flat shards")):
             held = [rank[model][number] for rank in everyone]
             print(f"{model} vocabulary, {name:23}", *(f"{size:>10,}" for size in held), "bytes")
-print("the same parameters to 0.0001:", max(lab.pull("differ")) < 1e-4)
+print("the parameters agree to 0.0001:", max(lab.pull("differ")) < 1e-4)
 
 # %% [markdown]
-# The all-reduce stays, 2Ψ(N-1)/N, and the broadcasts come on top, half as much again: **1.5 times**. It is the price of being a
-# wrapper around DDP. With the small vocabulary dealing whole tensors is nearly even; with the large one the token embedding
-# and the head are one tensor each, and cannot be cut. What decides whether a run fits is the fullest rank.
+# The all-reduce is still there, 2Ψ(N-1)/N, and the broadcasts add half as much again: **1.5 times**. That is the price of
+# wrapping DDP from outside. With the small vocabulary, assigning uncut tensors comes out nearly even. With the large one,
+# the token embedding and the head are one tensor each, and neither can be cut. The fullest rank decides whether a run fits.
 #
-# DeepSpeed's stage 1 and FSDP cut as you did, flat or along the first dimension. (Parameters differ in the last digits here,
-# since DDP's ring adds the ranks in another order.)
+# DeepSpeed's stage 1 and FSDP cut the way you did, flat or along the first dimension. (The parameters differ in their last
+# digits here, because the ring in torch's DDP adds the ranks in another order.)
 #
 # ## On trial
 #
 # > "Splitting by layer, by block or dynamically are equivalent choices."
 #
-# Four ways to deal the GPT with the large vocabulary out to 4 ranks. A *piece* is what must stay together.
+# Here are four ways to deal the GPT with the large vocabulary out to 4 ranks. A *piece* is whatever has to stay together.
 
 # %%
 from zerolab.tasks.models import GPT
@@ -435,7 +446,7 @@ sizes = [(name, param.numel()) for name, param in model.named_parameters()]
 psi = sum(numel for _, numel in sizes)
 
 
-def greedy(pieces):  # as torch does: the largest first, each to whoever has least
+def greedy(pieces):  # as torch does: largest first, each to the rank that has the least
     load, owner = [0] * RANKS, {}
     for name, numel in sorted(pieces.items(), key=lambda piece: -piece[1]):
         owner[name] = load.index(min(load))
@@ -443,7 +454,7 @@ def greedy(pieces):  # as torch does: the largest first, each to whoever has lea
     return [Piece(numel, owner[name]) for name, numel in pieces.items()]
 
 
-def together(key):  # the elements of all parameters with the same key
+def together(key):  # adds up the elements of all parameters with the same key
     pieces = {}
     for name, numel in sizes:
         pieces[key(name)] = pieces.get(key(name), 0) + numel
@@ -454,7 +465,7 @@ def in_turn(pieces):
     return [Piece(numel, number % RANKS) for number, numel in enumerate(pieces.values())]
 
 
-def block(name):  # "blocks.0" of "blocks.0.mlp.up.weight", "token" of "token.weight"
+def block(name):  # "blocks.0.mlp.up.weight" -> "blocks.0", "token.weight" -> "token"
     return ".".join(name.split(".")[: 2 if name.startswith("blocks") else 1])
 
 
@@ -476,12 +487,13 @@ for name, pieces in ways.items():
     print(f"{name:18} Adam's state on the fullest rank: {state:>12,.0f} bytes")
 
 # %% [markdown]
-# **Verdict: false.** Every way is right, in the sense that the numbers come out the same. But the fullest rank decides,
-# and by block, by layer or by tensor it holds far more than its share here. Dealing tensors greedily is good while none is
-# larger than an even share; here two are. Flat cuts are even whatever the model is (up to a few elements of padding).
+# **Verdict: false.** Every way is right, in the sense that the numbers come out the same. But the fullest rank decides, and
+# by block, by layer or by tensor it holds far more than its share here. Dealing out tensors greedily works as long as no
+# tensor is larger than an even share; here two are. Flat cuts are even for any model, up to a few elements of padding.
 #
-# It costs bytes as well. Reduce-scatter and all-gather want as many elements from everyone, so unequal pieces are padded to
-# the largest, and the network carries 1.44 to 1.76 times as much, or they travel by slower ways, as the broadcasts above.
+# Uneven pieces cost traffic as well. Reduce-scatter and all-gather expect the same number of elements from every rank.
+# Either the pieces are padded to the largest, and the network carries 1.44 to 1.76 times as much. Or they travel by slower
+# means, like the broadcasts above.
 #
 # > "Gradients are gathered on a main GPU, which updates the model."
 
@@ -497,11 +509,11 @@ if lab.predicted("04.2"):
         print(f"rank {rank} updates {elements:,} elements and sends {bytes_sent:,} bytes a step")
 
 # %% [markdown]
-# **False.** All ranks do the same. A main GPU would be the root of lesson 01, through which everything has to go.
+# **False.** All ranks do the same work. A main GPU would be the root of lesson 01, through which everything has to pass.
 #
 # > "ZeRO reduces communication."
 #
-# **False for stage 1**, you have counted it: to the byte what DDP sends. It reduces *memory*.
+# **False for stage 1.** You have counted it: stage 1 sends what DDP sends, to the byte. It reduces *memory*.
 #
 # > "ZeRO-1 keeps 12Ψ + 4Ψ/N bytes, ZeRO-2 8Ψ + 8Ψ/N."
 
@@ -522,32 +534,33 @@ if lab.predicted("04.1"):
         print(f"{name:17} measured {measured:5.2f} bytes per parameter, claimed {claimed:.2f}")
 
 # %% [markdown]
-# **False**, in float32 and with bfloat16. Stage 1 keeps 8Ψ + 8Ψ/N in float32 (parameters and gradients whole, Adam's two averages
-# shared out), and 4Ψ + 12Ψ/N with bfloat16, whose float32 masters are shared out too. Stage 2, which is lesson 05, shares
-# out gradients as well: 4Ψ + 12Ψ/N and 2Ψ + 14Ψ/N. Whoever plans a bfloat16 run with the claim buys 1.8 times the memory on 4 GPUs,
-# and three to four times on many.
+# **False**, in float32 and with bfloat16. In float32, stage 1 keeps 8Ψ + 8Ψ/N: full parameters, full gradients, and a shard
+# of Adam's two averages. With bfloat16 it keeps 4Ψ + 12Ψ/N, because the float32 masters are sharded too. Stage 2, which is
+# lesson 05, also shards the gradients: 4Ψ + 12Ψ/N and 2Ψ + 14Ψ/N. If you plan a bfloat16 run by this claim, you buy 1.8 to
+# 1.9 times the memory you need on 4 GPUs, and three to four times on many.
 #
 # ## Questions
 #
-# 1. Why can ZeRO-1 leave out the second half of DDP's all-reduce, and what must it send instead?
-# 2. 1,000 GPUs instead of 64: how much more does ZeRO-1 save, for 7.5 billion parameters in float32?
+# 1. Why can ZeRO-1 skip the second half of DDP's all-reduce, and what must it send instead?
+# 2. How much more does ZeRO-1 save on 1,000 GPUs than on 64, for 7.5 billion parameters in float32?
 # 3. You forget the all-gather after the step. Does the run fail?
-# 4. Gradients are clipped to a joint norm of 1. A rank has a quarter of them. What must it ask the others?
-# 5. Why does it not matter that a shard's boundary goes through the middle of a matrix? When would it?
-# 6. Training on 4 ranks is to go on with 8. What has to happen to the optimizer state?
+# 4. Gradients are to be clipped to a global norm of 1. A rank has a quarter of them. What must it ask the others for?
+# 5. Why does it not matter that a shard boundary runs through the middle of a matrix? When would it?
+# 6. A run on 4 ranks is to continue on 8. What has to happen to the optimizer state?
 
 # %% [markdown] tags=["answer"]
 # **Answers**
 #
-# 1. A rank updates its shard alone, so it needs that shard's mean gradient alone: the reduce-scatter. Then everyone needs all
-#    new parameters: an all-gather of as many bytes as the all-gather of gradients that was left out.
-# 2. Next to nothing: 8Ψ/64 is 0.94 GB, 8Ψ/1000 is 0.06 GB. What is left, 8Ψ = 60 GB, does not shrink.
-# 3. No. Each rank goes on with new values in its own shard and old ones elsewhere; the models drift apart, and training is
-#    worse without an error. Your check of 04.2 found that by comparing weights, not losses.
-# 4. For the sum of the squares: an all-reduce of one number. (`zero.clip_grad_norm_` does it.)
-# 5. Adam treats every element by itself. It matters for optimizers that look at a matrix or a layer as a whole.
-# 6. It has to be cut anew: shards of N = 4 and N = 8 have different boundaries. `zerolab.load`
-#    does it: it reads at any number of ranks and in any stage what `zerolab.save` wrote at another.
+# 1. A rank updates only its shard, so it needs only that shard of the mean gradient: the reduce-scatter. Afterwards
+#    everyone needs all the new parameters. That takes an all-gather, of as many bytes as the all-gather of gradients that
+#    was skipped.
+# 2. Next to nothing: 8Ψ/64 is 0.94 GB, and 8Ψ/1000 is 0.06 GB. What is left, 8Ψ = 60 GB, does not shrink.
+# 3. No. Each rank goes on with new values in its own shard and old values elsewhere. The models drift apart, and training
+#    gets worse without an error. The check of 04.2 finds this by comparing weights, not losses.
+# 4. For their sums of squares: an all-reduce of one number. (`zero.clip_grad_norm_` does it.)
+# 5. Adam treats every element by itself. It matters for optimizers that look at a matrix or a layer in one piece.
+# 6. It has to be cut again: the boundaries of shards for N = 4 and N = 8 differ. `zerolab.load` does this. It reads what
+#    `zerolab.save` wrote, at any number of ranks and in any stage.
 
 # %%
 lab.stop()

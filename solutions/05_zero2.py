@@ -1,12 +1,12 @@
 # %% [markdown]
 # # 05 · ZeRO-2: shard the gradients
 #
-# **The question.** With ZeRO-1 a rank updates its quarter of the model, and needs the mean gradient of that quarter alone. But
-# it keeps the gradient of everything until `zero_grad()`. Let the rest go, and another 3 bytes per parameter are free on 4
-# ranks. It takes two lines. So you turn it on, look at your GPU's peak, and *nothing has changed*.
+# **The question.** With ZeRO-1, a rank updates its quarter of the model and needs only that quarter of the mean gradient.
+# But it keeps the gradient of everything until `zero_grad()`. Let the rest go, and on 4 ranks another 3 bytes per parameter
+# are free. It takes two lines. So you turn it on, look at your GPU's peak, and *nothing has changed*.
 #
-# After this lesson you know when ZeRO-2 lowers the peak and when it cannot, what size a unit should have, and what gradient
-# accumulation costs.
+# After this lesson you will know when ZeRO-2 lowers the peak and when it cannot, how large a unit should be, and what
+# gradient accumulation costs.
 
 # %%
 # %load_ext zerolab.lab
@@ -41,7 +41,7 @@ print(f"Ψ = {psi:,} parameters")
 # %% [markdown]
 # ## Predict
 #
-# Everything in float32, 4 ranks. How many bytes of gradients does a rank hold when backward returns in stage 2?
+# Everything is in float32, on 4 ranks. In stage 2, how many bytes of gradients does a rank hold when backward returns?
 
 # %%
 lab.predict("05.1", 4 * 1_660_160 // 4)
@@ -49,8 +49,8 @@ lab.predict("05.1", 4 * 1_660_160 // 4)
 # %% [markdown]
 # ## Release after reduce
 #
-# First look at what stage 1 does. `timeline` writes down every buffer from its allocation to its release (lesson 02). Here
-# is one step with a batch so small that hardly an activation is to be seen:
+# First look at what stage 1 does. `timeline` records every buffer from allocation to release (lesson 02). Here is one step,
+# with a batch so small that its activations can hardly be seen:
 
 
 # %%
@@ -64,7 +64,7 @@ def record(stage, sequences, context, units=(Block,)):
         adam.step()
         adam.zero_grad()
 
-    step()  # makes the optimizer state
+    step()  # creates the optimizer state
     with timeline(zero, adam) as line:
         step()
     return line
@@ -76,16 +76,20 @@ stage1 = record(zerolab.Zero1, sequences=1, context=16)
 plots.show(plots.skyline([lab.pull("stage1", rank=0)]))
 
 # %% [markdown]
-# Gradients come from the last block to the first. As soon as a block's are all there, they are reduced, while backward goes
-# on with the block before it. So the orange area grows block by block until backward is over, and waits for the step. But
-# once a block is reduced, this rank's slice of it is all that is wanted: the area should grow by a quarter of that.
+# Gradients arrive from the last block to the first. Once all of a block's gradients are there, their reduction starts, and
+# backward goes on with the block before it. So the orange area grows block by block until backward is over, and then waits
+# for the step. But once a block is reduced, this rank needs only its shard of the result. The area should grow by a quarter
+# of a block at a time.
 #
-# Your method is `post_backward(unit)`, which the engine calls when all gradients of the unit are there, in the bucket
-# `unit.whole_grad` (lesson 03). Stage 1 starts the reduction in it, and leaves the mean of the shard in `unit.grad`. Three traps:
+# Your method is `post_backward(unit)`. The engine calls it when all gradients of the unit are in its bucket, as
+# `unit.bucket.full` (lesson 03). Stage 1's version starts the reduction, which leaves the mean of the shard in
+# `unit.bucket.grad`. There are three traps:
 #
-# - The reduction runs *while* your method returns. Memory that it still reads must not go.
-# - In stage 1 `unit.grad` is a **view** of the whole gradient, and a view keeps the whole storage alive.
-# - Inside `no_sync` (lesson 03) nothing is reduced, and nothing may go: `self.reduces(unit)` is False there.
+# - The reduction is still running when your method returns. Memory that it still reads must not go.
+# - In stage 1, `unit.bucket.grad` is a **view** of the full gradient, and a view keeps the entire storage alive.
+# - Inside `no_sync` (lesson 03) nothing is reduced, so nothing may go. There `self.reduces(unit)` is False.
+#
+# `unit.bucket.release()` avoids all three. If you free the memory yourself, you have to avoid them.
 
 # %%
 # %%exercise 05.1
@@ -98,7 +102,7 @@ class MyZero2(zerolab.Zero1):
 
     def post_backward(self, unit: Unit) -> None:
         super().post_backward(unit)
-        unit.release_grad()
+        unit.bucket.release()
 
 
 # %%
@@ -107,7 +111,7 @@ lab.check("05.1")
 # %% [markdown]
 # ## Measure
 #
-# Three steps on real text: stages 0 and 1, your stage 2, and the package's.
+# Train three steps on real text, four times: with stage 0, stage 1, your stage 2, and the package's.
 
 # %%
 # %%ranks
@@ -160,17 +164,17 @@ if lab.predicted("05.1"):
         print(f"{name:7} holds {size:,} bytes of gradients, sends {bytes_sent:,} a step")
     assert held["Zero2"] == held["package"] and held["Zero2"]["gradients"] == 4 * 1_660_160 // 4
 same = lab.pull("same")
-print("stage 2 as above and the package's, the same bits:", all(of["package"] for of in same))
-print("stages 0, 1 and 2, the same bits:", all(of["DDP"] and of["Zero1"] for of in same))
+print("this stage 2 equals the package's, bit for bit:", all(of["package"] for of in same))
+print("stages 0, 1 and 2 are equal, bit for bit:", all(of["DDP"] and of["Zero1"] for of in same))
 
 # %% [markdown]
 # A quarter, to the byte, and at no cost: the traffic is what it was, and so is every bit of the weights.
 #
 # ## Why the peak may not fall
 #
-# What must fit is the *peak* of a step. Record whole steps of stages 1 and 2 with a batch of 8 × 64 tokens on each rank,
-# and with one of 1 × 16. When the gradients' bytes are saved, are they the ones that the peak is made of? Predict: with
-# which of the two batches does the peak fall by more, "large" or "small"?
+# What must fit is the *peak* of a step. Next you record a step of stage 1 and of stage 2, once with a batch of 8 × 64
+# tokens on each rank, and once with 1 × 16. Are the gradient bytes that stage 2 saves part of the peak? Predict: with which
+# of the two batches does the peak fall by more, "large" or "small"?
 
 # %%
 lab.predict("05.2", "small")
@@ -195,9 +199,9 @@ if lab.predicted("05.2"):
     plots.show(plots.skyline(small, learner=[False, lab.passed("05.1")]))
 
 # %% [markdown]
-# With the large batch the peak is a mountain of activations. It comes when forward is over and hardly a gradient is there:
-# what ZeRO-2 saves, it saves *later* (compare the end of backward), and the peak is what it was. With the small batch the peak comes when gradients have
-# piled up, and there it falls. What the four peaks are made of, to the byte:
+# With the large batch the peak is a mountain of activations. It comes when forward is over and hardly any gradients are
+# there yet. What ZeRO-2 saves, it saves *later* (compare the end of backward), so the peak is what it was. With the small
+# batch the peak comes when gradients have piled up, so it falls. Here is what the four peaks are made of, to the byte:
 
 # %%
 from zerolab.measure.timeline import KINDS
@@ -215,23 +219,25 @@ if lab.predicted("05.2"):
     assert all(column["optimizer"] == 8 * 1_660_160 // 4 + 4 * 101 for column in table)
 
 # %% [markdown]
-# - *parameters* are 4Ψ and stay; *optimizer* is 8Ψ/4 and 4 bytes for each of the 101 tensors' step counters.
-# - *gradients*, large batch: the buckets of the last block and of the root, where backward begins. Small batch, stage 1: all
-#   4Ψ, and what autograd has just made and not yet put into a bucket. Stage 2: the slices of the blocks that are done, the
-#   root's bucket, which is full only in the end, and one or two whole blocks, one that is filled and one that is reduced.
-# - *communication* is where a reduction receives the other ranks' parts: three quarters of the block, with four ranks.
-# - *other* is the text (465 kB or so), the batch, and a few bytes in which the ranks agree. *activations* you took apart in lesson 02.
+# - *parameters* are 4Ψ and stay. *optimizer* is 8Ψ/4, plus 4 bytes for the step counter of each of the 101 tensors.
+# - *gradients*, large batch: the buckets of the last block and of the root, where backward begins. Small batch, stage 1:
+#   all 4Ψ, and what autograd has just computed and not yet put into a bucket. Small batch, stage 2: the shards of the
+#   blocks that are done, the root's bucket, which fills up only at the end, and the full buckets of one or two blocks. One
+#   is being filled, the other is being reduced.
+# - *communication* is where a reduction receives the other ranks' parts: with four ranks, three quarters of the block.
+# - *other* is the text (about 465 kB), the batch, and the few bytes with which the ranks agree on what to send.
+#   *activations* you took apart in lesson 02.
 #
-# (A collective gives its buffers back a moment sooner or later, so with the small batch gradients and communication may
-# differ by a block from run to run. All else is the same every time.)
+# (A collective gives its buffers back a moment sooner or later. So with the small batch, gradients and communication may
+# differ by a block from run to run. Everything else is the same every time.)
 #
 # So before you turn stage 2 on, ask what your peak is made of.
 #
 # ## What size should a unit have?
 #
-# A unit is a bucket: it is reduced as one, and until then its whole gradient is there. Three choices: the whole model as
-# one unit, the blocks, and every linear layer by itself. On an emulated network of 100 MB/s with 1 ms a message, where a
-# reduce-scatter on 4 ranks takes 3 messages, and so does an all-gather.
+# A unit is also a bucket: it is reduced as one, and until then its full gradient is in memory. Compare three choices: the
+# entire model as one unit, each block as a unit, and each linear layer as a unit. The network is emulated: 100 MB/s, and 1
+# ms per message. On 4 ranks a reduce-scatter takes 3 messages, and so does an all-gather.
 
 # %%
 lab.link("100 MB/s, 1 ms")
@@ -267,17 +273,18 @@ costs = {}
 for name, (units, seconds) in speed.items():
     latency, transfer = units * (3 + 3) * 0.001, 2 * 4 * 1_660_160 * 3 / 4 / 100e6
     costs[f"{name} ({units})"] = plots.Cost(latency, transfer, seconds)
-title, subtitle = "A training step, by size of unit", "ZeRO-2 on 4 ranks, units in brackets"
+title, subtitle = "A training step, by unit size", "ZeRO-2 on 4 ranks, number of units in brackets"
 plots.show(plots.call_costs(costs, title, subtitle))
 lab.link(None)
 
 # %% [markdown]
-# The bars are what the link takes, the diamonds the whole step. With every layer by itself, latency is most of the bar. From
-# a diamond back to its bar lies what the step takes beside the link: with blocks it is less than with one unit, for some of
-# the bytes travel while backward computes. One unit leaves when its last gradient is there, and then backward is over.
-# (On two busy cores that difference is small, and some days it is not there. On GPUs it is what buckets are for.)
+# The bars are the time that the link takes; the diamonds are the time of the entire step. With a unit for each layer,
+# latency is most of the bar. The gap between a bar and its diamond is what the step takes beyond the link. With blocks the
+# gap is smaller than with one unit, because some of the bytes travel while backward computes. A single unit can leave only
+# when its last gradient is there, and by then backward is over. (On two busy cores the difference is small, and some days
+# it does not show. On GPUs it is what buckets are for.)
 #
-# And memory? Of a step with the small batch, the peak, and the most that there was of gradients at one moment:
+# And memory? For one step with the small batch, here are the peak and the most gradients that were there at any moment:
 
 # %%
 # %%ranks
@@ -292,20 +299,21 @@ for name, (peak, gradients) in peaks.items():
 
 # %%
 # NBVAL_CHECK_OUTPUT
-whole = {name: gradients >= 4 * 1_660_160 for name, (_, gradients) in peaks.items()}
-print("the gradients of the whole model are there at once:", whole)
+at_once = {name: gradients >= 4 * 1_660_160 for name, (_, gradients) in peaks.items()}
+print("all gradients of the model are in memory at once:", at_once)
 
 # %% [markdown]
-# One unit has the highest peak: ZeRO-2 saves nothing there, for its gradients all have to be there before the first byte can
-# leave (and this rank's slice is copied out before they go: 4Ψ + Ψ). On your network the best size is another; the shape of the choice is the same: *large enough that latency does not
-# count, small enough that a few fit beside everything else.*
+# One unit has the highest peak. ZeRO-2 saves nothing there, because all gradients have to be there before the first byte
+# can leave. On top of that, this rank's shard is copied out before they go: 4Ψ + Ψ bytes. On your network another size will
+# be best, but the rule is the same: *large enough that latency does not count, small enough that a few fit beside
+# everything else.*
 #
 # ## Gradient accumulation
 #
-# A batch that does not fit is cut into *micro-batches*: backward several times, then one step. In DDP one reduces after the last
-# only: `with zero.no_sync():` around the others keeps gradients back. In stage 2 that has a price. For 4 micro-batches: how
-# many bytes does a rank send in a step *without* `no_sync`, and how many bytes of gradients does it hold between
-# micro-batches *with* it?
+# A batch that does not fit is cut into *micro-batches*: backward runs several times, then comes one step. In DDP you reduce
+# only after the last one, and `with zero.no_sync():` around the others keeps their gradients back. In stage 2 that has a
+# price. With 4 micro-batches, how many bytes does a rank send in a step *without* `no_sync`? And how many bytes of
+# gradients does it hold between micro-batches *with* it?
 
 # %%
 lab.predict("05.3", (4 + 1) * 4 * 1_660_160 * 3 // 4)
@@ -347,17 +355,18 @@ lab.reveal("05.4")
 # NBVAL_CHECK_OUTPUT
 if lab.predicted("05.3") and lab.predicted("05.4"):
     for name, (bytes_sent, between) in accumulated.items():
-        print(f"{name:17} {bytes_sent:>10,} bytes sent, {between:>9,} of gradients in between")
+        print(f"{name:17} {bytes_sent:>10,} bytes sent, {between:>9,} bytes of gradients in between")
 
 # %% [markdown]
-# Without `no_sync`: four reduce-scatters and one all-gather, each 4Ψ · ¾. With it: one of each, and whole gradients in between, as
-# in stage 1. Memory or traffic; both at once cannot be had. (DeepSpeed's stage 2 reduces every micro-batch.)
+# Without `no_sync`, a step has four reduce-scatters and one all-gather, of 4Ψ · ¾ bytes each. With it, a step has one of
+# each, and holds full gradients in between, as in stage 1. You can save memory or traffic, but not both. (DeepSpeed's stage
+# 2 reduces every micro-batch.)
 #
 # ## In production
 #
 # FSDP2 has a form of ZeRO-2: `fully_shard(..., reshard_after_forward=False)`. Each rank keeps its rows of every parameter,
-# gathers a block's parameters in forward, and lets them go when the block's *backward* is over (without the option also
-# after its forward, and then it is ZeRO-3). Side by side with your stage 2, on the same model and text:
+# gathers a block's parameters in forward, and releases them after the block's *backward*. (Without the option it releases
+# them after the block's forward as well, and that is ZeRO-3.) Here it is beside your stage 2, on the same model and text:
 
 # %%
 # %%ranks
@@ -408,7 +417,7 @@ kept["gradients"] = sum(param.grad.to_local().nbytes for param in theirs.paramet
 # %%
 # %%ranks
 def peak_with(build):
-    if rank == 0:  # the profiler takes its time, and one rank is like the others
+    if rank == 0:  # the profiler is slow, and the other ranks are like this one
         return peak_of(lambda: steps_of(build, 8, 64)[1], torch.device("cpu"), steps=2)
     _, step = steps_of(build, 8, 64)
     step()
@@ -419,13 +428,13 @@ allocated = peak_with(build_ours), peak_with(build_theirs)
 
 # %%
 difference = max(lab.pull("difference"))
-print(f"weights differ by {difference:.0e} at most; one step of Adam moves a weight by 1e-3")
+print(f"the weights differ by at most {difference:.0e}; one step of Adam moves a weight by 1e-3")
 ours, theirs = lab.pull("allocated", rank=0)
-print(f"large batch, the allocator's peak: stage 2 {ours:,} bytes, fully_shard {theirs:,}")
+print(f"the allocator's peak with the large batch: stage 2 {ours:,} bytes, fully_shard {theirs:,}")
 
 # %%
 # NBVAL_CHECK_OUTPUT
-print("the same weights to 0.0001 after three steps:", difference < 1e-4)
+print("after three steps the weights agree to 0.0001:", difference < 1e-4)
 if lab.predicted("05.1"):
     number, theirs = lab.pull("traffic", rank=0)
     ours = lab.pull("sent", rank=0)["Zero2"]
@@ -436,18 +445,19 @@ if lab.predicted("05.1"):
         print(f"{kind} after backward: stage 2 {ours:,} bytes, fully_shard {theirs:,}")
 
 # %% [markdown]
-# - **Numbers**: equal to rounding. gloo's reduce-scatter adds the ranks in the order of its ring, ours in rank order.
+# - **Numbers**: equal up to rounding. gloo's reduce-scatter adds the ranks in the order of its ring; ours adds them in rank
+#   order.
 # - **Traffic**: the same, to the byte: 9 all-gathers, each just before the forward that needs the parameters, and 9
-#   reduce-scatters. (`calls()` notes what passes PyTorch's dispatcher, and counts it as a ring would send it. gloo's own
-#   reduce-scatter is an all-reduce inside and really sends twice as much; NCCL's is not.)
-# - **Memory**: between backward and the next forward `fully_shard` keeps a quarter of the parameters, where stage 2 of
-#   the paper keeps all. That lowers the floor, not the peak: in the middle of a step the whole parameters are there
-#   *beside* the quarter, and a block's are copied on their way into and out of its buffers. (This is the peak as the
-#   allocator counts it, for both in the same way. It sees what the collectives need too, and changes from run to run by
-#   a block or two, with the moment at which they give it back.)
+#   reduce-scatters. (`calls()` notes what passes through PyTorch's dispatcher, and counts it as a ring would send it.
+#   Inside, gloo's own reduce-scatter is an all-reduce and really sends twice as much; NCCL's is not.)
+# - **Memory**: between backward and the next forward, `fully_shard` keeps a quarter of the parameters, where the paper's
+#   stage 2 keeps them all. That lowers the floor, not the peak. In the middle of a step the full parameters are there *in
+#   addition to* the quarter, and a block's parameters are copied into and out of its buffers. (This is the peak as the
+#   allocator counts it, for both in the same way. It includes what the collectives need. It changes by a block or two from
+#   run to run, depending on when they give that memory back.)
 #
-# DeepSpeed's stage 2 copies gradients into buckets of `reduce_bucket_size` elements, 500 million unless you say otherwise: 2
-# GB in float32 that count at the peak. A unit is what plays this part here.
+# DeepSpeed's stage 2 copies gradients into buckets of `reduce_bucket_size` elements, 500 million unless you say otherwise.
+# In float32 that is 2 GB, and it counts at the peak. Here a unit plays that part.
 #
 # ## On trial
 #
@@ -456,11 +466,11 @@ if lab.predicted("05.1"):
 # %%
 # NBVAL_CHECK_OUTPUT
 equal = [of["DDP"] == of["Zero1"] == of["Zero2"] for of in lab.pull("losses")]
-print("the losses of stages 0, 1 and 2 are equal to the last bit, on all ranks:", all(equal))
+print("the losses of stages 0, 1 and 2 are equal on all ranks, bit for bit:", all(equal))
 
 # %% [markdown]
-# **Verdict: false.** The same numbers, bit for bit: neither better nor worse. What may change accuracy is what one does with the
-# memory that is free, a larger batch for instance.
+# **Verdict: false.** The numbers are the same, bit for bit: neither better nor worse. What may change accuracy is what you
+# do with the memory that is now free, such as training with a larger batch.
 #
 # > "Larger buckets are always faster."
 
@@ -469,33 +479,34 @@ print("the losses of stages 0, 1 and 2 are equal to the last bit, on all ranks:"
 highest = max(peaks, key=lambda name: peaks[name][0])
 for name, (units, _) in speed.items():
     print(f"{name:13} {6 * units:3} messages in a step")
-print("the highest peak has:", highest)
+print("the highest peak:", highest)
 
 # %% [markdown]
-# **True while latency is what you pay, and at a price.** From single layers to blocks much time is won; from blocks to one unit, with a
-# ninth of the messages, little or nothing: what is left are bytes, which are the same, and computing, which they then
-# cannot hide behind. And the largest unit of all has the highest peak. (`zerolab.measure.trace` measures what hides behind what.)
+# **True while latency is what you pay for, and at a price.** Going from single layers to blocks saves a lot of time. Going
+# from blocks to one unit, with a ninth of the messages, saves little or nothing: what is left is the bytes, which are the
+# same, and with one unit they can no longer hide behind computation. And the largest unit has the highest peak.
+# (`zerolab.measure.trace` measures what hides behind what.)
 #
 # ## Questions
 #
 # 1. You turn ZeRO-2 on and the peak stays. What do you look at first, and what would help instead?
-# 2. Why must a stage not release the whole gradient as soon as it has *started* the reduction?
-# 3. `unit.grad = unit.whole_grad[a:b]`: how much memory is free after `unit.whole_grad = None`?
-# 4. 16 micro-batches, stage 2, a slow network. With or without `no_sync`?
-# 5. 64 GPUs, 7.5 billion parameters, float32: model states in stages 1 and 2?
+# 2. Why must a stage not release the full gradient as soon as it has *started* the reduction?
+# 3. After `unit.bucket.grad = unit.bucket.full[a:b]`, how much memory does `unit.bucket.full = None` free?
+# 4. 16 micro-batches, stage 2, a slow network: with or without `no_sync`?
+# 5. 64 GPUs, 7.5 billion parameters, float32: how large are the model states in stages 1 and 2?
 # 6. `fully_shard` with `reshard_after_forward=False` keeps a quarter of the parameters between steps. Why does that not
 #    lower its peak?
 
 # %% [markdown] tags=["answer"]
 # **Answers**
 #
-# 1. What the peak is made of. If it is activations: a smaller micro-batch, or activation checkpointing
-#    (`torch.utils.checkpoint`). If it is one large unit's gradient: smaller units.
-# 2. The reduction still reads it, and memory that is given back is soon somebody else's: the mean is then made of garbage.
-# 3. None. The slice is a view, and keeps the storage. It takes a `clone()`.
-# 4. With, if the whole gradient fits: one reduce-scatter for 16. Else without, and the network is what you pay with.
+# 1. What the peak is made of. If it is activations, use a smaller micro-batch or activation checkpointing
+#    (`torch.utils.checkpoint`). If it is one large unit's gradient, use smaller units.
+# 2. The reduction still reads it. Freed memory soon belongs to something else, and then the mean is computed from garbage.
+# 3. None. The slice is a view, and keeps the storage alive. It takes a `clone()`.
+# 4. With it, if the full gradient fits: one reduce-scatter instead of 16. Otherwise without it, and you pay in traffic.
 # 5. 8Ψ + 8Ψ/64 = 60.9 GB, and 4Ψ + 12Ψ/64 = 31.4 GB.
-# 6. The peak comes in forward or backward, and there the whole parameters are gathered, beside the quarter.
+# 6. The peak comes in forward or backward. There the full parameters are gathered, in addition to the quarter.
 
 # %%
 lab.stop()

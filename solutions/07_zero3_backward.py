@@ -1,12 +1,12 @@
 # %% [markdown]
 # # 07 · ZeRO-3, backward: gather again, reduce, release
 #
-# Lesson 06 let every block's parameters go as soon as its forward was over. Backward needs them once more: the gradient of a
-# layer's *input* is the gradient of its output times its weights. So everything is gathered a second time, while gradients
-# go the other way and are reduced.
+# In lesson 06, every block's parameters went as soon as its forward was over. Backward needs them once more: the gradient
+# of a layer's *input* is the gradient of its output times its weights. So every block is gathered a second time, while
+# gradients go the other way and are reduced.
 #
-# On a slow network that second time is what makes a run 1.5 times as expensive, and the order of three lines decides
-# how much memory is needed while it happens. Today you write those three lines, and can say every byte they send.
+# On a slow network that second time is what makes a run 1.5 times as expensive, and the order of a few lines decides how
+# much memory it takes. Today you write those lines, and you will be able to account for every byte they send.
 
 # %%
 # %load_ext zerolab.lab
@@ -33,7 +33,7 @@ def make_model():
 
 def build(stage):
     zero = stage(make_model(), units=[Block])
-    zero.prefetch = False  # nothing is gathered before its turn, so that one can see each turn; usually it is on
+    zero.prefetch = False  # on by default; off, nothing is gathered before its turn, so you can see each turn
     return zero, AdamW(zero.model.parameters(), lr=1e-3)
 
 
@@ -43,13 +43,14 @@ print({unit.name: unit.layout.size for unit in zero.units[:2]}, "... seven units
 # %% [markdown]
 # ## Predict
 #
-# Ψ = 1,263,616 parameters in float32 on 4 ranks: 73,984 in the root, 198,272 in each of six blocks. In one training step,
+# The model has Ψ = 1,263,616 parameters in float32, on 4 ranks: 73,984 in the root and 198,272 in each of six blocks. In
+# one training step,
 #
 # 1. how many collectives are there? An all-gather or a reduce-scatter of a unit counts as one. The root stays from its
 #    forward until its gradient is reduced.
 # 2. how many bytes does each rank send? Either kind sends (N-1)/N of the unit (lesson 01).
-# 3. what is the most that is gathered at one moment of *backward*, in bytes? A hint: the gradient of block 4's output and of
-#    block 5's input are the same tensor. Who is told first?
+# 3. what is the most that is gathered at any moment of *backward*, in bytes? A hint: the gradient of block 4's output and
+#    the gradient of block 5's input are the same tensor. Which of the two blocks hears of it first?
 
 # %%
 lab.predict("07.1", 7 + 6 + 7)
@@ -59,8 +60,8 @@ lab.predict("07.3", 4 * (73_984 + 2 * 198_272))
 # %% [markdown]
 # ## See
 #
-# What the engine calls in a backward, in which order, and how many units are gathered after each call, on the four live
-# ranks. (`watched` looks over the engine's shoulder.)
+# Here is what the engine calls in a backward, in order, on the four live ranks, and which units are gathered after each
+# call. (`watched` looks over the engine's shoulder.)
 
 # %%
 # %%ranks
@@ -70,7 +71,7 @@ story = []
 
 
 def tell(point, unit):
-    gathered = [u.name for u in zero.units if u.whole.untyped_storage().size()]
+    gathered = [u.name for u in zero.units if u.full.untyped_storage().size()]
     story.append(f"{point:13} {unit.name:8}  gathered: {', '.join(gathered) or 'nothing'}")
 
 
@@ -91,22 +92,21 @@ lab.measured("07.3", lab.pull("most", rank=0), "bytes")
 lab.reveal("07.3")
 
 # %% [markdown]
-# Read it from the top. The root comes first: its output layer is where backward begins, and it is there already. Then block
-# 5 is gathered; and as soon as the gradient of its input is known, which is the gradient of block 4's output, block 4 is
-# gathered, *before* block 5 is released. So there are two blocks at a time. FSDP2 has the same,
-# and three where it gathers the next block ahead; ours stays at two then, too. The root goes last: the embeddings are where
-# backward ends.
+# Read it from the top. The root comes first: backward begins with its output layer, and the root is there already. Then
+# block 5 is gathered. The gradient of its input is also the gradient of block 4's output, and block 4 hears of it first. So
+# block 4 is gathered *before* block 5 is released, and two blocks are there at a time. FSDP2 has two as well, and three
+# when it gathers the next block ahead; ours stays at two even then. The root goes last: backward ends with the embeddings.
 #
 # ## ZeRO-3's backward as a class
 #
-# Three methods, one or two lines each:
+# You write three methods, of one or two lines each:
 #
-# - `pre_backward(unit)`: the first gradient has reached the outputs of `unit`.
-# - `post_backward(unit)`: backward has passed it, and its gradient is complete. ZeRO-2's version, which you inherit, reduces
-#   the gradient and keeps this rank's slice.
+# - `pre_backward(unit)`: the first gradient has reached the unit's outputs.
+# - `post_backward(unit)`: backward has passed the unit, and its gradient is complete. ZeRO-2's version, which you inherit,
+#   reduces the gradient and keeps this rank's shard of it.
 # - `after_step(unit)`: the optimizer has changed this rank's shard.
 #
-# The check puts your class over a forward like that of lesson 06, and trains with both yours and the package's.
+# The check adds a forward like that of lesson 06 to your class, trains with it, and compares with the package's `Zero3`.
 
 # %%
 # %%exercise 07.1
@@ -132,9 +132,9 @@ lab.check("07.1")
 # %% [markdown]
 # ## Measure
 #
-# `lab.mine(Zero3)` puts together what you have written in lessons 06 and 07. (`zerolab/zero3.py`, which you have now written
-# all of, says `self.gather(unit)` for your `unit.gather()`, and has one line more: that starts the next unit's gather ahead,
-# where `prefetch` is on.) First the traffic of one step, to the byte:
+# `lab.mine(Zero3)` puts together what you wrote in lessons 06 and 07. (You have now written all of `zerolab/zero3.py`, with
+# two differences. It says `self.gather(unit)` for your `unit.gather()`. And it has one more line, which starts gathering
+# the next unit ahead of time when `prefetch` is on.) First the traffic of one step, to the byte:
 
 # %%
 # %%ranks
@@ -175,15 +175,15 @@ if lab.predicted("07.1") and lab.predicted("07.2"):
         print(f"{unit:9} {', '.join(calls)}")
     psi, root = 1_263_616, 73_984
     gathered_forward, gathered_backward, reduced = psi, psi - root, psi
-    print(f"3Ψ - Ψ_root = {gathered_forward + gathered_backward + reduced:,} elements; x 4 bytes x 3/4 to send")
+    print(f"3Ψ - Ψ_root = {gathered_forward + gathered_backward + reduced:,} elements; a rank sends 3/4 of their bytes")
     assert 3 * (gathered_forward + gathered_backward + reduced) == lab.pull("moved", rank=0)
 
 # %% [markdown]
-# Ψ for the gathers of forward, Ψ - Ψ_root for those of backward, Ψ for the reductions. DDP and ZeRO-1 and 2 send 2Ψ: so
-# ZeRO-3 sends **1.5 times** as much, less the root. Each block has three collectives in a step, the root two.
+# The gathers of forward are Ψ, those of backward Ψ - Ψ_root, and the reductions Ψ. DDP, ZeRO-1 and ZeRO-2 send 2Ψ. So
+# ZeRO-3 sends **1.5 times** as much, less the root. Each block has three collectives in a step; the root has two.
 #
-# Does it learn the same? Five steps of your ZeRO-3, of the package's, and of data parallel training (`DDP`, nothing
-# sharded):
+# Does it learn the same? Train five steps with your ZeRO-3, with the package's, and with plain data parallelism (`DDP`,
+# nothing sharded):
 
 # %%
 # %%ranks
@@ -199,13 +199,13 @@ def train(stage):
 (losses, weights), *others = [train(stage) for stage in (Zero3, zerolab.Zero3, DDP)]
 for theirs, their_weights in others:
     assert losses == theirs and all(torch.equal(a, b) for a, b in zip(weights, their_weights, strict=True))
-print(f"the losses of five steps and {len(weights)} weights are the same three times, to the last bit")
+print(f"the losses of five steps and {len(weights)} weights are the same in all three runs, bit for bit")
 
 # %% [markdown]
-# To the bit: yours, the package's `Zero3`, and data parallel training. Sharding changes where numbers lie, not what is
-# computed: no accuracy is lost, and none won.
+# All three agree to the bit. Sharding changes where numbers are kept, not what is computed: no accuracy is lost, and none
+# is gained.
 #
-# Now memory. Every allocation of a step, ZeRO-2's beside yours:
+# Now memory. Here is every allocation of a step, ZeRO-2's beside yours:
 
 # %%
 # %%ranks
@@ -213,7 +213,7 @@ print(f"the losses of five steps and {len(weights)} weights are the same three t
 
 def record(stage):
     zero, optimizer = build(stage)
-    step(zero, optimizer)  # makes the optimizer state
+    step(zero, optimizer)  # creates the optimizer state
     step(zero, optimizer)
     with timeline(zero, optimizer) as line:
         step(zero, optimizer)
@@ -230,8 +230,8 @@ if lab.predicted("07.3"):
     plots.show(plots.skyline([lab.pull("line2", rank=0), lines[0]], learner=[False, lab.passed("07.1")]))
 
 # %% [markdown]
-# The saw has teeth twice as high in backward: two blocks. Under the activations gradients pile up, but only slices of them.
-# Move through the step with the slider; it begins at the peak.
+# In backward the teeth of the saw are twice as high: two blocks. Below the activations gradients pile up, but only shards
+# of them. Move through the step with the slider; it begins at the peak.
 
 # %%
 from zerolab.lab.explorers import timeline_scrubber
@@ -256,31 +256,31 @@ if lab.predicted("07.3"):
     assert max(line.curve("gathered parameters")) == 4 * (root + 2 * block)
     for kind, nbytes in line.by_kind().items():
         whose = ", ".join(f"{unit} {size:,}" for unit, size in units[kind].items() if unit)
-        print(f"{nbytes:>10,}  {kind:20} {whose if len(units[kind]) < 6 else 'of all units'}")
+        print(f"{nbytes:>10,}  {kind:20} {whose if len(units[kind]) < 6 else 'all units'}")
     print(f"{line.peak:>10,}  the peak")
     assert sum(kinds.values()) == sum(part.nbytes for part in line.parts()) == line.peak
 
 # %% [markdown]
-# - *Parameters* and *optimizer* are what ZeRO-3 promises: 4Ψ/N and 8Ψ/N (and 4 bytes for each of 77 tensors, in which Adam
-#   counts its steps). More ranks make them small.
-# - *Gathered parameters*: the root and two blocks, to the byte what you predicted.
-# - *Gradients*: a block that backward has passed has its whole gradient, 793,088 bytes, until it is reduced. The root's is
-#   there from the first, for its output layer. In the block that backward is in, what is there so far.
-# - *Communication*: what a reduction receives from the other ranks, (N-1)/N of the block. Which block that is, and whether
-#   its buffers are back already when the next gradient comes, is for the network to decide; so this line and the gradients
-#   may be a block larger or smaller in another run.
-# - *Activations* that backward has not reached yet; *other*: tokens and temporaries.
+# - *Parameters* and *optimizer* are what ZeRO-3 promises: 4Ψ/N and 8Ψ/N, plus Adam's step counters, 4 bytes for each of 77
+#   tensors. More ranks make them smaller.
+# - *Gathered parameters*: the root and two blocks, the answer to 07.3 to the byte.
+# - *Gradients*: a block that backward has passed has a full bucket, 793,088 bytes, until it is reduced. The root's bucket
+#   has been there from the start, for its output layer. The block that backward is in has what has arrived so far.
+# - *Communication*: what a reduction receives from the other ranks, (N-1)/N of the block. The network decides which block
+#   that is, and whether its buffers are back before the next gradient comes. So this line and the gradients may be a block
+#   larger or smaller in another run.
+# - *Activations* are those that backward has not reached yet. *Other* is tokens and temporaries.
 #
-# All but the first two are **in flight**: some blocks large, whatever N is. Which is why small units are good for memory,
-# and why the largest unit decides.
+# Everything but the parameters and the optimizer is **in flight**. Activations aside, that is a few blocks' worth, whatever
+# N is. That is why small units are good for memory, and why the largest unit decides.
 #
 # ## Break it on purpose
 #
-# *Gathered too late*, that is, not again: what forward released is missing in backward.
+# *Gathered too late*, which here means not at all: what forward released is missing in backward.
 
 # %% tags=["raises-exception"]
 # %%ranks
-# a mistake made on purpose
+# a deliberate mistake
 
 
 class Forgets(Zero3):
@@ -292,14 +292,15 @@ zero, optimizer = build(Forgets)
 zero.model(*batches[0]).backward()
 
 # %% [markdown]
-# Here the traceback ends in `backward()`, and no line of the model is named: autograd runs in C++, long after the lines that
-# made the graph. What helps is the size: [128, 512] is the weight of a block's `mlp.down`, the first that backward meets
-# in a block, and storage 0 says that its memory was let go. So: a unit that was not gathered when backward came to it.
+# This time the traceback ends in `backward()` and names no line of the model: autograd runs in C++, long after the lines
+# that built the graph. What helps is the size. [128, 512] is the weight of a block's `mlp.down`, the first weight that
+# backward meets in a block, and a storage of size 0 is one whose memory was released. So backward came to a unit that was
+# not gathered.
 #
-# *Gathered, but old.* That mistake gives no error at all. Say, somebody looks at a second loss between backward and step,
-# and forgets `torch.no_grad()`: then the root stays, for a backward that does not come. After the optimizer's step its
-# values are old. The engine notes that, in `unit.gathered`, so that a class without `after_step` wastes memory and no more.
-# Without that note:
+# *Gathered, but old.* That mistake gives no error at all. Say someone looks at a second loss between backward and step, and
+# forgets `torch.no_grad()`. Then the root stays, for a backward that never comes. After the optimizer's step its values are
+# old. The engine keeps track of that in `unit.gathered`, so a class without `after_step` wastes memory and nothing worse.
+# Without that record:
 
 # %%
 # %%ranks
@@ -308,7 +309,7 @@ zero.model(*batches[0]).backward()
 
 class KeepsOld(Zero3):
     def after_step(self, unit):
-        unit.gathered = unit.whole.untyped_storage().size() > 0  # what is there is good enough
+        unit.gathered = unit.full.untyped_storage().size() > 0  # whatever is in memory counts as current
 
 
 def loss_after_a_look(stage):
@@ -320,17 +321,17 @@ def loss_after_a_look(stage):
 
 
 new, old = loss_after_a_look(Zero3), loss_after_a_look(KeepsOld)
-print("the same loss with new and with old parameters:", new == old)
+print("new and old parameters give the same loss:", new == old)
 
 # %%
 print(f"rank 0: the loss is {lab.pull('new', rank=0):.3f}; with the root's old values {lab.pull('old', rank=0):.3f}")
 
 # %% [markdown]
-# Both are plausible losses, and training would go on. Only a comparison to the bit finds such a thing, which is why lessons
-# end with one.
+# Both losses are plausible, and training would go on. Only a bit-for-bit comparison finds such a thing, which is why these
+# lessons make one.
 #
-# *A tied weight* is one parameter that two modules share. What if they belong to two units, which are gathered at different
-# times? Who releases it, and when?
+# *A tied weight* is one parameter that two modules share. What if the two modules belong to two units, which are gathered
+# at different times? Which unit releases it, and when?
 
 # %%
 # %%ranks
@@ -357,14 +358,15 @@ except ValueError as error:
     print("fully_shard:", error)
 
 # %% [markdown]
-# The engine puts what is shared into the root unit, which is there all the time, so nobody can let it go too early; it costs
-# memory, 65,536 more elements in the root. `fully_shard` refuses, and says what to do. Both are better than what can happen
-# where nobody looks: one unit lets go of what the other still needs, or one of the two gradients gets lost.
+# The engine puts shared parameters into the root unit. The root stays through forward and backward, so nobody can release
+# them too early. The price is memory: 65,536 more elements in the root. `fully_shard` refuses, and says what to do. Both
+# are better than what can happen when nobody checks: one unit releases what the other still needs, or one of the two
+# gradients gets lost.
 #
 # ## In production
 #
-# `fully_shard` (FSDP2) on the same model and text: five steps, then the weights compared, the traffic of a step, and the peak
-# as torch's own profiler counts it, model and optimizer included.
+# Here is `fully_shard` (FSDP2) on the same model and text. Train five steps, then compare the weights, the traffic of a
+# step, and the peak as torch's own profiler counts it, model and optimizer included.
 
 # %%
 # %%ranks
@@ -414,7 +416,7 @@ def fsdp2():
 
 
 def peak(build, steps=2):
-    if rank == 0:  # the others only take part: a profiler on each would take its time
+    if rank == 0:  # the others only take part: a profiler on every rank would be slow
         return peak_of(build, torch.device("cpu"), steps)
     make_step = build()
     for _ in range(steps):
@@ -424,7 +426,7 @@ def peak(build, steps=2):
 peaks = peak(ours), peak(fsdp2)
 
 # %%
-print(f"weights differ by {max(lab.pull('difference')):.0e} at most; one step of Adam moves a weight by 1e-3")
+print(f"the weights differ by at most {max(lab.pull('difference')):.0e}; one step of Adam moves a weight by 1e-3")
 if lab.predicted("07.1") and lab.predicted("07.2"):
     print(f"fully_shard sends {lab.pull('sent', rank=0):,.0f} bytes in {lab.pull('number', rank=0)} calls")
 peaks = lab.pull("peaks", rank=0)
@@ -432,31 +434,31 @@ print(f"peak: ours {peaks[0]:,}, fully_shard {peaks[1]:,} bytes")
 
 # %%
 # NBVAL_CHECK_OUTPUT
-print("weights equal to 0.0001 after five steps:", max(lab.pull("difference")) < 1e-4)
+print("after five steps the weights agree to 0.0001:", max(lab.pull("difference")) < 1e-4)
 if lab.predicted("07.1") and lab.predicted("07.2"):
     print("the same traffic, to the byte:", lab.pull("sent", rank=0) == lab.pull("moved", rank=0))
     assert lab.pull("number", rank=0) == 20
 
 # %% [markdown]
-# The same twenty collectives, the same bytes. The weights are not equal to the bit, and neither is wrong: gloo's
-# reduce-scatter adds the ranks' gradients in the order of its ring, ours in the order of the ranks, and floating point sums
-# depend on their order. Adam divides by the size of the gradient, so a difference in the last digit of a tiny gradient can
-# grow: hence a tolerance of 1e-4, a tenth of what one step may move a weight.
+# The same twenty collectives, the same bytes. The weights are not equal to the bit, and neither library is wrong. gloo's
+# reduce-scatter adds the ranks' gradients in the order of its ring, ours in rank order, and floating-point sums depend on
+# their order. Adam divides by the size of the gradient, so a difference in the last digit of a tiny gradient can grow.
+# Hence the tolerance of 1e-4, a tenth of what one step may move a weight.
 #
-# The peaks come from torch's profiler, which sees every allocation of either library. Ours is what you have explained above,
-# and perhaps the buffers of a reduction or two that have not ended; how many there are at one moment changes from run to
-# run, for both. `fully_shard` copies a unit into and out of its buffers, because its shards are rows of each parameter, where
-# ours is one stretch of the flat unit. It also gathers the next block ahead, which ours does not here, where `prefetch`
-# is off.
+# The peaks come from torch's profiler, which sees every allocation of either library. Ours is what you explained above,
+# perhaps with the buffers of one or two reductions that have not ended yet. How many of those there are at a time changes
+# from run to run, for both libraries. `fully_shard` copies a unit into and out of its buffers, because its shards are rows
+# of each parameter; ours are stretches of the flat unit. It also gathers the next block ahead. Ours does not do so here,
+# because `prefetch` is off.
 #
-# There are no times here, and that is no oversight: four ranks share the cores of this machine, and nothing is gained by
-# sending while computing. What 1.5 times the bytes cost is to be seen where there are wires.
+# There are no times here, and that is deliberate: four ranks share the cores of this machine, so sending while computing
+# gains nothing. To see what 1.5 times the bytes cost, you need real wires.
 #
 # ## On trial
 #
 # > "With more devices the model can grow without limit."
 #
-# First what four ranks can show: the same step on groups of 2 and of 4 ranks. What shrinks with N, and what does not?
+# First, what four ranks can show: the same step on groups of 2 and of 4 ranks. What shrinks with N, and what does not?
 
 # %%
 # %%ranks
@@ -486,10 +488,12 @@ highest = lab.pull("highest", rank=0)
 if lab.predicted("07.3"):
     for kind in highest[2]:
         two, four = highest[2][kind], highest[4][kind]
-        print(f"{kind:20} at most {two:>10,} on 2 ranks {four:>10,} on 4 {'the same' if four == two else 'about half'}")
+        less = "the same" if four == two else "about half"
+        print(f"{kind:20} at most {two:>10,} on 2 ranks, {four:>10,} on 4: {less}")
 
 # %% [markdown]
-# Only what is *kept* shrinks. So continue the row: computed from the formulas, with what is in flight as measured.
+# Only what is *kept* shrinks. So continue the row, with what is kept computed from the formulas and what is in flight as
+# measured.
 
 # %%
 # NBVAL_CHECK_OUTPUT
@@ -507,40 +511,41 @@ if lab.predicted("07.3"):
     picture, _ = plots.stacks(bars, "What more ranks cannot shrink", subtitle, "MB")
     first, *_, last = [sum(parts.values()) for parts in bars.values()]
     plots.show(
-        (picture, f"256 times as many ranks, and {first:.1f} MB have become {last:.1f}: what is in flight stays.")
+        (picture, f"With 256 times as many ranks, {first:.1f} MB become {last:.1f} MB: what is in flight stays.")
     )
 
 # %% [markdown]
-# **Verdict: false.** From some N on, adding ranks frees next to nothing. What stays are the units in flight, so the *largest
-# unit* has to fit, and the activations of at least one sequence. Both grow with the model's width. And there is a price in time: a
-# ring of N ranks passes N - 1 messages one after the other in each collective. At 50 µs a message and N = 1024, that is 51
-# ms; times the 20 collectives of our tiny step, a second, in which nothing is computed. (Lesson 16 plans a
-# trillion parameters.)
+# **Verdict: false.** From some N on, adding ranks frees next to nothing. The units in flight stay, so the *largest unit*
+# has to fit. The activations of at least one sequence stay, too. Both grow with the model's width. And there is a price in
+# time: in each collective, a ring of N ranks passes on N - 1 messages in sequence. At 50 µs a message and N = 1024, that is
+# 51 ms. For the 20 collectives of our tiny step it is a second, in which nothing is computed. (Lesson 16 plans a trillion
+# parameters.)
 #
 # ## Questions
 #
-# 1. Where do 3Ψ come from, why less Ψ_root, and what would the traffic be if *every* unit stayed after its forward?
+# 1. Where does 3Ψ come from, why less Ψ_root, and what would the traffic be if *every* unit stayed after its forward?
 # 2. Why are there two blocks at once in backward, and only one in forward?
 # 3. Why does backward need the parameters at all? Which parameters does it *not* need?
 # 4. What is old after `optimizer.step()`, and how would you notice if it were used?
-# 5. A colleague accumulates gradients over 8 micro-batches with ZeRO-3. How often is each block gathered?
-# 6. Your run needs 1 GB more than each of 64 GPUs has. Do 128 GPUs help?
+# 5. A colleague accumulates gradients over 8 micro-batches with ZeRO-3. How often is each block gathered in a step?
+# 6. Your run needs 1 GB more than each of its 64 GPUs has. Do 128 GPUs help?
 
 # %% [markdown] tags=["answer"]
 # **Answers**
 #
-# 1. Gathers in forward (Ψ), again in backward (Ψ - Ψ_root, since the root is still there), reductions (Ψ). If every unit
-#    stayed, 2Ψ: that is `reshard_after_forward=False`, and the parameters are whole from forward to backward.
-# 2. The gradient that leaves a block is what the block before it waits for: that one is gathered before this one is
-#    reduced and released. In forward the next begins only when the last is over.
+# 1. From the gathers in forward (Ψ), the gathers in backward (Ψ - Ψ_root, because the root is still there) and the
+#    reductions (Ψ). If every unit stayed, the traffic would be 2Ψ. That is `reshard_after_forward=False`, and it keeps the
+#    full parameters in memory from forward to backward.
+# 2. The gradient that leaves a block is what the block before it waits for. So that one is gathered before this one is
+#    reduced and released. In forward, a block begins only when the one before it is done.
 # 3. For the gradient of a layer's *input*: grad_input = grad_output × weight. Biases are not needed, nor is an embedding
-#    table; the engine gathers whole units all the same.
-# 4. Everything gathered: the optimizer changed shards. The next forward would use old weights, with no error, and training
-#    would get worse or stand still. Compare bit for bit with DDP, as above, and you notice.
-# 5. 16 times: for each micro-batch once in forward and once in backward. Reductions can wait for the last one (`no_sync`),
-#    at the price of whole gradients; gathers cannot, unless the parameters stay.
-# 6. Only if what is sharded, 16Ψ/N, makes up the difference. Look first at what is in flight and at activations: smaller
-#    units, a smaller batch, activation checkpointing.
+#    table. The engine gathers entire units all the same.
+# 4. Everything that is gathered: the optimizer changed only shards. The next forward would use old weights, with no error,
+#    and training would get worse or stall. To notice, compare with DDP bit for bit, as above.
+# 5. 16 times: once in forward and once in backward of each micro-batch. Reductions can wait for the last one (`no_sync`),
+#    at the price of full gradients. Gathers cannot, unless the parameters stay.
+# 6. Only if halving the part that is sharded, 16Ψ/N, frees that 1 GB. Look first at what is in flight and at activations:
+#    smaller units, a smaller batch, activation checkpointing.
 
 # %%
 lab.stop()

@@ -1,9 +1,10 @@
 # %% [markdown]
 # # 16 · Plan a trillion parameters
 #
-# **The question.** You have a model in mind and a budget for GPUs. On how many does it fit, in which stage, and what will
-# they spend their time on? Whoever finds out by renting 64 of them has paid for the answer; whoever plans with the wrong
-# formula has bought the wrong number. You have written the stages. Now let them run on a cluster that does not exist.
+# **The question.** You have a model in mind and a budget for GPUs. On how many GPUs does it fit, in which stage, and
+# what will they spend their time on? If you find out by renting 64 of them, you have already paid for the answer. If
+# you plan with the wrong formula, you buy the wrong number. You have written the stages. Now run them on a cluster that
+# doesn't exist.
 
 # %%
 # %load_ext zerolab.lab
@@ -13,14 +14,16 @@ from zerolab.lab import plots
 # %% [markdown]
 # ## Simulate
 #
-# torch can make *fake tensors*: they have a shape, a dtype and a storage of some size, but no memory. And a *fake process
-# group*: it has as many ranks as you like, and moves nothing. `simulate` runs the real engine on both, unchanged, as
-# rank 0 of N. What it holds and sends is then real arithmetic of real code, for a model that no laptop could hold.
+# torch can make *fake tensors*: they have a shape, a dtype and a storage of a given size, but no memory. It can also
+# make a *fake process group*: it has as many ranks as you like, and moves nothing. `simulate` runs the real engine on
+# both, unchanged, as rank 0 of N. So real code does real arithmetic about what it holds and sends, for a model that no
+# laptop could hold.
 #
-# The paper that ZeRO comes from (Rajbhandari et al., arXiv 1910.02054) begins with a figure: 7.5 billion parameters on 64
-# GPUs, in bf16 with Adam. Per parameter that is 2 bytes for a 16-bit weight, 2 for its gradient, and 12 for a master copy
-# of the weight in 32 bits and Adam's two averages (lesson 02). What does a rank hold in stages 1, 2 and 3, in GB, when
-# backward returns? (Two digits after the point in stage 3, one else. `lab.skip("16.1")` and so on, to see it at once.)
+# The paper that introduced ZeRO (Rajbhandari et al., arXiv 1910.02054) opens with a figure: 7.5 billion parameters on
+# 64 GPUs, in bf16 with Adam. Per parameter that is 2 bytes for a 16-bit weight, 2 for its gradient, and 12 for a master
+# copy of the weight in 32 bits and Adam's two averages (lesson 02). How many GB does a rank hold in stages 1, 2 and 3
+# when backward returns? (Give two decimals for stage 3 and one for the others. To see them right away,
+# `lab.skip("16.1")` and so on.)
 
 # %%
 lab.predict("16.1", round(4 * 7.5 + 12 * 7.5 / 64, 1))
@@ -28,8 +31,8 @@ lab.predict("16.2", round(2 * 7.5 + 14 * 7.5 / 64, 1))
 lab.predict("16.3", round(14 * 7.5 / 64, 2))
 
 # %% [markdown]
-# The classes are *yours* where your exercises of lessons 03 to 07 have passed, and the course's where not: the printed
-# lines say whose code runs.
+# A class is *yours* if you have passed its exercises in lessons 03 to 07, and the course's if not. The printed lines
+# say whose code runs.
 
 # %%
 from zerolab import DDP, Zero1, Zero2, Zero3
@@ -37,9 +40,9 @@ from zerolab.apps.paper import FIGURE_1, SIZES, simulate_gpt
 
 stages = [lab.mine(stage) for stage in (DDP, Zero1, Zero2, Zero3)]
 written = (("03.3",), ("04.2",), ("05.1",), ("06.2", "07.1"))
-yours = [all(map(lab.passed, ids)) for ids in written]  # of each stage: then its bar is solid, else hatched
+yours = [all(map(lab.passed, ids)) for ids in written]  # for each stage: its bar is solid if so, hatched if not
 for stage in stages:
-    stage.prefetch = False  # nothing is gathered before its turn, as in lessons 06 and 07
+    stage.prefetch = False  # gather nothing before its turn, as in lessons 06 and 07
 
 # %%
 layers, width = SIZES["7.5B"]
@@ -57,8 +60,9 @@ if lab.predicted("16.1"):
     assert all(abs(engine / paper - 1) < 0.01 for paper, engine in zip(FIGURE_1[:3], held))
 
 # %% [markdown]
-# Now as the figure itself. (The 30 GB of masters are drawn with the parameters, whose values they are; the paper counts them
-# among the optimizer's states. From stage 1 on a rank has those of its slice alone.)
+# Now draw the figure itself. (Our picture shows the 30 GB of masters with the parameters, because they hold the
+# parameters' values. The paper counts them as optimizer state. From stage 1 on, a rank has masters for its slices
+# only.)
 
 # %%
 if lab.predicted("16.1") and lab.predicted("16.2") and lab.predicted("16.3"):
@@ -66,17 +70,19 @@ if lab.predicted("16.1") and lab.predicted("16.2") and lab.predicted("16.3"):
     subtitle = "7.5 billion parameters on 64 GPUs, bf16 with Adam"
     picture, _ = plots.stacks(bars, "Figure 1 of the paper, simulated", subtitle, "GB", learner=yours)
     said = ", ".join(f"{gb:.3g}" for gb in held)
-    plots.show((picture, f"{said} GB: stage 1 cuts optimizer state and masters, 2 the gradients, 3 the weights."))
+    said += " GB: stage 1 shards optimizer state and masters, stage 2 gradients too, stage 3 weights too."
+    plots.show((picture, said))
 
 # %% [markdown]
-# Stages 0, 1 and 2 agree with the paper. In stage 3 the paper says 1.9 GB and the engine 1.64, and it is no error: the paper keeps a 16-bit
-# copy of the slice beside the masters, 16Ψ/N. This engine makes the copy anew on the way into each gather: 14Ψ/N.
+# Stages 0, 1 and 2 agree with the paper. In stage 3 the paper says 1.9 GB and the engine 1.64 GB, and neither is wrong.
+# The paper keeps a 16-bit copy of the slices beside the masters: 16Ψ/N. This engine makes that copy again on the way
+# into each gather: 14Ψ/N.
 
 # %% [markdown]
-# ## The peak is more
+# ## The peak is higher
 #
-# What a rank holds between steps is not what it must have room for. The simulation has recorded every allocation, so ask it
-# what the peak of a step is made of. (One sequence of 1,024 tokens for each rank, nothing recomputed.)
+# A rank needs room for more than what it holds between steps. The simulation recorded every allocation, so ask it what
+# the peak of a step is made of. (Each rank has one sequence of 1,024 tokens, and nothing is recomputed.)
 
 # %%
 if lab.predicted("16.3"):
@@ -90,13 +96,14 @@ if lab.predicted("16.3"):
         print(stage.__name__, f"peak {run.timeline.peak / 1e9:.1f} GB:", parts)
 
 # %% [markdown]
-# In stage 3 a rank *holds* 1.6 GB and *needs* more than five times that: activations, and the units in flight, whole, with
-# their gradients (lessons 06 and 07). More GPUs make the first number smaller, and leave what comes on top as it is.
+# In stage 3 a rank *holds* 1.6 GB and *needs* more than five times that. The rest is activations, and the units in
+# flight: their full parameters and full gradients (lessons 06 and 07). More GPUs make the first number smaller. The
+# rest doesn't change.
 #
 # ## To a trillion
 #
-# Three models on up to 1,024 GPUs: the paper's Table 1. All 54 cells take some minutes (`zerolab simulate --table1 --json
-# docs/table1.json`), so here they come from the file that this command wrote.
+# Three models on up to 1,024 GPUs: this is the paper's Table 1. All 54 cells take a few minutes to simulate (`zerolab
+# simulate --table1 --json docs/table1.json`), so here they come from the file which that command wrote.
 
 # %%
 import json
@@ -109,16 +116,16 @@ cells = json.loads(stored.read_text())["cells"]
 plots.show(plots.to_a_trillion(cells))
 
 # %% [markdown]
-# Look at the two upper lines: they stop falling. What is not shared out stays, however many GPUs there are: 4Ψ bytes in
-# stage 1, 2Ψ in stage 2. A trillion parameters in 16 bits are 2 TB, and no GPU has that.
+# Look at the lines of stages 1 and 2: they stop falling. What a stage doesn't shard stays, however many GPUs there are:
+# 4Ψ bytes in stage 1, and 2Ψ in stage 2. A trillion parameters in 16 bits are 2 TB, and no GPU has that much.
 #
-# (The circles are the paper's numbers, the dots this engine's, the lines the formulas; the grey rules are the memory of GPUs
-# that one can rent.)
+# (The circles are the paper's numbers, the dots this engine's, and the lines the formulas. The grey horizontal lines
+# mark the memory of GPUs that you can rent.)
 #
 # ## Write: the fewest GPUs
 #
-# So for each stage there is a fewest number of GPUs, or none is enough. Write it: bf16 with Adam, and activations that
-# each GPU needs besides. A lesson's worth of formulas in ten lines.
+# So for each stage there is a smallest number of GPUs on which a model fits, or no number is enough. Write it, for bf16
+# with Adam, with activations that each GPU needs on top. It is a lesson's worth of formulas in ten lines.
 
 # %%
 # %%exercise 16.1
@@ -146,9 +153,9 @@ lab.check("16.1")
 # %% [markdown]
 # ## A plan for a cluster
 #
-# A customer has 32 GPUs of 80 GB, and a model of 13 billion parameters in mind. A sequence of theirs needs 12 GB of
-# activations. In which stages does it fit, and on how many of the GPUs? (The answer counts what is held, and leaves nothing
-# for units in flight: read it as a lower bound.)
+# A customer has 32 GPUs of 80 GB, and wants to train a model of 13 billion parameters. One sequence of theirs needs 12
+# GB of activations. In which stages does the model fit, and on how many of the GPUs? (The answer counts what is held,
+# and leaves no room for units in flight, so read it as a lower bound.)
 
 # %%
 # NBVAL_CHECK_OUTPUT
@@ -158,13 +165,13 @@ if lab.passed("16.1"):
     few = {stage: n for stage, n in needed.items() if n is not None and n <= 32}
     print(", ".join(f"stage {stage}: {n} GPUs or more" for stage, n in few.items()))
 else:
-    print("written and passed, it answers here")
+    print("the answer appears here once your function has passed")
 
 # %% [markdown]
 # ## The largest model
 #
-# And the other way round: the largest model per kind of GPU, on 64 of them, if activations and what is in flight take a
-# quarter of the memory. Below it is an explorer: put in your own numbers.
+# Now turn the question around. What is the largest model that 64 GPUs of each kind can train, if activations and units
+# in flight take a quarter of the memory? The explorer below it takes your own numbers.
 
 # %%
 # NBVAL_CHECK_OUTPUT
@@ -185,13 +192,14 @@ print("At the start:", explorer.sentence)
 # %% [markdown]
 # ## Where the time goes
 #
-# Fitting is not all. Say, each GPU computes 16 sequences of 1,024 tokens in a step, and we add GPUs. In stage 3
+# It is not enough that a model fits. Say each GPU computes 16 sequences of 1,024 tokens in a step, and we add GPUs. In
+# stage 3:
 #
-# - *computing* stays: 6 operations per parameter and token, at 200 TFLOP/s.
-# - *sending* stays: 3Ψ elements of 2 bytes, whatever N is (lesson 07). A ring over several nodes is as slow as the wires
-#   between nodes: 25 GB/s out of a node of 8 GPUs, where inside it is 300 GB/s.
-# - *latency* grows: a ring of N ranks passes N - 1 messages one after the other, in 3 collectives for each of 37 units, at
-#   20 µs a message.
+# - *computing* stays the same: 6 operations per parameter and token, at 200 TFLOP/s.
+# - *sending* stays almost the same: about 3Ψ elements of 2 bytes, whatever N is (lesson 07). A ring over several nodes
+#   is only as fast as the wires between the nodes: 25 GB/s out of a node of 8 GPUs, compared with 300 GB/s inside it.
+# - *latency* grows: a ring of N ranks passes N - 1 messages, one after another, in 3 collectives for each of 37 units,
+#   at 20 µs a message.
 
 # %%
 psi, tokens, units = 7.5e9, 16 * 1024, 37
@@ -212,19 +220,21 @@ for n in (16, 64, 512, 4096):
     print(f"{n:5,} GPUs:", ", ".join(f"{kind} {seconds:.1f} s" for kind, seconds in flat(n).items()))
 
 # %% [markdown]
-# So it scales, up to a few hundred GPUs. Then a step waits for messages that hardly carry anything.
+# So it scales, up to a few hundred GPUs. Beyond that, a step waits for messages that carry hardly anything.
 #
-# **Hybrid sharding** shards inside of a node, where wires are fast, and keeps a replica of the whole in each node. Look at
+# **Hybrid sharding** shards inside a node, where wires are fast, and keeps a full replica in every node. The 8 ranks of
+# a node are a *shard group*. The ranks that hold the same shard in different nodes are a *replicate group*. Look at
 # which wires are used:
 
 # %%
 plots.show(plots.sharding_map(nodes=4, per_node=8))
 
 # %% [markdown]
-# Left, every gather of every unit goes round through all nodes. Right, parameters are gathered among 8 GPUs and never leave
-# the node. Between nodes travel gradients alone: each GPU has the mean of its eighth over the node, and averages it with
-# those GPUs of other nodes that hold the same eighth. That is an all-reduce of Ψ/8 elements, and all eight of them share the
-# node's wires. The price is memory: states are divided by 8, and no longer by N.
+# On the left, every gather of every unit goes around through all nodes. On the right, parameters are gathered among 8
+# GPUs and never leave the node. Only gradients travel between nodes. Each GPU has the mean, over its node, of one
+# eighth of the gradient. It averages that with the GPUs in other nodes that hold the same eighth. This is an all-reduce
+# of Ψ/8 elements, and all eight of them share the node's wires. The price is memory: states are now divided by 8
+# instead of N.
 
 
 # %%
@@ -240,7 +250,7 @@ def hybrid(n):
 
 counts = (16, 64, 512, 4096)
 panels = {"flat": {n: flat(n) for n in counts}, "hybrid": {n: hybrid(n) for n in counts}}
-subtitle = "7.5 billion parameters, 16 sequences per GPU; by the formulas above, nothing overlaps"
+subtitle = "7.5 billion parameters, 16 sequences per GPU; by the formulas above, with no overlap"
 plots.show(plots.where_time_goes(panels, subtitle))
 
 # %%
@@ -248,33 +258,35 @@ plots.show(plots.where_time_goes(panels, subtitle))
 from zerolab.apps.paper import BF16
 from zerolab.measure.formulas import between_bytes, moved_bytes
 
-assert moved_bytes(3, 64, int(psi), precision=BF16) == 6 * psi * 63 / 64  # as measured in the engine's tests
+assert moved_bytes(3, 64, int(psi), precision=BF16) == 6 * psi * 63 / 64  # the engine's tests measure the same
 assert 8 * between_bytes((8, 8), int(psi), BF16) == 4 * psi * 7 / 8
 for n in (64, 512):
     leaving = {"flat": 6 * psi * (n - 1) / n, "hybrid": 4 * psi * (n - 8) / n}
     for (way, nbytes), kept in zip(leaving.items(), (14 * psi / n, 14 * psi / 8)):
-        print(f"{n} GPUs, {way:6}: a GPU holds {kept / 1e9:4.1f} GB, {nbytes / 1e9:.0f} GB leave a node in a step")
+        print(f"{n} GPUs, {way:6}: a GPU holds {kept / 1e9:4.1f} GB, {nbytes / 1e9:.0f} GB leave each node per step")
 
 # %% [markdown]
-# A third less leaves the node: 2Ψ elements, as in DDP, and not 3Ψ. Latency nearly goes, since a ring has 8 members, or as many as
-# there are nodes. And what is left can wait: gradients are wanted at the step, where a gather holds up the next block. If
-# several micro-batches make a step, gathers come for each, and the gradients between nodes only once.
+# A third less leaves the node: 2Ψ elements, as in DDP, instead of 3Ψ. Latency nearly disappears, because a ring has 8
+# members, or as many as there are nodes. And what still travels between nodes can wait. A gradient isn't needed until
+# the step, while a gather holds up the next block. If several micro-batches make up a step, parameters are gathered for
+# each of them, but gradients cross between nodes only once.
 #
-# (These are formulas, not measurements. Real networks also have trees in place of rings, which pay the logarithm of N in
-# latency; and libraries overlap part of it. That is why FSDP on thousands of GPUs is not as hopeless as the left panel, and
-# why hybrid sharding is used all the same.)
+# (These are formulas, not measurements. Real networks also use trees instead of rings, whose latency grows with the
+# logarithm of N, and libraries overlap part of it. So FSDP on thousands of GPUs is not as hopeless as the left panel
+# looks. Hybrid sharding is used all the same, and this is why.)
 #
 # ## Write: a plan that pays
 #
-# A customer wants to train 13 billion parameters on 20 billion tokens, in sequences of 2,048. There are at most 32 GPUs of 80 GB,
-# in nodes of 8, at 2 dollars an hour each. **At most 7 days, and at most 8,000 dollars.** Which stage, how many GPUs, how many
-# sequences on each?
+# A customer wants to train 13 billion parameters on 20 billion tokens, in sequences of 2,048. They can have at most 32
+# GPUs of 80 GB, in nodes of 8, at 2 dollars an hour each. **At most 7 days, and at most 8,000 dollars.** Which stage,
+# how many GPUs, and how many sequences on each?
 #
-# - Memory: states by the stage's formula (bf16 with Adam), 12 GB of activations for each sequence, 2 GB for what is in flight.
-# - Time of a step: computing at 200 TFLOP/s, and then sending: 2Ψ elements in stages 0 to 2, 3Ψ in stage 3, (N-1)/N of it, at
-#   300 GB/s on one node and 25 GB/s on more. No overlap, no latency.
+# - Memory: states by the stage's formula (bf16 with Adam), 12 GB of activations for each sequence, and 2 GB for what is
+#   in flight.
+# - Time of a step: first computing, at 200 TFLOP/s. Then sending: 2Ψ elements in stages 0 to 2 and 3Ψ in stage 3,
+#   (N-1)/N of it, at 300 GB/s on one node and 25 GB/s on more. Nothing overlaps, and there is no latency.
 #
-# More than one plan is right, and most are wrong. Compute, or try: the check says what is broken.
+# More than one plan is right, and most are wrong. Compute it, or try: the check tells you which limit you broke.
 
 
 # %%
@@ -287,7 +299,7 @@ def plan() -> dict[str, int]:
 lab.check("16.2")
 
 # %% [markdown]
-# What it comes to, of all plans with as many sequences as fit:
+# Here is what your plan costs, and what others would cost, each with as many sequences as fit:
 
 # %%
 import itertools
@@ -315,58 +327,60 @@ if lab.passed("16.2"):
             print(f"stage {stage}, {gpus:2} GPUs, {fits[-1]} sequences: {days:4.1f} days, ${dollars:6,.0f}", verdict)
 
 # %% [markdown]
-# The stage that sends most is the cheapest on 32 GPUs: what it frees is room for sequences, and with more sequences in a step
-# the bytes of that step are paid once for all of them. On one node it is cheaper still, and too slow. So the question is not how
-# much a stage sends, but how much it sends *per token*.
+# On 32 GPUs the stage that sends the most is the cheapest. The memory it frees is room for more sequences, and with
+# more sequences in a step, that step's bytes are paid for once for all of them. On one node it is cheaper still, but
+# too slow. So don't ask how much a stage sends; ask how much it sends *per token*.
 #
 # ## In production
 #
-# The course's engine takes `mesh=(nodes, 8)` for hybrid sharding, in stages 1 to 3. FSDP2 says it with a mesh of two dimensions,
-# `fully_shard(model, mesh=init_device_mesh("cuda", (nodes, 8)))`; DeepSpeed has `zero_hpz_partition_size` for a related idea
-# in stage 3 (a second copy of the parameters, sharded over the node only; the rest stays sharded over all), and MiCS
-# (`mics_shard_size`) for this one. And people who plan real runs measure on a single node first, since none of the constants
-# above is more than a guess until then.
+# The course's engine takes `mesh=(nodes, 8)` for hybrid sharding, in stages 1 to 3. In FSDP2 it is a two-dimensional
+# mesh, `fully_shard(model, mesh=init_device_mesh("cuda", (nodes, 8)))`. DeepSpeed has `zero_hpz_partition_size` for a
+# related idea in stage 3 (a second copy of the parameters, sharded only within the node, while the rest stays sharded
+# over all ranks), and MiCS (`mics_shard_size`) for this one. And people who plan real runs measure on a single node
+# first, because until then none of the constants above is more than a guess.
 #
 # ## On trial
 #
 # > "With more devices the model can grow without limit."
 #
-# Lesson 07 tried it on your machine. Here is the same claim at scale: the peak of a trillion parameters on up to 1,024 GPUs was
-# simulated into the same table.
+# Lesson 07 tested it on your machine. Here is the same claim at scale: the same table also has the simulated peak of a
+# trillion parameters on up to 1,024 GPUs.
 
 # %%
 big = [cell for cell in cells if cell["model"] == "1T" and cell["stage"] == 3]
 for cell in big:
-    print(f"{cell['ranks']:5,} GPUs: held {cell['engine_gb']:8,.0f} GB, peak of a step {cell['peak_gb']:8,.0f} GB")
+    print(f"{cell['ranks']:5,} GPUs: holds {cell['engine_gb']:8,.0f} GB, peak of a step {cell['peak_gb']:8,.0f} GB")
 
 # %% [markdown]
-# **Verdict: false.** From 256 to 1,024 GPUs what a rank holds falls to a quarter, and the peak by a sixth: activations and
-# whole units, parameters and gradients, do not care how many ranks there are. A block of this model has
-# 7.9 billion parameters, 16 GB in 16 bits. And in time, the picture above: from some N on, a GPU more makes the step longer.
+# **Verdict: false.** From 256 to 1,024 GPUs, what a rank holds falls to a quarter, but the peak falls only by a sixth.
+# Activations and full units, parameters and gradients, don't care how many ranks there are. One block of this model has
+# 7.9 billion parameters, 16 GB in 16 bits. As for time, the picture above shows it: beyond some N, one more GPU makes
+# the step longer.
 #
 # > "Full sharding keeps 16Ψ/N."
 #
-# Measured in lesson 06 in float32. Here, in bf16: **true for the paper's engine, 14Ψ/N for this one, and in both, plus what is in
-# flight**, which on 1,024 GPUs, in the table above, is nearly everything.
+# You measured it in float32 in lesson 06. Here, in bf16: **true for the paper's engine; 14Ψ/N for this one; and for
+# both, plus what is in flight.** On 1,024 GPUs, in the table above, what is in flight is nearly everything.
 #
 # ## Questions
 #
 # 1. A GPU has 80 GB, and activations take 20. What is the largest model for stage 2, on any number of GPUs?
 # 2. Why does the simulation of stage 3 give 14Ψ/N and the paper 16Ψ/N?
 # 3. You double the number of GPUs and keep the global batch. What happens to computing, sending and latency per step?
-# 4. Hybrid sharding over 8 GPUs of 80 GB: what is the largest model, if 30 GB are needed besides? When does it not help?
-# 5. Two plans send the same bytes in a step. Why may one cost half as much?
+# 4. Hybrid sharding over 8 GPUs of 80 GB: what is the largest model, if 30 GB are needed on top? When does it not help?
+# 5. Two plans send the same bytes in a step. Why might one cost half as much?
 
 # %% [markdown] tags=["answer"]
 # **Answers**
 #
-# 1. 2Ψ must stay below 60 GB: 30 billion parameters, and with the last of them infinitely many GPUs.
-# 2. The paper keeps a 16-bit copy of the slice; here each gather makes it from the masters on its way.
-# 3. Computing halves, because each rank has half as many tokens; sending stays as it is; latency doubles. So at some number
-#    of GPUs a step does not get faster any more.
-# 4. 14Ψ/8 = 50 GB: 29 billion parameters, on any number of nodes. Larger models must be sharded over more GPUs than a node
-#    has; and where all wires are equally fast, only latency is gained.
-# 5. It computes more tokens in a step, so that the bytes are paid less often; or it sends them on faster wires, or while it computes.
+# 1. 2Ψ must stay below 60 GB: 30 billion parameters. Getting all the way there would take infinitely many GPUs.
+# 2. The paper keeps a 16-bit copy of the slices. Here, each gather makes that copy from the masters on its way.
+# 3. Computing halves, because each rank has half as many tokens. Sending stays almost the same. Latency doubles. So at
+#    some number of GPUs a step stops getting faster.
+# 4. 14Ψ/8 = 50 GB: 29 billion parameters, on any number of nodes. Larger models must be sharded over more GPUs than a
+#    node has. And if all wires are equally fast, the only gain is latency.
+# 5. It computes more tokens in a step, so the bytes are paid for less often. Or it sends them over faster wires, or
+#    while it computes.
 
 # %%
 lab.progress()

@@ -1,29 +1,34 @@
-"""The README's program, as it stands there."""
+"""README and the pages that it leads to: their programs run as written, and what they name is there."""
 
 from __future__ import annotations
 
 import re
+import shlex
 import subprocess
 import sys
+import tomllib
 from pathlib import Path
 
 import pytest
 import torch
+import yaml
 
 import zerolab
+from zerolab import cli
 from zerolab.tasks.models import GPT, Block
 
-pytestmark = pytest.mark.slow
-
 ROOT = Path(__file__).resolve().parents[1]
+PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
+NAMES = [str(page.relative_to(ROOT)) for page in PAGES]
 
 
-def blocks() -> list[str]:
-    return re.findall(r"```python\n(.*?)```", (ROOT / "README.md").read_text(), re.DOTALL)
+def blocks(page: str, language: str = "python") -> list[str]:
+    fenced = re.findall(r"^```(\w*)\n(.*?)^```$", (ROOT / page).read_text(), re.DOTALL | re.MULTILINE)
+    return [block for kind, block in fenced if kind == language]
 
 
 def program() -> str:
-    return blocks()[0]
+    return blocks("README.md")[0]
 
 
 def run(*command: str) -> str:
@@ -32,6 +37,10 @@ def run(*command: str) -> str:
     return done.stdout
 
 
+# --- the programs ---
+
+
+@pytest.mark.slow
 def test_the_program_runs(tmp_path):
     script = tmp_path / "train.py"
     script.write_text(program())
@@ -39,6 +48,7 @@ def test_the_program_runs(tmp_path):
     assert len(losses) == 4 and all(2 < loss < 6 for loss in losses)
 
 
+@pytest.mark.slow
 def test_the_same_function_runs_under_torchrun(tmp_path):
     script = tmp_path / "train.py"
     last = 'print(f"loss {main():.3f}", flush=True)\n    torch.distributed.destroy_process_group()'
@@ -47,7 +57,7 @@ def test_the_same_function_runs_under_torchrun(tmp_path):
     assert len(re.findall(r"loss \d\.\d+", said)) == 2
 
 
-def measured_as_in_the_readme(source):
+def measured_as_on_the_page(measure, draw):
     zero = zerolab.Zero3(GPT(layers=2, width=64, context=16), units=[Block])
     optimizer = torch.optim.AdamW(zero.model.parameters())
 
@@ -59,17 +69,94 @@ def measured_as_in_the_readme(source):
 
     step()
     names = {"zero": zero, "optimizer": optimizer, "step": step}
-    exec(source, names)
-    return names["book"].moved, names["line"].peak, names["record"].overlap
+    exec(measure, names)
+    exec(draw, names)
+    return names["book"].moved, names["line"].peak, names["record"].overlap, names["sentence"]
 
 
+@pytest.mark.slow
 def test_the_measurements_run(ranks):
-    for moved, peak, overlap in ranks.run(measured_as_in_the_readme, blocks()[1], ranks=2):
+    for moved, peak, overlap, sentence in ranks.run(measured_as_on_the_page, *blocks("docs/measuring.md"), ranks=2):
         assert moved > 0 and peak > 0 and 0 <= overlap <= 1
+        assert "stage 3" in sentence
 
 
-def test_make_targets_exist():
-    """What the README tells to type, the Makefile has."""
+# --- the commands ---
+
+
+@pytest.mark.parametrize("page", NAMES)
+def test_make_targets_exist(page):
+    """What a page tells to type, the Makefile has."""
     makefile = (ROOT / "Makefile").read_text()
-    for target in re.findall(r"\bmake ([a-z-]+)", (ROOT / "README.md").read_text()):
+    for target in re.findall(r"\bmake ([a-z-]+)", (ROOT / page).read_text()):
         assert re.search(rf"^{target}:", makefile, re.MULTILINE), target
+
+
+def commands(page: str) -> list[list[str]]:
+    """The arguments of `zerolab` on that page, in blocks and in lines; `-m zerolab.train` is `zerolab train`."""
+    typed = [line for block in blocks(page, "") for line in block.replace("\\\n", " ").splitlines()]
+    typed += re.findall(r"`([^`\n]+)`", (ROOT / page).read_text())
+    found = [re.search(r"^zerolab ([a-z].*)|-m zerolab\.(train .*)", line) for line in typed]
+    return [shlex.split(match[1] or match[2], comments=True) for match in found if match]
+
+
+@pytest.mark.parametrize("page", NAMES)
+def test_commands_are_understood(page):
+    """What a page tells to type, the command line takes: every command, option and value."""
+    parser = cli.Parser(prog="zerolab")
+    subparsers = parser.add_subparsers(required=True)
+    for add in cli.COMMANDS:
+        add(subparsers)
+    for arguments in commands(page):
+        try:
+            parser.parse_args(arguments)
+        except SystemExit:
+            pytest.fail(f"{page}: zerolab {' '.join(arguments)}")
+
+
+def test_every_command_is_on_some_page():
+    typed = {arguments[0] for page in NAMES for arguments in commands(page)}
+    assert typed >= {"plan", "simulate", "bench", "scaling", "train", "doctor", "classroom"}  # demo is `make demo`
+
+
+# --- what the pages name ---
+
+
+@pytest.mark.parametrize("page", NAMES)
+def test_links_lead_somewhere(page):
+    text = (ROOT / page).read_text()
+    targets = re.findall(r"\]\(([^)\s]+)\)", text) + re.findall(r'src="([^"]+)"', text)
+    for target in targets:
+        if target.startswith("https://"):
+            continue
+        path, _, anchor = target.partition("#")
+        file = (ROOT / page).parent / path if path else ROOT / page
+        assert file.exists(), target
+        if anchor:
+            headings = re.findall(r"^#+ (.+)$", file.read_text(), re.MULTILINE)
+            assert anchor in [re.sub(r"[^\w -]", "", heading.lower()).replace(" ", "-") for heading in headings], target
+
+
+@pytest.mark.parametrize("page", NAMES)
+def test_files_that_are_named_exist(page):
+    for path in re.findall(r"`((?:zerolab|tests|docs)/[\w./]*)`", (ROOT / page).read_text()):
+        assert "NN" in path or (ROOT / path).exists(), path  # NN: any lesson's number
+
+
+def test_readme_has_every_lesson_in_order():
+    linked = re.findall(r"\]\((lessons/[^)]+)\)", (ROOT / "README.md").read_text())
+    assert linked == [str(path.relative_to(ROOT)) for path in sorted((ROOT / "lessons").glob("*.ipynb"))]
+
+
+def test_readme_leads_to_every_page():
+    linked = re.findall(r"\]\(([^)#]+\.md)\)", (ROOT / "README.md").read_text())
+    assert set(linked) == set(NAMES) - {"README.md"}
+
+
+def test_the_citation_is_of_this_version():
+    citation = yaml.safe_load((ROOT / "CITATION.cff").read_text())
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    for key, value in {"title": project["name"], "version": project["version"], "license": project["license"]}.items():
+        assert citation[key] == value
+    assert citation["authors"] == project["authors"]
+    assert (citation["cff-version"], citation["type"]) == ("1.2.0", "software")

@@ -1,10 +1,10 @@
 """ZeRO stage 2: the gradients are sharded too.
 
-Stage 1 reduced the gradient to the shard that this rank needs and kept the rest all the same. Here the rest goes,
-unit by unit, while backward still runs. Nothing else changes.
+Stage 1 averages only this rank's shard of the gradient, but keeps the full gradient in memory. Stage 2 releases it,
+unit by unit, while backward is still running. Nothing else changes.
 
-Held per rank when backward returns, fp32 Adam: parameters 4Ψ + gradients 4Ψ/N + optimizer state 8Ψ/N bytes.
-Moved per step and rank: 2Ψ(N-1)/N elements.
+A rank holds, when backward returns, with Adam in fp32: parameters 4Ψ + gradients 4Ψ/N + optimizer state 8Ψ/N bytes.
+It sends 2Ψ(N-1)/N elements per step.
 """
 
 from __future__ import annotations
@@ -14,11 +14,11 @@ from zerolab.zero1 import Zero1
 
 
 class Zero2(Zero1):
-    """P_os+g: optimizer state and gradients sharded (arXiv 1910.02054, section 5.2)."""
+    """P_os+g: optimizer state and gradients are sharded (arXiv 1910.02054, section 5.2)."""
 
     stage = 2
 
     def post_backward(self, unit: Unit) -> None:
-        """Once reduced, keep this rank's slice of the gradient."""
+        """Once the gradient is reduced, keep only this rank's shard of it."""
         super().post_backward(unit)
-        unit.release_grad()
+        unit.bucket.release()

@@ -1,11 +1,11 @@
 """ZeRO stage 3: the parameters are sharded too.
 
-A rank keeps its shard. The whole parameters of a unit are gathered before its forward and again before its backward,
-and released after each. The root unit holds what is needed first in forward and last in backward, and first in backward
-again: it stays from its forward to its reduction, which saves one gather of it.
+A rank keeps only its shard. A unit's full parameters are gathered before its forward and again before its backward, and
+released after each. The root unit holds what forward needs first and last, so backward begins with it. It stays
+gathered from its forward to its reduction, which saves one gather.
 
-Held per rank when backward returns, fp32 Adam: (4Ψ + 4Ψ + 8Ψ)/N bytes.
-Moved per step and rank: (3Ψ - Ψ_root)(N-1)/N elements.
+A rank holds, when backward returns, with Adam in fp32: (4Ψ + 4Ψ + 8Ψ)/N bytes.
+It sends (3Ψ - Ψ_root)(N-1)/N elements per step.
 """
 
 from __future__ import annotations
@@ -18,12 +18,12 @@ from zerolab.zero2 import Zero2
 
 
 class Zero3(Zero2):
-    """P_os+g+p: optimizer state, gradients and parameters sharded (arXiv 1910.02054, section 5.3)."""
+    """P_os+g+p: optimizer state, gradients and parameters are sharded (arXiv 1910.02054, section 5.3)."""
 
     stage = 3
 
     def optimizer_params(self, unit: Unit) -> list[Tensor]:
-        """As before, but the shard gets storage of its own, so that the whole can come and go."""
+        """As in stage 1, but the shard gets storage of its own, so that the full parameters can be released."""
         unit.shard = unit.shard.clone()
         unit.release()
         return super().optimizer_params(unit)
@@ -32,7 +32,7 @@ class Zero3(Zero2):
         self.gather(unit)
 
     def post_forward(self, unit: Unit) -> None:
-        """Backward will gather again; the root's begins at once, so it may stay if there is to be a backward."""
+        """Release the unit; backward gathers it again. The root stays if a backward can follow: it begins there."""
         if unit not in self.root or not torch.is_grad_enabled():
             unit.release()
 
@@ -40,11 +40,11 @@ class Zero3(Zero2):
         self.gather(unit)
 
     def post_backward(self, unit: Unit) -> None:
-        """Let the parameters go before the reduction needs memory."""
+        """Release the parameters first: the reduction needs memory."""
         unit.release()
         self.prefetch_next()
         super().post_backward(unit)
 
     def after_step(self, unit: Unit) -> None:
-        """What is gathered is old."""
+        """Gathered parameters are stale now."""
         unit.release()

@@ -69,14 +69,14 @@ class Sums(zerolab.DDP):
 
     def reduce(self, unit: zerolab.Unit) -> None:
         super().reduce(unit).wait()
-        unit.grad *= self.world_size
+        unit.bucket.grad *= self.world_size
 
 
 class Alone(zerolab.Zero1):
     """Reduces nothing."""
 
     def reduce(self, unit: zerolab.Unit) -> None:
-        unit.grad = unit.layout.shard(unit.whole_grad, self.rank)
+        unit.bucket.grad = unit.layout.shard(unit.bucket.full, self.rank)
 
 
 class Hoards(zerolab.Zero2):
@@ -123,12 +123,12 @@ def test_every_rank_is_compared() -> None:
 
 
 def test_exit_status_says_what_is_wrong(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    monkeypatch.setattr("zerolab.lab.demo.measure_ladder", lambda *_: (made_up_report(), ["stage 1: is crooked"]))
+    monkeypatch.setattr("zerolab.apps.demo.measure_ladder", lambda *_: (made_up_report(), ["stage 1: is crooked"]))
     assert main(["demo"]) == 1
     said = capsys.readouterr().out
     assert "WRONG: stage 1: is crooked" in said
     assert "bit for bit;" not in said  # no conclusion that would say the opposite
-    monkeypatch.setattr("zerolab.lab.demo.measure_ladder", lambda *_: (made_up_report(), []))
+    monkeypatch.setattr("zerolab.apps.demo.measure_ladder", lambda *_: (made_up_report(), []))
     assert main(["demo"]) == 0
     assert "WRONG" not in capsys.readouterr().out
 
@@ -220,8 +220,8 @@ def test_extras_are_imported_only_when_they_are_used() -> None:
         return set(subprocess.run([sys.executable, "-c", code], capture_output=True, text=True).stdout.split())
 
     by_torch = imported("torch")  # which takes tqdm and numpy where it finds them
-    ours = imported("zerolab.measure, zerolab.cli, zerolab.lab.demo")
-    assert "zerolab.lab.demo" in ours
+    ours = imported("zerolab.measure, zerolab.cli, zerolab.apps.demo")
+    assert "zerolab.apps.demo" in ours
     assert not {"rich", "tqdm", "matplotlib", "numpy"} & (ours - by_torch)
 
 

@@ -209,7 +209,7 @@ def test_closed_notebooks_leave_nothing_and_their_gpus_go_to_the_next(room: Room
     )
     second.begin("from zerolab import lab\nlive = lab.start(2, device='cuda')")
     second.until("waiting for 2 GPUs: place 1 in the queue")
-    ranks = [process for process in room.processes() if "zerolab.lab.rank" in _words(process)]
+    ranks = [process for process in room.processes() if "zerolab.lab.ranks.rank" in _words(process)]
     assert len(ranks) == 1
     # What is no child of the notebook any more is ended too.
     first.begin("import os\nos.system('setsid sleep 321 & true')\nprint('left behind')")

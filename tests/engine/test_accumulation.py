@@ -144,7 +144,7 @@ def recomputed(precision: zerolab.Precision) -> list[list[dict[str, Tensor]]]:
                 case.loss(zero.model, zero.rank, 2 * step + 1).backward()
                 optimizer.step()
                 optimizer.zero_grad()
-                assert stage < 3 or not any(unit.whole.untyped_storage().size() for unit in zero.units)
+                assert stage < 3 or not any(unit.full.untyped_storage().size() for unit in zero.units)
             states.append(zero.full_state_dict())
         results.append(states)
     return results

@@ -30,7 +30,7 @@ def held_after_backward(stage: int, precision: Precision | None) -> tuple[list[i
     gc.collect()
     params = list(zero.model.parameters())
     states = [t for state in optimizer.state.values() for t in state.values() if t.dim()]
-    wholes = [unit.whole for unit in zero.units]
+    wholes = [unit.full for unit in zero.units]
     held = [storage_bytes(params + wholes), storage_bytes(p.grad for p in params), storage_bytes(states)]
     return held, sum(unit.layout.size for unit in zero.units)
 
@@ -96,7 +96,7 @@ def transients(stage: int) -> tuple[int, int]:
     class Watched(zerolab.STAGES[stage]):
         def watch(self) -> None:
             inner = [unit for unit in self.units if unit not in self.root]
-            gathered.append(sum(unit.whole.untyped_storage().size() > 0 for unit in inner))
+            gathered.append(sum(unit.full.untyped_storage().size() > 0 for unit in inner))
 
         def pre_forward(self, unit):
             super().pre_forward(unit)
@@ -117,7 +117,7 @@ def transients(stage: int) -> tuple[int, int]:
     for number in range(2):
         step(zero, optimizer, number)
     loss = zero.model(*batch(zero.rank, 2))
-    with Count(4 * zero.units[-1].layout.size, but=[unit.whole for unit in zero.units], bound=BOUND) as count:
+    with Count(4 * zero.units[-1].layout.size, but=[unit.full for unit in zero.units], bound=BOUND) as count:
         loss.backward()
     return count.most, max(gathered)
 

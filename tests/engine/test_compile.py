@@ -38,7 +38,7 @@ def compiled(how: str, inner: str, stages: tuple[int, ...]) -> dict[int, Any]:
             case.loss(zero.model, zero.rank, now[0]).backward()
             optimizer.step()
             optimizer.zero_grad()
-            assert stage < 3 or not any(unit.whole.untyped_storage().size() for unit in zero.units)
+            assert stage < 3 or not any(unit.full.untyped_storage().size() for unit in zero.units)
         results[stage] = zero.full_state_dict(), graphs
     return results
 

@@ -70,7 +70,7 @@ def evaluated() -> list[Any]:
                 with zero.comm.record() as calls:
                     case.before(zero.model, zero.rank, step)
                 gathers.append(len([call for call in calls if call.op == "all_gather" and not call.control]))
-                assert stage < 3 or not any(unit.whole.untyped_storage().size() for unit in zero.units)
+                assert stage < 3 or not any(unit.full.untyped_storage().size() for unit in zero.units)
                 case.loss(zero.model, zero.rank, step).backward()
                 optimizer.step()
                 optimizer.zero_grad()
@@ -144,7 +144,7 @@ def generate() -> list[Any]:
         zero.register_forward_method("generate")
         results.append(zero.model.generate(prompt, **options).tolist())
         case.loss(zero.model, zero.rank, 0).backward()
-        assert stage < 3 or not any(unit.whole.untyped_storage().size() for unit in zero.units)
+        assert stage < 3 or not any(unit.full.untyped_storage().size() for unit in zero.units)
     return results, expected
 
 

@@ -61,7 +61,7 @@ def let_go() -> list[tuple[list[int], list[int]]]:
 
         class Kept(stage):
             def post_backward(self, unit: zerolab.Unit, kept: list[Tensor] = kept) -> None:
-                kept.append(unit.whole_grad)
+                kept.append(unit.bucket.full)
                 super().post_backward(unit)
 
         zero = Kept(TwoLayers(), units=[nn.Linear])

@@ -29,7 +29,7 @@ def numbered(shape_list: list[tuple[int, ...]]) -> list[tuple[str, torch.Tensor]
 def filled(made: Layout, tensors: list[tuple[str, torch.Tensor]], before: int = 0) -> torch.Tensor:
     """A flat storage, `before` elements into a larger one, with the tensors' values in it."""
     flat = torch.zeros(before + made.size + 3, dtype=torch.int64)[before : before + made.size]
-    for view, (_, tensor) in zip(made.wholes(flat), tensors, strict=True):
+    for view, (_, tensor) in zip(made.views(flat), tensors, strict=True):
         view.copy_(tensor)
     return flat
 
@@ -79,7 +79,7 @@ def test_round_trip_is_exact(shape_list, n, align):
     tensors = numbered(shape_list)
     made = Layout(tensors, n, align)
     flat = filled(made, tensors, before=5)
-    for (name, tensor), slot, view in zip(tensors, made.slots, made.wholes(flat), strict=True):
+    for (name, tensor), slot, view in zip(tensors, made.slots, made.views(flat), strict=True):
         assert (slot.name, slot.shape, slot.numel) == (name, tuple(tensor.shape), tensor.numel())
         assert view.shape == tensor.shape and view.stride() == tensor.stride() and torch.equal(view, tensor)
         assert view.untyped_storage().data_ptr() == flat.untyped_storage().data_ptr()
@@ -87,7 +87,7 @@ def test_round_trip_is_exact(shape_list, n, align):
     assert {shard.shape for shard in shards} == {(made.shard_size,)}
     assert torch.equal(torch.cat(shards), flat)
     again = torch.cat([shard.clone() for shard in shards])  # what an all-gather does
-    assert all(torch.equal(view, tensor) for view, (_, tensor) in zip(made.wholes(again), tensors, strict=True))
+    assert all(torch.equal(view, tensor) for view, (_, tensor) in zip(made.views(again), tensors, strict=True))
 
 
 @settings(max_examples=200, deadline=None)
@@ -122,7 +122,7 @@ def test_dense_strides_are_kept(data, n, align):
         tensors.append((name, tensor.permute(data.draw(st.permutations(range(tensor.dim()))))))
     made = Layout(tensors, n, align)
     flat = filled(made, tensors)
-    for (_, tensor), slot, view in zip(tensors, made.slots, made.wholes(flat), strict=True):
+    for (_, tensor), slot, view in zip(tensors, made.slots, made.views(flat), strict=True):
         assert slot.stride == view.stride() == tensor.stride()
         assert torch.equal(view, tensor)
         in_memory = tensor.as_strided((tensor.numel(),), (1,))
@@ -132,7 +132,7 @@ def test_dense_strides_are_kept(data, n, align):
 def test_channels_last_stays_channels_last():
     weight = torch.randn(6, 3, 5, 5).to(memory_format=torch.channels_last)
     made = Layout([("conv.weight", weight)], 4, 4)
-    view = made.wholes(torch.zeros(made.size))[0]
+    view = made.views(torch.zeros(made.size))[0]
     assert view.is_contiguous(memory_format=torch.channels_last) and not view.is_contiguous()
 
 
@@ -145,13 +145,13 @@ def test_tensors_that_are_not_dense_become_dense(rows, columns, n):
     made = Layout(tensors, n)
     flat = filled(made, tensors)
     assert made.numel == 2 * rows * columns
-    for view, (_, tensor) in zip(made.wholes(flat), tensors, strict=True):
+    for view, (_, tensor) in zip(made.views(flat), tensors, strict=True):
         assert torch.equal(view, tensor)
 
 
 def test_meta_tensors_have_a_layout():
     made = Layout([("w", torch.empty(3, 5, device="meta")), ("b", torch.empty((), device="meta"))], 4, 4)
-    assert [tuple(view.shape) for view in made.wholes(torch.empty(made.size, device="meta"))] == [(3, 5), ()]
+    assert [tuple(view.shape) for view in made.views(torch.empty(made.size, device="meta"))] == [(3, 5), ()]
 
 
 def test_the_picture_in_the_docstring_is_true():

@@ -64,24 +64,24 @@ class OneAllReduce(zerolab.DDP):
     """Synchronous: torch's all-reduce, then the mean."""
 
     def reduce(self, unit):
-        dist.all_reduce(unit.whole_grad)
-        unit.grad = unit.whole_grad / self.world_size
+        dist.all_reduce(unit.bucket.full)
+        unit.bucket.grad = unit.bucket.full / self.world_size
 
 
 class AllReduceLater(zerolab.DDP):
     """Asynchronous: torch's own Work, of gradients that were divided before."""
 
     def reduce(self, unit):
-        unit.grad = unit.whole_grad / self.world_size
-        return dist.all_reduce(unit.grad, async_op=True)
+        unit.bucket.grad = unit.bucket.full / self.world_size
+        return dist.all_reduce(unit.bucket.grad, async_op=True)
 
 
 class GatherAtOnce(zerolab.Zero1):
     """By hand and synchronous; the parameters are gathered after the step and not before the next forward."""
 
     def reduce(self, unit):
-        dist.all_reduce(unit.whole_grad)
-        unit.grad = unit.layout.shard(unit.whole_grad, self.rank) / self.world_size
+        dist.all_reduce(unit.bucket.full)
+        unit.bucket.grad = unit.layout.shard(unit.bucket.full, self.rank) / self.world_size
 
     def after_step(self, unit):
         unit.gather()
@@ -92,9 +92,9 @@ class SliceByHand(zerolab.Zero2):
 
     def post_backward(self, unit):
         zerolab.Zero1.post_backward(self, unit)
-        if unit.reduction is not None:
-            unit.reduction.wait()
-            unit.grad = unit.grad.clone()
+        if unit.bucket.reduction is not None:
+            unit.bucket.reduction.wait()
+            unit.bucket.grad = unit.bucket.grad.clone()
 
 
 class GatherByHand(zerolab.Zero3):
@@ -102,8 +102,8 @@ class GatherByHand(zerolab.Zero3):
 
     def pre_forward(self, unit):
         if not unit.gathered:
-            unit.whole.untyped_storage().resize_(unit.layout.size * 4)
-            dist.all_gather(list(unit.whole.data.chunk(self.world_size)), unit.shard.data)
+            unit.full.untyped_storage().resize_(unit.layout.size * 4)
+            dist.all_gather(list(unit.full.data.chunk(self.world_size)), unit.shard.data)
             unit.gathered = True
 
     pre_backward = pre_forward
@@ -142,4 +142,4 @@ def forget() -> str:
 
 
 def test_a_reduce_that_leaves_nothing_is_named(ranks):
-    assert "Forgetful.reduce() has left no unit.grad" in ranks.run(forget, ranks=1)[0]
+    assert "Forgetful.reduce() left no unit.bucket.grad" in ranks.run(forget, ranks=1)[0]

@@ -99,10 +99,10 @@ def skipping(prefetch: bool) -> tuple[list[list[str]], list[int], dict[str, torc
     for number in range(case.steps):
         with ledger(zero) as book:
             loss = case.loss(zero.model, zero.rank, number)
-            left.append(sum(unit.whole.untyped_storage().size() > 0 for unit in zero.units if unit not in zero.root))
+            left.append(sum(unit.full.untyped_storage().size() > 0 for unit in zero.units if unit not in zero.root))
             loss.backward()
         forward.append([unit for phase, unit in gathers_of(book.calls) if phase == "forward"])
-        assert not any(unit.whole.untyped_storage().size() for unit in zero.units)
+        assert not any(unit.full.untyped_storage().size() for unit in zero.units)
         optimizer.step()
         optimizer.zero_grad()
     return forward, left, zero.full_state_dict()
@@ -130,7 +130,7 @@ def broken_off() -> list[Any]:
             with suppress(ZeroDivisionError):
                 train(zero, optimizer)
             handle.remove()
-            whole = sum(unit.whole.untyped_storage().size() > 0 for unit in zero.units if unit not in zero.root)
+            whole = sum(unit.full.untyped_storage().size() > 0 for unit in zero.units if unit not in zero.root)
             assert whole <= 1
         train(zero, optimizer)
         results.append(zero.full_state_dict())

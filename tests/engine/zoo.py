@@ -131,7 +131,7 @@ def sharded(case: Case, stage: int, **options: Any) -> tuple[dict[str, Tensor], 
         optimizer.zero_grad()
         losses.append(loss.item())
         if stage == 3:  # nothing stays gathered
-            assert not any(unit.whole.untyped_storage().size() for unit in zero.units)
+            assert not any(unit.full.untyped_storage().size() for unit in zero.units)
     return zero.full_state_dict(), losses
 
 

@@ -497,7 +497,7 @@ class Notebook:
 
     def ranks(self) -> list[int]:
         living = [child for child in psutil.Process(self.pid).children() if not gone(child.pid)]
-        return [child.pid for child in living if "zerolab.lab.rank" in child.cmdline()]
+        return [child.pid for child in living if "zerolab.lab.ranks.rank" in child.cmdline()]
 
     def close(self) -> None:
         self.client.stop_channels()

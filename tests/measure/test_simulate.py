@@ -64,7 +64,7 @@ class Learners(zerolab.Zero1):
 
     def post_backward(self, unit):
         super().post_backward(unit)
-        unit.release_grad()
+        unit.bucket.release()
 
 
 def test_a_learners_class_is_simulated():

@@ -35,8 +35,8 @@ from torch.optim import Optimizer
 
 from zerolab.checkpoint.files import CHUNK, DTYPES, NAMES, CheckpointError, Pieces, digest, dtype_name, write_file
 from zerolab.comm.collectives import Comm
-from zerolab.engine.engine import Engine, _in_backward
-from zerolab.engine.full import _own_state_dict
+from zerolab.engine.engine import Engine
+from zerolab.engine.full import own_state_dict
 from zerolab.engine.layout import Slot
 from zerolab.engine.unit import Unit
 
@@ -124,8 +124,7 @@ def _begin(path: Path, zero: Engine, optimizer: Optimizer, keep: int | None, ext
 
 
 def _check_idle(zero: Engine) -> None:
-    zero._forget_calls()
-    if zero._depth or zero._bypassed or _in_backward():
+    if not zero.is_idle():
         raise CheckpointError("a checkpoint cannot be made or loaded inside forward, backward or full_parameters()")
 
 
@@ -213,7 +212,7 @@ def _from_number(saved: dict[str, Any]) -> Any:
 def _buffers(zero: Engine) -> dict[str, Tensor]:
     """The buffers that a state dict has, by name."""
     names = {name for name, _ in zero.model.named_parameters(remove_duplicate=False)}
-    own = _own_state_dict(zero)
+    own = own_state_dict(zero)
     buffers = {name: buffer for name, buffer in zero.model.named_buffers() if name in own}
     aliases = {name for name, _ in zero.model.named_buffers(remove_duplicate=False)}
     if strange := sorted(own.keys() - names - aliases):
@@ -459,7 +458,7 @@ class _Loading:
         if "generators/cuda" in self.own:
             torch.cuda.set_rng_state(self.own["generators/cuda"], self.zero.comm.device)
         for unit in self.zero.units:
-            self.zero._changed(unit)
+            self.zero.master_changed(unit)
         self.zero.comm.step = self.content["step"]
 
     def _match_parameters(self) -> None:

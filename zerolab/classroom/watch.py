@@ -92,7 +92,7 @@ class Watch:
         one.memory, one.shared = max(0, memory.rss - memory.shared), memory.shared
         if one.branch == 0:
             one.kind = "server"
-        elif "zerolab.lab.rank" in words:
+        elif "zerolab.lab.ranks.rank" in words:
             one.kind = "rank"
         elif any(word.startswith("ipykernel") for word in words):
             one.kind = "notebook"

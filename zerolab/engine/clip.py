@@ -1,4 +1,4 @@
-"""The norm of a gradient that lies in slices on many ranks."""
+"""The norm of gradients whose slices lie on many ranks."""
 
 from __future__ import annotations
 
@@ -14,16 +14,17 @@ if TYPE_CHECKING:
     from zerolab.engine.engine import Engine
 
 
-def clip_grad_norm_(engine: Engine, max_norm: float, norm_type: float = 2.0) -> Tensor:
-    """Scale the gradients in place so that their joint p-norm is at most `max_norm`; the norm before, a scalar tensor.
+def clip_to_norm(engine: Engine, max_norm: float, norm_type: float = 2.0) -> Tensor:
+    """Scale the gradients in place so that their joint p-norm is at most `max_norm`. Returns the norm before, a scalar.
 
-    The p-th powers of slices add up to the p-th power of the whole, so one all-reduce of one number is enough
-    (for p = inf, of the maximum). In stage 0 every rank has all gradients, and none is needed.
+    The p-th powers of the slices' norms add up to that of the full norm, so one all-reduce of one number is enough (for
+    p = inf, of the maximum). In stage 0 every rank has all gradients and needs no all-reduce.
     """
     if not (norm_type > 0 and max_norm >= 0):
         raise ValueError(f"norm_type must be greater than 0 and max_norm at least 0, not {norm_type} and {max_norm}")
     params = [param for unit in engine.units for param in unit.params if param.grad is not None]
-    grads = [p.grad.to(torch.promote_types(p.grad.dtype, torch.float32)) for p in params if p.grad.numel()]
+    grads = [p.grad for p in params if p.grad is not None and p.grad.numel()]
+    grads = [grad.to(torch.promote_types(grad.dtype, torch.float32)) for grad in grads]
     norms = [torch.linalg.vector_norm(grad, norm_type).double().to(engine.comm.device) for grad in grads]
     zero = torch.zeros((), dtype=torch.float64, device=engine.comm.device)
     if math.isinf(norm_type):

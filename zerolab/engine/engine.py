@@ -1,18 +1,18 @@
-"""The engine: takes a model apart into units, hooks itself into forward, backward and the optimizer's step, and
-calls the stage's methods. What a stage does there stands in ddp.py, zero1.py, zero2.py and zero3.py.
+"""The engine: splits a model into units, hooks itself into forward, backward and the optimizer's step, and calls the
+stage's methods. Each stage's behaviour is in ddp.py, zero1.py, zero2.py and zero3.py.
 
-One step, as the hooks see it:
+One step, in the order of the hooks:
 
-    forward of the model          _enter: gradients of an earlier backward that broke off are dropped; inputs are cast
-      forward of a unit's module  _enter: pre_forward, show whole parameters
+    forward of the model          _enter: drop what an interrupted backward left, cast the inputs
+      forward of a unit's module  _enter: pre_forward, show the full parameters
                                   _leave: show the optimizer's parameters, post_forward
-    backward                      _begin_backward, once: order a call of _end_backward
-      gradient at its outputs     _pre_backward: pre_backward, show whole parameters
-      gradient of a parameter     _on_gradient: take it over
-      gradient at its inputs,     _done: the unit waits for its turn, which is the same on every rank;
-        or all parameters'               then post_backward, which reduces
-    end of backward               _end_backward: the rest of the turns; what was used anywhere; show gradients
-    optimizer.step()              _before_step: float32 gradients; _after_step: after_step
+    backward                      _begin_backward, once: have autograd call _end_backward
+      gradient at its outputs     _pre_backward: pre_backward, show the full parameters
+      gradient of a parameter     _on_gradient: put it into the unit's bucket
+      backward has passed it      _on_passed: the unit waits for its turn, which is the same on every rank;
+                                  then post_backward, which reduces
+    end of backward               _end_backward: the remaining turns; what was used on any rank; show gradients
+    optimizer.step()              before_step: float32 gradients; after_step: the stage's after_step
 """
 
 from __future__ import annotations
@@ -22,8 +22,9 @@ import operator
 import sys
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from functools import partial
+from types import FrameType
 from typing import Any
 
 import torch
@@ -32,43 +33,43 @@ from torch import Tensor, nn
 from torch.autograd import Variable
 
 from zerolab.comm.collectives import Comm, CommError
-from zerolab.engine import step as optimizers
-from zerolab.engine.clip import clip_grad_norm_
-from zerolab.engine.full import full_parameters, full_state_dict, load_full_state_dict, refuse_state_dict
+from zerolab.engine import full, step
+from zerolab.engine.backward import Backward, ForwardCall
+from zerolab.engine.clip import clip_to_norm
 from zerolab.engine.partition import Part, agree_on_parts, modules_within, units_needed
 from zerolab.engine.precision import KEEP, Precision
 from zerolab.engine.prefetch import Prefetcher
 from zerolab.engine.pytree import cast_floats, detached_from, grad_tensors, kept_by_modules
-from zerolab.engine.unit import ForwardCall, Unit
+from zerolab.engine.unit import Unit
 
 USED, TRAINABLE, LATE = 1, 2, 4  # the bits that ranks exchange about each parameter after a backward
 
 
 class Engine:
-    """Base of the four stages; see the contract in their docstrings.
+    """Base of the four stages; the contract is in their docstrings.
 
     model: an `nn.Module`, sharded in place. It keeps its class and the names of its parameters.
     units: module classes that become one unit each; what is left over is the root unit. Default: the blocks that
-        repeat in the model, else its largest modules of at most 25 MB.
+        repeat in the model, or else its largest modules of at most 25 MB.
     precision: a `Precision`; default: everything in the parameters' own dtype.
     group: the process group to share the work with; default: the world.
-    mesh: (replicas, ranks that share one), in stages 1 to 3 of the whole world: shards are shared by so many
-        neighbours, in a node say, and each replica holds all of them. Gathers stay inside a replica, and only the
-        means of shards travel between replicas (hybrid sharding; Zhao et al., arXiv 2304.11277, section 3.2.2).
-    offload: "optimizer", in stages 1 to 3: masters, gradients and the optimizer's state are kept on the host, and the
+    mesh: (replicas, ranks that share one), in stages 1 to 3, for the whole world. Neighbours, in a node say, form a
+        shard group, and each replica holds every shard. Gathers stay inside a replica, and only the means of shards
+        travel between replicas (hybrid sharding; Zhao et al., arXiv 2304.11277, section 3.2.2).
+    offload: "optimizer", in stages 1 to 3: masters, gradients and the optimizer's state stay on the host, and the
         optimizer works there (Ren et al., "ZeRO-Offload", arXiv 2101.06840). The device keeps what forward needs.
-    init: for a model on the meta device: called with every module that holds parameters or buffers of its own, once
-        these have (uninitialised) memory, to give them values; for example `lambda module: module.reset_parameters()`.
+    init: for a model on the meta device. It is called with every module that has parameters or buffers of its own,
+        once they have (uninitialised) memory, to give them values; for example `lambda m: m.reset_parameters()`.
 
-    The values of the group's first rank count: parameters and buffers are broadcast from it.
-    Raises `ValueError`, on every rank alike, if some rank was given something that cannot be sharded, and
-    `CommError` if the ranks do not agree on the model.
+    The group's first rank decides the values: its parameters and buffers are broadcast.
+    Raises `ValueError`, on every rank alike, if some rank was given something that cannot be sharded, and `CommError`
+    if the ranks do not agree on the model.
     """
 
     stage: int
     prefetch = True  # gather the next unit while one computes; False: not before it is needed
-    overlap = True  # reduce a unit's gradients while backward computes the next; False: wait for that first
-    keep_grad_memory = False  # True: what zero_grad() lets go is kept for the next backward, in stages 0 and 1
+    overlap = True  # reduce a unit's gradients while backward computes the next; False: wait for each reduction
+    keep_grad_memory = False  # True: in stages 0 and 1, memory that zero_grad() frees is kept for the next backward
 
     def __init__(
         self,
@@ -88,21 +89,17 @@ class Engine:
         self.comm = Comm(group, _device_of(model), _checked_mesh(mesh, group, self.stage))
         self.rank, self.world_size = self.comm.rank, self.comm.world_size
 
-        self.stale: deque[Unit] = deque()  # units whose whole parameters are old, in the order of their gathers
-        self._held: list[Unit] = []  # units that stay gathered until backward ends
-        self._depth = 0  # how many hooked calls are under way
+        self.stale: deque[Unit] = deque()  # units whose full parameters are old, in the order of their gathers
+        self.bypassed = False  # inside full_parameters(): modules hold plain full parameters
+        self.in_backward = False  # from the first gradient to the end of backward, or until a broken one is dropped
         self._sync = True  # False inside no_sync()
-        self._bypassed = False  # True inside full_parameters(): modules hold plain whole parameters
+        self._depth = 0  # how many hooked calls are under way
+        self._outermost: Any = None  # the frame of the first of them
+        self._training = False  # whether that one began with gradients enabled
+        self._held: list[Unit] = []  # units that stay gathered until backward ends
+        self._reducing: deque[Unit] = deque()  # units whose reduction is under way
         self._stepping = False  # inside optimizer.step()
         self._stepped = False  # since the last forward
-        self._in_backward = False
-        self._training = False  # whether the outermost forward call began with gradients enabled
-        self._outermost: Any = None  # its frame
-        self._clock = 0  # counts calls of units, as they begin and as they end
-        self._unwatched: list[ForwardCall] = []  # whose backward has begun, and which have no inputs to tell its end
-        self._turns: deque[Unit] = deque()  # units still to be reduced in this backward
-        self._in_flight: deque[Unit] = deque()  # units whose reduction is under way
-        self._first_uses: list[Unit] | None = []  # order of first use, until the ranks have agreed on one
 
         settings = [type(self).__name__, str(self.precision), f"offload={offload}"]
         parts = agree_on_parts(model, units, self.comm, init is not None, settings)
@@ -118,7 +115,7 @@ class Engine:
         self._materialise(model.modules(), init)  # modules that hold only buffers
         self.broadcast_buffers()
         self._prefetcher = Prefetcher(self.root)
-        self._order = list(self.units)  # of first use in forward; gradients are reduced the other way round
+        self._backward = Backward(self.units, self._begin_backward, self._on_passed)
         self._install_hooks(parts)
 
     # -- the override points; ddp.py says when each is called -----------------------------------------------------
@@ -139,9 +136,9 @@ class Engine:
         raise NotImplementedError
 
     def reduce(self, unit: Unit) -> Any:
-        """Average `unit.whole_grad` over the ranks and leave it in `unit.grad`, laid out as `unit.master` is.
+        """Average `unit.bucket.full` over the ranks. The mean goes to `unit.bucket.grad`, laid out as `unit.master`.
 
-        Either it is there when this returns None, or what is returned has a `wait()` after which it is there.
+        Returns None if the mean is there, or something whose `wait()` returns once it is there.
         """
         raise NotImplementedError
 
@@ -154,7 +151,7 @@ class Engine:
     def no_sync(self) -> Iterator[None]:
         """Backward inside only adds up this rank's gradients; the next backward outside reduces the sum.
 
-        Saves the traffic of all micro-batches but the last, and holds whole gradients meanwhile, in every stage.
+        Saves the traffic of every micro-batch but the last. Meanwhile full gradients are held, in every stage.
         """
         before, self._sync = self._sync, False
         try:
@@ -163,30 +160,50 @@ class Engine:
             self._sync = before
 
     def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> Tensor:
-        """Scale all gradients so that their joint norm is at most `max_norm`; the norm before, equal on every rank.
+        """Scale all gradients so that their joint norm is at most `max_norm`. Returns the norm before, on every rank.
 
         norm_type: p of the p-norm, greater than 0, or inf. Stages 1 to 3 all-reduce one number, stage 0 nothing.
         """
-        self._check_grads_final(self.units)
-        self._promote_grads(self.units)
-        return clip_grad_norm_(self, max_norm, norm_type)
+        self.check_grads_final(self.units)
+        self.promote_grads(self.units)
+        return clip_to_norm(self, max_norm, norm_type)
+
+    def full_parameters(self) -> AbstractContextManager[None]:
+        """Inside, the model shows full parameters in the masters' dtype, on every rank, to look at or edit in place.
+
+        The first rank's edits are kept, on all ranks; after an error inside, none are. All ranks must take part. The
+        model may be called inside, but not trained.
+        """
+        return full.editing(self)
+
+    def full_state_dict(self, rank0_only: bool = False) -> dict[str, Tensor]:
+        """The `state_dict` of the unsharded model, on the CPU, in the masters' dtype. All ranks must take part.
+
+        rank0_only: the group's first rank gets it, the others an empty dict. Buffers are the first rank's.
+        Gathers unit by unit, so a rank holds one full unit besides the result.
+        """
+        return full.gather_state_dict(self, rank0_only)
+
+    def load_full_state_dict(self, state: dict[str, Tensor] | None) -> None:
+        """Load the `state_dict` of an unsharded model. The first rank's counts; the others may pass None.
+
+        Raises `ValueError` on every rank, before anything is changed, if names are missing or unexpected or shapes
+        differ.
+        """
+        full.spread_state_dict(self, state)
 
     def broadcast_buffers(self) -> None:
-        """Give every rank the first rank's buffers, BatchNorm's running statistics for instance.
+        """Give every rank the first rank's buffers: BatchNorm's running statistics, for instance.
 
-        Each rank's batches leave it statistics of its own. Call this before a validation that shall not depend on
-        the rank; `full_state_dict()` has the first rank's in any case. On GPUs, `nn.SyncBatchNorm.
+        Each rank's batches leave it statistics of its own. Call this before a validation whose result must not depend
+        on the rank; `full_state_dict()` has the first rank's in any case. On GPUs, `nn.SyncBatchNorm.
         convert_sync_batchnorm(model)` before sharding keeps them equal in every forward; torch has none for the CPU.
         """
         for name, buffer in self.model.named_buffers():
             self.comm.broadcast(buffer, name)
 
-    full_parameters = full_parameters
-    full_state_dict = full_state_dict
-    load_full_state_dict = load_full_state_dict
-
     def register_forward_method(self, name: str) -> None:
-        """Let `model.<name>(...)`, "generate" for instance, see whole parameters, as calling the model does."""
+        """Let `model.<name>(...)`, "generate" for instance, see full parameters, as calling the model does."""
         method = getattr(self.model, name, None)
         if not callable(method):
             raise ValueError(f"{type(self.model).__name__} has no method {name!r}")
@@ -203,9 +220,11 @@ class Engine:
 
         setattr(self.model, name, wrapped)
 
+    # -- for the stages ------------------------------------------------------------------------------------------
+
     def reduces(self, unit: Unit) -> bool:
-        """Whether it is the turn of `unit` to be reduced: not under no_sync, not if it is frozen."""
-        return unit.complete
+        """Whether it is the turn of `unit` to be reduced: not under no_sync, and not if it is frozen."""
+        return unit.bucket.complete
 
     def gather_stale(self, until: Unit | None = None) -> None:
         """Gather the units in `stale`, in order, up to `until` or all of them."""
@@ -215,13 +234,13 @@ class Engine:
             self.stale[0].start_gather()
 
     def gather(self, unit: Unit) -> None:
-        """Gather `unit`, and start with the one that will be needed next."""
+        """Gather `unit`, and start on the one that will be needed next."""
         self._prefetcher.visit(unit)
         unit.gather()
         self.prefetch_next()
 
     def prefetch_next(self) -> None:
-        """Start to gather the unit that will be needed next, if that is known and only one is whole."""
+        """Start to gather the unit that will be needed next, if that is known and there is room."""
         if self.prefetch:
             self._prefetcher.start_next()
 
@@ -231,38 +250,36 @@ class Engine:
     def _shard(self, unit: Unit, part: Part, init: Any) -> None:
         """Make the storages of one unit, and let its original parameters go before the next unit's turn."""
         self._materialise([module for sites in unit.sites for module, _ in sites], init)
-        unit.fill([sites[0][0]._parameters[sites[0][1]] for sites in unit.sites], self.comm.device)
+        unit.fill([module.get_parameter(name) for module, name in (sites[0] for sites in unit.sites)], self.comm.device)
         unit.adopt(self.optimizer_params(unit), [param.requires_grad for _, param in part.named], self._on_gradient)
-        for (name, original), param, whole in zip(part.named, unit.params, unit.wholes, strict=True):
-            optimizers.mark_replaced(original, name)
-            optimizers.mark_whole(whole, name)
-            optimizers.mark_owned(param, self, unit)
+        for (name, original), param, full_param in zip(part.named, unit.params, unit.full_params, strict=True):
+            step.mark_replaced(original, name)
+            step.mark_full(full_param, name)
+            step.mark_owned(param, self, unit)
         part.named.clear()
 
     def _materialise(self, modules: Iterable[nn.Module], init: Callable[[nn.Module], Any] | None) -> None:
-        """Give what is on the meta device in `modules` themselves memory, and values by the user's `init`."""
+        """Give memory to what `modules` themselves have on the meta device, and values by the user's `init`."""
         for module in modules:
-            on_meta = [
-                (tensors, key, tensor)
-                for tensors in (module._parameters, module._buffers)
-                for key, tensor in tensors.items()
-                if tensor is not None and tensor.is_meta
-            ]
-            for tensors, key, tensor in on_meta:
-                empty = torch.empty_like(tensor, device=self.comm.device)
-                tensors[key] = nn.Parameter(empty, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else empty
-            if on_meta and init is not None:
+            params = [(key, p) for key, p in module._parameters.items() if p is not None and p.is_meta]
+            buffers = [(key, b) for key, b in module._buffers.items() if b is not None and b.is_meta]
+            for key, param in params:
+                empty = torch.empty_like(param, device=self.comm.device)
+                module._parameters[key] = nn.Parameter(empty, param.requires_grad)
+            for key, buffer in buffers:
+                module._buffers[key] = torch.empty_like(buffer, device=self.comm.device)
+            if (params or buffers) and init is not None:
                 init(module)
 
     def _install_hooks(self, parts: list[Part]) -> None:
-        """Every module that holds parameters may be called by itself, so each sees to the units that it needs."""
+        """Any module that holds parameters may be called by itself, so each takes care of the units that it needs."""
         unit_of = {id(param): unit for unit in self.units for param in unit.params}
         unit_modules = {id(part.module) for part in parts} | {id(self.model)}
-        # Not for torch.compile to trace: what they do depends on autograd, on the step, on the other ranks.
+        # torch.compile must not trace them: what they do depends on autograd, on the step, on the other ranks.
         on_enter, on_leave = torch.compiler.disable(self._enter), torch.compiler.disable(self._leave)
         for module in self.model.modules():
             if self.stage > 0:
-                refuse_state_dict(self, module)
+                full.refuse_state_dict(self, module)
             if module._parameters or id(module) in unit_modules:
                 inside = list(modules_within(module, unit_modules))
                 needs = units_needed(inside, unit_of)
@@ -275,40 +292,37 @@ class Engine:
     # -- forward -------------------------------------------------------------------------------------------------
 
     def _enter(self, needs: list[Unit], module: nn.Module, args: Any, kwargs: Any) -> tuple[Any, Any]:
-        """Before a module's forward: see to it that the units that it needs show whole parameters."""
-        if self._bypassed:
+        """Before a module's forward: make the units that it needs show their full parameters."""
+        if self.bypassed:
             return args, kwargs
         if module is self.model:
-            self._forget_calls()
+            self.forget_calls()
         self._depth += 1
         new = [unit for unit in needs if unit.depth == 0]
         for unit in needs:
             unit.depth += 1
         if not new and self._depth > 1:  # inside of a unit that is at work
             return args, kwargs
-        recompute = _in_backward()  # activation checkpointing
+        recompute = _autograd_runs()  # activation checkpointing
         if self._depth == 1 and not recompute:
             self._outermost = sys._getframe(1)
             self._start_forward(module)
         if self._depth == 1 and self.precision.cast_inputs and self.precision.compute is not None:
             args, kwargs = cast_floats((args, kwargs), self.precision.compute)
         for unit in new:
-            if self._training and not unit.ran:
-                unit.ran = True
-                if self._first_uses is not None and unit not in self._first_uses:
-                    self._first_uses.append(unit)
+            if self._training:
+                self._backward.used(unit)
             self.pre_forward(unit)
-            unit.show_whole()
+            unit.show_full()
         if new and torch.is_grad_enabled() and not recompute:
-            self._clock += 1
-            self._watch_inputs(new, self._clock, (args, kwargs))
+            self._backward.call_begins(new, grad_tensors((args, kwargs), objects=False)[0])
         return args, kwargs
 
     def _leave(
         self, needs: list[Unit], inside: list[nn.Module], module: nn.Module, args: Any, kwargs: Any, output: Any
     ) -> Any:
-        """After a module's forward, also one that failed: show the optimizer's parameters again."""
-        if self._bypassed:
+        """After a module's forward, even one that failed: show the optimizer's parameters again."""
+        if self.bypassed:
             return output
         self._depth -= 1
         for unit in needs:
@@ -316,18 +330,16 @@ class Engine:
         over = [unit for unit in needs if unit.depth == 0]
         if not over and self._depth:
             return output
-        self._clock += 1
-        ended, unwatched = self._clock, over[0].unwatched if over else None
-        for unit in over:
-            unit.unwatched = None
-        if _in_backward():  # a recompute releases nothing: backward is about to use it
+        ended, unwatched = self._backward.call_ends(over)
+        if _autograd_runs():  # a recompute releases nothing: backward is about to use it
             return output
         failed = output is None and sys.exc_info()[0] is not None
-        if over:  # a result that is a part of a parameter must not go with it
-            output = detached_from({unit.whole.untyped_storage()._cdata for unit in over}, output)
-        tensors, stay = [], False
+        if over:  # a result that is part of a parameter must outlive it
+            output = detached_from({unit.full.untyped_storage()._cdata for unit in over}, output)
+        tensors: list[Tensor] = []
+        stay = False
         if over and torch.is_grad_enabled() and not failed:
-            # If backward may come in through something that cannot be seen, the units must stay.
+            # If backward may enter through something that cannot be seen, the units must stay.
             tensors, stay = grad_tensors([output, *kept_by_modules(inside)])
             for tensor in tensors:
                 tensor.register_hook(partial(self._pre_backward, over, ended, unwatched))
@@ -342,49 +354,37 @@ class Engine:
             self._outermost = None
             self._prefetcher.end()
             if module is self.model and not failed:
-                self.gather_stale()  # what this rank did not need, another may have needed
+                self.gather_stale()  # another rank may have needed what this one did not
         return output
 
     def _start_forward(self, module: nn.Module) -> None:
-        """The outermost call of a forward: tidy up what an error left, and notice parameters changed by hand."""
-        if self._in_backward:
+        """The outermost call begins: tidy up after an error, and notice parameters that were edited."""
+        if self.in_backward:
             self._drop_backward()
         self._stepped = False
         self.comm.phase = "forward"
         self._training = torch.is_grad_enabled()
         self._prefetcher.begin((id(module), self._training))
-        self._notice_changes()
+        self._notice_edits()
 
-    def _notice_changes(self) -> None:
-        """Parameters may have been changed by hand."""
+    def _notice_edits(self) -> None:
         for unit in self.units:
             if unit.master._version != unit.version:
-                self._changed(unit)
+                self.master_changed(unit)
 
-    def _changed(self, unit: Unit) -> None:
-        """The optimizer, or somebody else, wrote new values into the parameters of `unit`."""
+    def master_changed(self, unit: Unit) -> None:
+        """The optimizer, or somebody else, has written new values into the masters of `unit`."""
         unit.follow_master()
         self.after_step(unit)  # which may gather at once, into what the master is a view of
         unit.mark_followed()
 
-    def _watch_inputs(self, units: list[Unit], begun: int, inputs: Any) -> None:
-        """Learn when backward has passed the units: when a gradient arrives at one of their inputs.
+    def is_idle(self) -> bool:
+        """Whether no forward, backward or full_parameters() is under way."""
+        self.forget_calls()
+        return not (self._depth or self.bypassed or _autograd_runs())
 
-        Autograd runs what was created last first. What made an input is older than all that the unit did with it,
-        so when it is its turn, nothing of the unit is left to run. If there is no such input, it is known when a
-        gradient reaches the outputs of a call that had ended before this one began. (That all parameters have their
-        gradients would often be known earlier, but not on every rank at the same point between the gathers.)
-        """
-        call = ForwardCall(units, begun)
-        made = [tensor for tensor in grad_tensors(inputs, objects=False)[0] if tensor.grad_fn is not None]
-        for tensor in made:
-            tensor.register_hook(partial(self._at_inputs, call))
-        for unit in units:
-            unit.calls.add(call)
-            unit.unwatched = None if made else call
-
-    def _forget_calls(self) -> None:
-        """Ctrl-C gets past _leave: if the outermost call is over all the same, show the optimizer's parameters."""
+    def forget_calls(self) -> None:
+        """Control-C can skip _leave. If the outermost call is over all the same, show the optimizer's parameters."""
         if self._depth == 0 or _on_stack(self._outermost):
             return
         self._depth = 0
@@ -396,131 +396,99 @@ class Engine:
     # -- backward ------------------------------------------------------------------------------------------------
 
     def _begin_backward(self) -> None:
-        if self._in_backward:
+        if self.in_backward:
             return
         if torch.is_grad_enabled():
             raise NotImplementedError("backward(create_graph=True) through a sharded model is not supported")
         Variable._execution_engine.queue_callback(self._end_backward)
-        self._in_backward = True
+        self.in_backward = True
         self.comm.phase = "backward"
         self._prefetcher.begin("backward")
-        self._notice_changes()
+        self._notice_edits()
         self.gather_stale()
         for unit in self.units:
-            unit.resume()
-        self._turns = deque(unit for unit in reversed(self._order) if unit.trainable and self._sync)
+            unit.bucket.resume()
+        self._backward.set_turns(self._sync)
 
     def _pre_backward(self, units: list[Unit], ended: int, unwatched: ForwardCall | None, grad: Tensor) -> None:
-        """A gradient reached the outputs of a call of `units` that was over when the clock showed `ended`."""
+        """A gradient reached the outputs of a call of `units` that ended when the clock showed `ended`."""
         self._begin_backward()
         for unit in units:
-            if not unit.opened:
-                unit.opened = True
+            if self._backward.open(unit):
                 self.pre_backward(unit)
-                unit.show(unit.wholes)  # for recomputation
-        for call in [call for call in self._unwatched if call.begun > ended]:
-            self._unwatched.remove(call)
-            self._passed(call)
-        if unwatched and unwatched not in self._unwatched:
-            self._unwatched.append(unwatched)
+                unit.show(unit.full_params)  # for a recompute
+        self._backward.at_outputs(ended, unwatched)
 
-    def _on_gradient(self, unit: Unit, i: int, leaf: nn.Parameter) -> None:
+    def _on_gradient(self, unit: Unit, i: int) -> None:
+        """Autograd has completed the gradient of parameter `i` of `unit`."""
         self._begin_backward()
-        unit.collect(i)
-        # With a gradient for every parameter, backward needs none of them any more.
-        if len(unit.arrived) == len(unit.params) and not unit.calls:
-            self._done(unit)
+        unit.bucket.collect(i)
+        self._backward.at_parameter(unit, i)
 
-    def _at_inputs(self, call: ForwardCall, grad: Tensor) -> None:
-        self._begin_backward()
-        self._passed(call)
-
-    def _passed(self, call: ForwardCall) -> None:
-        """Backward is through with `call`."""
-        for unit in call.units:
-            unit.calls.discard(call)
-            if not unit.calls:
-                self._done(unit)
-
-    def _done(self, unit: Unit) -> None:
-        """Backward has passed `unit`. It is reduced when it is its turn, which is the same on every rank."""
-        if unit.ready:
-            return
-        unit.ready = True
+    def _on_passed(self, unit: Unit) -> None:
+        """Backward has passed `unit`. It is reduced when its turn comes, which is the same on every rank."""
         if unit.trainable and self._sync:
             self._take_turns()
         else:
             self._finish(unit)
 
     def _take_turns(self, everyone: bool = False) -> None:
-        """A unit without a forward has nothing to wait for, but other ranks may need its zeros."""
-        while self._turns:
-            unit = self._turns[0]
-            if not (everyone or unit.ready or not (unit.ran or unit.opened)):
-                return
-            self._turns.popleft()
+        for unit in self._backward.turns(everyone):
             self._advance_reductions()
-            unit.complete_grad()
+            unit.bucket.complete_with_zeros()
             self._finish(unit)
 
     def _finish(self, unit: Unit) -> None:
-        unit.opened = False
+        """Backward is done with `unit`: the stage's post_backward, which reduces if it is the unit's turn."""
+        self._backward.close(unit)
         unit.show_params()
         reduces = self.reduces(unit)
         self.post_backward(unit)
         if reduces:
-            if unit.grad is None:
-                raise RuntimeError(f"{type(self).__name__}.reduce() has left no unit.grad (unit {unit.name})")
-            self._in_flight.append(unit)
-            unit.complete = False
-            if self.keep_grad_memory:
-                unit.kept_memory = unit.whole_grad
-            unit.whole_grad = None  # what of it is still wanted is held by the reduction, and by unit.grad
+            if unit.bucket.grad is None:
+                raise RuntimeError(f"{type(self).__name__}.reduce() left no unit.bucket.grad (unit {unit.name})")
+            self._reducing.append(unit)
+            unit.bucket.depart(self.keep_grad_memory)
             if not self.overlap:
                 self._advance_reductions(to_the_end=True)
 
     def _advance_reductions(self, to_the_end: bool = False) -> None:
-        """One step further with each reduction under way: most take one step, so that one at a time is in flight."""
-        while self._in_flight:
-            self._in_flight = deque(unit for unit in self._in_flight if not unit.advance_reduction())
+        """Take each reduction under way one step further. Most have a single step, so one at a time is in flight."""
+        while self._reducing:
+            self._reducing = deque(unit for unit in self._reducing if not unit.bucket.advance())
             if not to_the_end:
                 return
 
     def _end_backward(self) -> None:
-        """Runs when autograd is through: what is left to reduce, and what the ranks must tell each other."""
+        """Autograd has finished: reduce what is left, exchange what was used, show the gradients."""
         if self._sync:
             self._take_turns(everyone=True)
             flags = self.comm.start_exchange(self._flags(), "exchange of used parameters")
             self._advance_reductions(to_the_end=True)
-            self._end_reductions(flags())
+            self._show_grads(flags())
         for unit in self.units:
-            if unit.opened or unit in self._held:
+            if self._backward.is_open(unit) or unit in self._held:
                 self._finish(unit)
             if not self._sync:
-                unit.keep_back()
+                unit.bucket.keep_back()
+            unit.bucket.end_backward()
         self._prefetcher.end()
-        for call in self._unwatched:
-            for unit in call.units:
-                unit.calls.discard(call)
-        keep_graph = torch._C._autograd._get_current_graph_task_keep_graph()
-        for unit in self.units:
-            unit.end_backward(keep_ran=keep_graph)
+        self._backward.end(keep_graph=torch._C._autograd._get_current_graph_task_keep_graph())
         self._held = []
-        self._unwatched = []
-        self._in_backward = False
+        self.in_backward = False
         if self._stepping:  # a closure: the optimizer goes on to use the gradients at once
-            self._promote_grads(self.units)
+            self.promote_grads(self.units)
 
     def _flags(self) -> bytes:
-        """One byte for each parameter: what this rank knows of it."""
+        """One byte for each parameter: what this rank knows about it."""
         flags = bytearray()
         for unit in self.units:
-            for used, late, param in zip(unit.used, unit.have, unit.params, strict=True):
+            for used, late, param in zip(unit.bucket.used, unit.bucket.have, unit.params, strict=True):
                 flags.append(USED * used + TRAINABLE * param.requires_grad + LATE * late)
         return bytes(flags)
 
-    def _end_reductions(self, flags: list[bytes]) -> None:
-        """Show the averaged gradients of what some rank used. `flags`: of every rank."""
+    def _show_grads(self, flags: list[bytes]) -> None:
+        """Show the averaged gradients of the parameters that some rank used. `flags`: every rank's."""
         self._compare_trainable(flags)
         some = _any_of(flags)
         used, late = ([bool(flag & bit) for flag in some] for bit in (USED, LATE))
@@ -528,15 +496,14 @@ class Engine:
         for unit in self.units:
             mine = slice(start, start + len(unit.params))
             start = mine.stop
-            unit.show_grad(used[mine])
-            if any(late[mine]):  # gradients that came after the unit's turn: reduced once more, by all
-                unit.complete_grad()
+            unit.bucket.show(used[mine])
+            if any(late[mine]):  # gradients that came after the unit's turn: every rank reduces once more
+                unit.bucket.complete_with_zeros()
                 self._finish(unit)
                 self._advance_reductions(to_the_end=True)
-                unit.show_grad(late[mine])
+                unit.bucket.show(late[mine])
             unit.trainable = any(param.requires_grad for param in unit.params)
-        if self._first_uses is not None:
-            self._learn_order()
+        self._backward.learn_order(lambda order: self.comm.exchange(order, "order of the units")[0])
 
     def _compare_trainable(self, flags: list[bytes]) -> None:
         names = [name for unit in self.units for name in unit.names]
@@ -551,64 +518,58 @@ class Engine:
                         "set requires_grad alike on all ranks"
                     )
 
-    def _learn_order(self) -> None:
-        """After the first backward: reduce in the order of use, as the first rank saw it."""
-        numbers = [self.units.index(unit) for unit in self._first_uses]
-        numbers += [i for i in range(len(self.units)) if i not in numbers]
-        self._order = [self.units[i] for i in self.comm.exchange(numbers, "order of the units")[0]]
-        self._first_uses = None
-
     def _drop_backward(self) -> None:
-        """A backward that an error broke off: its gradients are not complete, and none is shown."""
+        """An error broke backward off: its gradients are incomplete, and none is shown."""
         self._advance_reductions(to_the_end=True)
         for unit in self.units:
-            unit.drop_grads()
-            if unit.opened or unit in self._held:
+            unit.bucket.drop()
+            if self._backward.is_open(unit) or unit in self._held:
                 self._finish(unit)
-            unit.end_backward(keep_ran=False)
+            unit.bucket.end_backward()
+        self._backward.drop()
         self._held = []
-        self._unwatched = []
-        self._in_backward = False
+        self.in_backward = False
 
-    # -- the optimizer's step ------------------------------------------------------------------------------------
+    # -- the optimizer's step: step.py calls these for the units that the optimizer updates -----------------------
 
-    def _before_step(self, units: list[Unit]) -> None:
-        self._forget_calls()
-        self._check_grads_final(units)
+    def before_optimizer(self, units: list[Unit]) -> None:
+        self.forget_calls()
+        self.check_grads_final(units)
         self._stepping = True
         self.comm.phase = "step"
-        self._promote_grads(units)
+        self.promote_grads(units)
 
-    def _after_step(self, units: list[Unit]) -> None:
+    def after_optimizer(self, units: list[Unit]) -> None:
         self._stepping = False
         for unit in units:
-            unit.demote_grads()
-            self._changed(unit)
+            unit.bucket.demote()
+            self.master_changed(unit)
         if not self._stepped:  # several optimizers make one step
             self.comm.step += 1
             self._stepped = True
 
-    def _check_grads_final(self, units: list[Unit]) -> None:
-        if self._in_backward:
+    def check_grads_final(self, units: list[Unit]) -> None:
+        """Raises `RuntimeError` if gradients are incomplete, or not averaged yet."""
+        if self.in_backward:
             raise RuntimeError(f"rank {self.rank}: the last backward broke off; run forward and backward again")
         for unit in units:
-            if unit.kept_back and any(unit.params[i].grad is not None for i in unit.kept_back):
+            if unit.bucket.holds_back:
                 raise RuntimeError(
                     f"rank {self.rank}: the gradients of {unit.name} were added up under no_sync() and are not yet "
                     "averaged; run the last micro-batch's backward outside no_sync()"
                 )
 
-    def _promote_grads(self, units: list[Unit]) -> None:
+    def promote_grads(self, units: list[Unit]) -> None:
         for unit in units:
-            unit.promote_grads()
+            unit.bucket.promote()
 
 
 def _unless_at_work(units: list[Unit], enter: Any, leave: Any) -> tuple[Any, Any]:
-    """`enter` and `leave` of a module inside of a unit, for calls that do not find all of `units` at work already.
+    """`enter` and `leave` of a module inside a unit, only for calls that do not find all of `units` at work.
 
-    Nearly all calls do, and a block makes many: so these cost little, and torch.compile sees through them.
+    Nearly all calls find them at work, and a block makes many. So these cost little, and torch.compile can trace them.
     """
-    open_calls = 0  # those that entered, and calls of the same module inside of them
+    open_calls = 0  # calls that entered, and calls of the same module inside them
 
     def entering(module: nn.Module, args: Any, kwargs: Any) -> Any:
         nonlocal open_calls
@@ -632,17 +593,17 @@ def _unless_at_work(units: list[Unit], enter: Any, leave: Any) -> tuple[Any, Any
 
 
 def _any_of(rows: list[bytes]) -> bytes:
-    """Bit by bit, what is set in any of the rows, which are equally long."""
+    """Bitwise or of all rows, which are equally long."""
     either = functools.reduce(operator.or_, (int.from_bytes(row) for row in rows))
     return either.to_bytes(len(rows[0]))
 
 
-def _in_backward() -> bool:
+def _autograd_runs() -> bool:
     return torch._C._current_graph_task_id() != -1
 
 
 def _on_stack(frame: Any) -> bool:
-    here = sys._getframe()
+    here: FrameType | None = sys._getframe()
     while here is not None and here is not frame:
         here = here.f_back
     return here is not None
@@ -661,7 +622,7 @@ def _checked_mesh(mesh: Any, group: dist.ProcessGroup | None, stage: int) -> tup
 
 
 def _device_of(model: nn.Module) -> torch.device:
-    """Where the model is, or, if it is nowhere yet, where this process computes."""
+    """Where the model is or, for a model on the meta device, where this process computes."""
     for param in model.parameters():
         if not param.is_meta:
             return param.device

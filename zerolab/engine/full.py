@@ -1,4 +1,4 @@
-"""The whole model, put together from the slices: to look at, to edit, to save, to load."""
+"""The full model, assembled from the slices: to look at, edit, save or load. Engine's methods document the promises."""
 
 from __future__ import annotations
 
@@ -15,88 +15,73 @@ if TYPE_CHECKING:
 
 
 @contextmanager
-def full_parameters(self: Engine) -> Iterator[None]:
-    """Inside, the model shows whole parameters in the masters' dtype, on every rank, to look at or to edit in place.
-
-    The first rank's edits are kept, on all ranks; after an error inside, none. All ranks must take part. The
-    model may be called inside, but not trained.
-    """
-    self._forget_calls()
-    if self._depth or self._in_backward or self._bypassed:
+def editing(engine: Engine) -> Iterator[None]:
+    if not engine.is_idle() or engine.in_backward:
         raise RuntimeError("full_parameters() cannot be entered inside forward, backward or itself")
-    self.comm.phase = "full_parameters"
-    wholes = {unit: _gather_master(unit) for unit in self.units}
-    for unit, flat in wholes.items():
-        unit.show([nn.Parameter(view, requires_grad=False) for view in unit.layout.wholes(flat)])
-    self._bypassed = True
+    engine.comm.phase = "full_parameters"
+    gathered = {unit: _gather_master(unit) for unit in engine.units}
+    for unit, flat in gathered.items():
+        unit.show([nn.Parameter(view, requires_grad=False) for view in unit.layout.views(flat)])
+    engine.bypassed = True
     try:
         yield
-        self.comm.phase = "full_parameters"
-        for unit, flat in wholes.items():
-            self.comm.broadcast(flat, unit.name)
-            _set_master(self, unit, flat)
+        engine.comm.phase = "full_parameters"
+        for unit, flat in gathered.items():
+            engine.comm.broadcast(flat, unit.name)
+            _set_master(engine, unit, flat)
     finally:
-        self._bypassed = False
-        for unit in self.units:
+        engine.bypassed = False
+        for unit in engine.units:
             unit.show_params()
 
 
 @torch.no_grad()
-def full_state_dict(self: Engine, rank0_only: bool = False) -> dict[str, Tensor]:
-    """The `state_dict` of the unsharded model, on the CPU, in the masters' dtype. All ranks must take part.
-
-    rank0_only: the group's first rank gets it, the others an empty dict. Buffers are the first rank's.
-    Gathers unit by unit, so that a rank holds one whole unit besides the result.
-    """
-    self._forget_calls()
-    self.comm.phase = "full_state_dict"
-    wanted = self.rank == 0 or not rank0_only
-    state = _own_state_dict(self)
+def gather_state_dict(engine: Engine, rank0_only: bool = False) -> dict[str, Tensor]:
+    engine.forget_calls()
+    engine.comm.phase = "full_state_dict"
+    wanted = engine.rank == 0 or not rank0_only
+    state = own_state_dict(engine)
     names_of: dict[int, list[str]] = {}
-    for name, param in self.model.named_parameters(remove_duplicate=False):
+    for name, param in engine.model.named_parameters(remove_duplicate=False):
         names_of.setdefault(id(param), []).append(name)
-    for unit in self.units:
+    for unit in engine.units:
         flat = _gather_master(unit)
         if wanted:
-            for param, whole in zip(unit.params, unit.layout.wholes(flat), strict=True):
-                copy = whole.to("cpu", copy=True)
+            for param, view in zip(unit.params, unit.layout.views(flat), strict=True):
+                copy = view.to("cpu", copy=True)
                 for name in names_of[id(param)]:
                     state[name] = copy
     parameters = {name for names in names_of.values() for name in names}
     for name, value in state.items():
         if isinstance(value, Tensor) and name not in parameters:
             buffer = value.detach().clone()
-            self.comm.broadcast(buffer, name)
+            engine.comm.broadcast(buffer, name)
             state[name] = buffer.to("cpu")
     return state if wanted else {}
 
 
 @torch.no_grad()
-def load_full_state_dict(self: Engine, state: dict[str, Tensor] | None) -> None:
-    """Load the `state_dict` of an unsharded model. The first rank's counts; the others may pass None.
-
-    Raises `ValueError` on every rank, before anything is changed, if names are missing or unexpected or shapes differ.
-    """
-    self._forget_calls()
-    self.comm.phase = "load_full_state_dict"
-    own = _own_state_dict(self)
-    problem = _compare(self, own, state) if self.rank == 0 else None
-    problem = self.comm.exchange(problem, "loading of a state dict")[0]
+def spread_state_dict(engine: Engine, state: dict[str, Tensor] | None) -> None:
+    engine.forget_calls()
+    engine.comm.phase = "load_full_state_dict"
+    own = own_state_dict(engine)
+    problem = _compare(engine, own, state) if engine.rank == 0 else None
+    problem = engine.comm.exchange(problem, "loading of a state dict")[0]
     if problem:
-        raise ValueError(f"this state dict does not fit {type(self.model).__name__}: {problem}")
-    state = state if self.rank == 0 else {}
-    for unit in self.units:
-        flat = torch.zeros(unit.layout.size, dtype=unit.master.dtype, device=self.comm.device)
-        if self.rank == 0:
-            for name, view in zip(unit.names, unit.layout.wholes(flat), strict=True):
-                view.copy_(state[name])
-        self.comm.broadcast(flat, unit.name)
-        _set_master(self, unit, flat)
-    for name, buffer in self.model.named_buffers():
+        raise ValueError(f"this state dict does not fit {type(engine.model).__name__}: {problem}")
+    values = state or {}
+    for unit in engine.units:
+        flat = torch.zeros(unit.layout.size, dtype=unit.master.dtype, device=engine.comm.device)
+        if engine.rank == 0:
+            for name, view in zip(unit.names, unit.layout.views(flat), strict=True):
+                view.copy_(values[name])
+        engine.comm.broadcast(flat, unit.name)
+        _set_master(engine, unit, flat)
+    for name, buffer in engine.model.named_buffers():
         if name in own:
-            if self.rank == 0:
-                buffer.copy_(state[name])
-            self.comm.broadcast(buffer, name)
+            if engine.rank == 0:
+                buffer.copy_(values[name])
+            engine.comm.broadcast(buffer, name)
 
 
 def refuse_state_dict(engine: Engine, module: nn.Module) -> None:
@@ -104,9 +89,9 @@ def refuse_state_dict(engine: Engine, module: nn.Module) -> None:
 
     def refuse(what: str, instead: str) -> Any:
         def hook(*args: Any) -> None:
-            if not engine._bypassed:
+            if not engine.bypassed:
                 raise RuntimeError(
-                    f"model.{what}() of a model in stage {engine.stage} would take this rank's slices for whole "
+                    f"model.{what}() of a model in stage {engine.stage} would take this rank's slices for full "
                     f"parameters; use {instead}, on all ranks"
                 )
 
@@ -116,19 +101,19 @@ def refuse_state_dict(engine: Engine, module: nn.Module) -> None:
     module.register_load_state_dict_pre_hook(refuse("load_state_dict", "zero.load_full_state_dict(state)"))
 
 
-def _own_state_dict(engine: Engine) -> dict[str, Any]:
+def own_state_dict(engine: Engine) -> dict[str, Any]:
     """What the model itself would save on this rank: the right names, but slices."""
-    engine._bypassed = True
+    engine.bypassed = True
     try:
         return engine.model.state_dict()
     finally:
-        engine._bypassed = False
+        engine.bypassed = False
 
 
 def _gather_master(unit: Unit) -> Tensor:
-    """The whole masters of `unit` (N * S,), a copy."""
-    mine = unit.master.detach().to(unit.comm.device, copy=unit.master.numel() == unit.layout.size)
-    if mine.numel() == unit.layout.size:
+    """A copy of the full masters of `unit`, (N * S,)."""
+    mine = unit.master.detach().to(unit.comm.device, copy=not unit.sharded)
+    if not unit.sharded:
         return mine
     flat = torch.empty(unit.layout.size, dtype=mine.dtype, device=mine.device)
     unit.comm.all_gather(flat, mine, unit.name).wait()
@@ -136,11 +121,11 @@ def _gather_master(unit: Unit) -> Tensor:
 
 
 def _set_master(engine: Engine, unit: Unit, flat: Tensor) -> None:
-    """Write this rank's part of the whole masters `flat` (N * S,)."""
-    if unit.master.numel() < unit.layout.size:
+    """Write this rank's part of the full masters `flat`, (N * S,)."""
+    if unit.sharded:
         flat = unit.layout.shard(flat, unit.rank)
     unit.master.detach().copy_(flat)
-    engine._changed(unit)
+    engine.master_changed(unit)
 
 
 def _compare(engine: Engine, own: dict[str, Any], state: dict[str, Tensor] | None) -> str | None:

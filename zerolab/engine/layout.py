@@ -1,14 +1,14 @@
 """Where each parameter lies in a flat storage, and which part of it a rank owns. Pure arithmetic.
 
-A unit keeps its parameters in one flat storage, one after the other, padded so that it cuts into
-`world_size` equal shards. Three parameters of 5, 4 and 6 elements on 4 ranks:
+A unit keeps its parameters in one flat storage, one after another, padded so that it cuts into `world_size` equal
+shards. Three parameters of 5, 4 and 6 elements on 4 ranks:
 
     flat      a a a a a b b b b c c c c c c .          15 elements, 1 of padding
     shard     0 0 0 0 1 1 1 1 2 2 2 2 3 3 3 3          4 elements each
 
-Rank 1 owns the last element of `a` and the first three of `b`, and nothing of `c`. Shard boundaries
-pay no attention to parameter boundaries: that is what makes every shard the same size, which is what
-reduce-scatter and all-gather want (Rajbhandari et al., arXiv 1910.02054, section 5.1, "P_os").
+Rank 1 owns the last element of `a` and the first three of `b`, and nothing of `c`. Shard boundaries ignore parameter
+boundaries. That keeps all shards the same size, as reduce-scatter and all-gather require
+(Rajbhandari et al., arXiv 1910.02054, section 5.1, "P_os").
 """
 
 from __future__ import annotations
@@ -42,8 +42,8 @@ class Slot:
 class Layout:
     """The arrangement of named tensors in one flat storage of `size` elements, cut into equal shards.
 
-    `align`: every parameter starts at a multiple of so many elements (kernels like 16-byte boundaries).
-    `parts`: every shard can be cut into so many equal parts.
+    `align`: every parameter starts at a multiple of this many elements (kernels like 16-byte boundaries).
+    `parts`: every shard can itself be cut into this many equal parts.
     """
 
     def __init__(self, tensors: Iterable[tuple[str, Tensor]], world_size: int, align: int = 1, parts: int = 1) -> None:
@@ -70,11 +70,11 @@ class Layout:
             self.gaps.append((start, stop))
 
     def bounds(self, rank: int) -> tuple[int, int]:
-        """First and one past the last flat element of the shard of `rank`."""
+        """The shard of `rank`: its first flat element, and one past its last."""
         return rank * self.shard_size, (rank + 1) * self.shard_size
 
     def owned(self, slot: Slot, rank: int) -> tuple[int, int]:
-        """The flat elements `[start, stop)` of `slot` that `rank` owns; empty where start == stop."""
+        """The flat elements `[start, stop)` of `slot` that `rank` owns; none if start == stop."""
         first, last = self.bounds(rank)
         start = min(max(slot.offset, first), last)
         return start, max(start, min(slot.end, last))
@@ -84,15 +84,15 @@ class Layout:
         start, stop = self.bounds(rank)
         return flat[start:stop]
 
-    def wholes(self, flat: Tensor) -> list[Tensor]:
+    def views(self, flat: Tensor) -> list[Tensor]:
         """Views of a flat storage (size,) in the shapes of the parameters."""
-        base = flat.storage_offset()
+        base = int(flat.storage_offset())
         return [flat.as_strided(slot.shape, slot.stride, base + slot.offset) for slot in self.slots]
 
     def slices(self, shard: Tensor, rank: int) -> list[Tensor]:
-        """Views of what `rank` owns of each parameter, out of its shard (shard_size,).
+        """Views of the slice that `rank` owns of each parameter, cut out of its shard (shard_size,).
 
-        Each has the shape (k, 1, ..., 1), as many dimensions as the parameter and at least one, k perhaps 0.
+        Each has the shape (k, 1, ..., 1): as many dimensions as the parameter, at least one, and k may be 0.
         """
         first, _ = self.bounds(rank)
         views = []

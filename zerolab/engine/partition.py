@@ -1,4 +1,4 @@
-"""Which parameters go together: the model's modules and dtypes decide, before anything is sharded."""
+"""Which parameters form a unit. The model's modules and dtypes decide, before anything is sharded."""
 
 from __future__ import annotations
 
@@ -9,19 +9,20 @@ import torch
 from torch import nn
 
 from zerolab.comm.collectives import Comm, CommError
+from zerolab.engine.step import OWNER
 from zerolab.engine.unit import Site, Unit
 
 UnitClasses = Iterable[type[nn.Module]] | type[nn.Module] | None
 
 UNIT_BYTES = 25_000_000  # a default unit, where no blocks repeat: the largest modules of at most this size
-SMALL_BYTES = 1_000_000  # not worth a unit of their own: these stay in the root
+SMALL_BYTES = 1_000_000  # modules smaller than this are not worth a unit and stay in the root
 
 
 @dataclass
 class Part:
     """What becomes one unit: parameters of one module, one dtype, all trainable or all frozen.
 
-    Those of batch norms go apart: beside float32 buffers, kernels want them in float32 whatever the input is.
+    Batch norms' parameters form parts of their own: beside float32 buffers, kernels want them in float32 for any input.
     """
 
     name: str
@@ -36,13 +37,13 @@ class Part:
 def agree_on_parts(model: nn.Module, units: UnitClasses, comm: Comm, has_init: bool, settings: list[str]) -> list[Part]:
     """The parts of `model`, the root's first, the same on every rank.
 
-    Raises `ValueError` on every rank if one cannot shard its model, and `CommError` if one has another model, or
-    other `settings`, than the first rank.
+    Raises `ValueError` on every rank if some rank cannot shard its model, and `CommError` if some rank has a model or
+    `settings` other than the first rank's.
     """
     parts, problem = [], None
     try:
         parts = _partition(model, units, comm, has_init)
-    except ValueError as error:  # told to all ranks, so that none waits for this one
+    except ValueError as error:  # all ranks hear of it, so that none waits for this one
         problem = str(error)
     described = {
         name: [list(p.shape), list(p.stride()), str(p.dtype), p.requires_grad, part.name]
@@ -60,7 +61,7 @@ def agree_on_parts(model: nn.Module, units: UnitClasses, comm: Comm, has_init: b
         if one_sided := described.keys() ^ described0.keys():
             name = min(one_sided)
             has, lacks = (0, rank) if name in described0 else (rank, 0)
-            raise CommError(f"rank {has} has the parameter {name}, rank {lacks} has not; {_ALIKE}")
+            raise CommError(f"rank {has} has the parameter {name}, rank {lacks} does not; {_ALIKE}")
         for i, what in enumerate(("shape", "strides", "dtype", "requires_grad", "unit")):
             for name, facts in described.items():
                 if facts[i] != described0[name][i]:
@@ -102,7 +103,7 @@ def _partition(model: nn.Module, units: UnitClasses, comm: Comm, has_init: bool)
     order = {name: number for number, (name, _) in enumerate(modules)}
     parts: dict[tuple[int, torch.dtype, bool, bool], Part] = {}
     for key, (name, param) in named.items():
-        # Tied across units: the root has it, because the root is gathered whenever any unit is used.
+        # A parameter tied across units goes to the root, which is gathered whenever any unit is used.
         owner_name, module = owners[key][0] if len(owners[key]) == 1 else ("", model)
         batch_norm = isinstance(sites[key][0][0], nn.modules.batchnorm._NormBase)
         what = (order[owner_name], param.dtype, param.requires_grad, batch_norm)
@@ -116,7 +117,7 @@ def _partition(model: nn.Module, units: UnitClasses, comm: Comm, has_init: bool)
 
 
 def modules_within(module: nn.Module, unit_modules: set[int]) -> Iterator[nn.Module]:
-    """`module` and the modules inside it, down to but without those that are units of their own."""
+    """`module` and the modules inside it, without those that are units of their own and what is in them."""
     yield module
     for child in module.children():
         if id(child) not in unit_modules:
@@ -124,7 +125,7 @@ def modules_within(module: nn.Module, unit_modules: set[int]) -> Iterator[nn.Mod
 
 
 def units_needed(modules: list[nn.Module], unit_of: dict[int, Unit]) -> list[Unit]:
-    """The units that hold parameters of `modules`; several where dtypes differ, or weights are tied."""
+    """The units that hold parameters of `modules`: several if dtypes differ or weights are tied."""
     params = [param for module in modules for param in module._parameters.values() if param is not None]
     return list({id(unit_of[id(param)]): unit_of[id(param)] for param in params}.values())
 
@@ -151,7 +152,7 @@ def _unit_modules(model: nn.Module, units: UnitClasses) -> list[tuple[str, nn.Mo
 
 
 def _repeated_blocks(model: nn.Module) -> set[type[nn.Module]]:
-    """Classes of which a ModuleList or Sequential holds several, themselves made of modules; the outermost only."""
+    """Classes made of modules of which a ModuleList or Sequential holds several; only the outermost ones."""
     if isinstance(model, nn.ModuleList | nn.Sequential):
         children = [
             type(c) for c in model.children() if any(True for _ in c.children()) and any(True for _ in c.parameters())
@@ -176,7 +177,7 @@ def _by_size(model: nn.Module, path: str = "") -> list[tuple[str, nn.Module]]:
 
 
 def _nearest(path: str, at: dict[str, nn.Module], units: dict[int, str]) -> tuple[str, nn.Module]:
-    """The unit's module at `path` or nearest above it, under the name it has as a unit."""
+    """The unit's module at `path` or the nearest one above it, under its name as a unit."""
     while id(at[path]) not in units:
         path = path.rpartition(".")[0]
     return units[id(at[path])], at[path]
@@ -192,7 +193,7 @@ def _check(named: list[tuple[str, nn.Parameter]], comm: Comm) -> None:
         )
     storages: dict[int, str] = {}
     for name, param in named:
-        if hasattr(param, "_zerolab_owner"):
+        if hasattr(param, OWNER):
             raise ValueError(f"{name} is sharded already; build a new model")
         if param.is_meta:
             continue
@@ -207,7 +208,7 @@ def _check(named: list[tuple[str, nn.Parameter]], comm: Comm) -> None:
         storage = param.untyped_storage()._cdata  # an identity
         if param.numel() and storages.setdefault(storage, name) != name:
             raise ValueError(
-                f"{name} and {storages[storage]} share memory but are different parameters; clone one, or tie them"
+                f"{name} and {storages[storage]} are different parameters but share memory; clone one, or tie them"
             )
 
 

@@ -24,12 +24,12 @@ class Precision:
 
     compute: dtype of parameters and activations in forward and backward; None: the parameters' own.
     reduce: dtype in which gradients travel and wait for the step; None: `compute`. Contributions are
-        summed in float32 and rounded once; gradients of further micro-batches are added in float32.
+        summed in float32 and rounded once; gradients of later micro-batches are added in float32.
     master: dtype of the weights that the optimizer updates. Frozen parameters keep their own.
     cast_inputs: whether floating point inputs of the model are cast to `compute`.
 
-    Buffers keep their dtype, and so do the parameters of batch norms. float16 needs a `LossScaler`, and masters that
-    are wider: its smallest step near 1 is 0.001, and most updates are less.
+    Buffers keep their dtype, and so do the parameters of batch norms. float16 needs a `LossScaler` and wider masters:
+    near 1 its smallest step is 0.001, and most updates are smaller.
     """
 
     compute: torch.dtype | None = torch.bfloat16

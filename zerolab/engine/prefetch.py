@@ -1,11 +1,12 @@
-"""Stage 3: gather the next unit while this one computes. Which one is next, the last pass of the same kind tells.
+"""Stage 3: gather the next unit while this one computes. The previous pass of the same kind predicts the next unit.
 
-A pass is one forward of some module, with or without gradients, or one backward. As long as it visits the units as the
-last one did, the next unit is known. A pass that leaves that way is not guessed about any further, and the one unit
-that was gathered in vain is released. In stage 3 all ranks make the same visits, so they make the same guesses.
+A pass is one forward of some module, with or without gradients, or one backward. While it visits the units in the order
+of the previous one, the next unit is known. Once a pass departs from that order, nothing more is predicted for it, and
+the one unit that was gathered for nothing is released. In stage 3 all ranks make the same visits, so they make the same
+predictions.
 
-Because of it two units are whole at the same time, the root not counted: the one at work and the next one. In backward
-a unit's parameters are released after the unit before it has been gathered, so the release is the time for the next.
+With prefetching, two units hold full parameters at a time, besides the root: the one at work and the next. In backward
+a unit is released only after the unit before it has been gathered, so its release makes room for the next prefetch.
 """
 
 from __future__ import annotations
@@ -14,27 +15,27 @@ from collections.abc import Hashable
 
 from zerolab.engine.unit import Unit
 
-AT_ONCE = 2  # units that are whole at the same time, besides the root
+AT_ONCE = 2  # units with full parameters at a time, besides the root
 
 
 class Prefetcher:
-    """`root`: units that stay whole anyway."""
+    """`root`: units that stay gathered anyway."""
 
     def __init__(self, root: list[Unit]) -> None:
         self._root = root
-        self._routes: dict[Hashable, list[Unit]] = {}  # for each kind of pass, the visits of the last one
-        self._route: list[Unit] = []  # those of the last pass of this kind
-        self._visits: list[Unit] = []  # those of this pass
-        self._on_route = False  # they are the same so far
-        self._whole: list[Unit] = []  # which of the visited units were whole, when last looked at
-        self._ahead: Unit | None = None  # is being gathered, and not yet visited
+        self._routes: dict[Hashable, list[Unit]] = {}  # for each kind of pass, the visits of the latest one
+        self._route: list[Unit] = []  # the visits of the previous pass of this kind
+        self._visits: list[Unit] = []  # the visits of this pass
+        self._on_route = False  # both are the same so far
+        self._gathered: list[Unit] = []  # the visited units that were gathered when we last looked
+        self._ahead: Unit | None = None  # a unit being gathered that is not visited yet
 
     def begin(self, kind: Hashable) -> None:
-        """Another pass begins, and whatever there was before it is over."""
+        """A pass begins, and whatever came before it is over."""
         self._drop()
         self._route = self._routes.get(kind, [])
         self._routes[kind] = self._visits = []
-        self._whole = []
+        self._gathered = []
         self._on_route = True
 
     def end(self) -> None:
@@ -49,21 +50,21 @@ class Prefetcher:
             self._drop()
         self._ahead = None
         self._visits.append(unit)
-        if unit not in self._root and unit not in self._whole:
-            self._whole.append(unit)
+        if unit not in self._root and unit not in self._gathered:
+            self._gathered.append(unit)
 
     def start_next(self) -> None:
-        """Start to gather the unit that comes next, if that is known and there is room."""
-        self._whole = [unit for unit in self._whole if unit.gathered]
+        """Start to gather the next unit, if it is known and there is room."""
+        self._gathered = [unit for unit in self._gathered if unit.gathered]
         place = len(self._visits)
-        if self._on_route and self._ahead is None and place < len(self._route) and len(self._whole) < AT_ONCE:
+        if self._on_route and self._ahead is None and place < len(self._route) and len(self._gathered) < AT_ONCE:
             following = self._route[place]
             if not following.gathered:
                 self._ahead = following
                 following.start_gather()
 
     def _drop(self) -> None:
-        """What was gathered in vain goes."""
+        """Release what was gathered for nothing."""
         if self._ahead is not None and not self._ahead.gathered:
             self._ahead.release()
         self._ahead = None

@@ -1,4 +1,4 @@
-"""Finding and casting the tensors in whatever a module takes or gives."""
+"""Find and cast the tensors in whatever a module takes or returns."""
 
 from __future__ import annotations
 
@@ -13,13 +13,22 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 _PLAIN = (str, bytes, int, float, complex, bool, type(None), torch.dtype, torch.device, torch.Generator, Enum, type)
-_NEVER_RESULTS = {bool, int, float, str, type(None), dict, OrderedDict, set}  # quicker to tell than what is a tensor
+_NEVER_RESULTS = {
+    bool,
+    int,
+    float,
+    str,
+    type(None),
+    dict,
+    OrderedDict,
+    set,
+}  # quicker to check than whether it is a tensor
 
 
 def grad_tensors(tree: Any, objects: bool = True) -> tuple[list[Tensor], bool]:
-    """All tensors in `tree` that require a gradient, and whether it has something that cannot be looked into.
+    """All tensors in `tree` that require a gradient, and whether something in it cannot be looked into.
 
-    Looks into containers and dataclasses, and with `objects` into the attributes of other objects too.
+    Looks into containers and dataclasses and, with `objects`, into the attributes of other objects.
     """
     found: dict[int, Tensor] = {}
     opaque = False
@@ -55,7 +64,7 @@ def _inside(value: Any, objects: bool) -> list[Any] | None:
 
 
 def kept_by_modules(modules: list[nn.Module]) -> Iterator[Tensor]:
-    """Results that `modules` keep as plain attributes: an auxiliary loss, say."""
+    """Results that `modules` keep as plain attributes, such as an auxiliary loss."""
     for module in modules:
         for value in vars(module).values():
             if type(value) not in _NEVER_RESULTS and isinstance(value, Tensor) and value.grad_fn is not None:
@@ -63,7 +72,7 @@ def kept_by_modules(modules: list[nn.Module]) -> Iterator[Tensor]:
 
 
 def detached_from(storages: set[int], tree: Any) -> Any:
-    """`tree` with copies of those tensors that lie in one of `storages` (their identities); else `tree` itself."""
+    """`tree` with copies of the tensors that lie in one of `storages` (their identities), or else `tree` itself."""
 
     def inside(leaf: Any) -> bool:
         return isinstance(leaf, Tensor) and leaf.layout is torch.strided and leaf.untyped_storage()._cdata in storages

@@ -1,11 +1,11 @@
-"""Loss scaling for float16, whose smallest number is 6e-8: most gradients of a small loss are less.
+"""Loss scaling for float16, whose smallest number is 6e-8. Most gradients of a small loss are smaller.
 
 So the loss is multiplied by a large scale before backward, and the gradients are divided by it before the step. The
-scale is found by trial: where a gradient overflows, the step is skipped and the scale halved; after `growth_interval`
+scale is found by trial: if a gradient overflows, the step is skipped and the scale halved; after `growth_interval`
 good steps it is doubled (Micikevicius et al., arXiv 1710.03740, section 3.2).
 
-In stages 1 to 3 a rank sees its slice of the averaged gradients only, and an overflow elsewhere must stop it all the
-same: or ranks would step on their own, with scales of their own. So the ranks decide together.
+In stages 1 to 3 a rank sees only its slice of the averaged gradients. An overflow in another rank's slice must stop it
+too, or some ranks would step and others not, with different scales from then on. So the ranks decide together.
 
     scaler = zerolab.LossScaler(zero)
     scaler.scale(loss).backward()
@@ -26,15 +26,15 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from zerolab.engine.engine import Engine
-from zerolab.engine.step import _owners
+from zerolab.engine.step import owners_of
 from zerolab.engine.unit import Unit
 
 
 class LossScaler(torch.amp.GradScaler):
-    """`torch.amp.GradScaler` for a sharded model: the same numbers, and the same decision on every rank.
+    """`torch.amp.GradScaler` for a sharded model, with the same numbers and the same decision on every rank.
 
     zero: the sharded model; options: those of `GradScaler` (init_scale, growth_factor, backoff_factor,
-    growth_interval, enabled). Its `state_dict()` is JSON, so it can be an extra of `zerolab.save`.
+    growth_interval, enabled). Its `state_dict()` is JSON, so `zerolab.save` can store it as an extra.
     """
 
     def __init__(self, zero: Engine, **options: Any) -> None:
@@ -44,17 +44,17 @@ class LossScaler(torch.amp.GradScaler):
     def step(self, optimizer: Optimizer, *args: Any, **kwargs: Any) -> Any:
         """`optimizer.step()`, unless a gradient on some rank is not finite."""
         result = super().step(optimizer, *args, **kwargs)
-        for unit in self._units(optimizer):  # after a step that was skipped, as after one that was made
-            unit.demote_grads()
+        for unit in self._units(optimizer):  # whether the step was made or skipped
+            unit.bucket.demote()
         return result
 
     def _unscale_grads_(
         self, optimizer: Optimizer, inv_scale: Tensor, found_inf: Tensor, allow_fp16: bool
     ) -> dict[torch.device, Tensor]:
-        """Unscale in float32. What was found, 0 or 1, is the maximum over the ranks; in stage 0 all find the same."""
+        """Unscale in float32. The result, 0 or 1, is the maximum over the ranks; in stage 0 all ranks find the same."""
         units = self._units(optimizer)
-        self.zero._check_grads_final(units)
-        self.zero._promote_grads(units)
+        self.zero.check_grads_final(units)
+        self.zero.promote_grads(units)
         found = super()._unscale_grads_(optimizer, inv_scale, found_inf, allow_fp16)
         if self.zero.stage > 0:
             for flag in found.values():
@@ -63,7 +63,7 @@ class LossScaler(torch.amp.GradScaler):
 
     def _units(self, optimizer: Optimizer) -> list[Unit]:
         """The units of the model that `optimizer` updates."""
-        owners = _owners(optimizer)
+        owners = owners_of(optimizer)
         if owners.keys() - {self.zero}:
-            raise RuntimeError(f"this {type(optimizer).__name__} updates another model than this LossScaler's too")
+            raise RuntimeError(f"this {type(optimizer).__name__} also updates a model other than this LossScaler's")
         return owners.get(self.zero, [])

@@ -157,7 +157,7 @@ def activation_bytes(
     compute: torch.dtype = torch.bfloat16,
     checkpointing: bool = False,
 ) -> int:
-    """Bytes of activations that a GPT (`zerolab.lab.models.GPT`) holds on a rank when forward returns.
+    """Bytes of activations that a GPT (`zerolab.tasks.models.GPT`) holds on a rank when forward returns.
 
     tokens: of this rank's batch, sequences times length. Attention is fused, so that nothing grows with the square of
     the length; there is no dropout.

@@ -43,9 +43,9 @@ def holdings(zero: Engine, optimizer: Optimizer) -> Holdings:
     found: dict[str, list[Extent]] = {category: [] for category in CATEGORIES}
     base = 0
     for unit in zero.units:
-        for tensor in (unit.whole, unit.master):
+        for tensor in (unit.full, unit.master):
             found["parameters"] += _held(zero, unit, tensor, base)
-        for tensor in (unit.whole_grad, unit.grad, *(param.grad for param in unit.params)):
+        for tensor in (unit.bucket.full, unit.bucket.grad, *(param.grad for param in unit.params)):
             found["gradients"] += _held(zero, unit, tensor, base)
         first = 0 if unit.master.numel() == unit.layout.size else unit.layout.bounds(unit.rank)[0]
         origin = base + first - unit.master.storage_offset()

@@ -29,10 +29,10 @@ def model_states(zero: Engine, optimizer: Optimizer, on: str | None = None) -> d
     device: dict[str, list[object]] = {category: [] for category in host}
     for unit in zero.units:
         there = host if unit.offload else device
-        device["parameters"] += [unit.whole, unit.shard]
+        device["parameters"] += [unit.full, unit.shard]
         there["parameters"] += unit.params
-        device["gradients"] += [unit.whole_grad, unit.kept_memory, *(whole.grad for whole in unit.wholes)]
-        there["gradients"] += [unit.grad, *(param.grad for param in unit.params)]
+        device["gradients"] += [unit.bucket.full, unit.bucket.kept_memory, *(whole.grad for whole in unit.full_params)]
+        there["gradients"] += [unit.bucket.grad, *(param.grad for param in unit.params)]
         for param in unit.params:
             there["optimizer"] += optimizer.state.get(param, {}).values()
     device["buffers"] += zero.model.buffers()

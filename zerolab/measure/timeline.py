@@ -201,7 +201,7 @@ class _Recorder(TorchDispatchMode):
         handles = [
             whole.register_hook(partial(self._note_gradient, unit))
             for unit in self.zero.units
-            for whole in unit.wholes
+            for whole in unit.full_params
             if whole.requires_grad
         ]
         try:
@@ -329,8 +329,13 @@ class _Recorder(TorchDispatchMode):
             for tensor in (unit.master, unit.shard, *unit.params):
                 self._note(tensor, "parameters", unit.name)
             kind = "gathered parameters" if self.zero.stage == 3 else "parameters"
-            self._note(unit.whole, kind, unit.name)
-            for tensor in (unit.whole_grad, unit.kept_memory, unit.grad, *(param.grad for param in unit.params)):
+            self._note(unit.full, kind, unit.name)
+            for tensor in (
+                unit.bucket.full,
+                unit.bucket.kept_memory,
+                unit.bucket.grad,
+                *(param.grad for param in unit.params),
+            ):
                 self._note(tensor, "gradients", unit.name)
             for param in unit.params:
                 for value in self.optimizer.state.get(param, {}).values():
@@ -367,9 +372,10 @@ def _caller() -> tuple[str | None, str, tuple[str, int, str]]:
     code = frame.f_code
     site = (code.co_filename, frame.f_lineno, code.co_name)
     module = frame.f_globals.get("__name__", "")
-    if module == "zerolab.comm":
+    if module.startswith("zerolab.comm."):
         return "communication", str(frame.f_locals.get("unit", "")), site
-    if module == "zerolab.unit":
-        unit = frame.f_locals.get("self")
+    if module in ("zerolab.engine.unit", "zerolab.engine.bucket"):
+        asks = frame.f_locals.get("self")  # a Unit, or the Bucket of one
+        unit = getattr(asks, "unit", asks)
         return "communication" if code.co_name == "start_gather" else "gradients", getattr(unit, "name", ""), site
     return None, "", site

@@ -13,7 +13,7 @@ from zerolab.lab.exercises.catalogue import Exercise, Traffic, World, Wrong, che
 from zerolab.lab.exercises.checks import values
 
 KEPT_BACK = (
-    "what no_sync() kept back was changed or lost: where self.reduces(unit) is False, leave unit.whole_grad alone"
+    "what no_sync() kept back was changed or lost: where self.reduces(unit) is False, leave unit.bucket.full alone"
 )
 BROADCAST = "a broadcast copies one rank's gradient to all, the mean of all ranks was asked"
 SHAPES = ((5,), (2, 2), (3,))
@@ -569,7 +569,7 @@ def check_ddp(answer: Any, world: World) -> None:
             compare(what, param.grad, want, lambda got, named=named: named(got) or otherwise)
         check_traffic(calls, world, payload)
         if (count := [call.op for call in calls].count("all_reduce")) > len(zero.units):
-            likely = "one call per parameter: unit.whole_grad is a bucket, and goes in one all-reduce"
+            likely = "one call per parameter: unit.bucket.full is a bucket, and goes in one all-reduce"
             raise Wrong(f"{count} all-reduces for {len(zero.units)} units", likely)
 
     with world.record() as calls:
@@ -600,7 +600,7 @@ def check_class(cls: Any) -> None:
 def check_same_weights(model: nn.Module, world: World) -> None:
     for (name, param), want in zip(model.named_parameters(), make_model().parameters(), strict=True):
         if not torch.equal(param, want):
-            raise Wrong(f"{name} has changed", "the parameters were averaged (or changed), not unit.whole_grad")
+            raise Wrong(f"{name} has changed", "the parameters were averaged (or changed), not unit.bucket.full")
 
 
 DDP_STUB = '''\
@@ -614,12 +614,12 @@ class MyDDP(zerolab.DDP):
     def post_backward(self, unit: Unit) -> None:
         """All gradients of `unit` are there: start to reduce it, if self.reduces(unit) says that it is its turn.
 
-        What reduce() returns belongs into unit.reduction: the engine waits for it before anybody sees the gradient.
+        What reduce() returns belongs in unit.bucket.reduction: the engine waits for it before anyone sees the gradient.
         """
         raise Todo("03.3")
 
     def reduce(self, unit: Unit):
-        """Average unit.whole_grad, a flat tensor, over the ranks and leave it in unit.grad.
+        """Average unit.bucket.full, a flat tensor, over the ranks and leave it in unit.bucket.grad.
 
         Return None if it is there already, or something with a wait() after which it is.
         self.comm.all_reduce(tensor, unit.name) starts a mean; dist.all_reduce() a sum.
@@ -635,11 +635,11 @@ from zerolab import Unit
 class MyDDP(zerolab.DDP):
     def post_backward(self, unit: Unit) -> None:
         if self.reduces(unit):
-            unit.reduction = self.reduce(unit)
+            unit.bucket.reduction = self.reduce(unit)
 
     def reduce(self, unit: Unit):
-        unit.grad = unit.whole_grad
-        return self.comm.all_reduce(unit.grad, unit.name)
+        unit.bucket.grad = unit.bucket.full
+        return self.comm.all_reduce(unit.bucket.grad, unit.name)
 """
 
 DDP_SYNCHRONOUS = """\
@@ -654,9 +654,9 @@ class MyDDP(zerolab.DDP):
         self.reduce(unit)
 
     def reduce(self, unit):
-        dist.all_reduce(unit.whole_grad, group=self.comm.group)
-        unit.whole_grad /= self.world_size
-        unit.grad = unit.whole_grad
+        dist.all_reduce(unit.bucket.full, group=self.comm.group)
+        unit.bucket.full /= self.world_size
+        unit.bucket.grad = unit.bucket.full
 """
 
 DDP_DIVIDED_FIRST = """\
@@ -667,80 +667,87 @@ from zerolab import DDP
 class MyDDP(DDP):
     def post_backward(self, unit):
         if self.reduces(unit):
-            unit.reduction = self.reduce(unit)
+            unit.bucket.reduction = self.reduce(unit)
 
     def reduce(self, unit):
-        unit.grad = unit.whole_grad / self.world_size
-        return dist.all_reduce(unit.grad, group=self.comm.group, async_op=True)
+        unit.bucket.grad = unit.bucket.full / self.world_size
+        return dist.all_reduce(unit.bucket.grad, group=self.comm.group, async_op=True)
 """
 
-_COMM = "return self.comm.all_reduce(unit.grad, unit.name)"
+_COMM = "return self.comm.all_reduce(unit.bucket.grad, unit.name)"
 
 DDP_MUTANTS = {
     "one call per parameter": (
         edit(
             DDP_SYNCHRONOUS,
-            "dist.all_reduce(unit.whole_grad, group=self.comm.group)",
-            "[dist.all_reduce(view) for view in unit.layout.wholes(unit.whole_grad)]",
+            "dist.all_reduce(unit.bucket.full, group=self.comm.group)",
+            "[dist.all_reduce(view) for view in unit.layout.views(unit.bucket.full)]",
         ),
         "one call per parameter",
     ),
     "only a shard": (
         edit(
             DDP,
-            "unit.grad = unit.whole_grad",
-            "unit.grad = unit.layout.shard(unit.whole_grad, self.rank)",
+            "unit.bucket.grad = unit.bucket.full",
+            "unit.bucket.grad = unit.layout.shard(unit.bucket.full, self.rank)",
             _COMM,
-            "return self.comm.reduce_scatter(unit.grad, unit.whole_grad, unit.name)",
+            "return self.comm.reduce_scatter(unit.bucket.grad, unit.bucket.full, unit.name)",
         ),
         "in stage 0 every rank keeps the whole mean",
     ),
     "loses what no_sync kept back": (
         edit(
             DDP,
-            "unit.reduction = self.reduce(unit)",
-            "unit.reduction = self.reduce(unit)\n        unit.whole_grad = None",
+            "unit.bucket.reduction = self.reduce(unit)",
+            "unit.bucket.reduction = self.reduce(unit)\n        unit.bucket.full = None",
         ),
         "what no_sync() kept back",
     ),
     "nothing of its own": ("import zerolab\n\n\nclass MyDDP(zerolab.DDP):\n    pass\n", "write your own"),
     "sum for mean": (
-        edit(DDP_SYNCHRONOUS, "        unit.whole_grad /= self.world_size\n", ""),
+        edit(DDP_SYNCHRONOUS, "        unit.bucket.full /= self.world_size\n", ""),
         "summed over ranks",
     ),
     "divided twice": (
-        edit(DDP, _COMM, "self.comm.all_reduce(unit.grad, unit.name).wait()\n        unit.grad /= self.world_size"),
+        edit(
+            DDP,
+            _COMM,
+            "self.comm.all_reduce(unit.bucket.grad, unit.name).wait()\n        unit.bucket.grad /= self.world_size",
+        ),
         "divided by N twice",
     ),
     "forgotten wait: nothing returned": (edit(DDP, "return self", "self"), "a forgotten wait"),
-    "forgotten wait: not kept": (edit(DDP, "unit.reduction = self", "self"), "a forgotten wait"),
+    "forgotten wait: not kept": (edit(DDP, "unit.bucket.reduction = self", "self"), "a forgotten wait"),
     "ignores no_sync": (edit(DDP, "if self.reduces(unit):", "if True:"), "no_sync() was ignored"),
     "never reduces": (edit(DDP, "if self.reduces(unit):", "if False:"), "reduce() was not called"),
-    "unit.grad not set": (
-        edit(DDP, "unit.grad = unit.whole_grad\n        ", "", "unit.grad", "unit.whole_grad"),
-        "did not say in unit.grad",
+    "unit.bucket.grad not set": (
+        edit(DDP, "unit.bucket.grad = unit.bucket.full\n        ", "", "unit.bucket.grad", "unit.bucket.full"),
+        "did not say in unit.bucket.grad",
     ),
-    "reduces a copy": (edit(DDP, "all_reduce(unit.grad", "all_reduce(unit.grad.clone()"), "was not written back"),
+    "reduces a copy": (
+        edit(DDP, "all_reduce(unit.bucket.grad", "all_reduce(unit.bucket.grad.clone()"),
+        "was not written back",
+    ),
     "averages the parameters": (
-        edit(DDP, "all_reduce(unit.grad", "all_reduce(unit.whole.data"),
+        edit(DDP, "all_reduce(unit.bucket.grad", "all_reduce(unit.full.data"),
         "it was not reduced",
     ),
     "changes the parameters": (
         edit(
             DDP,
             _COMM,
-            "dist.all_reduce(unit.whole.data)",
+            "dist.all_reduce(unit.full.data)",
             "import zerolab\n",
             "import torch.distributed as dist\nimport zerolab\n",
         ),
         "the parameters were averaged",
     ),
     "reduces twice": (
-        edit(DDP, "        return", "        self.comm.all_reduce(unit.grad, unit.name).wait()\n        return"),
+        edit(DDP, "        return", "        self.comm.all_reduce(unit.bucket.grad, unit.name).wait()\n        return"),
         "extra traffic",
     ),
     "reduces to rank 0": (
-        edit(DDP_SYNCHRONOUS, "all_reduce(unit.whole_grad, ", "reduce(unit.whole_grad, dst=0, "),
+        edit(DDP_SYNCHRONOUS, "all_reduce(unit.bucket.full, ", "reduce(unit.bucket.full, dst=0, "),
         "reached rank 0 only",
     ),
     "only rank 0 calls": (
@@ -750,10 +757,10 @@ DDP_MUTANTS = {
     "gathers everything": (
         edit(
             DDP_SYNCHRONOUS,
-            "dist.all_reduce(unit.whole_grad, group=self.comm.group)",
-            "all = [unit.whole_grad.clone() for _ in range(self.world_size)]; dist.all_gather(all, unit.whole_grad)",
-            "unit.whole_grad /= self.world_size",
-            "unit.whole_grad = sum(all) / self.world_size",
+            "dist.all_reduce(unit.bucket.full, group=self.comm.group)",
+            "all = [unit.bucket.full.clone() for _ in range(self.world_size)]; dist.all_gather(all, unit.bucket.full)",
+            "unit.bucket.full /= self.world_size",
+            "unit.bucket.full = sum(all) / self.world_size",
         ),
         "extra traffic",
     ),
@@ -765,8 +772,8 @@ ERRORS = {
     "NoneType": NONE,
     "Expected parameter `tensor` of type torch.Tensor": NONE,
     "a gradient of size": "a piece of a flat buffer has one dimension: a gradient needs view_as(param)",
-    "storage of size": "unit.grad must have the size of unit.whole_grad: in stage 0 every rank keeps the whole mean",
-    "has left no unit.grad": "reduce() was not called, or did not say in unit.grad where the mean is",
+    "storage of size": "unit.bucket.grad needs the size of unit.bucket.full: in stage 0 every rank keeps the full mean",
+    "left no unit.bucket.grad": "reduce() was not called, or did not say in unit.bucket.grad where the mean is",
 }
 FIRST_RANK = "the result reached rank 0 only: reduce() collects on one rank, all_reduce() on all"
 
@@ -818,10 +825,11 @@ EXERCISES = [
         alternatives=(DDP_SYNCHRONOUS, DDP_DIVIDED_FIRST),
         mutants=DDP_MUTANTS,
         hints=(
-            "unit.whole_grad is the bucket, and it is full: the engine has collected the unit's gradients there.",
-            "reduce(): unit.grad = unit.whole_grad, then return self.comm.all_reduce(unit.grad, unit.name), which has "
+            "unit.bucket.full is the bucket, and it is full: the engine has collected the unit's gradients there.",
+            "reduce(): unit.bucket.grad = unit.bucket.full, then "
+            "return self.comm.all_reduce(unit.bucket.grad, unit.name), which has "
             "a wait().",
-            "post_backward(): if self.reduces(unit): unit.reduction = self.reduce(unit). Inside no_sync() "
+            "post_backward(): if self.reduces(unit): unit.bucket.reduction = self.reduce(unit). Inside no_sync() "
             "self.reduces(unit) is False.",
         ),
         exports=("MyDDP",),

@@ -232,7 +232,7 @@ def owned(layout: Layout, flat: Tensor, rank: int, owner: int | None = None) -> 
 def flat_of(layout: Layout, tensors: list[Tensor]) -> Tensor:
     """`tensors`, one for each parameter, laid out flat, with zeros where there is padding."""
     flat = torch.zeros(layout.size)
-    for view, tensor in zip(layout.wholes(flat), tensors, strict=True):
+    for view, tensor in zip(layout.views(flat), tensors, strict=True):
         view.copy_(tensor)
     return flat
 
@@ -254,7 +254,7 @@ def check_zero1(answer: Any, world: World) -> None:
     check_class(answer.MyZero1, "MyZero1", zerolab.DDP, ("optimizer_params", "reduce"))
     model = make_model()
     zero = answer.MyZero1(model, units=[Block])
-    before = [unit.whole.clone() for unit in zero.units]
+    before = [unit.full.clone() for unit in zero.units]
     for unit, whole in zip(zero.units, before, strict=True):
         check_slices(unit, whole, world)
     check_gradients(zero, model, world)
@@ -330,7 +330,9 @@ def check_means(
     for unit in zero.units:
         layout, what = unit.layout, f"unit {unit.name}, gradients after {when}"
         if any(param.grad is None for param in unit.params):
-            raise Wrong(f"{what}: there are none", "reduce() left nothing in unit.grad, or post_backward() lost it")
+            raise Wrong(
+                f"{what}: there are none", "reduce() left nothing in unit.bucket.grad, or post_backward() lost it"
+            )
         flat = times * flat_of(layout, [alone[name] for name in unit.names])
         got = torch.cat([param.grad.flatten() for param in unit.params])
         base = owned(layout, flat, rank)
@@ -353,7 +355,7 @@ def check_step(zero: Any, model: nn.Module, before: list[Tensor], world: World) 
     for unit, old in zip(zero.units, before, strict=True):
         layout = unit.layout
         grads = flat_of(layout, [alone[name] for name in unit.names])
-        want, got = old - 0.25 * values.total(grads, N) / N, unit.whole.detach()
+        want, got = old - 0.25 * values.total(grads, N) / N, unit.full.detach()
         _compare_weights(unit, got, want, old, calls, world)
     likely = "extra traffic: what has to travel after a step is one all-gather of each unit's new parameters"
     check_moved("one step", calls, world, payload_of(zero), likely)
@@ -383,15 +385,13 @@ def _compare_weights(unit: Unit, got: Tensor, want: Tensor, old: Tensor, calls: 
         was = [owned(layout, old, rank, r) for r in range(world.world_size) if r != rank]
         if all(torch.equal(a, b) for a, b in zip(rest, was)):
             return "the other ranks' slices are as before the step: nobody gathers, and the ranks' weights drift apart"
-        return (
-            "not every rank's new slice arrived, or not in its place: rank r's shard belongs in place r of unit.whole"
-        )
+        return "not every rank's new slice arrived, or not in its place: rank r's shard belongs in place r of unit.full"
 
     pick = torch.cat([torch.arange(slot.offset, slot.end) for slot in unit.layout.slots])
     compare(f"unit {unit.name}, parameters after a step", got[pick], want[pick], explain)
-    if unit.whole.untyped_storage()._cdata != unit.wholes[0].untyped_storage()._cdata:
-        likely = "unit.whole was replaced, and forward reads views of the old one: gather into unit.whole itself"
-        raise Wrong(f"unit {unit.name}: after a step unit.whole is another tensor than the one forward reads", likely)
+    if unit.full.untyped_storage()._cdata != unit.full_params[0].untyped_storage()._cdata:
+        likely = "unit.full was replaced, and forward reads views of the old one: gather into unit.full itself"
+        raise Wrong(f"unit {unit.name}: after a step unit.full is another tensor than the one forward reads", likely)
 
 
 def check_training(theirs: type, stage: type, world: World) -> None:
@@ -430,7 +430,7 @@ def _train(cls: type, world: World) -> tuple[dict[str, Tensor], dict[str, int], 
     whole = {
         name: view.clone()
         for unit in zero.units
-        for name, view in zip(unit.names, unit.layout.wholes(unit.whole.detach()), strict=True)
+        for name, view in zip(unit.names, unit.layout.views(unit.full.detach()), strict=True)
     }
     return whole, held, sum(call.sent for call in calls)
 
@@ -456,7 +456,7 @@ class MyZero1(zerolab.DDP):
         raise Todo("04.2")
 
     def reduce(self, unit: Unit):
-        """Leave in unit.grad, (S,), the mean over the ranks of this rank's shard of unit.whole_grad, (N * S,).
+        """Leave in unit.bucket.grad, (S,), the mean over the ranks of this rank's shard of unit.bucket.full, (N * S,).
 
         unit.layout.shard(flat, self.rank) is a view of the shard; self.comm.reduce_scatter(output, input, unit.name)
         starts what you wrote in 04.1. Return what has a wait(), or None if the mean is there already.
@@ -464,7 +464,7 @@ class MyZero1(zerolab.DDP):
         raise Todo("04.2")
 
     def after_step(self, unit: Unit) -> None:
-        """The optimizer has changed unit.master, (S,), on every rank another. Forward reads unit.whole, (N * S,).
+        """The optimizer has changed unit.master, (S,), on every rank another. Forward reads unit.full, (N * S,).
 
         self.comm.all_gather(output, input, unit.name) starts an all-gather.
         """
@@ -484,11 +484,11 @@ class MyZero1(zerolab.DDP):
         return unit.layout.slices(unit.keep_shard(), self.rank)
 
     def reduce(self, unit: Unit):
-        unit.grad = unit.layout.shard(unit.whole_grad, self.rank)
-        return self.comm.reduce_scatter(unit.grad, unit.whole_grad, unit.name)
+        unit.bucket.grad = unit.layout.shard(unit.bucket.full, self.rank)
+        return self.comm.reduce_scatter(unit.bucket.grad, unit.bucket.full, unit.name)
 
     def after_step(self, unit: Unit) -> None:
-        self.comm.all_gather(unit.whole, unit.master.to(unit.whole.dtype), unit.name).wait()
+        self.comm.all_gather(unit.full, unit.master.to(unit.full.dtype), unit.name).wait()
 """
 
 ZERO1_LAZY = """\
@@ -502,8 +502,8 @@ class MyZero1(DDP):
         return unit.layout.slices(unit.keep_shard(), self.rank)
 
     def reduce(self, unit):
-        unit.grad = unit.layout.shard(unit.whole_grad, self.rank)
-        self.comm.reduce_scatter(unit.grad, unit.whole_grad, unit.name).wait()
+        unit.bucket.grad = unit.layout.shard(unit.bucket.full, self.rank)
+        self.comm.reduce_scatter(unit.bucket.grad, unit.bucket.full, unit.name).wait()
 
     def after_step(self, unit):
         self.stale.append(unit)
@@ -525,22 +525,22 @@ class MyZero1(zerolab.DDP):
         return unit.layout.slices(unit.keep_shard(), self.rank)
 
     def reduce(self, unit):
-        received = torch.empty_like(unit.whole_grad)
-        dist.all_to_all_single(received, unit.whole_grad, group=self.comm.group)
-        unit.grad = received.view(self.world_size, -1).sum(dim=0) / self.world_size
+        received = torch.empty_like(unit.bucket.full)
+        dist.all_to_all_single(received, unit.bucket.full, group=self.comm.group)
+        unit.bucket.grad = received.view(self.world_size, -1).sum(dim=0) / self.world_size
 
     def after_step(self, unit):
         unit.gather()
 """
 
 _PARAMS = "unit.layout.slices(unit.keep_shard(), self.rank)"
-_REDUCE = "return self.comm.reduce_scatter(unit.grad, unit.whole_grad, unit.name)"
-_GATHER = "self.comm.all_gather(unit.whole, unit.master.to(unit.whole.dtype), unit.name).wait()"
+_REDUCE = "return self.comm.reduce_scatter(unit.bucket.grad, unit.bucket.full, unit.name)"
+_GATHER = "self.comm.all_gather(unit.full, unit.master.to(unit.full.dtype), unit.name).wait()"
 _HAND = "received.view(self.world_size, -1).sum(dim=0) / self.world_size"
 
 ZERO1_MUTANTS = {
     "whole parameters": (
-        edit(ZERO1, f"return {_PARAMS}", "return unit.layout.wholes(unit.master)"),
+        edit(ZERO1, f"return {_PARAMS}", "return unit.layout.views(unit.master)"),
         "the optimizer sees whole parameters",
     ),
     "keep_shard forgotten": (edit(ZERO1, "unit.keep_shard()", "unit.shard"), "unit.master is still the whole"),
@@ -561,21 +561,21 @@ ZERO1_MUTANTS = {
         "a copy of the slice is kept beside the whole parameters",
     ),
     "all-reduce": (
-        edit(ZERO1, _REDUCE, "return self.comm.all_reduce(unit.whole_grad, unit.name)"),
+        edit(ZERO1, _REDUCE, "return self.comm.all_reduce(unit.bucket.full, unit.name)"),
         "an all-reduce where a reduce-scatter was asked",
     ),
     "gathers the gradient": (
         edit(
             ZERO1,
             _REDUCE,
-            "self.comm.reduce_scatter(unit.grad, unit.whole_grad, unit.name).wait()\n"
-            "        return self.comm.all_gather(unit.whole_grad, unit.grad, unit.name)",
+            "self.comm.reduce_scatter(unit.bucket.grad, unit.bucket.full, unit.name).wait()\n"
+            "        return self.comm.all_gather(unit.bucket.full, unit.bucket.grad, unit.name)",
         ),
         "an all-reduce where a reduce-scatter was asked",
     ),
     "sum for mean": (edit(ZERO1_BY_HAND, _HAND, _HAND.removesuffix(" / self.world_size")), "summed over ranks"),
     "divided twice": (
-        edit(ZERO1, _REDUCE, _REDUCE.removeprefix("return ") + ".wait()\n        unit.grad /= self.world_size"),
+        edit(ZERO1, _REDUCE, _REDUCE.removeprefix("return ") + ".wait()\n        unit.bucket.grad /= self.world_size"),
         "divided by N twice",
     ),
     "not reduced": (edit(ZERO1, f"        {_REDUCE}\n", ""), "the rank's own gradient: nothing was sent"),
@@ -583,19 +583,19 @@ ZERO1_MUTANTS = {
     "another rank's gradient": (
         edit(
             ZERO1_BY_HAND,
-            f"unit.grad = {_HAND}",
-            "shards = [shard.clone() for shard in unit.whole_grad.chunk(self.world_size)]\n"
+            f"unit.bucket.grad = {_HAND}",
+            "shards = [shard.clone() for shard in unit.bucket.full.chunk(self.world_size)]\n"
             "        for owner, shard in enumerate(shards):\n"
             "            dist.reduce(shard, dst=(owner + 1) % self.world_size)\n"
-            "        unit.grad = shards[self.rank - 1] / self.world_size",
-            "        dist.all_to_all_single(received, unit.whole_grad, group=self.comm.group)\n",
+            "        unit.bucket.grad = shards[self.rank - 1] / self.world_size",
+            "        dist.all_to_all_single(received, unit.bucket.full, group=self.comm.group)\n",
             "",
         ),
         "another rank's slice",
     ),
-    "unit.grad not set": (
-        edit(ZERO1, "unit.grad = ", "mine = ", "scatter(unit.grad", "scatter(mine"),
-        "did not say in unit.grad",
+    "unit.bucket.grad not set": (
+        edit(ZERO1, "unit.bucket.grad = ", "mine = ", "scatter(unit.bucket.grad", "scatter(mine"),
+        "did not say in unit.bucket.grad",
     ),
     "nobody gathers": (edit(ZERO1, _GATHER, "pass"), "the ranks' weights drift apart"),
     "gather not waited for": (edit(ZERO1, f"{_GATHER}", _GATHER.removesuffix(".wait()")), "a forgotten wait"),
@@ -613,29 +613,29 @@ ZERO1_MUTANTS = {
             _GATHER,
             "shards = [torch.empty_like(unit.master) for _ in range(self.world_size)]\n"
             "        dist.all_gather(shards, unit.master)\n"
-            "        unit.whole.copy_(torch.cat(shards[::-1]))",
+            "        unit.full.copy_(torch.cat(shards[::-1]))",
             "import zerolab\n",
             "import torch\nimport torch.distributed as dist\nimport zerolab\n",
         ),
         "this rank's own slice is wrong",
     ),
-    "unit.whole replaced": (
+    "unit.full replaced": (
         edit(
             ZERO1,
             _GATHER,
-            "whole = unit.whole.clone()\n"
+            "whole = unit.full.clone()\n"
             "        self.comm.all_gather(whole, unit.master, unit.name).wait()\n"
-            "        unit.whole = whole",
+            "        unit.full = whole",
         ),
-        "unit.whole was replaced",
+        "unit.full was replaced",
     ),
     "the work for the gradient": (
         edit(
             ZERO1,
-            "unit.grad = unit.layout.shard(unit.whole_grad, self.rank)\n        return self",
-            "unit.grad = self",
-            "reduce_scatter(unit.grad,",
-            "reduce_scatter(unit.layout.shard(unit.whole_grad, self.rank),",
+            "unit.bucket.grad = unit.layout.shard(unit.bucket.full, self.rank)\n        return self",
+            "unit.bucket.grad = self",
+            "reduce_scatter(unit.bucket.grad,",
+            "reduce_scatter(unit.layout.shard(unit.bucket.full, self.rank),",
         ),
         "what can be waited for",
     ),
@@ -644,11 +644,11 @@ ZERO1_MUTANTS = {
         "one tensor for each parameter",
     ),
     "whole and shard swapped": (
-        edit(ZERO1, _GATHER, "self.comm.all_gather(unit.master, unit.whole, unit.name).wait()"),
+        edit(ZERO1, _GATHER, "self.comm.all_gather(unit.master, unit.full, unit.name).wait()"),
         "the output comes first",
     ),
     "the function of 04.1": (
-        edit(ZERO1, _REDUCE, "unit.grad = reduce_scatter_mean(unit.whole_grad, self.rank, self.world_size)"),
+        edit(ZERO1, _REDUCE, "unit.bucket.grad = reduce_scatter_mean(unit.bucket.full, self.rank, self.world_size)"),
         "a file of its own",
     ),
     "nothing of its own": (
@@ -659,20 +659,20 @@ ZERO1_MUTANTS = {
 
 
 ERRORS = {
-    "has left no unit.grad": "reduce() was not called, or did not say in unit.grad where the mean is",
+    "left no unit.bucket.grad": "reduce() was not called, or did not say in unit.bucket.grad where the mean is",
     "was replaced after sharding": "the optimizer was given copies: give it views into unit.master",
-    "storage of size": "unit.grad must have the size of unit.master: this rank's shard, (S,)",
-    "modified by an inplace operation": "unit.whole was written to between forward and backward: gather after the step",
+    "storage of size": "unit.bucket.grad must have the size of unit.master: this rank's shard, (S,)",
+    "modified by an inplace operation": "unit.full was written to between forward and backward: gather after the step",
     "The size of tensor": "the whole (N * S,) and a shard (S,) were mixed up",
     "is invalid for input of size": "the whole and a shard were mixed up: reduce_scatter fills a shard from "
     "a whole, all_gather a whole from shards, and the output comes first",
     "name 'reduce_scatter_mean' is not": "each exercise is a file of its own: use self.comm.reduce_scatter(), or copy "
     "your function into this cell",
-    "'Pending' object": "reduce_scatter() returns what can be waited for: return that, and let unit.grad be the output",
-    "out=list": "layout.slices() is a list, a view for each parameter: unit.grad is one flat tensor, layout.shard()",
+    "'Pending' object": "reduce_scatter() returns something to wait for: return it; unit.bucket.grad is the output",
+    "out=list": "layout.slices() is a list of views; unit.bucket.grad is one flat tensor, made by layout.shard()",
     "'NoneType' object is not iterable": "optimizer_params() returns nothing: `return` is missing",
     "zip() argument 2 is": "optimizer_params() must return one tensor for each parameter: layout.slices(shard, rank)",
-    "must be Tensor, not NoneType": "there is no tensor there: after a step unit.grad may be gone, and unit.master is "
+    "must be Tensor, not NoneType": "there is no tensor: after a step unit.bucket.grad may be gone; unit.master is "
     "what travels",
     "in->size == out->size": "`received` must have room for a shard from every rank: as many elements as `flat`",
     "stuck in reduce: not through": "in dist.reduce() all ranks must name the same dst: a call for each owner",
@@ -710,9 +710,9 @@ EXERCISES = [
         mutants=ZERO1_MUTANTS,
         hints=(
             "optimizer_params(): return unit.layout.slices(unit.keep_shard(), self.rank).",
-            "reduce(): unit.grad = unit.layout.shard(unit.whole_grad, self.rank), then return "
-            "self.comm.reduce_scatter(unit.grad, unit.whole_grad, unit.name).",
-            "after_step(): self.comm.all_gather(unit.whole, unit.master, unit.name).wait(). Without the wait "
+            "reduce(): unit.bucket.grad = unit.layout.shard(unit.bucket.full, self.rank), then return "
+            "self.comm.reduce_scatter(unit.bucket.grad, unit.bucket.full, unit.name).",
+            "after_step(): self.comm.all_gather(unit.full, unit.master, unit.name).wait(). Without the wait "
             "forward may read what has not arrived.",
         ),
         exports=("MyZero1",),

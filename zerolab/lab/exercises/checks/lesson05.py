@@ -54,8 +54,8 @@ def check_no_sync(zero: Any, model: nn.Module, world: World) -> None:
         likely = "no_sync() was ignored: only reduce where self.reduces(unit) says so, as super().post_backward() does"
         raise Wrong(f"{inside[0].op} was called inside no_sync()", likely)
     kept = "what no_sync() kept back is lost: where self.reduces(unit) is False there is nothing to release yet"
-    if any(unit.whole_grad is None for unit in zero.units):
-        raise Wrong("unit.whole_grad is gone after a backward under no_sync()", kept)
+    if any(unit.bucket.full is None for unit in zero.units):
+        raise Wrong("unit.bucket.full is gone after a backward under no_sync()", kept)
     with world.record() as calls:
         (2.0 * forward(model, world)).backward()
     check_means(zero, world, calls, "two micro-batches under no_sync", 3.0, {2.0: kept, 1.0: kept})
@@ -74,8 +74,8 @@ def check_released(cls: type, world: World) -> None:
         def post_backward(self, unit: Unit) -> None:
             nonlocal most
             most = max(most, alive(earlier))
-            if unit.whole_grad is not None:
-                earlier.append(weakref.ref(unit.whole_grad.untyped_storage()))
+            if unit.bucket.full is not None:
+                earlier.append(weakref.ref(unit.bucket.full.untyped_storage()))
             super().post_backward(unit)
 
     model = nn.Sequential(*(Block() for _ in range(4)))
@@ -107,8 +107,8 @@ class MyZero2(zerolab.Zero1):
         """All gradients of `unit` are there. Reduce them as stage 1 does, then keep this rank's slice alone.
 
         super().post_backward(unit) starts the reduction, if self.reduces(unit): what can be waited for is then in
-        unit.reduction, and unit.grad is a view of unit.whole_grad, which it keeps alive.
-        unit.release_grad() keeps a copy of the slice, as soon as the reduction is over, and lets the rest go.
+        unit.bucket.reduction, and unit.bucket.grad is a view of unit.bucket.full, which it keeps alive.
+        unit.bucket.release() keeps a copy of the slice, as soon as the reduction is over, and lets the rest go.
         """
         raise Todo("05.1")
 '''
@@ -123,7 +123,7 @@ class MyZero2(zerolab.Zero1):
 
     def post_backward(self, unit: Unit) -> None:
         super().post_backward(unit)
-        unit.release_grad()
+        unit.bucket.release()
 """
 
 ZERO2_WAITS = """\
@@ -136,7 +136,7 @@ class MyZero2(zerolab.Zero1):
     def post_backward(self, unit):
         if self.reduces(unit):
             self.reduce(unit).wait()
-            unit.grad = unit.grad.clone()
+            unit.bucket.grad = unit.bucket.grad.clone()
 """
 
 ZERO2_OWN_STORAGE = """\
@@ -150,12 +150,13 @@ class MyZero2(zerolab.Zero1):
     def post_backward(self, unit):
         if not self.reduces(unit):
             return
-        unit.grad = torch.empty(unit.layout.shard_size, dtype=unit.whole_grad.dtype, device=unit.whole_grad.device)
-        unit.reduction = self.comm.reduce_scatter(unit.grad, unit.whole_grad, unit.name)
+        full = unit.bucket.full
+        unit.bucket.grad = torch.empty(unit.layout.shard_size, dtype=full.dtype, device=full.device)
+        unit.bucket.reduction = self.comm.reduce_scatter(unit.bucket.grad, unit.bucket.full, unit.name)
 """
 
 _SUPER = "super().post_backward(unit)"
-_RELEASE = "unit.release_grad()"
+_RELEASE = "unit.bucket.release()"
 
 ZERO2_MUTANTS = {
     "keeps the whole gradient": (edit(ZERO2, f"        {_RELEASE}\n", ""), "whole gradients are still there"),
@@ -164,64 +165,68 @@ ZERO2_MUTANTS = {
         "whole gradients are still there",
     ),
     "throws away what is to be reduced": (
-        edit(ZERO2, f"        {_SUPER}\n        {_RELEASE}", f"        unit.whole_grad = None\n        {_SUPER}"),
+        edit(ZERO2, f"        {_SUPER}\n        {_RELEASE}", f"        unit.bucket.full = None\n        {_SUPER}"),
         "before it was reduced",
     ),
     "copies the slice too early": (
-        edit(ZERO2, _RELEASE, "if unit.grad is not None:\n            unit.grad = unit.grad.clone()"),
+        edit(
+            ZERO2, _RELEASE, "if unit.bucket.grad is not None:\n            unit.bucket.grad = unit.bucket.grad.clone()"
+        ),
         "released before the reduction is over",
     ),
     "a view of the whole": (
-        edit(ZERO2_WAITS, "unit.grad = unit.grad.clone()", "unit.grad = unit.grad.detach()"),
+        edit(
+            ZERO2_WAITS, "unit.bucket.grad = unit.bucket.grad.clone()", "unit.bucket.grad = unit.bucket.grad.detach()"
+        ),
         "whole gradients are still there",
     ),
     "releases all of them at the end": (
         edit(
             ZERO2,
             _RELEASE,
-            "if unit is self.units[0]:\n            for each in self.units:\n                each.release_grad()",
+            "if unit is self.units[0]:\n            for each in self.units:\n                each.bucket.release()",
         ),
         "released too late",
     ),
     "loses what no_sync kept back": (
-        edit(ZERO2, _RELEASE, f"{_RELEASE}\n        unit.whole_grad = None"),
+        edit(ZERO2, _RELEASE, f"{_RELEASE}\n        unit.bucket.full = None"),
         "what no_sync() kept back is lost",
     ),
     "ignores no_sync": (
-        edit(ZERO2_WAITS, "if self.reduces(unit):", "if unit.whole_grad is not None:"),
+        edit(ZERO2_WAITS, "if self.reduces(unit):", "if unit.bucket.full is not None:"),
         "no_sync() was ignored",
     ),
     "never reduces": (edit(ZERO2, f"        {_SUPER}\n", ""), "reduce() was not called"),
     "all-reduce": (
         edit(
             ZERO2_WAITS,
-            "self.reduce(unit).wait()\n            unit.grad = unit.grad.clone()",
-            "self.comm.all_reduce(unit.whole_grad, unit.name).wait()\n"
-            "            unit.grad = unit.layout.shard(unit.whole_grad, self.rank).clone()",
+            "self.reduce(unit).wait()\n            unit.bucket.grad = unit.bucket.grad.clone()",
+            "self.comm.all_reduce(unit.bucket.full, unit.name).wait()\n"
+            "            unit.bucket.grad = unit.layout.shard(unit.bucket.full, self.rank).clone()",
         ),
         "an all-reduce where a reduce-scatter was asked",
     ),
     "forgotten wait": (
-        edit(ZERO2_OWN_STORAGE, "unit.reduction = ", "", "torch.empty(", "torch.zeros("),
+        edit(ZERO2_OWN_STORAGE, "unit.bucket.reduction = ", "", "torch.empty(", "torch.zeros("),
         "a forgotten wait",
     ),
     "divided twice": (
-        edit(ZERO2_WAITS, "unit.grad.clone()", "unit.grad / self.world_size"),
+        edit(ZERO2_WAITS, "unit.bucket.grad.clone()", "unit.bucket.grad / self.world_size"),
         "divided by N twice",
     ),
     "no reduction to wait for": (
-        edit(ZERO2, _RELEASE, "unit.reduction.wait()\n        unit.grad = unit.grad.clone()"),
-        "unit.reduction is None where nothing was reduced",
+        edit(ZERO2, _RELEASE, "unit.bucket.reduction.wait()\n        unit.bucket.grad = unit.bucket.grad.clone()"),
+        "unit.bucket.reduction is None where nothing was reduced",
     ),
     "releases the parameters": (edit(ZERO2, _RELEASE, "unit.release()"), "lets the *parameters* go"),
     "nothing of its own": ("import zerolab\n\n\nclass MyZero2(zerolab.Zero1):\n    stage = 2\n", "write your own"),
 }
 
 ERRORS5 = {  # before those of lesson 04, which are about stage 1's methods
-    "object has no attribute 'wait'": "unit.reduction is None where nothing was reduced, under no_sync(): look at "
+    "object has no attribute 'wait'": "unit.bucket.reduction is None where nothing was reduced, under no_sync: look at "
     "self.reduces(unit) first",
-    "no attribute 'whole_grad'": "`del` takes the attribute itself away, and the engine asks for it: it may be None",
-    "for storage of size 0": "unit.release() lets the *parameters* go, which is lesson 06: here unit.release_grad()",
+    "no attribute 'bucket.full'": "`del` takes the attribute itself away, and the engine asks for it: it may be None",
+    "for storage of size 0": "unit.release() lets the *parameters* go, which is lesson 06: here unit.bucket.release()",
     "killed by SIG": "memory went that was still read: the reduction has only been started when super() returns",
 }
 
@@ -237,9 +242,9 @@ EXERCISES = [
         mutants=ZERO2_MUTANTS,
         hints=(
             "Stage 1 does nearly everything: call super().post_backward(unit) first.",
-            "The reduction may still be reading the whole gradient when super() returns. unit.release_grad() knows "
+            "The reduction may still be reading the whole gradient when super() returns. unit.bucket.release() knows "
             "that, and waits for it in its own time.",
-            "Two lines: super().post_backward(unit), then unit.release_grad(). Under no_sync it finds nothing.",
+            "Two lines: super().post_backward(unit), then unit.bucket.release(). Under no_sync it finds nothing.",
         ),
         exports=("MyZero2",),
         extends="Zero2",

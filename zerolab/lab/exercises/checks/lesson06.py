@@ -288,7 +288,7 @@ def inputs(world: World, step: int) -> Tensor:
 
 def whole_bytes(unit: Unit) -> int:
     """What the whole parameters of `unit` take now."""
-    return unit.whole.untyped_storage().size()
+    return unit.full.untyped_storage().size()
 
 
 def in_words(names: list[str]) -> str:
@@ -372,7 +372,7 @@ def guarded() -> Iterator[None]:
     original = Unit.release
 
     def release(unit: Unit) -> None:
-        if unit.shard.untyped_storage()._cdata == unit.whole.untyped_storage()._cdata:
+        if unit.shard.untyped_storage()._cdata == unit.full.untyped_storage()._cdata:
             likely = "the shard goes with the whole: first give it memory of its own, unit.shard = unit.shard.clone()"
             raise Wrong(f"{unit.name}: the whole was released while unit.shard is a view of it", likely)
         original(unit)
@@ -387,7 +387,7 @@ def guarded() -> Iterator[None]:
 def check_construction(zero: zerolab.Zero2) -> None:
     for unit in zero.units:
         own = unit.shard.untyped_storage()
-        if own._cdata == unit.whole.untyped_storage()._cdata:
+        if own._cdata == unit.full.untyped_storage()._cdata:
             likely = "give the shard memory of its own, unit.shard = unit.shard.clone(), and release the whole"
             raise Wrong(f"{unit.name}: after optimizer_params() unit.shard is still a view of the whole", likely)
         check_flag(unit)
@@ -496,7 +496,7 @@ class MyZero3Forward(zerolab.Zero2):
     def optimizer_params(self, unit: Unit) -> list[Tensor]:
         """Once, when the engine is built: from here on this rank keeps its shard alone.
 
-        Give unit.shard, so far a view of unit.whole, memory of its own; let the whole go; then return what ZeRO-2
+        Give unit.shard, so far a view of unit.full, memory of its own; let the whole go; then return what ZeRO-2
         returns, slices of the shard.
         """
         raise Todo("06.2")
@@ -562,7 +562,7 @@ from zerolab import Zero2
 class MyZero3Forward(Zero2):
     def optimizer_params(self, unit):
         unit.shard = unit.shard.detach().clone()
-        unit.whole.untyped_storage().resize_(0)
+        unit.full.untyped_storage().resize_(0)
         unit.gathered = False
         return unit.layout.slices(unit.keep_shard(), self.rank)
 
@@ -625,7 +625,7 @@ FORWARD_MUTANTS = {
         "the shard goes with the whole",
     ),
     "lets go behind the unit's back": (
-        edit(FORWARD, "():\n            unit.release()", "():\n            unit.whole.untyped_storage().resize_(0)"),
+        edit(FORWARD, "():\n            unit.release()", "():\n            unit.full.untyped_storage().resize_(0)"),
         "let it go by unit.release()",
     ),
     "does not copy": (edit(FORWARD, "unit.shard.clone()", "torch.zeros_like(unit.shard)"), "the values must stay"),

@@ -187,11 +187,11 @@ class MyZero3(Zero2):
     def post_backward(self, unit):
         unit.release()
         if self.reduces(unit):
-            unit.reduction = self.reduce(unit)
-        unit.release_grad()
+            unit.bucket.reduction = self.reduce(unit)
+        unit.bucket.release()
 
     def after_step(self, unit):
-        if unit.whole.untyped_storage().size():
+        if unit.full.untyped_storage().size():
             unit.release()
 """
 
@@ -263,7 +263,7 @@ BACKWARD_MUTANTS = {
         edit(
             BACKWARD,
             "super().post_backward(unit)",
-            "if self.reduces(unit):\n            unit.reduction = self.reduce(unit)",
+            "if self.reduces(unit):\n            unit.bucket.reduction = self.reduce(unit)",
         ),
         "the whole gradient is kept",
     ),
@@ -289,7 +289,7 @@ ERRORS = {
     "SIGSEGV": DIED,
     SIZE_0: AGAIN,
     "its data is not allocated": AGAIN,
-    "has left no unit.grad": "nothing was reduced: super().post_backward(unit) is missing",
+    "left no unit.bucket.grad": "nothing was reduced: super().post_backward(unit) is missing",
 }
 
 EXERCISES = [

@@ -1,0 +1,223 @@
+"""Bucket: a unit's gradients on their way from autograd to the optimizer.
+
+    collect(i)               backward: autograd has completed the gradient of parameter i; copy it into `full`
+    complete_with_zeros()    the unit's turn to be reduced: fill what no gradient has filled
+    the stage's reduce()     average `full` over the ranks, the mean goes to `grad`
+    depart()                 the reduction is under way: let go of `full`
+    advance()                wait for the reduction, step by step
+    show(used)               the end of backward: the mean becomes `.grad` of the parameters
+    promote(), demote()      around the optimizer's step: gradients in the dtype of the masters
+
+Under no_sync the way ends after `collect`: `keep_back` shows this rank's own gradient, and `resume` takes it up again.
+
+    full     (N * S,) in the reduce dtype: this rank's own gradient, then whatever `reduce` makes of it
+    grad     the mean, laid out as the masters are: (N * S,) in stage 0, (S,) in stages 1 to 3
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+if TYPE_CHECKING:
+    from zerolab.engine.unit import Unit
+
+
+class _KeptBack(NamedTuple):
+    """What `.grad` of a parameter shows while no_sync keeps gradients back."""
+
+    shown: Tensor
+    version: int
+    is_ours: bool  # a part of `full`; else a gradient that an earlier backward had reduced
+
+
+class Bucket:
+    """The gradients of the parameters of `unit`."""
+
+    def __init__(self, unit: Unit) -> None:
+        self.unit = unit
+        # Tensors or None. Inside a stage's methods they are tensors, so Any saves these a check.
+        self.full: Any = None
+        self.complete = False  # `full` has everything that is to travel
+        self.grad: Any = None
+        self.reduction: Any = None  # under way: anything with `wait()`
+        self.have = [False] * len(unit.names)  # the parameters for which `full` has a gradient
+        self.used = [False] * len(unit.names)  # those for which it had one when it was reduced in this backward
+        self.kept_memory: Tensor | None = None  # an earlier `full`, for the next one to reuse
+        self._keep_slice = False  # once the reduction is over, only this rank's slice stays
+        self._leaving: Tensor | None = None  # the `full` that goes then
+        self._lent = False  # no_sync has shown parts of `full` to the user
+        self._kept_back: dict[int, _KeptBack] = {}
+        self._promoted: dict[int, torch.dtype] = {}  # the dtypes that `promote` changed
+
+    # -- backward: collect ---------------------------------------------------------------------------------------
+
+    def collect(self, i: int) -> None:
+        """Take over the gradient that autograd has just completed for parameter `i`."""
+        leaf = self.unit.full_params[i]
+        grad, leaf.grad = leaf.grad, None
+        assert grad is not None
+        if grad.is_sparse:
+            raise RuntimeError(f"{self.unit.names[i]} has a sparse gradient; use Embedding(..., sparse=False)")
+        if self.full is None:
+            self.full = self._new_full()
+            self.have = [False] * len(self.have)  # even if an override lost what no_sync kept back
+        slot = self.unit.layout.slots[i]
+        view = self.full.as_strided(slot.shape, slot.stride, slot.offset)
+        if self.have[i]:
+            view.add_(grad)
+        else:
+            view.copy_(grad)
+        self.have[i] = True
+
+    def complete_with_zeros(self) -> None:
+        """Make `full` fit to travel: zeros where no gradient came, and the reduce dtype."""
+        self.used, self.have = self.have, [False] * len(self.have)
+        self.complete = True
+        if self.full is None:
+            self.full = self._new_full().zero_()
+            return
+        for start, stop in self.unit.layout.gaps:
+            self.full[start:stop].zero_()
+        for slot, used in zip(self.unit.layout.slots, self.used, strict=True):
+            if not used:
+                self.full[slot.offset : slot.end].zero_()
+        self.full = self.full.to(self.unit.dtypes.reduce)
+
+    def _new_full(self) -> Tensor:
+        """Uninitialised; in the memory of an earlier one, if that was kept and no gradient is left in it."""
+        kept, self.kept_memory = self.kept_memory, None
+        if kept is not None:
+            storage = kept.untyped_storage()
+            if torch._C._storage_Use_Count(storage._cdata) == 2:  # `kept` and `storage`
+                return kept
+        unit = self.unit
+        return torch.empty(unit.layout.size, dtype=unit.dtypes.reduce, device=unit.full.device)
+
+    # -- backward: reduce ----------------------------------------------------------------------------------------
+
+    def release(self) -> None:
+        """Keep this rank's slice of the mean. The rest goes as soon as the reduction has read it."""
+        self._keep_slice = self.grad is not None
+        if self._keep_slice and self.full is not None:
+            self._leaving, self.full = self.full, None
+        if self.reduction is None:
+            self._end_reduction()
+
+    def depart(self, keep_memory: bool) -> None:
+        """The reduction has begun. What it still needs of `full` is held by it, and by `grad`."""
+        self.complete = False
+        if keep_memory:
+            self.kept_memory = self.full
+        self.full = None
+
+    def advance(self) -> bool:
+        """Wait for the step of the reduction that is under way and start the next. Whether that was the last."""
+        if self.reduction is not None:
+            advance = getattr(self.reduction, "advance", self.reduction.wait)
+            advance()
+            if not getattr(self.reduction, "done", True):
+                return False
+            self.reduction = None
+        self._end_reduction()
+        return True
+
+    def _end_reduction(self) -> None:
+        if self.grad is not None and self.unit.offload:
+            self.grad = on_host(self.grad)
+        elif self.grad is not None and self._keep_slice:
+            self.grad = self.grad.clone()
+            if self._leaving is not None and not self._lent:  # now, since a thread of gloo's may still hold it
+                self._leaving.untyped_storage().resize_(0)
+        self._leaving, self._keep_slice, self._lent = None, False, False
+
+    def show(self, used: list[bool]) -> None:
+        """Show the mean as `.grad` of the parameters that some rank used, added to what is there already."""
+        mean, self.grad = self.grad, None
+        for i, (param, is_used) in enumerate(zip(self.unit.params, used, strict=True)):
+            if is_used:
+                new = self.unit.part(i, mean)
+                if param.grad is None:
+                    param.grad = new
+                elif param.grad.dtype == param.dtype:
+                    param.grad += new
+                else:  # a further micro-batch: from here on in full precision
+                    param.grad = param.grad.to(param.dtype) + new
+
+    def end_backward(self) -> None:
+        self.used = [False] * len(self.used)
+
+    def drop(self) -> None:
+        """Forget what an interrupted backward has left."""
+        self.full = self.grad = self.reduction = self._leaving = None
+        self._lent = self.complete = False
+        self.have = [False] * len(self.have)
+
+    # -- no_sync -------------------------------------------------------------------------------------------------
+
+    def keep_back(self) -> None:
+        """A backward under no_sync has ended. Show this rank's own gradient, so that zero_grad() can be noticed."""
+        if self.full is None:
+            return
+        unit, mine = self.unit, self.full
+        if unit.sharded:
+            mine = unit.layout.shard(mine, unit.rank)
+        mine = mine.to(unit.master.device)
+        for i, param in enumerate(unit.params):
+            if self.have[i]:
+                is_ours = param.grad is None
+                shown = param.grad = unit.part(i, mine) if param.grad is None else param.grad
+                self._kept_back[i] = _KeptBack(shown, shown._version, is_ours)
+
+    @property
+    def holds_back(self) -> bool:
+        """Whether gradients that no_sync kept back are still shown."""
+        return any(self.unit.params[i].grad is not None for i in self._kept_back)
+
+    def resume(self) -> None:
+        """Another backward begins: add to what no_sync kept back, less what zero_grad() threw away."""
+        if not self._kept_back:
+            return
+        for i, (shown, version, is_ours) in self._kept_back.items():
+            param = self.unit.params[i]
+            changed = shown._version != version
+            if changed and shown.any():
+                raise RuntimeError(
+                    f"rank {self.unit.comm.rank}: the gradient of {self.unit.names[i]} was changed before it was "
+                    "reduced; scale or clip gradients after a backward outside no_sync()"
+                )
+            if changed or param.grad is None:
+                self.have[i] = False
+            if is_ours and param.grad is shown:
+                param.grad = None
+        self._kept_back = {}
+        self._lent = any(self.have)
+        if self._lent and self.full is not None:
+            self.full = self.full.to(torch.promote_types(self.full.dtype, torch.float32))
+        else:
+            self.full = None
+
+    # -- the optimizer's step ------------------------------------------------------------------------------------
+
+    def promote(self) -> None:
+        """Show gradients in the dtype of the masters, as optimizers want them."""
+        for i, param in enumerate(self.unit.params):
+            if param.grad is not None and param.grad.dtype != param.dtype:
+                self._promoted[i] = param.grad.dtype
+                param.grad = param.grad.to(param.dtype)
+
+    def demote(self) -> None:
+        """After the step: gradients that stay are kept in the reduce dtype again."""
+        for i, dtype in self._promoted.items():
+            grad = self.unit.params[i].grad
+            if grad is not None:
+                self.unit.params[i].grad = grad.to(dtype)
+        self._promoted = {}
+
+
+def on_host(tensor: Tensor) -> Tensor:
+    """A copy in the host's memory; of a CUDA tensor in pinned pages, which are quick to copy from and to."""
+    host = torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu", pin_memory=tensor.is_cuda)
+    return host.copy_(tensor)

@@ -5,7 +5,9 @@ from __future__ import annotations
 import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
 
 import pytest
 import torch
@@ -22,6 +24,27 @@ def ranks() -> Iterator[zerolab.Ranks]:
     """`ranks.run(function, *args, ranks=n)`: the function's results on the first n of four ranks, one thread each."""
     with zerolab.Ranks(4, threads=1) as pool:
         yield pool
+
+
+@pytest.fixture
+def lent(ranks: zerolab.Ranks, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A program under test gets these ranks where it would start some, one thread each, for itself."""
+
+    @contextmanager
+    def lend(size: int, threads: int) -> Iterator[Lent]:
+        assert threads == 1
+        yield Lent(ranks, size)
+
+    if not torch.cuda.is_available():  # there it might hide the GPUs from its own, or give each one
+        monkeypatch.setattr(zerolab, "Ranks", lend)
+
+
+class Lent:
+    def __init__(self, pool: zerolab.Ranks, ranks: int) -> None:
+        self.pool, self.ranks = pool, ranks
+
+    def run(self, fn: Callable, *args: Any, ranks: int | None = None, **options: float) -> list:
+        return self.pool.run(fn, *args, ranks=ranks or self.ranks, **options)
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

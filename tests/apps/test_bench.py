@@ -19,7 +19,7 @@ pytestmark = pytest.mark.slow
 SMALL = {"layers": 2, "width": 64, "context": 16}
 
 
-def test_all_systems_do_the_same_work():
+def test_all_systems_do_the_same_work(lent):
     report = bench.measure_times(2, 4, "bf16", SMALL)
     gpt = GPT(**SMALL)
     sizes = [sum(p.numel() for p in module.parameters()) for module in (gpt, *gpt.blocks)]

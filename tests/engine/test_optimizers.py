@@ -46,9 +46,13 @@ def every_optimizer_alone(ranks: int) -> dict[str, dict[str, torch.Tensor]]:
     return {name: alone(Optimized(name), ranks)[0] for name in OPTIONS}
 
 
+@pytest.fixture(scope="module")
+def expected(ranks: zerolab.Ranks) -> dict[str, dict[str, torch.Tensor]]:
+    return ranks.run(every_optimizer_alone, 3, ranks=1)[0]
+
+
 @pytest.mark.parametrize("stage", [0, 1, 3])
-def test_every_elementwise_optimizer(ranks, stage):
-    expected = ranks.run(every_optimizer_alone, 3, ranks=1)[0]
+def test_every_elementwise_optimizer(ranks, expected, stage):
     for results in ranks.run(every_optimizer, stage, ranks=3, timeout=100):
         for name, state in results.items():
             tolerance = {"rtol": 0, "atol": 0} if Optimized(name).exact else {"rtol": 1e-4, "atol": 1e-6}

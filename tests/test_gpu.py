@@ -28,6 +28,7 @@ from reference import BF16, Block, Model, batch, train_alone
 from torch import Tensor
 
 import zerolab
+from zerolab.engine.precision import KEEP
 from zerolab.measure import model_states, state_bytes, timeline, trace
 from zerolab.measure.trace import intersection, length, union
 from zerolab.tasks.models import GPT
@@ -181,7 +182,7 @@ def holds(how: str, precision: str) -> list[tuple[int, int]]:
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 def test_each_ranks_allocator_holds_what_the_formula_says(ranks, how, n, precision):
     n = ranks_for(how, n)
-    kind = PRECISIONS[precision] or zerolab.precision.KEEP
+    kind = PRECISIONS[precision] or KEEP
     for rows in ranks.run(holds, how, precision, ranks=n, timeout=120):
         print(how, n, precision, "held and peak, in MB:", [(held // 10**6, top // 10**6) for held, top in rows])
         for stage, (held, _) in enumerate(rows):

@@ -10,7 +10,8 @@
         optimizer.step()
         optimizer.zero_grad()
 
-Read layout, comm, unit, ddp, zero1, zero2, zero3, in that order; engine.py calls them.
+To understand it, read ddp, zero1, zero2 and zero3, then engine/layout, unit and bucket, then comm/collectives. The
+docstring of engine/ follows a gradient and a parameter through the rest.
 """
 
 from __future__ import annotations

@@ -12,6 +12,7 @@ from reference import BF16, Model, batch, build, step
 from torch import Tensor, nn
 
 import zerolab
+from zerolab.engine.precision import KEEP
 from zerolab.measure import between_bytes, ledger, model_states, moved_bytes
 
 STEPS = 3
@@ -77,7 +78,7 @@ def bytes_of(stage: int, mesh: tuple[int, int], precision: zerolab.Precision | N
 
 @pytest.mark.parametrize("precision", [None, BF16], ids=["fp32", "bf16"])
 def test_bytes_held_and_bytes_for_each_link(ranks, precision):
-    kind = precision or zerolab.precision.KEEP
+    kind = precision or KEEP
     for stage in (1, 2, 3):
         for mesh in [(2, 2), (4, 1)]:
             for seen in ranks.run(bytes_of, stage, mesh, precision, ranks=4):

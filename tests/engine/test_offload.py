@@ -13,6 +13,7 @@ from reference import BF16, Model, batch, build, step, train_alone
 from torch import Tensor
 
 import zerolab
+from zerolab.engine.precision import KEEP
 from zerolab.measure import host_state_bytes, model_states, state_bytes, timeline
 
 Trained = tuple[dict[str, Tensor], list[Any]]
@@ -119,7 +120,7 @@ def held(stage: int, precision: zerolab.Precision | None) -> tuple[dict[str, int
 @pytest.mark.parametrize("n", [1, 2, 4])
 def test_bytes_on_the_device_and_on_the_host(ranks, n, precision):
     """To the byte, with Ψ counted with its padding, for which Adam keeps nothing."""
-    kind = precision or zerolab.precision.KEEP
+    kind = precision or KEEP
     for stage in (1, 2, 3):
         for device, host, alive, psi in ranks.run(held, stage, precision, ranks=n):
             assert device == state_bytes(stage, n, psi, kind, offload=True) | {"buffers": 0}, stage

@@ -8,7 +8,7 @@
     show(used)               the end of backward: the mean becomes `.grad` of the parameters
     promote(), demote()      around the optimizer's step: gradients in the dtype of the masters
 
-Under no_sync the way ends after `collect`: `keep_back` shows this rank's own gradient, and `resume` takes it up again.
+Under no_sync a gradient stops after `collect`, and accumulation.py keeps it back until a backward outside.
 
     full     (N * S,) in the reduce dtype: this rank's own gradient, then whatever `reduce` makes of it
     grad     the mean, laid out as the masters are: (N * S,) in stage 0, (S,) in stages 1 to 3
@@ -16,21 +16,15 @@ Under no_sync the way ends after `collect`: `keep_back` shows this rank's own gr
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
+from zerolab.engine.accumulation import KeptBack
+
 if TYPE_CHECKING:
     from zerolab.engine.unit import Unit
-
-
-class _KeptBack(NamedTuple):
-    """What `.grad` of a parameter shows while no_sync keeps gradients back."""
-
-    shown: Tensor
-    version: int
-    is_ours: bool  # a part of `full`; else a gradient that an earlier backward had reduced
 
 
 class Bucket:
@@ -48,8 +42,8 @@ class Bucket:
         self.kept_memory: Tensor | None = None  # an earlier `full`, for the next one to reuse
         self._keep_slice = False  # once the reduction is over, only this rank's slice stays
         self._leaving: Tensor | None = None  # the `full` that goes then
-        self._lent = False  # no_sync has shown parts of `full` to the user
-        self._kept_back: dict[int, _KeptBack] = {}
+        self.lent = False  # no_sync has shown parts of `full` to the user
+        self.kept_back = KeptBack(self)
         self._promoted: dict[int, torch.dtype] = {}  # the dtypes that `promote` changed
 
     # -- backward: collect ---------------------------------------------------------------------------------------
@@ -129,9 +123,9 @@ class Bucket:
             self.grad = on_host(self.grad)
         elif self.grad is not None and self._keep_slice:
             self.grad = self.grad.clone()
-            if self._leaving is not None and not self._lent:  # now, since a thread of gloo's may still hold it
+            if self._leaving is not None and not self.lent:  # now, since a thread of gloo's may still hold it
                 self._leaving.untyped_storage().resize_(0)
-        self._leaving, self._keep_slice, self._lent = None, False, False
+        self._leaving, self._keep_slice, self.lent = None, False, False
 
     def show(self, used: list[bool]) -> None:
         """Show the mean as `.grad` of the parameters that some rank used, added to what is there already."""
@@ -152,52 +146,8 @@ class Bucket:
     def drop(self) -> None:
         """Forget what an interrupted backward has left."""
         self.full = self.grad = self.reduction = self._leaving = None
-        self._lent = self.complete = False
+        self.lent = self.complete = False
         self.have = [False] * len(self.have)
-
-    # -- no_sync -------------------------------------------------------------------------------------------------
-
-    def keep_back(self) -> None:
-        """A backward under no_sync has ended. Show this rank's own gradient, so that zero_grad() can be noticed."""
-        if self.full is None:
-            return
-        unit, mine = self.unit, self.full
-        if unit.sharded:
-            mine = unit.layout.shard(mine, unit.rank)
-        mine = mine.to(unit.master.device)
-        for i, param in enumerate(unit.params):
-            if self.have[i]:
-                is_ours = param.grad is None
-                shown = param.grad = unit.part(i, mine) if param.grad is None else param.grad
-                self._kept_back[i] = _KeptBack(shown, shown._version, is_ours)
-
-    @property
-    def holds_back(self) -> bool:
-        """Whether gradients that no_sync kept back are still shown."""
-        return any(self.unit.params[i].grad is not None for i in self._kept_back)
-
-    def resume(self) -> None:
-        """Another backward begins: add to what no_sync kept back, less what zero_grad() threw away."""
-        if not self._kept_back:
-            return
-        for i, (shown, version, is_ours) in self._kept_back.items():
-            param = self.unit.params[i]
-            changed = shown._version != version
-            if changed and shown.any():
-                raise RuntimeError(
-                    f"rank {self.unit.comm.rank}: the gradient of {self.unit.names[i]} was changed before it was "
-                    "reduced; scale or clip gradients after a backward outside no_sync()"
-                )
-            if changed or param.grad is None:
-                self.have[i] = False
-            if is_ours and param.grad is shown:
-                param.grad = None
-        self._kept_back = {}
-        self._lent = any(self.have)
-        if self._lent and self.full is not None:
-            self.full = self.full.to(torch.promote_types(self.full.dtype, torch.float32))
-        else:
-            self.full = None
 
     # -- the optimizer's step ------------------------------------------------------------------------------------
 

@@ -407,7 +407,7 @@ class Engine:
         self._notice_edits()
         self.gather_stale()
         for unit in self.units:
-            unit.bucket.resume()
+            unit.bucket.kept_back.resume()
         self._backward.set_turns(self._sync)
 
     def _pre_backward(self, units: list[Unit], ended: int, unwatched: ForwardCall | None, grad: Tensor) -> None:
@@ -470,7 +470,7 @@ class Engine:
             if self._backward.is_open(unit) or unit in self._held:
                 self._finish(unit)
             if not self._sync:
-                unit.bucket.keep_back()
+                unit.bucket.kept_back.show()
             unit.bucket.end_backward()
         self._prefetcher.end()
         self._backward.end(keep_graph=torch._C._autograd._get_current_graph_task_keep_graph())
@@ -553,7 +553,7 @@ class Engine:
         if self.in_backward:
             raise RuntimeError(f"rank {self.rank}: the last backward broke off; run forward and backward again")
         for unit in units:
-            if unit.bucket.holds_back:
+            if unit.bucket.kept_back.is_shown:
                 raise RuntimeError(
                     f"rank {self.rank}: the gradients of {unit.name} were added up under no_sync() and are not yet "
                     "averaged; run the last micro-batch's backward outside no_sync()"

@@ -1,0 +1,73 @@
+"""Gradient accumulation under no_sync: a rank's own gradients, kept back in the bucket until a backward outside.
+
+Meanwhile `.grad` shows them, so that zero_grad() throws them away, as it would without sharding.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, NamedTuple
+
+import torch
+from torch import Tensor
+
+if TYPE_CHECKING:
+    from zerolab.engine.bucket import Bucket
+
+
+class Shown(NamedTuple):
+    """What `.grad` of a parameter shows."""
+
+    grad: Tensor
+    version: int
+    is_ours: bool  # a part of the bucket; else a gradient that an earlier backward reduced
+
+
+class KeptBack:
+    """What `bucket` keeps back."""
+
+    def __init__(self, bucket: Bucket) -> None:
+        self.bucket = bucket
+        self._shown: dict[int, Shown] = {}  # number of the parameter -> what it shows
+
+    @property
+    def is_shown(self) -> bool:
+        """Whether some `.grad` still shows what was kept back."""
+        return any(self.bucket.unit.params[i].grad is not None for i in self._shown)
+
+    def show(self) -> None:
+        """A backward under no_sync has ended: show this rank's own gradient, in its slice of each parameter."""
+        if self.bucket.full is None:
+            return
+        unit, mine = self.bucket.unit, self.bucket.full
+        if unit.sharded:
+            mine = unit.layout.shard(mine, unit.rank)
+        mine = mine.to(unit.master.device)
+        for i, param in enumerate(unit.params):
+            if self.bucket.have[i]:
+                is_ours = param.grad is None
+                grad = param.grad = unit.part(i, mine) if param.grad is None else param.grad
+                self._shown[i] = Shown(grad, grad._version, is_ours)
+
+    def resume(self) -> None:
+        """Another backward begins: it adds to what was kept back, less what zero_grad() threw away."""
+        if not self._shown:
+            return
+        bucket, unit = self.bucket, self.bucket.unit
+        for i, (grad, version, is_ours) in self._shown.items():
+            param = unit.params[i]
+            changed = grad._version != version
+            if changed and grad.any():
+                raise RuntimeError(
+                    f"rank {unit.comm.rank}: the gradient of {unit.names[i]} was changed before it was reduced; "
+                    "scale or clip gradients after a backward outside no_sync()"
+                )
+            if changed or param.grad is None:
+                bucket.have[i] = False
+            if is_ours and param.grad is grad:
+                param.grad = None
+        self._shown = {}
+        bucket.lent = any(bucket.have)
+        if bucket.lent:
+            bucket.full = bucket.full.to(torch.promote_types(bucket.full.dtype, torch.float32))
+        else:
+            bucket.full = None

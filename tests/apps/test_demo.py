@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -219,8 +220,8 @@ def test_extras_are_imported_only_when_they_are_used() -> None:
         code = f"import sys, {code}; print(*sys.modules)"
         return set(subprocess.run([sys.executable, "-c", code], capture_output=True, text=True).stdout.split())
 
-    by_torch = imported("torch")  # which takes tqdm and numpy where it finds them
-    ours = imported("zerolab.measure, zerolab.cli, zerolab.apps.demo")
+    with ThreadPoolExecutor() as threads:  # torch takes tqdm and numpy where it finds them
+        by_torch, ours = threads.map(imported, ("torch", "zerolab.measure, zerolab.cli, zerolab.apps.demo"))
     assert "zerolab.apps.demo" in ours
     assert not {"rich", "tqdm", "matplotlib", "numpy"} & (ours - by_torch)
 

@@ -37,7 +37,9 @@ def clipped_alone(ranks: int, norm_type: float) -> tuple[float, dict[str, torch.
     return norm.item(), model.state_dict()
 
 
-@pytest.mark.parametrize("norm_type", [1.0, 2.0, 3.0, float("inf")])
+@pytest.mark.parametrize(
+    "norm_type", [2.0, float("inf"), *(pytest.param(p, marks=pytest.mark.slow) for p in (1.0, 3.0))]
+)
 def test_clipping(ranks, norm_type):
     for n in (1, 3):
         norm, state = ranks.run(clipped_alone, n, norm_type, ranks=1)[0]
@@ -103,7 +105,7 @@ def scaled_and_clipped_alone(ranks: int) -> tuple[list[float], dict[str, Tensor]
     return norms, model.state_dict()
 
 
-@pytest.mark.parametrize("n", [1, 2, 3, 4])
+@pytest.mark.parametrize("n", [2, *(pytest.param(n, marks=pytest.mark.slow) for n in (1, 3, 4))])
 def test_float16_kept_back_unscaled_and_clipped(ranks, n):
     norms, state = ranks.run(scaled_and_clipped_alone, n, ranks=1)[0]
     assert all(norm > 0.2 for norm in norms), "every step is clipped"

@@ -49,6 +49,7 @@ def five_steps_alone(ranks: int) -> dict[str, Tensor]:
     return alone(case, ranks)[0]
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(240)  # compiling takes long on a busy machine
 @pytest.mark.parametrize(
     ("how", "inner", "stages"),
@@ -56,7 +57,7 @@ def five_steps_alone(ranks: int) -> dict[str, Tensor]:
         ("module", "aot_eager", (0, 1, 2, 3)),
         ("forward", "aot_eager", (3,)),
         ("model", "aot_eager", (2, 3)),
-        pytest.param("module", "inductor", (3,), marks=pytest.mark.slow),  # calls the C++ compiler
+        ("module", "inductor", (3,)),  # calls the C++ compiler
     ],
 )
 def test_torch_compile(ranks, how, inner, stages):

@@ -84,7 +84,7 @@ def evaluated_alone(ranks: int) -> tuple[list[Tensor], dict[str, Tensor]]:
     return case.seen, state
 
 
-@pytest.mark.parametrize("n", [1, 2, 3, 4])
+@pytest.mark.parametrize("n", [2, *(pytest.param(n, marks=pytest.mark.slow) for n in (1, 3, 4))])
 def test_evaluation_and_generation(ranks, n):
     """Bit for bit; training goes on as if nothing had been; and only stage 3 gathers more than once after a step."""
     seen, state = ranks.run(evaluated_alone, n, ranks=1)[0]
@@ -120,6 +120,7 @@ def of_unequal_length(stage: int) -> tuple[str, float, dict[str, Tensor]]:
     return "", 0.0, zero.full_state_dict()
 
 
+@pytest.mark.slow
 def test_evaluation_of_unequal_length(ranks):
     """Stages 0 to 2 do not mind; stage 3, where each pass gathers, says so on every rank, in seconds."""
     expected, _ = ranks.run(alone, PLAIN, 3, ranks=1)[0]

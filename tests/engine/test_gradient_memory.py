@@ -34,7 +34,7 @@ def held_between(precision: zerolab.Precision | None) -> list[tuple[list[int], l
     return seen
 
 
-@pytest.mark.parametrize("n", [1, 2, 3, 4])
+@pytest.mark.parametrize("n", [2, *(pytest.param(n, marks=pytest.mark.slow) for n in (1, 3, 4))])
 @pytest.mark.parametrize("name", ["fp32", "bf16"])
 def test_bytes_of_accumulation(ranks, n, name):
     """Under no_sync gradients are whole in every stage, and in float32 from the second micro-batch on; the backward

@@ -16,6 +16,8 @@ import zerolab
 from zerolab.engine.precision import KEEP
 from zerolab.measure import host_state_bytes, model_states, state_bytes, timeline
 
+pytestmark = pytest.mark.slow
+
 Trained = tuple[dict[str, Tensor], list[Any]]
 
 

@@ -178,6 +178,7 @@ def test_nothing_starts_before_the_first_run_and_only_results_stay_after_close()
     assert torch.equal(back["big"], big) and not back["big"].is_shared()
 
 
+@pytest.mark.slow
 def test_output_in_whole_lines_and_no_noise_even_when_never_closed() -> None:
     """GLOO_SOCKET_IFNAME names a network of a cluster. It is not used here, where no such network exists."""
     process = python(JOBS, "prints", PYTHONUNBUFFERED="1", GLOO_SOCKET_IFNAME="cluster0")
@@ -223,6 +224,7 @@ def test_a_death_comes_before_those_who_noticed_it(two: Ranks, how: str, said: s
     assert "\nrank 0 " in str(error)
 
 
+@pytest.mark.slow
 def test_a_death_is_seen_though_an_heir_holds_the_pipe(two: Ranks) -> None:
     assert two.run(jobs_launch.echo, 1) == [1, 1]
     before = {process.pid for process, _ in two._processes}  # other tests' pools may be alive beside this one
@@ -231,6 +233,7 @@ def test_a_death_is_seen_though_an_heir_holds_the_pipe(two: Ranks) -> None:
     assert not children() & before
 
 
+@pytest.mark.slow
 def test_a_hang_names_the_ranks_and_where_they_stand(two: Ranks) -> None:
     start = time.monotonic()
     error = fails(two, jobs_launch.hangs, timeout=2.0)
@@ -243,6 +246,7 @@ def test_a_hang_names_the_ranks_and_where_they_stand(two: Ranks) -> None:
     assert "zerolab" not in str(error)
 
 
+@pytest.mark.slow
 def test_a_collective_fails_after_the_group_timeout(two: Ranks) -> None:
     error = fails(two, jobs_launch.hangs, timeout=30.0, group_timeout=1.0)
     assert error.rank == 0 and "Timed out" in error.traceback
@@ -293,6 +297,7 @@ def test_a_process_that_is_killed_while_idle_is_replaced(two: Ranks) -> None:
     assert not children() & set(pids)
 
 
+@pytest.mark.slow
 def test_a_script_without_its_guard(tmp_path: Path) -> None:
     script = tmp_path / "unguarded.py"
     script.write_text("import zerolab\ndef f(): return 1\nprint(zerolab.launch(f, 2))\n")
@@ -301,6 +306,7 @@ def test_a_script_without_its_guard(tmp_path: Path) -> None:
     assert "at its start (scripts launch under `if __name__ == '__main__':`)" in err.splitlines()[-2] + err
 
 
+@pytest.mark.slow
 def test_a_prompt_can_launch_what_is_imported_but_not_what_it_defines() -> None:
     program = """
 import jobs_launch, zerolab
@@ -346,6 +352,7 @@ def hanging(*arguments: object) -> tuple[subprocess.Popen, list[psutil.Process]]
     return program, ranks
 
 
+@pytest.mark.slow
 def test_no_rank_outlives_a_parent_that_is_killed(tmp_path: Path) -> None:
     """Not even when a process that the parent forked has inherited its ends of the pipes, and lives on."""
     program, ranks = hanging(tmp_path / "told", "heir")
@@ -367,10 +374,12 @@ def interrupt(program: subprocess.Popen, ranks: list[psutil.Process]) -> str:
     return err
 
 
+@pytest.mark.slow
 def test_control_c(tmp_path: Path) -> None:
     assert interrupt(*hanging(tmp_path / "told")).count("Traceback") == 1
 
 
+@pytest.mark.slow
 def test_control_c_while_the_processes_start(tmp_path: Path) -> None:
     program = python(JOBS, "hang", tmp_path / "told")
     parent = psutil.Process(program.pid)
@@ -378,6 +387,7 @@ def test_control_c_while_the_processes_start(tmp_path: Path) -> None:
     interrupt(program, parent.children())
 
 
+@pytest.mark.slow
 def test_control_z_takes_none_of_the_time(tmp_path: Path) -> None:
     program = python(JOBS, "rest", tmp_path / "told")
     wait_until(lambda: (tmp_path / "told").exists() or program.poll() is not None, 60)
@@ -400,12 +410,14 @@ def worlds(processes: list[subprocess.Popen]) -> list[dict]:
     return sorted(found, key=lambda world: world["rank"])
 
 
+@pytest.mark.slow
 def test_a_world_of_one_needs_no_variable() -> None:
     (world,) = worlds([python(JOBS)])
     assert (world["rank"], world["size"], world["environment"]) == (0, 1, [])
     assert set(world["listening"]) <= set(LOCAL)
 
 
+@pytest.mark.slow
 def test_torchrun() -> None:
     start = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", 2)
     run = python(*start, JOBS, OMP_NUM_THREADS=1)
@@ -414,6 +426,7 @@ def test_torchrun() -> None:
     assert all(set(world["listening"]) <= set(LOCAL) for world in found)
 
 
+@pytest.mark.slow
 def test_srun() -> None:
     """Three tasks on two nodes (both here), as srun describes them."""
     tasks = [(0, 0, 0), (1, 1, 0), (2, 0, 1)]

@@ -142,7 +142,7 @@ lab.predict("00.2", 4)
 # name of the class changes. What each rank holds is counted from its live memory.
 
 # %%
-from zerolab.apps.demo import measure_ladder
+from zerolab.lab import measure_ladder
 
 lab.stop()  # these four are done; the measurement starts its own ranks
 report, problems = measure_ladder(ranks=4, steps=3, device="cpu", sizes={"layers": 4, "width": 128})
@@ -179,7 +179,7 @@ if lab.predicted("00.2"):
 # block of layers, say). That unit is "in flight".
 
 # %%
-from zerolab.lab.explorers import memory_explorer
+from zerolab.lab import memory_explorer
 
 memory_explorer("7.5B", 64, activations="10 GB")
 

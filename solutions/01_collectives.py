@@ -116,18 +116,6 @@ lab.predict("01.2", 24)
 
 # %%
 # %%exercise 01.1
-from torch import Tensor
-
-
-def ring_reduce_scatter(chunks: list[Tensor], rank: int, world_size: int, exchange) -> Tensor:
-    """The sum over all ranks of chunk number `rank`."""
-    right, left = (rank + 1) % world_size, (rank - 1) % world_size
-    partial = chunks[(rank - 1) % world_size]  # the chunk that has the longest way to go
-    for step in range(world_size - 1):
-        received = exchange(partial, to=right, source=left)
-        partial = received + chunks[(rank - 2 - step) % world_size]
-    return partial
-
 
 # %%
 lab.check("01.1")
@@ -139,19 +127,6 @@ lab.check("01.1")
 
 # %%
 # %%exercise 01.2
-from torch import Tensor
-
-
-def ring_all_gather(chunk: Tensor, rank: int, world_size: int, exchange) -> list[Tensor]:
-    """The chunks of all ranks, in rank order, on every rank."""
-    right, left = (rank + 1) % world_size, (rank - 1) % world_size
-    chunks = [None] * world_size
-    chunks[rank] = passing = chunk
-    for step in range(world_size - 1):
-        passing = exchange(passing, to=right, source=left)
-        chunks[(rank - 1 - step) % world_size] = passing
-    return chunks
-
 
 # %%
 lab.check("01.2")
@@ -165,8 +140,7 @@ lab.check("01.2")
 
 # %%
 # %%ranks
-from zerolab.lab import mine
-from zerolab.lab.exercises import exchange
+from zerolab.lab import exchange, mine
 
 reduce_scatter, all_gather = mine("01.1"), mine("01.2")
 held = [2**rank] * world_size

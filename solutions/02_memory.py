@@ -25,8 +25,7 @@ lab.start(1);
 # %%ranks
 # NBVAL_CHECK_OUTPUT
 import torch
-from zerolab.tasks.data import batch, text
-from zerolab.tasks.models import GPT, Block
+from zerolab.lab import GPT, Block, batch, text
 
 words = text()
 torch.manual_seed(0)
@@ -217,7 +216,7 @@ print("the view starts", weight.data_ptr() - flat.data_ptr(), "bytes after the b
 # %%
 # NBVAL_CHECK_OUTPUT
 import torch
-from zerolab.engine.layout import Layout
+from zerolab import Layout
 
 three = [("a", torch.empty(5)), ("b", torch.empty(2, 2)), ("c", torch.empty(3, 2))]
 plots.show(plots.flat_storage(Layout(three, world_size=4)))
@@ -230,22 +229,6 @@ plots.show(plots.flat_storage(Layout(three, world_size=4)))
 
 # %%
 # %%exercise 02.1
-import torch
-from torch import Tensor
-
-
-def flat_buffer(params: list[Tensor], world_size: int) -> tuple[Tensor, list[Tensor]]:
-    numel = sum(param.numel() for param in params)
-    size = -(-numel // world_size) * world_size  # rounded up
-    flat = torch.zeros(size, dtype=params[0].dtype, device=params[0].device)
-    views, offset = [], 0
-    for param in params:
-        view = flat[offset : offset + param.numel()].view(param.shape)
-        view.copy_(param.detach())
-        views.append(view)
-        offset += param.numel()
-    return flat, views
-
 
 # %%
 lab.check("02.1")
@@ -391,7 +374,7 @@ if lab.predicted("02.5"):
     assert abs(sum(explained.values()) / activations[tokens] - 1) < 0.01  # other devices differ a little
 
 # %% [markdown]
-# Every byte is explained. The first three lines are a formula, `zerolab.measure.formulas.activation_bytes`; what it
+# Every byte is explained. The first three lines are a formula, `zerolab.measure.activation_bytes`; what it
 # leaves out is below 1 %. Notice what is *not* in the list: a matrix of tokens × tokens. Attention here is the fused
 # kind, which computes that matrix in pieces and never keeps it.
 #

@@ -20,8 +20,7 @@ lab.start(4);
 # NBVAL_CHECK_OUTPUT
 import torch
 import torch.distributed as dist
-from zerolab.tasks.data import batch, text
-from zerolab.tasks.models import GPT, Block
+from zerolab.lab import GPT, Block, batch, text
 
 words = text()
 
@@ -83,16 +82,6 @@ lab.predict("03.2", 2 * 3 / 4 * 4 * 470_528)
 
 # %%
 # %%exercise 03.1
-import torch.distributed as dist
-from torch import Tensor
-
-
-def average(params: list[Tensor]) -> None:
-    for param in params:
-        if param.grad is not None:
-            dist.all_reduce(param.grad)
-            param.grad /= dist.get_world_size()
-
 
 # %%
 lab.check("03.1")
@@ -105,7 +94,7 @@ lab.check("03.1")
 # %%
 # %%ranks
 from zerolab import lab
-from zerolab.lab.ranks.calls import calls
+from zerolab.lab import calls
 
 average = lab.mine("03.1")
 with calls() as book:
@@ -143,8 +132,7 @@ naive = train(make_model(), average)
 
 # %%
 import torch
-from zerolab.tasks.data import batch, text
-from zerolab.tasks.models import GPT, Block
+from zerolab.lab import GPT, Block, batch, text
 
 torch.set_num_threads(1)  # as on the ranks: the number of threads changes the order of sums
 words = text()
@@ -205,35 +193,6 @@ lab.predict("03.3", 1000 * (29 * 6 * 0.001 + 2_823_168 / 200e6))
 
 # %%
 # %%exercise 03.2
-import torch
-import torch.distributed as dist
-from torch import Tensor
-
-
-class Bucket:
-    def __init__(self, params: list[Tensor]) -> None:
-        self.params = params
-        self.flat = torch.zeros(sum(param.numel() for param in params))
-        self.views, offset = [], 0
-        for param in params:
-            self.views.append(self.flat[offset : offset + param.numel()].view_as(param))
-            offset += param.numel()
-
-    def collect(self) -> None:
-        for param, view in zip(self.params, self.views):
-            if param.grad is None:
-                view.zero_()
-            else:
-                view.copy_(param.grad)
-
-    def reduce(self) -> None:
-        dist.all_reduce(self.flat)
-        self.flat /= dist.get_world_size()
-
-    def write_back(self) -> None:
-        for param, view in zip(self.params, self.views):
-            param.grad = view.clone()
-
 
 # %%
 lab.check("03.2")
@@ -320,19 +279,6 @@ lab.link(None)
 
 # %%
 # %%exercise 03.3
-import zerolab
-from zerolab import Unit
-
-
-class MyDDP(zerolab.DDP):
-    def post_backward(self, unit: Unit) -> None:
-        if self.reduces(unit):
-            unit.bucket.reduction = self.reduce(unit)
-
-    def reduce(self, unit: Unit):
-        unit.bucket.grad = unit.bucket.full
-        return self.comm.all_reduce(unit.bucket.grad, unit.name)
-
 
 # %%
 lab.check("03.3")

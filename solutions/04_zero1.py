@@ -23,8 +23,7 @@ import torch
 import torch.distributed as dist
 import zerolab
 from zerolab import lab
-from zerolab.tasks.data import batch, text
-from zerolab.tasks.models import GPT, Block
+from zerolab.lab import GPT, Block, batch, text
 from zerolab.measure import holdings, ledger, model_states, timeline
 
 words = text()
@@ -81,16 +80,6 @@ plots.show(plots.before_after(title, lab.pull("start"), lab.pull("middle")))
 
 # %%
 # %%exercise 04.1
-import torch
-import torch.distributed as dist
-from torch import Tensor
-
-
-def reduce_scatter_mean(flat: Tensor, rank: int, world_size: int) -> Tensor:
-    received = torch.empty_like(flat)
-    dist.all_to_all_single(received, flat)
-    return received.view(world_size, -1).sum(dim=0) / world_size
-
 
 # %%
 lab.check("04.1")
@@ -100,7 +89,7 @@ lab.check("04.1")
 
 # %%
 # %%ranks
-from zerolab.lab.ranks.calls import calls
+from zerolab.lab import calls
 
 reduce_scatter_mean = lab.mine("04.1")
 model = make_model()
@@ -129,7 +118,7 @@ print("every rank has the mean of its shard:", all(lab.pull("equal")))
 
 # %%
 import torch
-from zerolab.engine.layout import Layout
+from zerolab import Layout
 
 three = [("a", torch.empty(5)), ("b", torch.empty(2, 2)), ("c", torch.empty(3, 2))]
 layout = Layout(three, world_size=4)
@@ -164,24 +153,6 @@ print("rank 1's shard:", shard.tolist(), "its slices of a, b and c:", slices)
 
 # %%
 # %%exercise 04.2
-import zerolab
-from torch import Tensor
-from zerolab import Unit
-
-
-class MyZero1(zerolab.DDP):
-    stage = 1
-
-    def optimizer_params(self, unit: Unit) -> list[Tensor]:
-        return unit.layout.slices(unit.keep_shard(), self.rank)
-
-    def reduce(self, unit: Unit):
-        unit.bucket.grad = unit.layout.shard(unit.bucket.full, self.rank)
-        return self.comm.reduce_scatter(unit.bucket.grad, unit.bucket.full, unit.name)
-
-    def after_step(self, unit: Unit) -> None:
-        self.comm.all_gather(unit.full, unit.master.to(unit.full.dtype), unit.name).wait()
-
 
 # %%
 lab.check("04.2")
@@ -321,7 +292,7 @@ if lab.predicted("04.1"):
     plots.show(plots.skyline(lines, learner=[False, lab.passed("04.2")]))
 
 # %%
-from zerolab.measure.timeline import KINDS
+from zerolab.measure import KINDS
 
 if lab.predicted("04.1"):
     before, after = (line.by_kind() for line in lines)
@@ -361,7 +332,7 @@ lab.predict("04.3", 1.5)
 # %%ranks
 from torch.distributed.optim import ZeroRedundancyOptimizer
 from torch.nn.parallel import DistributedDataParallel
-from zerolab.lab.ranks.calls import calls as watch
+from zerolab.lab import calls as watch
 
 
 def state_of(optimizer):
@@ -437,8 +408,8 @@ print("the parameters agree to 0.0001:", max(lab.pull("differ")) < 1e-4)
 # Here are four ways to deal the GPT with the large vocabulary out to 4 ranks. A *piece* is whatever has to stay together.
 
 # %%
-from zerolab.tasks.models import GPT
-from zerolab.lab.plots.shards import Piece, largest_share, shard_map
+from zerolab.lab import GPT
+from zerolab.lab.plots import Piece, largest_share, shard_map
 
 RANKS = 4
 model = GPT(layers=2, width=128, vocabulary=4096)

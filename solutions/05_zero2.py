@@ -23,8 +23,7 @@ import torch.distributed as dist
 import zerolab
 from torch.optim import AdamW
 from zerolab import lab
-from zerolab.tasks.data import batch, text
-from zerolab.tasks.models import GPT, Block
+from zerolab.lab import GPT, Block, batch, text
 from zerolab.measure import ledger, model_states, timeline
 
 words = text()
@@ -93,17 +92,6 @@ plots.show(plots.skyline([lab.pull("stage1", rank=0)]))
 
 # %%
 # %%exercise 05.1
-import zerolab
-from zerolab import Unit
-
-
-class MyZero2(zerolab.Zero1):
-    stage = 2
-
-    def post_backward(self, unit: Unit) -> None:
-        super().post_backward(unit)
-        unit.bucket.release()
-
 
 # %%
 lab.check("05.1")
@@ -204,7 +192,7 @@ if lab.predicted("05.2"):
 # batch the peak comes when gradients have piled up, so it falls. Here is what the four peaks are made of, to the byte:
 
 # %%
-from zerolab.measure.timeline import KINDS
+from zerolab.measure import KINDS
 
 if lab.predicted("05.2"):
     print(f"{'':20}{'large, stage 1':>16}{'stage 2':>12}{'small, stage 1':>16}{'stage 2':>12}")
@@ -371,7 +359,7 @@ if lab.predicted("05.3") and lab.predicted("05.4"):
 # %%
 # %%ranks
 from torch.distributed.fsdp import fully_shard
-from zerolab.lab.ranks.calls import calls
+from zerolab.lab import calls
 from zerolab.measure import peak_of
 
 

@@ -20,8 +20,7 @@ lab.start(4)
 import torch
 from torch.optim import AdamW
 from zerolab import Zero2, Zero3
-from zerolab.tasks.data import batch, text
-from zerolab.tasks.models import GPT, Block
+from zerolab.lab import GPT, Block, batch, text
 
 words = text()
 inputs = batch(words, rank, 0, batch_size=1, context=32)
@@ -95,18 +94,6 @@ print("storage:", storage.size(), "bytes; view:", view.tolist())
 
 # %%
 # %%exercise 06.1
-import torch.distributed as dist
-from torch import Tensor
-
-
-def release(whole: Tensor) -> None:
-    whole.untyped_storage().resize_(0)
-
-
-def gather(whole: Tensor, shard: Tensor) -> None:
-    whole.untyped_storage().resize_(whole.numel() * whole.element_size())
-    dist.all_gather(list(whole.chunk(dist.get_world_size())), shard)
-
 
 # %%
 lab.check("06.1")
@@ -205,25 +192,6 @@ if lab.predicted("06.1") and lab.predicted("06.2"):
 
 # %%
 # %%exercise 06.2
-import torch
-import zerolab
-from torch import Tensor
-from zerolab import Unit
-
-
-class MyZero3Forward(zerolab.Zero2):
-    def optimizer_params(self, unit: Unit) -> list[Tensor]:
-        unit.shard = unit.shard.clone()
-        unit.release()
-        return super().optimizer_params(unit)
-
-    def pre_forward(self, unit: Unit) -> None:
-        unit.gather()
-
-    def post_forward(self, unit: Unit) -> None:
-        if unit not in self.root or not torch.is_grad_enabled():
-            unit.release()
-
 
 # %%
 lab.check("06.2")
@@ -300,7 +268,7 @@ if lab.predicted("06.2"):
 # new.)
 
 # %%
-from zerolab.lab.explorers import timeline_scrubber
+from zerolab.lab import timeline_scrubber
 
 lines = lab.pull("line3")
 if lab.predicted("06.2"):
@@ -391,7 +359,7 @@ with zero3.full_parameters():
 # %%
 # %%ranks
 from torch.distributed.fsdp import fully_shard
-from zerolab.lab.ranks.calls import calls
+from zerolab.lab import calls
 
 torch.manual_seed(0)
 theirs = GPT(layers=6, width=128)

@@ -20,8 +20,7 @@ import torch
 import zerolab
 from torch.optim import AdamW
 from zerolab import DDP, Zero2, Zero3, lab
-from zerolab.tasks.data import batch, text
-from zerolab.tasks.models import GPT, Block
+from zerolab.lab import GPT, Block, batch, text
 
 batches = [batch(text(), rank, step, batch_size=1, context=32) for step in range(5)]
 
@@ -110,21 +109,6 @@ lab.reveal("07.3")
 
 # %%
 # %%exercise 07.1
-import zerolab
-from zerolab import Unit
-
-
-class MyZero3(zerolab.Zero2):
-    def pre_backward(self, unit: Unit) -> None:
-        unit.gather()
-
-    def post_backward(self, unit: Unit) -> None:
-        unit.release()
-        super().post_backward(unit)
-
-    def after_step(self, unit: Unit) -> None:
-        unit.release()
-
 
 # %%
 lab.check("07.1")
@@ -234,7 +218,7 @@ if lab.predicted("07.3"):
 # of them. Move through the step with the slider; it begins at the peak.
 
 # %%
-from zerolab.lab.explorers import timeline_scrubber
+from zerolab.lab import timeline_scrubber
 
 if lab.predicted("07.3"):
     scrubber = timeline_scrubber(lines)
@@ -370,8 +354,8 @@ except ValueError as error:
 
 # %%
 # %%ranks
-from zerolab.lab.ranks.calls import calls
-from zerolab.measure.peak import peak_of
+from zerolab.lab import calls
+from zerolab.measure import peak_of
 
 
 def build_theirs():

@@ -36,7 +36,7 @@ lab.predict("16.3", round(14 * 7.5 / 64, 2))
 
 # %%
 from zerolab import DDP, Zero1, Zero2, Zero3
-from zerolab.apps.paper import FIGURE_1, SIZES, simulate_gpt
+from zerolab.measure.paper import FIGURE_1, SIZES, simulate_gpt
 
 stages = [lab.mine(stage) for stage in (DDP, Zero1, Zero2, Zero3)]
 written = (("03.3",), ("04.2",), ("05.1",), ("06.2", "07.1"))
@@ -129,23 +129,6 @@ plots.show(plots.to_a_trillion(cells))
 
 # %%
 # %%exercise 16.1
-import math
-
-
-def fewest_gpus(parameters: int, memory: float, activations: float) -> dict[int, int | None]:
-    """For each stage 0 to 3 the fewest GPUs on which training in bf16 with Adam fits; None if no number is enough."""
-    on_every, shared = {0: 16, 1: 4, 2: 2, 3: 0}, {0: 0, 1: 12, 2: 14, 3: 14}
-    result = {}
-    for stage in range(4):
-        room = memory - activations - on_every[stage] * parameters
-        if shared[stage] == 0:
-            result[stage] = 1 if room >= 0 else None
-        elif room <= 0:
-            result[stage] = None
-        else:
-            result[stage] = max(1, math.ceil(shared[stage] * parameters / room))
-    return result
-
 
 # %%
 lab.check("16.1")
@@ -175,15 +158,14 @@ else:
 
 # %%
 # NBVAL_CHECK_OUTPUT
-from zerolab.measure.plan import in_parameters
-from zerolab.measure.plan import plan as compare
+from zerolab.measure import in_parameters, plan as compare
 
 for gpu in (24e9, 80e9, 141e9):
     rows = compare(1e9, 64, memory=gpu, activations=gpu / 4)
     print(f"{gpu / 1e9:.0f} GB:", ", ".join(f"stage {row.stage} {in_parameters(row.largest)}" for row in rows))
 
 # %%
-from zerolab.lab.explorers import memory_explorer
+from zerolab.lab import memory_explorer
 
 explorer = memory_explorer("13B", ranks=32, activations="20 GB")
 display(explorer)
@@ -255,8 +237,8 @@ plots.show(plots.where_time_goes(panels, subtitle))
 
 # %%
 # NBVAL_CHECK_OUTPUT
-from zerolab.apps.paper import BF16
-from zerolab.measure.formulas import between_bytes, moved_bytes
+from zerolab.measure.paper import BF16
+from zerolab.measure import between_bytes, moved_bytes
 
 assert moved_bytes(3, 64, int(psi), precision=BF16) == 6 * psi * 63 / 64  # the engine's tests measure the same
 assert 8 * between_bytes((8, 8), int(psi), BF16) == 4 * psi * 7 / 8
@@ -291,9 +273,6 @@ for n in (64, 512):
 
 # %%
 # %%exercise 16.2
-def plan() -> dict[str, int]:
-    return {"stage": 3, "gpus": 32, "sequences": 6}
-
 
 # %%
 lab.check("16.2")
@@ -304,7 +283,7 @@ lab.check("16.2")
 # %%
 import itertools
 
-from zerolab.measure.formulas import bytes_per_parameter
+from zerolab.measure import bytes_per_parameter
 
 
 def weigh(stage, gpus, sequences, psi=13e9):

@@ -30,7 +30,7 @@ from torch import Tensor
 import zerolab
 from zerolab.engine.precision import KEEP
 from zerolab.measure import model_states, state_bytes, timeline, trace
-from zerolab.measure.trace import intersection, length, union
+from zerolab.measure.spans import intersection, length, union
 from zerolab.tasks.models import GPT
 from zerolab.tasks.models import Block as GPTBlock
 

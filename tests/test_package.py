@@ -1,6 +1,7 @@
 """The package as a whole: its environments, its wheel, and which way its imports point."""
 
 import ast
+import graphlib
 import os
 import re
 import shutil
@@ -11,6 +12,7 @@ import zipfile
 from collections.abc import Iterator
 from importlib import metadata
 from pathlib import Path
+from typing import TypeGuard
 
 import pytest
 import yaml
@@ -140,59 +142,169 @@ print(zerolab.__file__)
     assert Path(printed[-1]) == site / "zerolab" / "__init__.py"
 
 
-# --- imports point one way: lab -> measure -> the engine ---
+# --- imports point one way, and in no circle ---
+
+LEVELS = (  # lowest first; a file may import from its own level and from lower ones
+    {"comm", "world", "tasks"},
+    {"engine", "checkpoint"},
+    {"__init__.py", "ddp.py", "zero1.py", "zero2.py", "zero3.py"},  # the ladder
+    {"measure"},
+    {"lab"},
+    {"apps"},
+    {"classroom"},
+    {"cli.py", "train.py"},
+)
+LEVEL = {room: number for number, rooms in enumerate(LEVELS) for room in rooms}
 
 
-def imported_modules(path: Path) -> Iterator[str]:
-    """Absolute names of everything that a file imports, wherever in the file it does."""
-    package = ".".join(path.relative_to(ROOT).parent.parts)
-    for node in ast.walk(ast.parse(path.read_text(), str(path))):
+def modules() -> dict[str, Path]:
+    """Every file of the package, by the name under which it is imported."""
+    found = {}
+    for path in PACKAGE.rglob("*.py"):
+        parts = path.relative_to(ROOT).with_suffix("").parts
+        found[".".join(parts[:-1] if parts[-1] == "__init__" else parts)] = path
+    return found
+
+
+def is_our_name(node: ast.AST) -> TypeGuard[ast.Constant]:
+    return isinstance(node, ast.Constant) and isinstance(node.value, str) and node.value.startswith("zerolab.")
+
+
+def only_for_types(node: ast.AST) -> bool:
+    return isinstance(node, ast.If) and ast.unparse(node.test) in ("TYPE_CHECKING", "typing.TYPE_CHECKING")
+
+
+def imported_names(path: Path) -> Iterator[str]:
+    """Absolute names of everything that a file imports, wherever in the file, except for annotations alone.
+
+    So are strings where `import_module` takes them, and in an `__init__.py`, which may look its names up when they are
+    used. `from a import b` is `a.b`; `imported_modules` makes it `a` where `a` defines b.
+    """
+    package = path.relative_to(ROOT).parent.parts
+    todo: list[ast.AST] = [ast.parse(path.read_text(), str(path))]
+    while todo:
+        node = todo.pop()
+        todo += node.orelse if only_for_types(node) else ast.iter_child_nodes(node)
         if isinstance(node, ast.Import):
             yield from (alias.name for alias in node.names)
         elif isinstance(node, ast.ImportFrom):
             # one dot is the package itself, each further dot its parent
-            base = package.split(".")[: len(package.split(".")) - node.level + 1] if node.level else []
+            base = package[: len(package) - node.level + 1] if node.level else ()
             module = ".".join([*base, *([node.module] if node.module else [])])
-            yield module
             yield from (f"{module}.{alias.name}" for alias in node.names)
+        elif isinstance(node, ast.Call) and ast.unparse(node.func).endswith("import_module"):
+            yield from (argument.value for argument in node.args if is_our_name(argument))
+        elif path.name == "__init__.py" and is_our_name(node):
+            yield node.value
 
 
-def forbidden_imports(path: Path) -> list[str]:
-    """What a file imports from a room above its own; cli.py and train.py are the top and may import anything."""
-    room = path.relative_to(PACKAGE).parts[0]
-    upper = ["zerolab.lab", "zerolab.apps", "zerolab.classroom"]
-    rooms_above = {key: [] for key in ["cli.py", "train.py", "classroom", "apps", "lab"]} | {"measure": upper}
-    above = rooms_above.get(room, ["zerolab.measure", *upper])
-    return [name for name in imported_modules(path) if any(f"{name}.".startswith(f"{a}.") for a in above)]
+def imported_modules(name: str, files: dict[str, Path]) -> set[str]:
+    """The package's files that the file `name` imports."""
+    found = set()
+    for imported in imported_names(files[name]):
+        while imported and imported not in files:  # a class or a function: the file that defines it
+            imported = imported.rpartition(".")[0]
+        found.add(imported)
+    return found - {"", name}
+
+
+def forbidden_imports() -> list[str]:
+    """A line for every import from a level above the file's own. A room without a level raises KeyError."""
+    files = modules()
+    level = {name: LEVEL[path.relative_to(PACKAGE).parts[0]] for name, path in files.items()}
+    return [
+        f"{name} imports {imported}"
+        for name in sorted(files)
+        for imported in sorted(imported_modules(name, files))
+        if level[imported] > level[name]
+    ]
+
+
+def import_circle() -> list[str]:
+    """The names in a circle of imports; [] if there is none."""
+    files = modules()
+    try:
+        graphlib.TopologicalSorter({name: imported_modules(name, files) for name in files}).prepare()
+    except graphlib.CycleError as circle:
+        return circle.args[1]
+    return []
 
 
 def test_imports_point_one_way():
-    found = {str(path.relative_to(ROOT)): forbidden_imports(path) for path in PACKAGE.rglob("*.py")}
-    assert found and not {path: names for path, names in found.items() if names}
+    assert len(modules()) > 50
+    assert forbidden_imports() == []
+
+
+def test_no_import_goes_in_a_circle():
+    assert import_circle() == []
+
+
+def write_package(folder: Path, monkeypatch: pytest.MonkeyPatch, files: dict[str, str]) -> None:
+    """A package with these files, and a few empty ones, in place of ours."""
+    monkeypatch.setitem(globals(), "ROOT", folder)
+    monkeypatch.setitem(globals(), "PACKAGE", folder / "zerolab")
+    others = ("__init__.py", "cli.py", "comm/__init__.py", "comm/record.py", "engine/unit.py", "measure/__init__.py")
+    more = ("measure/ledger.py", "lab/__init__.py", "lab/plots/__init__.py", "apps/demo.py", "apps/bench.py")
+    for name, text in dict.fromkeys([*others, *more], "").items() | files.items():
+        path = folder / "zerolab" / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        if text or not path.exists():
+            path.write_text(text)
 
 
 @pytest.mark.parametrize(
     "room, line, allowed",
     [
-        ("unit.py", "from .comm import Comm", True),
-        ("unit.py", "from . import measure", False),
-        ("unit.py", "def f():\n    from zerolab.lab.plots import bars", False),
-        ("unit.py", "import zerolab.measure.ledger as ledger", False),
-        ("unit.py", "from .measures import x", True),
-        ("measure/memory.py", "from ..unit import Unit", True),
-        ("measure/memory.py", "from .. import lab", False),
-        ("measure/memory.py", "from .lab import x", True),
-        ("lab/plots.py", "from ..measure import ledger", True),
-        ("cli.py", "from .lab import plots", True),
+        ("engine/unit.py", "from ..comm.record import Comm", True),
+        ("engine/unit.py", "from .. import measure", False),
+        ("engine/unit.py", "from zerolab import Engine", False),
+        ("engine/unit.py", "def f():\n    from zerolab.lab.plots import bars", False),
+        ("engine/unit.py", "import zerolab.measure.ledger as ledger", False),
+        ("engine/unit.py", "from zerolab.comm.measures import x", True),
+        ("engine/unit.py", "if TYPE_CHECKING:\n    from zerolab.measure.ledger import Ledger", True),
+        ("engine/unit.py", "if TYPE_CHECKING:\n    pass\nelse:\n    from zerolab.measure import ledger", False),
+        ("engine/unit.py", "import_module('zerolab.measure.ledger')", False),
+        ("comm/record.py", "from zerolab.engine.unit import Unit", False),
+        ("measure/ledger.py", "from ..engine.unit import Unit", True),
+        ("measure/ledger.py", "import zerolab", True),
+        ("measure/ledger.py", "from .. import lab", False),
+        ("measure/ledger.py", "from .lab import x", True),
+        ("lab/plots/__init__.py", "from ...measure import ledger", True),
+        ("lab/plots/__init__.py", "from zerolab.apps.demo import x", False),
+        ("apps/demo.py", "from zerolab.lab import plots", True),
+        ("apps/demo.py", "from zerolab.cli import Parser", False),
+        ("cli.py", "from .apps import demo", True),
     ],
 )
 def test_the_import_check_sees_them_all(room, line, allowed, tmp_path, monkeypatch):
-    monkeypatch.setitem(globals(), "ROOT", tmp_path)
-    monkeypatch.setitem(globals(), "PACKAGE", tmp_path / "zerolab")
-    path = tmp_path / "zerolab" / room
-    path.parent.mkdir(parents=True)
-    path.write_text(line)
-    assert (forbidden_imports(path) == []) == allowed
+    write_package(tmp_path, monkeypatch, {room: line})
+    assert (forbidden_imports() == []) == allowed
+
+
+@pytest.mark.parametrize(
+    "files, circle",
+    [
+        ({"apps/demo.py": "from zerolab.apps.bench import x", "apps/bench.py": "from zerolab.apps import demo"}, True),
+        (
+            {"apps/demo.py": "from zerolab.apps.bench import x", "apps/bench.py": "def f():\n    from . import demo"},
+            True,
+        ),
+        ({"apps/demo.py": "if TYPE_CHECKING:\n    from . import bench", "apps/bench.py": "from . import demo"}, False),
+        ({"measure/__init__.py": "from .ledger import x", "measure/ledger.py": "from zerolab.measure import y"}, True),
+        ({"lab/__init__.py": "HOME = 'zerolab.lab.plots'", "lab/plots/__init__.py": "from zerolab.lab import y"}, True),
+        ({"measure/__init__.py": "from .ledger import x", "measure/ledger.py": "import zerolab.comm.record"}, False),
+        ({"lab/plots/__init__.py": "import zerolab.lab.plots"}, False),
+    ],
+)
+def test_the_circle_check_sees_them_all(files, circle, tmp_path, monkeypatch):
+    write_package(tmp_path, monkeypatch, files)
+    assert bool(import_circle()) == circle
+
+
+def test_a_room_without_a_level_is_noticed(tmp_path, monkeypatch):
+    write_package(tmp_path, monkeypatch, {"attic/old.py": "x = 1"})
+    with pytest.raises(KeyError, match="attic"):
+        forbidden_imports()
 
 
 # --- the files ---
@@ -231,3 +343,24 @@ sys.exit(pytest.main(["--collect-only", "-q", "-W", "ignore::pytest.PytestConfig
 """
     alone = {**os.environ, "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1"}
     assert "test_gpu.py::" in run(sys.executable, "-c", program, *files, env=alone)
+
+
+# --- names ---
+
+
+def callables(path: Path) -> Iterator[str]:
+    """The functions and classes of a file, and the public methods of its classes."""
+    functions = (ast.FunctionDef, ast.AsyncFunctionDef)
+    for node in ast.parse(path.read_text(), str(path)).body:
+        if isinstance(node, (*functions, ast.ClassDef)):
+            yield node.name
+        if isinstance(node, ast.ClassDef):
+            yield from (n.name for n in node.body if isinstance(n, functions) and not n.name.startswith("_"))
+
+
+def test_no_function_shares_its_name_with_its_module():
+    """Else `package.name` is the module or the function, depending on what was imported last."""
+    modules = {path: path.parent.name if path.stem == "__init__" else path.stem for path in PACKAGE.rglob("*.py")}
+    found = [str(path.relative_to(ROOT)) for path, name in modules.items() if name in callables(path)]
+    assert modules
+    assert found == []

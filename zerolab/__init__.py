@@ -20,9 +20,10 @@ from typing import Any
 
 from torch import nn
 
-from zerolab.checkpoint.files import CheckpointError
-from zerolab.checkpoint.saving import export_weights, load, load_model_weights, save
-from zerolab.comm.collectives import Call, Comm, CommError, Pending
+from zerolab.checkpoint import CheckpointError, export_weights, load, load_model_weights, save
+from zerolab.comm.collectives import Comm, Pending
+from zerolab.comm.record import Call
+from zerolab.comm.waiting import CommError
 from zerolab.ddp import DDP
 from zerolab.engine.engine import Engine
 from zerolab.engine.layout import Layout, Slot
@@ -30,7 +31,8 @@ from zerolab.engine.precision import Precision
 from zerolab.engine.scaler import LossScaler
 from zerolab.engine.step import declare_elementwise
 from zerolab.engine.unit import Unit
-from zerolab.world.processes import RankError, Ranks, init, launch
+from zerolab.world.environment import init
+from zerolab.world.processes import RankError, Ranks, launch
 from zerolab.zero1 import Zero1
 from zerolab.zero2 import Zero2
 from zerolab.zero3 import Zero3

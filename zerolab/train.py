@@ -1,4 +1,4 @@
-"""`python -m zerolab.train`, as torchrun and srun start it: the training script of apps/train.py."""
+"""`python -m zerolab.train`, for torchrun and srun: runs the training script in apps/train.py."""
 
 import sys
 

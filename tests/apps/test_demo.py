@@ -13,8 +13,9 @@ import pytest
 import torch
 
 import zerolab
-from zerolab.apps.demo import conclusion, measure_ladder, print_table
+from zerolab.apps.demo import conclusion, print_table
 from zerolab.cli import main
+from zerolab.lab.ladder import measure_ladder
 from zerolab.measure import CATEGORIES
 from zerolab.tasks import data
 from zerolab.tasks.models import GPT

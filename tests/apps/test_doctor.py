@@ -21,10 +21,10 @@ import psutil
 import pytest
 import torch
 
-from zerolab.apps import doctor
+from zerolab.apps import doctor, machine
 from zerolab.apps import rehearsal as room
 from zerolab.cli import main
-from zerolab.lab.ranks import session
+from zerolab.lab.ranks import live
 
 pytestmark = pytest.mark.slow
 
@@ -36,14 +36,14 @@ def run(*arguments: str, **options) -> subprocess.CompletedProcess[str]:
     return subprocess.run([*COMMAND, *arguments], cwd=ROOT, capture_output=True, text=True, timeout=110, **options)
 
 
-def findings_in(code: str, *before: str, prefix: tuple[str, ...] = ()) -> list[doctor.Finding]:
+def findings_in(code: str, *before: str, prefix: tuple[str, ...] = ()) -> list[machine.Finding]:
     """What a check says in a process of its own, after each line that makes things worse there."""
-    text = "import dataclasses, json\nfrom zerolab.lab import doctor\n"
+    text = "import dataclasses, json\nfrom zerolab.apps import machine\n"
     text += "".join(f"{line}\nprint('found', json.dumps(dataclasses.asdict({code})))\n" for line in before)
     done = subprocess.run([*prefix, sys.executable, "-c", text], cwd=ROOT, capture_output=True, text=True, timeout=60)
     assert done.returncode == 0, done.stderr
     lines = [line.removeprefix("found ") for line in done.stdout.splitlines() if line.startswith("found ")]
-    return [doctor.Finding(**json.loads(line)) for line in lines]
+    return [machine.Finding(**json.loads(line)) for line in lines]
 
 
 def here(folder: Path) -> dict[str, str]:
@@ -109,28 +109,28 @@ def test_a_wrong_argument_is_one_line(arguments, capsys):
 
 
 def test_versions():
-    says = doctor.check_torch("2.9.1+cu128")
+    says = machine.check_torch("2.9.1+cu128")
     assert says.state == "fix" and "2.11 or newer" in says.says and "torch>=2.11" in says.fix
-    assert [doctor.check_torch(version).state for version in ("2.11.0", "2.13.0+cpu", "2.14.0a0")] == [
+    assert [machine.check_torch(version).state for version in ("2.11.0", "2.13.0+cpu", "2.14.0a0")] == [
         "good",
         "good",
         "note",
     ]
-    old = doctor.check_python((3, 10, 4))
+    old = machine.check_python((3, 10, 4))
     assert old.state == "fix" and "3.10.4" in old.says
-    missing = doctor.check_packages(("json", "no_such_package"))
+    missing = machine.check_packages(("json", "no_such_package"))
     assert missing.state == "fix" and "no_such_package" in missing.says and "json" not in missing.says
     # What it calls oldest and tested is what is declared and pinned.
-    assert f'"torch>={doctor.TORCH[0]}"' in (ROOT / "pyproject.toml").read_text()
-    assert re.search(rf"^torch=={doctor.TORCH[1]}\.", (ROOT / "constraints.txt").read_text(), re.MULTILINE)
+    assert f'"torch>={machine.TORCH[0]}"' in (ROOT / "pyproject.toml").read_text()
+    assert re.search(rf"^torch=={machine.TORCH[1]}\.", (ROOT / "constraints.txt").read_text(), re.MULTILINE)
     declared = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]["lab"]
-    assert set(doctor.EXTRA) == {re.match(r"[\w-]+", line).group() for line in declared}
+    assert set(machine.EXTRA) == {re.match(r"[\w-]+", line).group() for line in declared}
 
 
 def test_a_limit_on_open_files():
     limit = "import resource; resource.setrlimit(resource.RLIMIT_NOFILE, ({}, {}))"
     limits = [(1024, 4096), (128, 4096), (128, 128)]  # what was lowered cannot be raised again
-    enough, soft, hard = findings_in("doctor.check_open_files(4)", *(limit.format(*pair) for pair in limits))
+    enough, soft, hard = findings_in("machine.check_open_files(4)", *(limit.format(*pair) for pair in limits))
     assert enough.state == "good"
     assert soft.state == "fix" and "128 files" in soft.says and soft.fix.startswith("ulimit -n 192")
     assert hard.state == "fix" and "nofile" in hard.fix
@@ -139,9 +139,9 @@ def test_a_limit_on_open_files():
 def test_a_port_that_is_taken():
     with socket.create_server(("127.0.0.1", 0)) as server:
         port = server.getsockname()[1]
-        taken = doctor.check_port(port)
+        taken = machine.check_port(port)
         assert taken.state == "fix" and f"process {os.getpid()}" in taken.fix
-    assert doctor.check_port(port).state == "good"
+    assert machine.check_port(port).state == "good"
 
 
 @pytest.fixture
@@ -161,24 +161,24 @@ def test_a_loopback_that_is_down_has_no_ports_or_a_firewall(no_network):
     steps = [["true"], ["ip link set lo up", f"echo 40000 40007 > {ports}"]]
     steps += [[f"echo 32768 60999 > {ports}", *allow, policy]]
     lines = [f"import subprocess; subprocess.run({'; '.join(['set -e', *s])!r}, shell=True, check=True)" for s in steps]
-    down, few, dropped = findings_in("doctor.check_loopback(4)", *lines, prefix=no_network)
+    down, few, dropped = findings_in("machine.check_loopback(4)", *lines, prefix=no_network)
     assert down.state == "fix" and "ip link set lo up" in down.fix
     assert few.state == "fix" and "only 8 of 40 ports" in few.says and "(now 40000-40007)" in few.fix
     assert dropped.state == "fix" and "timed out" in dropped.says and "iptables" in dropped.fix
 
 
 def test_little_shared_memory(tmp_path):
-    enough = doctor.check_shared_memory(str(tmp_path))
+    enough = machine.check_shared_memory(str(tmp_path))
     assert enough.state == "good", enough
-    gone = doctor.check_shared_memory(str(tmp_path / "none"))
+    gone = machine.check_shared_memory(str(tmp_path / "none"))
     assert gone.state == "fix"
     mount = ["mount", "-t", "tmpfs", "-o", "size=2m", "tmpfs", str(tmp_path)]
     if not shutil.which("mount") or subprocess.run(mount, capture_output=True, timeout=10).returncode:
         pytest.skip("needs the permission to mount")
     try:
-        small = doctor.check_shared_memory(str(tmp_path))
+        small = machine.check_shared_memory(str(tmp_path))
         (tmp_path / "left behind").write_bytes(bytes(3 * 2**19))
-        full = doctor.check_shared_memory(str(tmp_path))
+        full = machine.check_shared_memory(str(tmp_path))
     finally:
         subprocess.run(["umount", str(tmp_path)], check=True, timeout=10)
     assert small.state == "fix" and "2 MiB free of 2 MiB" in small.says and "--shm-size" in small.fix
@@ -189,7 +189,7 @@ def test_a_rank_that_stops_does_not_stop_the_doctor():
     answers = []
 
     def visit() -> None:
-        answers.append(doctor.all_reduce("cpu", 2, timeout=40, group_timeout=3, repeats=10**7))
+        answers.append(machine.all_reduce("cpu", 2, timeout=40, group_timeout=3, repeats=10**7))
 
     before = set(active_children())
     thread = threading.Thread(target=visit)
@@ -208,7 +208,7 @@ def test_a_rank_that_stops_does_not_stop_the_doctor():
     assert not thread.is_alive() and time.monotonic() - begin < 40
     entry, finding = answers[0]
     assert entry is None and finding.state == "fix"
-    assert "did not end within 3 s, because rank 1 of 2 took no part" in finding.says
+    assert "did not finish within 3 s, because rank 1 of 2 took no part" in finding.says
     assert not ranks[0].is_running() and not ranks[1].is_running()
 
 
@@ -217,10 +217,10 @@ def test_a_class_that_does_not_start_or_does_not_fit(tmp_path, monkeypatch):
     begin = time.monotonic()
     seen, (late,) = room.hold_class(2, 1, timeout=1.0 - 2 * room.PER_STUDENT)
     assert seen is None and late.state == "fix" and time.monotonic() - begin < 15
-    assert "2 ranks in 2 notebooks: 2 of 2 notebooks had no live ranks when the time was over" in late.says
+    assert "2 ranks in 2 notebooks: 2 of 2 notebooks had no live ranks when time ran out" in late.says
     monkeypatch.setenv("PYTHONHASHSEED", "x")
     seen, (broken,) = room.hold_class(2, 4, timeout=60.0)
-    assert seen is None and broken.state == "fix" and "notebook 0 ended at its start: " in broken.says
+    assert seen is None and broken.state == "fix" and "notebook 0 ended while starting: " in broken.says
     assert survivors(tmp_path) == []
 
     seen = {"students": 20, "ranks_each": 4, "ranks": 20, "seconds": 40.0, "free": 17 * 2**30, "shared_memory": 0}
@@ -228,22 +228,22 @@ def test_a_class_that_does_not_start_or_does_not_fit(tmp_path, monkeypatch):
     seen |= {"notebook_bytes": 2**27, "notebook_threads": 8, "notebook_files": 59}
     memory = {finding.subject: finding for finding in room.judge(seen)}["the class's memory"]
     assert memory.state == "fix" and "24.6 GiB of 17.0 GiB free" in memory.says  # (4 · 256 + 128 + 110) MiB each
-    assert memory.fix.startswith("12 students here") and "lab.start(2) in place of 4" in memory.fix
+    assert memory.fix.startswith("12 students here") and "lab.start(2) instead of 4" in memory.fix
     states = {finding.subject: finding.state for finding in room.judge(seen | {"free": 2**36, "rank_threads": 10**6})}
     assert states["the class's memory"] == "good" and states["the class's threads"] == "fix"
-    assert room.START_TIMEOUT == session.START_TIMEOUT
+    assert room.START_TIMEOUT == live.START_TIMEOUT
 
 
 def test_a_probe_that_hangs_is_given_up(tmp_path):
     begin = time.monotonic()
     file = tmp_path / "lives"
     hang = f"import time\nwhile True: open({str(file)!r}, 'w').write(str(time.time())); time.sleep(0.05)"
-    assert doctor._in_a_process([sys.executable, "-c", hang], 1.0) == ("", "no answer within 1 s")
+    assert machine._in_a_process([sys.executable, "-c", hang], 1.0) == ("", "no answer within 1 s")
     assert time.monotonic() - begin < 8
     last = file.read_text()
     time.sleep(0.3)
     assert file.read_text() == last
-    facts, findings = doctor.look_at_gpus(0.05)  # torch takes longer to import
+    facts, findings = machine.look_at_gpus(0.05)  # torch takes longer to import
     assert facts == {"gpus": []} and findings[0].state == "fix" and "no answer within 0.05 s" in findings[0].says
 
 
@@ -256,13 +256,16 @@ def gpus(count: int, nccl: tuple[int, ...] | None = (2, 28, 9), peers: bool = Tr
 
 
 def test_what_it_makes_of_gpus(monkeypatch, capsys):
-    def judged(facts: dict, present: bool = True) -> dict[str, doctor.Finding]:
-        return {finding.subject: finding for finding in doctor.judge_gpus(facts, present)}
+    def judged(facts: dict, present: bool = True) -> dict[str, machine.Finding]:
+        return {finding.subject: finding for finding in machine.judge_gpus(facts, present)}
 
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     two = judged(gpus(2))
     assert {finding.state for finding in two.values()} == {"good"} and "70.0 GiB free of 80.0 GiB" in two["GPU 1"].says
-    assert "before 2.30.3 NCCL refuses two on one" in two["NCCL"].says and "more than 2 ranks" in two["NCCL"].says
+    assert (
+        "before 2.30.3, NCCL refuses two ranks on one GPU" in two["NCCL"].says
+        and "more than 2 ranks" in two["NCCL"].says
+    )
     assert "reaches the others' memory" in two["peer access"].says
     apart = judged(gpus(3, (2, 30, 3), peers=False))
     assert apart["peer access"].state == "note" and apart["peer access"].says.startswith("GPUs 0 and 2, 1 and 2 cannot")
@@ -287,7 +290,7 @@ def test_what_it_makes_of_gpus(monkeypatch, capsys):
 
 
 def test_without_the_extra_packages_it_says_so_and_goes_on():
-    hide = f"import sys; sys.modules.update(dict.fromkeys({[n for n in doctor.EXTRA if '-' not in n]}))\n"
+    hide = f"import sys; sys.modules.update(dict.fromkeys({[n for n in machine.EXTRA if '-' not in n]}))\n"
     code = hide + "from zerolab.cli import main; sys.exit(main(['doctor', '--ranks', '1']))"
     done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=100)
     assert done.returncode == 1 and done.stderr == ""
@@ -297,12 +300,12 @@ def test_without_the_extra_packages_it_says_so_and_goes_on():
 
 
 def test_what_is_left_in_the_environment():
-    assert doctor.check_environment({}) == []
-    (wrong,) = doctor.check_environment({"GLOO_SOCKET_IFNAME": "no-such-if0"})
+    assert machine.check_environment({}) == []
+    (wrong,) = machine.check_environment({"GLOO_SOCKET_IFNAME": "no-such-if0"})
     assert wrong.state == "fix" and "no-such-if0" in wrong.says and "lo" in wrong.says
-    (half,) = doctor.check_environment({"RANK": "1"})
+    (half,) = machine.check_environment({"RANK": "1"})
     assert half.state == "fix" and "WORLD_SIZE" in half.says and half.fix.startswith("unset")
     torchrun = {"RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29500"}
-    (whole,) = doctor.check_environment(torchrun)
+    (whole,) = machine.check_environment(torchrun)
     assert whole.state == "note" and "rank 1 of 2" in whole.says
-    assert doctor.check_memory(4, 2**28).state == "fix" and doctor.check_memory(4, 2**33).state == "good"
+    assert machine.check_memory(4, 2**28).state == "fix" and machine.check_memory(4, 2**33).state == "good"

@@ -5,13 +5,13 @@ from __future__ import annotations
 import pytest
 import torch
 
-from zerolab.apps import doctor
+from zerolab.apps import doctor, machine
 
 pytestmark = pytest.mark.gpu
 
 
 def test_it_sees_what_torch_sees():
-    facts, findings = doctor.look_at_gpus()
+    facts, findings = machine.look_at_gpus()
     count = torch.cuda.device_count()
     assert [gpu["name"] for gpu in facts["gpus"]] == [torch.cuda.get_device_name(i) for i in range(count)]
     assert [gpu["total"] for gpu in facts["gpus"]] == [torch.cuda.mem_get_info(i)[1] for i in range(count)]
@@ -22,14 +22,14 @@ def test_it_sees_what_torch_sees():
 
 def test_hidden_gpus_are_no_fault(monkeypatch):
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
-    facts, (finding,) = doctor.look_at_gpus()
+    facts, (finding,) = machine.look_at_gpus()
     assert facts["gpus"] == [] and finding.state == "note"
 
 
 def test_an_all_reduce_on_each_backend():
     count = torch.cuda.device_count()
     for kind, ranks in (("nccl", count), ("shared", count + 1)):
-        entry, finding = doctor.all_reduce(kind, ranks)
+        entry, finding = machine.all_reduce(kind, ranks)
         assert finding.state == "good", finding
         assert entry["latency_seconds"] > 0 and entry["seconds"] > 0
         factor = 2 * (ranks - 1) / ranks

@@ -66,7 +66,7 @@ def test_bytes_on_ranks_are_as_simulated_and_the_rest_is_drawn(lent, tmp_path, m
 
     figure, sentence = draw(report)
     figure.savefig(tmp_path / "scaling.png")
-    assert "64 ranks each sends" in sentence and len(figure.axes) == 4
+    assert "64 ranks, each sends" in sentence and len(figure.axes) == 4
 
     report["ranks"][-1]["sent"] += 4
     (problem,) = scaling.problems_of(report)

@@ -25,7 +25,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 
 import zerolab
 from zerolab.apps import train
-from zerolab.checkpoint.saving import read_manifest
+from zerolab.checkpoint import read_manifest
 from zerolab.cli import main
 from zerolab.tasks import data
 from zerolab.tasks.models import PairEncoder
@@ -175,11 +175,11 @@ def test_a_stop_costs_nothing(ranks, tmp_path, task, options):
     well(ranks, 2, one(whole))
     last = stopped / "step-000005"
     said = well(ranks, 2, one(stopped), stop_after=5)
-    assert said == f"stopped after step 5 of 8; saved {last}; the same command goes on from there\n"
+    assert said == f"stopped after step 5 of 8; saved {last}; the same command resumes there\n"
     assert sorted(path.name for path in stopped.iterdir()) == ["step-000003", "step-000005"]
 
-    assert well(ranks, 2, one(stopped)).startswith(f"going on from {last}\nstep 8: loss ")
-    assert well(ranks, 2, one(stopped)).endswith("nothing to do: it has made 8 steps, and --steps is 8\n")
+    assert well(ranks, 2, one(stopped)).startswith(f"resuming from {last}\nstep 8: loss ")
+    assert well(ranks, 2, one(stopped)).endswith("nothing to do: the run has completed 8 steps, and --steps is 8\n")
     assert read_manifest(stopped / "step-000008")[1] == read_manifest(whole / "step-000008")[1]  # with all checksums
     assert lines(Path(f"{stopped}.jsonl"), "loss") == lines(Path(f"{whole}.jsonl"), "loss")
 
@@ -219,15 +219,15 @@ def test_a_damaged_checkpoint_is_passed_over(ranks, tmp_path):
     file.write_bytes(file.read_bytes()[:-1] + b"!")
     (folders[3] / "manifest.json").unlink()
     said = well(ranks, 2, run_of).splitlines()
-    assert said[0].startswith(f"{folders[4]} is passed over: rank 1: {file}: ") and "is damaged" in said[0]
-    assert said[1].startswith(f"{folders[3]} is passed over: ") and "not a zerolab checkpoint" in said[1]
-    assert said[2] == f"going on from {folders[2]}"
+    assert said[0].startswith(f"skipping {folders[4]}: rank 1: {file}: ") and "is damaged" in said[0]
+    assert said[1].startswith(f"skipping {folders[3]}: ") and "not a zerolab checkpoint" in said[1]
+    assert said[2] == f"resuming from {folders[2]}"
     assert read_manifest(folders[4])[1] == before and (folders[3] / "manifest.json").is_file()
 
     for folder in folders[1:]:
         (folder / "manifest.json").write_text("{}")
     for problems, _ in ranks.run(run, run_of, ranks=2):
-        assert problems == [f"no checkpoint in {tmp_path}/run can be loaded; to begin anew, move them away"]
+        assert problems == [f"no checkpoint in {tmp_path}/run can be loaded; to start over, move them away"]
 
 
 # -- what is refused -------------------------------------------------------------------------------------------------
@@ -244,7 +244,7 @@ def test_a_damaged_checkpoint_is_passed_over(ranks, tmp_path):
         ("--lr nan", "--lr must be a number above 0"),
         ("--clip 0", "--clip must be a number above 0"),
         ("--width 30", "--width must be a multiple of 4"),
-        ("--stage 0 --offload optimizer", "--offload needs a stage from 1 to 3"),
+        ("--stage 0 --offload optimizer", "--offload needs stage 1, 2 or 3"),
         ("--precision fp8", "invalid choice: 'fp8'"),
         ("--keep 0", "--keep must be 1 or more"),
         ("--nonsense", "unrecognized arguments"),
@@ -281,13 +281,17 @@ def test_what_cannot_begin_is_one_line_on_all_ranks(ranks, tmp_path):
     cases = [
         (f"{one}{tmp_path}/none", "", f"{tmp_path}/none cannot be read: No such file or directory"),
         (one + str(text), f"{one}{tmp_path}/none", f"rank 1: {tmp_path}/none cannot be read"),
-        (one + str(text), one + str(other), "rank 1 has other data than rank 0"),
+        (one + str(text), one + str(other), "rank 1 has different data from rank 0"),
         (f"{one}{text} --context 90", "", f"{text} has 840 bytes: too few for windows of 90"),
-        (f"{one}{text} --metrics {tmp_path}/notes", "", f"--metrics {tmp_path}/notes: has a line that is no metrics"),
+        (
+            f"{one}{text} --metrics {tmp_path}/notes",
+            "",
+            f"--metrics {tmp_path}/notes: the file has lines that are not metrics",
+        ),
         (f"{one}{text} --resume never", "", f"--resume never, but {here} is there already"),
         (f"{one}{text} --resume {tmp_path}/none", "", f"--resume {tmp_path}/none: rank 0: {tmp_path}/none is not a"),
-        (one + str(other), "", f"{here} was trained with other data"),
-        (f"{one}{text} --seed 1", "", f"{here} was trained with --seed 0, not 1: other samples would come"),
+        (one + str(other), "", f"{here} was trained with different data"),
+        (f"{one}{text} --seed 1", "", f"{here} was trained with --seed 0, not 1: the run would see different samples"),
         (f"{one}{text} --global-batch 6", "", f"{here} was trained with --global-batch 8, not 6"),
         (f"{one}{text} --width 32", "", f"no checkpoint in {tmp_path}/run can be loaded"),
     ]
@@ -329,7 +333,7 @@ def test_cifar10_by_path(tmp_path):
     assert split.targets[12:15].tolist() == [0, 1, 2]
     assert split.inputs[13, 1, 2, 3] == (1 + 1024 + 2 * 32 + 3) % 256  # the image, the colour, the row, the column
     cifar(tmp_path, "data_batch_3.bin", 12, b"!")
-    with pytest.raises(data.DataError, match=r"data_batch_3\.bin has 36877 bytes.*: it was cut"):
+    with pytest.raises(data.DataError, match=r"data_batch_3\.bin has 36877 bytes.*: it was cut off"):
         data.cifar10(str(tmp_path))
     cifar(tmp_path, "data_batch_3.bin", 12, b"\x0a" * 3073)
     with pytest.raises(data.DataError, match=r"data_batch_3\.bin has a label above 9"):
@@ -338,7 +342,7 @@ def test_cifar10_by_path(tmp_path):
 
 def test_cifar10_in_pickles_is_refused(tmp_path):
     (tmp_path / "data_batch_1").write_bytes(b"cos\nsystem\n(S'touch " + str(tmp_path / "ran").encode() + b"'\ntR.")
-    with pytest.raises(data.DataError, match=r"is a pickle, and to read one is to run what is in it.*binary version"):
+    with pytest.raises(data.DataError, match=r"is a pickle, and reading a pickle runs the code in it.*binary version"):
         data.cifar10(str(tmp_path))
     assert not (tmp_path / "ran").exists()
 
@@ -450,7 +454,7 @@ def test_twenty_kills(tmp_path):
     assert [death["life"] for death in deaths] == list(range(KILLS))  # so no life ended otherwise
     where = [death.get("where", "save") for death in deaths]
     assert where.count("save") >= 2 * KILLS // 5 and len({death["rank"] for death in deaths}) == 2, where
-    assert "is passed over" not in out  # no save left a checkpoint that is not whole
+    assert "skipping" not in out  # no save left a checkpoint that is not whole
     assert read_manifest(killed / "step-000400")[1] == read_manifest(whole / "step-000400")[1]  # with all checksums
     losses = lines(Path(f"{killed}.jsonl"), "loss")
     assert losses == lines(Path(f"{whole}.jsonl"), "loss") and list(losses) == list(range(1, 401))

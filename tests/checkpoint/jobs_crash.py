@@ -1,9 +1,9 @@
-"""Saves that are killed: at every operation on the file system, one after the other, and in the middle of a file.
+"""Saves that are killed: before each operation on the file system in turn, and in the middle of a file.
 
     python jobs_crash.py FOLDER
 
-prints, for each death, where it was and which of the two checkpoints could be loaded afterwards. Every save, and every
-load, is a process of its own, forked from one that has done nothing but import.
+prints where each death was, and which of the two checkpoints loads afterwards. Every save and every load runs in a
+process of its own, forked from one that has done nothing but import.
 """
 
 from __future__ import annotations
@@ -27,17 +27,17 @@ import zerolab
 
 EVENTS = {"open", "os.mkdir", "os.rename", "os.remove", "os.rmdir", "shutil.rmtree", "os.listdir", "os.scandir"}
 
-SIZES = (6000, 15000)  # in the middle of the file of the rank, and of the manifest
-PADDING = "." * 10000  # an extra, by which the manifest becomes the longer of the two
+SIZES = (6000, 15000)  # in the middle of the rank's file, and of the manifest
+PADDING = "." * 10000  # an extra that makes the manifest the longer of the two
 
 
 def die_at(number: int, folder: str) -> None:
-    """From here on count what this process does to `folder`, and kill it just before it does thing `number`."""
+    """From now on count this process's operations on `folder`, and kill it just before operation `number`."""
     count = 0
 
     def hook(event: str, args: tuple[Any, ...]) -> None:
         nonlocal count
-        # A tree is removed by names that are relative to an open folder.
+        # rmtree removes files by names relative to an open folder.
         if event in EVENTS and (str(args[0]).startswith(folder) or event == "os.remove"):
             count += 1
             if count == number:
@@ -48,7 +48,7 @@ def die_at(number: int, folder: str) -> None:
 
 
 def die_when_writing(size: int) -> None:
-    """Die while writing a file that becomes longer than `size` bytes: the system kills, in the middle of it."""
+    """Let the system kill this process as soon as a file it writes exceeds `size` bytes."""
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     resource.setrlimit(resource.RLIMIT_FSIZE, (size, size))
     signal.signal(signal.SIGXFSZ, signal.SIG_DFL)
@@ -62,7 +62,7 @@ def make(number: float) -> tuple[zerolab.Engine, torch.optim.Optimizer]:
 
 
 def save_twice(path: str, number: int, death: Callable[[], None]) -> None:
-    """One checkpoint, and then a second one in its place, in which this process shall die."""
+    """Save one checkpoint, then a second in its place, during which this process is to die."""
     zerolab.init()
     zerolab.save(path, *make(number), number=number, padding=PADDING)
     second = make(number + 1)
@@ -80,7 +80,7 @@ def load(path: str, number: int) -> None:
 
 
 def forked(function: Callable[..., None], *args: Any) -> int:
-    """What became of a process that called `function(*args)`: its exit status, or minus the signal that killed it."""
+    """Call `function(*args)` in a forked process; return its exit status, or minus the signal that killed it."""
     pid = os.fork()
     if pid == 0:
         code = 1
@@ -96,14 +96,14 @@ def forked(function: Callable[..., None], *args: Any) -> int:
 
 def main(folder: str) -> int:
     path = str(Path(folder) / "checkpoint")
-    torch.optim.AdamW([torch.zeros(1)])  # the first one imports much, which the forked processes then need not
+    torch.optim.AdamW([torch.zeros(1)])  # imports a lot the first time, so do that before the forks
     in_files = [partial(die_when_writing, size) for size in SIZES]
     for number in itertools.count(1):
         death = in_files[number - 1] if number <= len(SIZES) else partial(die_at, number - len(SIZES), folder)
         code = forked(save_twice, path, 2 * number, death)
         if forked(load, path, 2 * number) != 0:
             return 1
-        if code == 0:  # there was no such operation: all have been tried
+        if code == 0:  # there is no operation with this number, so all have been tried
             print(json.dumps({"left": sorted(os.listdir(folder))}))
             return 0
         if code not in (-signal.SIGKILL, -signal.SIGXFSZ):

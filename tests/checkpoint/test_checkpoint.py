@@ -89,7 +89,7 @@ def train(case: Case, zero: zerolab.Engine, optimizer: torch.optim.Optimizer, st
 
 
 def save_all(case: Case, folder: str) -> dict[str, Tensor]:
-    """One checkpoint from each stage, at this world size; this rank's buffers."""
+    """Save one checkpoint from each stage at this world size; return this rank's buffers."""
     for stage in range(4):
         torch.manual_seed(0)
         zero, optimizer = fresh(case, stage)
@@ -98,11 +98,11 @@ def save_all(case: Case, folder: str) -> dict[str, Tensor]:
     return dict(zero.model.named_buffers())
 
 
-Held = dict[str, tuple[int, int, Tensor | float]]  # name -> first and one past the last flat element, the elements
+Held = dict[str, tuple[int, int, Tensor | float]]  # name -> flat elements [start, stop) and their values
 
 
 def held(zero: zerolab.Engine, optimizer: torch.optim.Optimizer) -> Held:
-    """What this rank has of each tensor: flat, in the order of a contiguous parameter for what is whole."""
+    """What this rank holds of each tensor, flat; full tensors in their parameter's memory order."""
     found: Held = {}
     for unit in zero.units:
         for slot, param in zip(unit.layout.slots, unit.params, strict=True):
@@ -137,7 +137,7 @@ def load_all(case: Case, folder: str, jobs: list[tuple[str, int]]) -> list[tuple
 
 
 def truth(case: Mixed, ranks: int) -> dict[str, Tensor | float]:
-    """The whole tensors by one process without zerolab: parameters as "/name", optimizer state as "exp_avg/name"."""
+    """The full tensors, from one process without zerolab: parameters as "/name", optimizer state as "exp_avg/name"."""
     alone(case, ranks)
     expected: dict[str, Any] = {}
     for name, param in case.last.named_parameters():
@@ -147,26 +147,26 @@ def truth(case: Mixed, ranks: int) -> dict[str, Tensor | float]:
 
 
 def assert_holds(parts: list[Held], expected: dict[str, Any], stage: int) -> None:
-    """The parts of all ranks are exactly the expected tensors, and in stages 1 to 3 each element is held once."""
-    for name, whole in expected.items():
+    """The parts of all ranks make exactly the expected tensors; in stages 1 to 3 each element is held once."""
+    for name, full in expected.items():
         pieces = [part[name] for part in parts]
         if name.startswith("step/"):
-            assert all(torch.equal(value, whole) and value.dtype == whole.dtype for _, _, value in pieces), name
+            assert all(torch.equal(value, full) and value.dtype == full.dtype for _, _, value in pieces), name
         elif stage == 0:
-            assert all(torch.equal(value, whole) for _, _, value in pieces), name
+            assert all(torch.equal(value, full) for _, _, value in pieces), name
         else:
-            assert torch.equal(torch.cat([value for _, _, value in pieces]), whole), name
+            assert torch.equal(torch.cat([value for _, _, value in pieces]), full), name
     assert all(part.keys() == expected.keys() for part in parts)
 
 
 class Saved(NamedTuple):
-    folder: str  # of the checkpoints "n-stage"
-    buffers: dict[int, list[dict[str, Tensor]]]  # n -> of each rank
+    folder: str  # contains the checkpoints, each named "n-stage"
+    buffers: dict[int, list[dict[str, Tensor]]]  # n -> the buffers of each rank
 
 
 @pytest.fixture(scope="module")
 def saved(ranks: zerolab.Ranks, tmp_path_factory: pytest.TempPathFactory) -> Saved:
-    """Checkpoints of 1 to 4 ranks and all stages; only read by the tests."""
+    """Checkpoints of 1 to 4 ranks and all stages. The tests only read them."""
     folder = str(tmp_path_factory.mktemp("saved"))
     return Saved(folder, {n: ranks.run(save_all, Mixed(), folder, ranks=n, timeout=60) for n in range(1, 5)})
 
@@ -216,20 +216,20 @@ def test_five_ranks(ranks, saved, expected, tmp_path):
 
 
 class Noisy(Mixed):
-    """With dropout, so that the random number generators count, and a schedule."""
+    """Its loss is random, so the random number generators matter."""
 
     def loss(self, model: nn.Module, rank: int, step: int) -> Tensor:
         return super().loss(model, rank, step) * torch.rand(())
 
 
 def interrupted(case: Case, stage: int, target: int, folder: str, precision: Any) -> None:
-    """Trained in one go, and saved half way and gone on with in a new model: the same, bit for bit."""
+    """Training in one go, and training that is saved half way and resumed in a new model, agree bit for bit."""
     torch.manual_seed(dist.get_rank())
     zero, optimizer = fresh(case, stage, precision=precision)
     schedule = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.5)
     train(case, zero, optimizer, range(2))
     schedule.step()
-    zero.full_state_dict()  # has no part in how many steps there were
+    zero.full_state_dict()  # does not count as a step
     zerolab.save(f"{folder}/{stage}", zero, optimizer, schedule=schedule.state_dict(), step=2)
     losses = train(case, zero, optimizer, range(2, 4))
     torch.rand(7 + dist.get_rank())
@@ -276,7 +276,7 @@ def with_optimizer(name: str, options: dict[str, Any], stage: int, target: int, 
     zerolab.save(folder, zero, optimizer)
     train(case, zero, optimizer, range(3, 5))
     again, other = fresh(case, target)
-    train(case, again, other, range(7, 8))  # what is there is replaced
+    train(case, again, other, range(7, 8))  # load must replace what this leaves
     zerolab.load(folder, again, other)
     train(case, again, other, range(3, 5))
     whole, there = zero.full_state_dict(), again.full_state_dict()
@@ -349,7 +349,7 @@ def other_models() -> dict[str, tuple[nn.Module, str]]:
     return {
         "wide": (wide, r"head.bias has shape \(13,\), in this model \(14,\)"),
         "more": (more, "has no (parameter )?extra.weight"),
-        "fewer": (fewer, "has (a parameter )?conv.bias, (which the model|this model) has not"),
+        "fewer": (fewer, "has (a parameter conv.bias that|conv.bias, which) this model lacks"),
         "typed": (typed, "flag is .*bool|buffer flag is .*BOOL"),
         "untied": (untied, "has no head.weight"),
     }
@@ -372,7 +372,7 @@ def test_a_plain_model_that_does_not_fit_stays_as_it_is(ranks, saved, tmp_path):
     file = tmp_path / "3.safetensors"
     for data in (b"", b"\x80\x04.", file.read_bytes()[:-3], b"\xff" * 8 + file.read_bytes()[8:]):
         (tmp_path / "broken").write_bytes(data)
-        with pytest.raises(CheckpointError, match="broken is not a whole safetensors file"):
+        with pytest.raises(CheckpointError, match="broken is not a complete safetensors file"):
             zerolab.load_model_weights(tmp_path / "broken", Everything())
 
 
@@ -439,14 +439,14 @@ class Odd(Mixed):
 ODD = {
     "wide": r"head.bias has shape \(13,\), in this model \(14,\) \(saved from Everything, this is Everything\)",
     "more": "has no parameter extra.weight",
-    "fewer": "has a parameter conv.bias, this model has not",
+    "fewer": "has a parameter conv.bias that this model lacks",
     "typed": "buffer flag is",
-    "untied": "emb.weight is tied otherwise: emb.weight = head.weight in the checkpoint, emb.weight in this model",
+    "untied": "emb.weight is tied differently: emb.weight = head.weight in the checkpoint, emb.weight in this model",
     "renamed": "has no parameter other.weight .saved from Everything, this is Renamed",
-    "double": "was saved as torch.float32, and is torch.float64 here",
+    "double": "was saved as torch.float32 but is torch.float64 here",
     "other kind": "was saved with AdamW, this optimizer is Adam",
     "one group": "parameter group 0 .* was not saved as one group",
-    "fewer groups": "had 2 parameter groups, now 1",
+    "fewer groups": "was saved with 2 parameter groups, this optimizer has 1",
 }
 
 
@@ -473,7 +473,7 @@ def test_groups_in_another_order(ranks, saved):
 
 
 def load_where_one_rank_cannot(folder: str, other: str) -> list[str]:
-    """What rank 0 says when only rank 1 finds its files damaged, or finds another checkpoint."""
+    """What each rank says when only rank 1 finds damaged files, or a different checkpoint."""
     said = []
     for stage in range(4):
         zero, optimizer = fresh(Mixed(), stage)
@@ -490,7 +490,7 @@ def test_one_rank_cannot_read(ranks, saved, tmp_path):
     shutil.copytree(f"{saved.folder}/2-3", damaged)
     file = damaged / "rank-00001-of-00002.safetensors"
     data = bytearray(file.read_bytes())
-    data[-20] ^= 1  # among the last rank's random numbers
+    data[-20] ^= 1  # in the state of the last rank's random number generator
     file.write_bytes(data)
     bits = rf"CheckpointError: rank 1: {file}: rank 1/generators/cpu is damaged: bytes \d+ to"
     other = "CheckpointError: .*ranks see different checkpoints"
@@ -504,7 +504,7 @@ def test_one_rank_cannot_read(ranks, saved, tmp_path):
 
 
 def refused_saves(folder: str) -> dict[str, str]:
-    """Each leaves the checkpoint that was there, and nothing else, behind."""
+    """Each refused save leaves the old checkpoint in place, and nothing else."""
     said = {}
     case = Mixed()
     zero, optimizer = fresh(case, 2)
@@ -556,14 +556,14 @@ def refused_saves(folder: str) -> dict[str, str]:
 
 REFUSED = {
     "extra": "rank 0: extras must be JSON",
-    "keep 0": "rank 0: keep=0: needs a number of at least 1",
-    "keep what": "rank 0: keep=2: needs .* a path that ends in digits, not last",
-    "stranger": r"rank 1: AdamW holds a parameter \(group 0, number 0\) that is not of this Zero2",
-    "foreign": "rank 0: .*mine exists and is not a zerolab checkpoint; it is left alone",
+    "keep 0": "rank 0: keep=0 must be at least 1",
+    "keep what": "rank 0: keep=2 needs a path that ends in digits, not last",
+    "stranger": r"rank 1: AdamW holds a parameter \(group 0, number 0\) that does not belong to this Zero2",
+    "foreign": "rank 0: .*mine exists and is not a zerolab checkpoint, so it is left alone",
     "disagree": "rank 0: optimizer state of .* is .* on rank 0, but .* on rank 1",
-    "shape": r"rank 1: optimizer state row of .* has shape \(\d+,\): neither one number nor one per element",
+    "shape": r"rank 1: optimizer state row of .* has shape \(\d+,\): it is neither one number nor one per element",
     "dtype": "rank 1: exp_avg of scale has dtype torch.float8_e5m2",
-    "inside": "rank 0: a checkpoint cannot be made or loaded inside",
+    "inside": "rank 0: a checkpoint cannot be saved or loaded inside",
     "full": "rank 1: OSError: .*File too large",
 }
 
@@ -594,21 +594,21 @@ def test_what_is_kept(ranks, tmp_path):
     (tmp_path / "run-100").mkdir()  # empty, so it may be used
     ranks.run(save_many, str(tmp_path), ranks=2)
     left = ["other-3.tmp-x", "run-10", "run-100", "run-11", "run-12", "run-2", "step-1"]
-    assert sorted(path.name for path in tmp_path.iterdir()) == left, "what is no checkpoint, or of another name, stays"
+    assert sorted(path.name for path in tmp_path.iterdir()) == left, "only old checkpoints of this name go"
     assert ranks.run(loaded_number, str(tmp_path / "run-12"), ranks=1) == [12.5]
     (tmp_path / "run-11").rename(tmp_path / "run-11.old")  # killed between the two renames
     assert ranks.run(loaded_number, str(tmp_path / "run-11"), ranks=3) == [11] * 3
 
 
 class Turned(Mixed):
-    """The same model, whose convolution lies in memory in the usual order."""
+    """The same model, with its convolution in the default memory order."""
 
     def model(self) -> nn.Module:
         return Everything().to(memory_format=torch.contiguous_format)
 
 
 def turned(folder: str) -> None:
-    """What is equal is each element by its index, not by its place in memory."""
+    """Elements must agree by index, not by place in memory."""
     for first, second, path in ((Mixed(), Turned(), "a"), (Turned(), Mixed(), "b")):
         zero, optimizer = fresh(first, 3)
         train(first, zero, optimizer, range(1))
@@ -638,7 +638,7 @@ def test_another_memory_order(ranks, tmp_path):
 
 @pytest.mark.slow
 def test_a_save_killed_at_every_moment(tmp_path):
-    """One process; the old checkpoint or the new one can be loaded after each death, and nothing piles up."""
+    """One process. After each death either the old checkpoint or the new one loads, and nothing piles up."""
     command = [sys.executable, str(Path(__file__).parent / "jobs_crash.py"), str(tmp_path)]
     done = subprocess.run(
         command, env=os.environ | {"PYTHONPATH": PYTHONPATH}, capture_output=True, text=True, timeout=100
@@ -649,7 +649,7 @@ def test_a_save_killed_at_every_moment(tmp_path):
     assert loaded == sorted(loaded, reverse=True) and len(loaded) > 12 and loaded.count("old") > 6
     before = [line["before"] for line in said if "before" in line]
     renames = [i for i, (event, _) in enumerate(before) if event == "os.rename"]
-    # The first rename puts the old one aside, the second the new one in its place.
+    # The first rename moves the old one aside, the second puts the new one in its place.
     assert len(renames) == 3 and loaded.index("new") == len(jobs_crash.SIZES) + renames[1] + 1
 
 
@@ -669,7 +669,7 @@ def die_while_saving(path: str, rank: int, death: str) -> None:
 
 
 def one_step(path: str) -> bool:
-    """Whether the checkpoint is what one step gives."""
+    """Does the checkpoint hold the state after one step?"""
     case = CASES["plain"]
     torch.manual_seed(0)
     zero, optimizer = fresh(case, 2)
@@ -702,7 +702,7 @@ def save_wide(path: str) -> None:
 
 
 def bytes_read(path: str, stage: int) -> int:
-    """What loading makes this process ask of the system."""
+    """How many bytes this process asks the system for while it loads."""
     zero, optimizer = fresh(Wide(), stage)
     before = read_so_far()
     zerolab.load(path, zero, optimizer)
@@ -747,7 +747,7 @@ DAMAGE = st.tuples(
 
 
 def damaged(files: dict[str, bytes], foreign: dict[str, bytes], damage: list[Damage], bomb: bytes) -> dict[str, Any]:
-    """The files after the damage; None: there is a folder of that name."""
+    """The files after the damage; None stands for a folder of that name."""
     files = dict(files)
     for what, number, where, value in damage:
         name = FILES[number]
@@ -777,7 +777,7 @@ def damaged(files: dict[str, bytes], foreign: dict[str, bytes], damage: list[Dam
 
 
 def edited(text: bytes, where: float, value: int, harmless: bool) -> bytes:
-    """The manifest with one value changed or removed, or only written otherwise."""
+    """The manifest with one value changed or removed or, if `harmless`, only formatted differently."""
     try:
         manifest = json.loads(text)
     except ValueError:
@@ -807,7 +807,7 @@ def edited(text: bytes, where: float, value: int, harmless: bool) -> bytes:
 
 
 def load_damaged(good: str, other: str, folder: str, examples: int) -> dict[str, int]:
-    """Load checkpoints that hypothesis has damaged: each is refused, or does not matter. How many of each."""
+    """Load checkpoints that hypothesis has damaged: each is refused, or the damage is harmless. Counts both."""
     zero, optimizer = fresh(Mixed(), 2)
     zerolab.load(good, zero, optimizer)
     right = snapshot(zero, optimizer)[:4]
@@ -863,7 +863,7 @@ def load_damaged(good: str, other: str, folder: str, examples: int) -> dict[str,
 
 @pytest.mark.slow
 def test_damaged_checkpoints(ranks, saved, tmp_path):
-    """None is loaded with other numbers, none crashes, and nothing in them is executed."""
+    """None loads with wrong numbers, none crashes the process, and nothing in them is executed."""
     good, other = f"{saved.folder}/2-3", f"{saved.folder}/2-0"
     counts = ranks.run(load_damaged, good, other, str(tmp_path), 600, ranks=1, timeout=90)[0]
     assert counts["refused"] > 400 and counts["harmless"] > 0

@@ -174,7 +174,7 @@ def test_each_lab_takes_its_own_token_alone(room: Room) -> None:
 def test_a_second_classroom_does_not_start_in_the_same_folder(room: Room, tmp_path: Path) -> None:
     command = [sys.executable, "-m", "zerolab.cli", "classroom", "--folder", str(room.folder), "--students", "1"]
     done = subprocess.run(command, capture_output=True, text=True, timeout=60)
-    assert done.returncode == 2 and f"another classroom runs in {room.folder}" in done.stderr
+    assert done.returncode == 2 and f"another classroom is running in {room.folder}" in done.stderr
 
 
 def test_packages_are_read_only_and_other_students_out_of_sight(room: Room) -> None:
@@ -205,7 +205,7 @@ def test_closed_notebooks_leave_nothing_and_their_gpus_go_to_the_next(room: Room
     first, second = (Notebook(room, row) for row in room.handout()[:2])
     first.begin("from zerolab import lab\nlive = lab.start(1, device='cuda')")
     assert "GPU 0 for 10 minutes" in first.until(
-        "1 rank on the CPU, as this classroom is a rehearsal without GPUs (leased: GPU 0)"
+        "1 rank on the CPU, because this classroom is a rehearsal without GPUs (leased: GPU 0)"
     )
     second.begin("from zerolab import lab\nlive = lab.start(2, device='cuda')")
     second.until("waiting for 2 GPUs: place 1 in the queue")
@@ -222,7 +222,7 @@ def test_closed_notebooks_leave_nothing_and_their_gpus_go_to_the_next(room: Room
     second.begin("live.run('import time, torch; many = rank and (torch.ones(400_000_000), time.sleep(20))')")
     told = second.until("<idle>", 40.0)
     assert "rank 1 was ended: the classroom ended this rank, which held" in told, told
-    assert "each student may hold 1.20 GB, and yours held" in told
+    assert "each student may hold 1.20 GB, and you held" in told
     # Too many processes: the notebook and all that it started.
     second.begin("import subprocess\nmany = [subprocess.Popen(['sleep', '321']) for _ in range(12)]")
     room.wait_for("each student may have 14 processes, and you had", 20.0)
@@ -249,7 +249,7 @@ def test_a_lab_that_dies_comes_back_where_it_was(room: Room) -> None:
     for folder in (".jupyter", "work"):  # nor does it matter what the student has deleted
         shutil.rmtree(room.folder / "student-03" / folder)
     server[0].kill()
-    room.wait_for("student-03: JupyterLab ended with -9, and is started again")
+    room.wait_for("student-03: JupyterLab ended with -9; starting it again")
     wait_until(lambda: not _lives(kernel[0]), 10.0)
 
     def answers() -> bool:
@@ -304,7 +304,7 @@ def test_the_board_trusts_nothing_that_a_student_may_write(tmp_path: Path) -> No
         console.print(*board.room_view(room))
     assert "[red]$" in shown.get() and "\x1b" not in shown.get() and "student-" not in shown.get()
     figure = board.picture(room)
-    assert "5 predictions of 6 students" in " ".join(text.get_text() for text in figure.texts)  # one was skipped
+    assert "5 predictions by 6 students" in " ".join(text.get_text() for text in figure.texts)  # one was skipped
     figure.savefig(io.BytesIO())
 
 
@@ -320,7 +320,7 @@ def test_the_teachers_table_fits_on_a_terminal_of_80_columns() -> None:
     ]
     lent = [run._lent(entry) for entry in entries]
     assert lent == [("0-7", "9:59"), ("0,2-3,5-6,10", "0:00"), ("place 12", ""), (uuid, "1:01"), ("", "")]
-    rows = [["student-20", "starts", *words, "12", "64", "12.3 GB", "14", "40"] for words in lent]
+    rows = [["student-20", "starting", *words, "12", "64", "12.3 GB", "14", "40"] for words in lent]
     console = Console(file=io.StringIO(), width=80)
     console.print(board.teacher_view(rows, "20 students"))
     told = console.file.getvalue()
@@ -333,7 +333,7 @@ def test_the_teachers_table_fits_on_a_terminal_of_80_columns() -> None:
     ("arguments", "why"),
     [
         (["--ip", "0.0.0.0", "--port", "9100"], "ssh -L 9100:127.0.0.1:9100 <this machine>"),
-        (["--ip", "::", "--port", "9100"], "has its token runs programs as you"),
+        (["--ip", "::", "--port", "9100"], "its token can run programs as you"),
         (["--students", "0"], "--students must be from 1"),
         (["--memory", "0"], "--memory must be"),
         (["--port", "80"], "--port must be"),

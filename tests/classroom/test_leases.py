@@ -170,7 +170,7 @@ def test_the_time_is_over_only_when_somebody_waits_and_idle_ends_it_at_once(tmp_
         assert not over and broker.table()[0].left == 0.0
         second = ask(tmp_path, 1, 1)  # the notebook's ranks have ended by the time that it has let go
         assert over == [first.over] and first.over.startswith(
-            "GPU 0 went back: the time of 1 second is over and others wait"
+            "GPU 0 went back: the lease of 1 second is over and others are waiting"
         )
         begin = time.monotonic()
         second.watch(over.append)  # and nothing runs
@@ -211,7 +211,7 @@ def test_rubbish_is_refused_and_harms_nobody(tmp_path: Path) -> None:
             many.append(socket.socket(socket.AF_UNIX))
             many[-1].connect(str(tmp_path / "0"))
         many[-1].settimeout(5.0)
-        assert b"in the queue already" in many[-1].recv(1000)
+        assert b"already in the queue" in many[-1].recv(1000)
         for connection in many:
             connection.close()
         assert os.stat(tmp_path / "0").st_mode & 0o777 == 0o600
@@ -256,8 +256,8 @@ def test_live_ranks_have_a_lease_and_lose_it(tmp_path, monkeypatch, capsys) -> N
             finish(notebook)
         live = lab.start(2, device="cuda")
         told = capsys.readouterr().out
-        assert told.startswith("GPUs 0, 1 for 2 seconds, and then until somebody waits; lab.stop() gives back\n")
-        assert "2 ranks on the CPU, as this classroom is a rehearsal without GPUs (leased: GPUs 0, 1)." in told
+        assert told.startswith("GPUs 0, 1 for 2 seconds, then until somebody else waits; lab.stop() gives them back\n")
+        assert "2 ranks on the CPU, because this classroom is a rehearsal without GPUs (leased: GPUs 0, 1)." in told
         seen = live.run("import os; print(os.environ['CUDA_VISIBLE_DEVICES'] == '', os.environ['ZEROLAB_LEASE'])")
         assert seen[0].text == seen[1].text and re.fullmatch(r"True [0-9a-f]{16}\n", seen[0].text)
         time.sleep(1.0)
@@ -272,7 +272,8 @@ def test_live_ranks_have_a_lease_and_lose_it(tmp_path, monkeypatch, capsys) -> N
         other.start()
         with pytest.raises(session.RankFailure) as caught:
             live.run(f"import time; open({str(busy)!r}, 'w').close(); time.sleep(60)")
-        why = 'GPUs 0, 1 went back: the time of 2 seconds is over and others wait; lab.start(device="cuda") asks again'
+        over = "the lease of 2 seconds is over and others are waiting"
+        why = f'GPUs 0, 1 went back: {over}; lab.start(device="cuda") asks again'
         assert f"was ended: {why}" in str(caught.value)
         other.join(5.0)
         assert not other.is_alive()
@@ -323,7 +324,7 @@ def test_ranks_start_in_turns_and_a_notebook_that_dies_blocks_nobody(tmp_path: P
         begin = time.monotonic()
         with turns.turn(2.5, told.append):  # there is no third: it goes on when its time is over
             assert 2.4 < time.monotonic() - begin < 5.0
-        assert told == ["other notebooks start their ranks: yours follow in turn"]
+        assert told == ["other notebooks are starting their ranks; yours are next in line"]
         dead.kill()
         dead.join(10.0)
         begin = time.monotonic()

@@ -17,7 +17,7 @@ import torch.distributed as dist
 from jobs_common import batch, build
 
 import zerolab
-from zerolab.comm.collectives import Comm
+from zerolab.comm import Comm
 
 
 def oversleep(seconds: float) -> None:
@@ -52,7 +52,7 @@ def go_wrong(case: str, zero: zerolab.Engine) -> None:
 
 
 def reduce(sizes: list[int]) -> None:
-    """Four units, of which rank 2 skips the second."""
+    """Four units; rank 2 skips the second."""
     comm = Comm(None, torch.device("cpu"))
     comm.phase = "backward"
     for unit, size in zip("abcd", sizes, strict=True):

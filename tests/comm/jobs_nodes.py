@@ -57,7 +57,7 @@ def life(folder: Path, steps: int, pause: float) -> None:
 
 
 def links(folder: Path, timeout: float) -> None:
-    """For stages 1 to 3, without and with a mesh: bytes that leave this host in a step, and what the ledger says."""
+    """For stages 1 to 3, with and without a mesh: bytes that leave this host in a step, and what the ledger says."""
     seen = {}
     for stage in (1, 2, 3):
         zero, optimizer = build(stage, mesh=(2, 2))
@@ -77,7 +77,7 @@ def links(folder: Path, timeout: float) -> None:
 
 
 def measure(stage: int, mesh: tuple[int, int] | None) -> dict[str, float]:
-    """Per step, as the difference of two and six steps: what else happens in both (barriers, the ledger) falls out."""
+    """Per step, as the difference of six steps and two: whatever else is in both (barriers, the ledger) cancels."""
     torch.manual_seed(0)
     zero = zerolab.shard(nn.Sequential(*(nn.Linear(512, 512) for _ in range(4))), stage, units=[nn.Linear], mesh=mesh)
     optimizer = torch.optim.SGD(zero.model.parameters(), lr=0.0)
@@ -87,7 +87,7 @@ def measure(stage: int, mesh: tuple[int, int] | None) -> dict[str, float]:
         """Bytes sent through the interface, and between hosts by the ledger of this rank."""
         zero.comm.exchange(0, "barrier")
         before = int(SENT.read_text())
-        zero.comm.exchange(0, "barrier")  # nobody begins before all have looked
+        zero.comm.exchange(0, "barrier")  # no rank begins before all have looked
         with ledger(zero) as book:
             for _ in range(count):
                 zero.model(x).sum().backward()
@@ -100,7 +100,7 @@ def measure(stage: int, mesh: tuple[int, int] | None) -> dict[str, float]:
         return int(SENT.read_text()) - before, between.sent if between else 0
 
     steps(2)  # connections, buffers, the order of gathers
-    few, many = (min(steps(count) for _ in range(3)) for count in (2, 6))  # what TCP sends again only adds
+    few, many = (min(steps(count) for _ in range(3)) for count in (2, 6))  # TCP's retransmissions only add
     psi = sum(unit.layout.size for unit in zero.units)
     return {"psi": psi, "link": (many[0] - few[0]) / 4, "ledger": (many[1] - few[1]) / 4}
 

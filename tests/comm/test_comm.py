@@ -1,4 +1,4 @@
-"""comm.py: right sums, a true record, and agreement between ranks."""
+"""comm/: right sums, a true record, and agreement between ranks."""
 
 import os
 import subprocess
@@ -15,6 +15,7 @@ from jobs_common import Caught, all_say, attempt, rank_ordered_mean
 
 import zerolab
 from zerolab import Comm
+from zerolab.comm import waiting
 
 CPU = torch.device("cpu")
 SIZES = (1, 7, 1000)
@@ -81,7 +82,7 @@ def job_collectives():
         torch.arange(6.0).view(2, 3).t() + rank,  # not contiguous
         torch.arange(6.0).view(2, 3)[:, ::2] + rank,
     ):
-        first = [rank == 0 and value, value]  # keep our own apart from what comes
+        first = [rank == 0 and value, value]  # our own value, kept apart from the one that arrives
         comm.broadcast(value, "buffer")
         assert rank or torch.equal(value, first[0])
     assert comm.exchange(value.tolist(), "check") == n * [value.tolist()]
@@ -141,7 +142,7 @@ def test_calls_are_recorded_with_their_bytes(ranks, n):
     calls, inner, _ = results[0]
     assert inner == ["reduce_scatter", "all_gather"]  # on gloo, what a ring all-reduce is made of
     assert [call[:5] for call in calls if not call[5]] == [
-        # op, unit, phase, bytes of the whole, bytes that one rank sends in a ring
+        # op, unit, phase, bytes of all parts together, bytes that one rank sends in a ring
         ("all_gather", "a", "forward", 12 * n, 12 * (n - 1)),
         ("reduce_scatter", "b", "backward", 12 * n, 12 * (n - 1)),
         ("reduce_scatter", "c", "backward", 20 * n, 20 * (n - 1)),
@@ -168,7 +169,7 @@ def job_pending():
     expected = (comm.world_size - 1) / 2
     assert flat.tolist() == [expected] * flat.numel()
 
-    # Several under way, finished in another order than they were started.
+    # Several under way, which finish in a different order than they started in.
     flats = [torch.full((comm.world_size * k,), float(comm.rank + k)) for k in (1, 2, 3)]
     outs = [torch.empty(k) for k in (1, 2, 3)]
     works = [comm.reduce_scatter(o, f, "u") for o, f in zip(outs, flats, strict=True)]
@@ -189,7 +190,7 @@ def job_ledger(stage):
     zero = zerolab.shard(jobs_common.build(), stage)
     optimizer = torch.optim.SGD(zero.model.parameters(), lr=0.1)
     for step in range(2):
-        with zero.comm.record() as calls:  # the second step's are looked at
+        with zero.comm.record() as calls:  # the calls of the second step are returned
             zero.model(*jobs_common.batch(zero.rank, step)).backward()
             zero.clip_grad_norm_(1.0)
             optimizer.step()
@@ -281,11 +282,11 @@ def test_a_group_of_some_ranks(ranks):
 
 PASS = (("a", "forward"), ("b", "forward"), ("c", "forward"), ("c", "backward"), ("b", "backward"))
 SKIPS_B = (("a", "forward"), ("c", "forward"), ("c", "backward"), ("b", "backward"))
-SIZE_OF = {"a": 3, "b": 5, "c": 5, "d": 8}  # b and c of equal shape: then nothing but agreement tells them apart
+SIZE_OF = {"a": 3, "b": 5, "c": 5, "d": 8}  # b and c have the same shape, so only agreement tells them apart
 
 
 def gathers(comm: Comm, order) -> None:
-    """Gather in this order; every tensor must be the right one."""
+    """Gather in this order, and check that every tensor is the right one."""
     for unit, phase in order:
         comm.phase = phase
         size, number = SIZE_OF[unit], float(ord(unit))
@@ -356,7 +357,7 @@ def test_the_usual_order_is_not_announced(ranks):
 
 
 def job_slow_and_strange(deviates):
-    """Rank 1 comes three seconds late, with the right gather or another one."""
+    """Rank 1 comes three seconds late, with the right gather or a different one."""
     comm = comm_of(20)
     for _ in range(2):
         gathers(comm, PASS)
@@ -378,14 +379,14 @@ def test_a_slow_rank_and_another_order(ranks, deviates):
 
 
 def job_many_turns():
-    turn, zerolab.comm.POLL = zerolab.comm.POLL, timedelta(milliseconds=1)
+    turn, waiting.POLL = waiting.POLL, timedelta(milliseconds=1)
     try:
         comm = Comm(None, CPU)
         value = torch.ones(300_000)
         for _ in range(200):
             comm.all_reduce(value, "u").wait()
     finally:
-        zerolab.comm.POLL = turn
+        waiting.POLL = turn
 
 
 def test_what_ends_together_with_a_turn_of_the_wait_has_not_failed(ranks):
@@ -393,7 +394,7 @@ def test_what_ends_together_with_a_turn_of_the_wait_has_not_failed(ranks):
 
 
 def job_unequal_number_of_comms():
-    """Ranks 0 and 1 have a group of their own, and so have made more Comms when they meet the others."""
+    """Ranks 0 and 1 also have a group of their own, so they have made more Comms than the others."""
     pair = dist.new_group([0, 1])
     if dist.get_rank() < 2:
         Comm(pair, CPU)
@@ -408,7 +409,7 @@ def test_agreement_with_an_unequal_number_of_comms(ranks):
 
 
 def job_reduces_where_others_gather():
-    """Rank 0 has no use for unit b, so it comes to the reduction while rank 1 does what was agreed."""
+    """Rank 0 does not need unit b, so it goes to the reduction while rank 1 does what was agreed."""
     comm = comm_of(6)
     for _ in range(2):
         gathers(comm, PASS)

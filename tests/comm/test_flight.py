@@ -1,4 +1,4 @@
-"""The flight recorder: ranks that miss each other, and what all are told."""
+"""The flight recorder: ranks that miss each other, and what every rank is told."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def warm(ranks: zerolab.Ranks) -> None:
 
 
 def one_table(results: list[tuple[str, str, float]]) -> str:
-    """The table that exactly one of the ranks printed, of 80 columns."""
+    """The table that exactly one rank printed, 80 columns wide."""
     (text,) = {text for _, text, _ in results if text}
     assert sum(bool(text) for _, text, _ in results) == 1
     assert max(map(len, text.splitlines())) == flight.WIDTH
@@ -75,7 +75,7 @@ def test_a_collective_of_the_script_is_known_from_torch(ranks):
 
 @pytest.mark.slow
 def test_a_rank_that_skips_one_of_many_alike_is_found_later(ranks):
-    """The bytes of rank 2's c were taken for b's, and those of its d for c's. Only then somebody waits."""
+    """The others took the bytes of rank 2's c for b's, and the bytes of its d for c's. Only then does a rank wait."""
     results = run(ranks, jobs_flight.reduce, [4, 4, 4, 4])
     b, c = (f"reduce-scatter of {unit} (backward) (12,) float32" for unit in "bc")
     for rank, (error, _, _) in enumerate(results[:2]):
@@ -87,7 +87,7 @@ def test_a_rank_that_skips_one_of_many_alike_is_found_later(ranks):
 
 @pytest.mark.slow
 def test_ranks_that_died_or_stopped_are_named(ranks, tmp_path: Path):
-    """Rank 2 is killed while rank 3 is stopped. `launch` knows of the signal, the others of what they waited for."""
+    """Rank 2 is killed while rank 3 is stopped. `launch` knows the signal, the others know what they waited for."""
     with pytest.raises(zerolab.RankError) as caught:
         job = (jobs_flight.train, "dies", 3)
         ranks.run(jobs_flight.told_in_files, str(tmp_path), *job, ranks=4, timeout=60, group_timeout=TIMEOUT)
@@ -105,20 +105,20 @@ def test_ranks_that_died_or_stopped_are_named(ranks, tmp_path: Path):
 
 @pytest.mark.slow
 def test_a_rank_that_skips_one_of_another_size_kills_another(ranks, tmp_path: Path):
-    """gloo ends the process that gets more than it expects. It takes its record with it, so `launch` gives the hint."""
+    """gloo aborts a process that gets more than it expects. Its record is lost with it, so `launch` gives the hint."""
     with pytest.raises(zerolab.RankError) as caught:
         job = (jobs_flight.reduce, [4, 8, 4, 4])
         ranks.run(jobs_flight.told_in_files, str(tmp_path), *job, ranks=3, timeout=60, group_timeout=TIMEOUT)
     hint = r"rank 2 of 3 was killed by SIGABRT \(as gloo .* has another one skipped a collective\?\), in "
     assert re.match(hint, str(caught.value))
     results = [json.loads(file.read_text()) for file in sorted(tmp_path.glob("rank*.json"))]
-    # Who had got rank 2's bytes before it died took them for those of #2, and waits in #3.
+    # A rank that got rank 2's bytes before it died took them for the bytes of #2, and waits in #3.
     assert results and all(re.search(r"\nrank 2 did not come to #[23] .* is dead$", error) for error, _, _ in results)
 
 
 @pytest.mark.slow
 def test_a_store_that_does_not_answer_holds_nobody_up():
-    """Rank 0 holds the store, and is stopped. Whoever asks the store then would wait for ever."""
+    """Rank 0 holds the store, and is stopped. A rank that asked the store now would wait forever."""
     world = {"WORLD_SIZE": 2, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": free_port(), "TORCH_CPP_LOG_LEVEL": "ERROR"}
     first, second = [python(jobs_flight.__file__, TIMEOUT, RANK=rank, **world) for rank in (0, 1)]
     begin = time.monotonic()
@@ -128,16 +128,16 @@ def test_a_store_that_does_not_answer_holds_nobody_up():
         os.killpg(first.pid, signal.SIGKILL)
         finish(first)
     assert "CommError: rank 1 of 2: all-gather of root (forward) failed: " in err, err
-    assert "\nthe store does not answer, so nobody can be asked: who holds it" in err
+    assert "\nthe store does not answer, so nobody can be asked: its process (torchrun's agent" in err
     assert re.search(r"\nrank 1:\n  completed .*\n  waits in   #\d+ all-gather of root \(forward\) ", err)
-    assert second.returncode == 1 and time.monotonic() - begin < 40  # most of it to start
+    assert second.returncode == 1 and time.monotonic() - begin < 40  # most of which is starting up
 
 
-# ---------------------------------------------------------------------- of rows that were made by hand
+# ---------------------------------------------------------------------- rows made by hand
 
 
 def row(*names: str, waits: bool = True) -> flight.Row:
-    """A rank that made these collectives, and waits in the last."""
+    """A rank that made these collectives and waits in the last one."""
     calls = [
         {
             "group": "0",
@@ -167,7 +167,7 @@ def test_a_rank_without_a_collective_and_a_network_without_a_rank():
     said = flight.verdict({0: row("gather of a"), 1: row("gather of a")})
     assert (
         said
-        == "all ranks came to #1 gather of a, for which ranks 0, 1 wait: the network between them is slow, or broken"
+        == "all ranks came to #1 gather of a, for which ranks 0, 1 wait: the network between them is slow or broken"
     )
     assert flight.verdict({0: row("gather of a", waits=False), 1: {"silent": "died"}}) == ""
 

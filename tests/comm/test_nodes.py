@@ -1,4 +1,4 @@
-"""Two hosts: network namespaces with addresses of their own, joined by a virtual link; torchrun and gloo across it."""
+"""Two hosts: network namespaces with their own addresses, joined by a virtual link that torchrun and gloo use."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ class Host:
         ip("-n", self.name, *arguments)
 
     def torchrun(self, master: Host, port: int, log: Path, *arguments: object, ranks: int = 1) -> None:
-        """The ranks of this host, of a world on two hosts that meets at `master`."""
+        """This host's ranks of a world on two hosts, which meets at `master`."""
         where = ["--nnodes", 2, "--node-rank", self.number, "--nproc-per-node", ranks]
         where += ["--master-addr", master.address, "--master-port", port, "--local-addr", self.address]
         command = ["ip", "netns", "exec", self.name, sys.executable, "-m", "torch.distributed.run", *where]
@@ -64,7 +64,7 @@ class Host:
         return self.process.poll() is None
 
     def limit(self, rate: str | None) -> bool:
-        """The link carries no more than this from here; None: what it can. False where the system cannot do that."""
+        """Limit what the link carries from here; None: no limit. False where the system cannot do that."""
         if not shutil.which("tc"):
             return False
         limit = ["add", "dev", "eth", "root", "tbf", "rate", rate, "burst", "10kb", "latency", "400ms"]
@@ -78,7 +78,7 @@ class Host:
         self._all(psutil.Process.resume)
 
     def end(self) -> None:
-        """As a host that loses its power."""
+        """Like a host that loses power."""
         if self.process is None:
             return
         self._all(psutil.Process.kill)
@@ -86,7 +86,7 @@ class Host:
         self.process = None
 
     def _all(self, do: Callable[[psutil.Process], None]) -> None:
-        """To everything that runs on this host."""
+        """Send a signal to everything that runs on this host."""
         with suppress(psutil.NoSuchProcess):
             agent = psutil.Process(self.process.pid)
             for process in [*agent.children(recursive=True), agent]:
@@ -146,7 +146,7 @@ def equal(path: Path, expected: dict[str, torch.Tensor]) -> None:
 
 @contextmanager
 def one_thread() -> Iterator[None]:
-    """As the ranks have: other numbers of threads give other bits."""
+    """As many as the ranks have: a different number of threads gives different bits."""
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     yield
@@ -169,7 +169,7 @@ def start(hosts: list[Host], folder: Path, name: str, pause: float) -> None:
 
 
 def wait_for_step(hosts: list[Host], folder: Path, begin: int, number: int) -> None:
-    """Until the run that went on from step `begin`, or a later one, has done `number` steps."""
+    """Wait until the run that continued from step `begin`, or a later one, has done `number` steps."""
 
     def there() -> bool:
         first, done = progress(folder)
@@ -180,14 +180,14 @@ def wait_for_step(hosts: list[Host], folder: Path, begin: int, number: int) -> N
 
 
 def the_first_host_says_why(hosts: list[Host], timeout: float) -> None:
-    """The second does not answer, and nobody closes a connection: only a timeout can tell."""
+    """The second host does not answer, and nobody closes a connection: only a timeout can notice."""
     begin = time.monotonic()
     wait_until(lambda: not hosts[0].lives(), timeout + 30.0)
     seconds = time.monotonic() - begin
     told = hosts[0].log.read_text()
     assert hosts[0].process.returncode != 0
     assert re.search(r"CommError: rank 0 of \d: [\w-]+ of .+ failed: .*(timeout|timed out)", told, re.IGNORECASE), told
-    assert seconds < timeout + 15.0  # what is above the timeout is Python's and torchrun's way out
+    assert seconds < timeout + 15.0  # beyond the timeout, the seconds that Python and torchrun take to end
 
 
 def test_two_hosts_are_one_process_and_one_that_is_slow_or_cut_off_comes_back(hosts, tmp_path):
@@ -217,10 +217,10 @@ def test_two_hosts_are_one_process_and_one_that_is_slow_or_cut_off_comes_back(ho
     saved = progress(tmp_path)[1] // 4 * 4
     assert saved < STEPS and not (tmp_path / "end.pt").exists()
 
-    # The same command goes on from the checkpoint, and ends as if nothing had been.
+    # The same command continues from the checkpoint, and ends as if nothing had happened.
     hosts[1].ip("link", "set", "eth", "up")
     start(hosts, tmp_path, "again", 0.0)
-    with suppress(AssertionError, subprocess.TimeoutExpired):  # what has not ended then is told below, with its log
+    with suppress(AssertionError, subprocess.TimeoutExpired):  # the lines below report what has not ended, with its log
         wait_until(lambda: not all(host.lives() for host in hosts), 60.0)
         for host in hosts:  # where one fails, torchrun on the other may wait for five minutes
             host.process.wait(10)
@@ -231,7 +231,7 @@ def test_two_hosts_are_one_process_and_one_that_is_slow_or_cut_off_comes_back(ho
 
 
 def test_the_slurm_templates_are_there_and_whole():
-    """As far as can be told without Slurm: bash can read them, and zerolab.train takes what they say it takes."""
+    """As far as one can check without Slurm: bash can read them, and zerolab.train takes what they say it takes."""
     from zerolab.apps.train import add_arguments
 
     page = (ROOT / "docs" / "teachers.md").read_text(encoding="utf-8")
@@ -249,7 +249,7 @@ def test_the_slurm_templates_are_there_and_whole():
         assert parser.parse_args(command.split()).stage == 2
 
 
-# Starts SLURM_NTASKS tasks, each on a node of its own, which are all here, and tells them what Slurm would.
+# Starts SLURM_NTASKS tasks, each on a node of its own (all of them here), with the variables that Slurm would set.
 SRUN = """#!/bin/bash
 while [[ $1 == --* ]]; do shift; done
 for ((i = 0; i < SLURM_NTASKS; i++)); do
@@ -262,7 +262,7 @@ exit ${failed:-0}
 
 
 def test_the_templates_train_on_two_nodes_where_srun_is_one_that_knows_no_cluster(tmp_path):
-    """The real templates and `zerolab.train`; of Slurm only what it sets in the environment."""
+    """The real templates and `zerolab.train`; of Slurm, only the variables that it sets."""
     for name, text in (("srun", SRUN), ("scontrol", "#!/bin/bash\necho localhost\necho other\n")):
         (tmp_path / name).write_text(text)
         (tmp_path / name).chmod(0o755)
@@ -288,16 +288,16 @@ def test_the_templates_train_on_two_nodes_where_srun_is_one_that_knows_no_cluste
                 os.killpg(run.pid, signal.SIGKILL)
             run.wait(10)
     assert [code for code, _ in last] == [0, 0], [log.read_text() for _, log in runs]
-    # Two ranks both times, so the same numbers; and a checkpoint each.
+    # Two ranks both times, so the numbers are the same; and each leaves a checkpoint.
     assert last[0] == last[1] and last[0][1][0].startswith("step 3: loss ")
     assert (tmp_path / "torchrun-run").is_dir() and (tmp_path / "srun-run").is_dir()
 
 
 def across(ranks: int) -> float:
-    """Of what all-gathers without a mesh move from the first half of the ranks to the second, in units of the whole.
+    """What all-gathers without a mesh move from the first half of the ranks to the second, as a share of the result.
 
-    A ring would move (N-1)/N. Here each rank broadcasts its slice, and gloo's broadcast is a tree: rank v, counted from
-    the root, has it after round k if v < 2**k, and in round k sends it to v + 2**k. All rounds and roots together:
+    A ring would move (N-1)/N. Here each rank broadcasts its shard, and gloo's broadcast is a tree: rank v, counted from
+    the root, has it after round k if v < 2**k, and in round k sends it to v + 2**k. Summed over all rounds and roots.
     """
     sent = 0
     for root in range(ranks):
@@ -311,7 +311,7 @@ def across(ranks: int) -> float:
 
 
 def test_the_link_carries_the_formula_and_less_with_a_mesh_and_a_host_that_froze_is_told(hosts, tmp_path):
-    """Four ranks, two on each host. Bytes that the interface sent in a step, headers of TCP and IP with them."""
+    """Four ranks, two on each host: the bytes that the interface sends in a step, with the headers of TCP and IP."""
     for host in hosts:
         host.torchrun(hosts[0], 29401, tmp_path / f"log{host.number}", "links", tmp_path, 6.0, ranks=2)
     wait_for_step(hosts, tmp_path, 0, 5)
@@ -322,15 +322,15 @@ def test_the_link_carries_the_formula_and_less_with_a_mesh_and_a_host_that_froze
         mesh, flat = ([row[f"{stage} {kind}"] for row in rows] for kind in ((2, 2), None))
         psi = mesh[0]["psi"]
         for host in (0, 1):
-            # With a mesh only means of shards pass: what the ledger of this host's two ranks says.
+            # With a mesh, only means of shards cross: what the ledgers of this host's two ranks say.
             ledger = mesh[2 * host]["ledger"] + mesh[2 * host + 1]["ledger"]
             assert ledger == 2 * between_bytes((2, 2), psi) == 4 * psi
-            # Without, each rank sends a quarter of the gradients to each of two there, and gathers pass, too.
+            # Without, each rank sends a quarter of the gradients to each of the two over there, and gathers cross, too.
             whole = (1 + across(4) * (2 if stage == 3 else 1)) * 4 * psi
             for row, payload in ((mesh[2 * host], ledger), (flat[2 * host], whole)):
                 assert payload < row["link"] < OVERHEAD * payload, (stage, host, row, payload)
 
-    # It stands still for longer than the timeout. When it goes on, its ranks hear that the others have left.
+    # The host stands still for longer than the timeout. When it goes on, its ranks hear that the others have left.
     hosts[1].freeze()
     the_first_host_says_why(hosts, 6.0)
     hosts[1].thaw()

@@ -159,4 +159,4 @@ def misuse() -> list[str]:
 def test_misuse(ranks):
     for said in ranks.run(misuse, ranks=2):
         assert "no_sync() and are not yet averaged" in said[0]
-        assert "updates another model" in said[1]
+        assert "also updates a model other than this LossScaler" in said[1]

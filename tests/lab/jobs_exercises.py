@@ -1,4 +1,4 @@
-"""What test_exercises.py runs on ranks."""
+"""Functions that test_exercises.py runs on ranks."""
 
 from __future__ import annotations
 
@@ -29,14 +29,14 @@ def losses(cls: type[zerolab.Engine]) -> list[float]:
 
 
 def train_with_both(decisions: dict[str, tuple[str, bool]]) -> tuple[list[float], list[float], str]:
-    """Losses with the learner's class and with the package's, and the file that the former comes from."""
+    """Losses with the learner's class, losses with the package's, and the file of the learner's class."""
     exercises.hear(decisions, [])
     ours = exercises.mine(zerolab.DDP)
     return losses(ours), losses(zerolab.DDP), ours.reduce.__code__.co_filename
 
 
 def train_zero3(decisions: dict[str, tuple[str, bool]]) -> tuple[list[float], list[float], list[str]]:
-    """Losses with both halves of the learner's ZeRO-3 and with the package's, and the files of the former's methods."""
+    """Losses with both halves of the learner's ZeRO-3, those with the package's, and the learner's files."""
     exercises.hear(decisions, [])
     ours = exercises.mine(zerolab.Zero3)
     methods = [ours.optimizer_params, ours.post_forward, ours.pre_backward, ours.post_backward, ours.after_step]

@@ -11,11 +11,13 @@ import pytest
 from nbformat import NotebookNode
 
 from zerolab.lab import build
-from zerolab.lab.exercises.catalogue import exercise
+from zerolab.lab.exercises.catalogue import find_exercise
 
 pytestmark = pytest.mark.slow
 
-SOURCE = f"""\
+ROOT = Path(__file__).parents[2]
+
+SOURCE = """\
 # %% [markdown]
 # # 01 · A tiny lesson
 
@@ -34,7 +36,6 @@ lab.predict("01.1", 12)
 
 # %%
 # %%exercise 01.2
-{exercise("01.2").reference}
 
 # %%
 lab.mine("01.2")("mine", 0, 1, None)
@@ -85,11 +86,11 @@ def test_notebooks_of_a_source(course: Path) -> None:
     assert ids == [cell.id for cell in build.notebooks(course / "solutions" / "01_tiny.py")["solutions"].cells]
 
     cells = {cell.id: cell.source for cell in lesson.cells}
-    assert cells["write-it-here-now-3"] == "%%exercise 01.2\n" + exercise("01.2").stub.rstrip()
+    assert cells["write-it-here-now-3"] == "%%exercise 01.2\n" + find_exercise("01.2").stub.rstrip()
     assert cells["write-it-here-now-2"] == 'lab.predict("01.1", ...)'
     assert cells["solution"] == "[The solution of this lesson](../solutions/01_tiny.ipynb)"
     assert "the answer is 12" not in str(lesson.cells)
-    assert exercise("01.2").reference.strip() in str([cell.source for cell in solution.cells][4])
+    assert solution.cells[4].source == "%%exercise 01.2\n" + find_exercise("01.2").reference.rstrip()
     assert any(cell.source.startswith("%%time\n") for cell in lesson.cells)
     nbformat.validate(solution)
     nbformat.validate(lesson)
@@ -123,17 +124,17 @@ def test_build_then_nothing_then_what_changed(
     source.write_text(SOURCE.replace("the answer is 12", "the answer is 13"))  # which the lesson does not hold
     assert build.main(["--root", str(course), "--check"]) == 1
     said = capsys.readouterr().out
-    assert "solutions/01_tiny.ipynb is not what its source says: cell write-it-here-now-6 differs" in said
+    assert "solutions/01_tiny.ipynb does not match its source: cell write-it-here-now-6 differs" in said
     assert "lessons/" not in said
     ran: list[Path] = []
     monkeypatch.setattr(build, "execute", lambda notebook, folder: ran.append(folder))
-    build.build(source)
+    build.update(source)
     assert [folder.name for folder in ran] == ["solutions"]
-    build.build(source, force=True)
+    build.update(source, force=True)
     assert [folder.name for folder in ran] == ["solutions", "solutions", "lessons"]
     (course / "package").mkdir()
     (course / "package" / "engine.py").write_text("pass\n")
-    build.build(source)
+    build.update(source)
     assert [folder.name for folder in ran[3:]] == ["solutions", "lessons"]
 
 
@@ -145,8 +146,8 @@ def test_drift(course: Path, capsys: pytest.CaptureFixture) -> None:
     nbformat.write(nbformat.v4.new_notebook(), course / "lessons" / "02_old.ipynb")
     found = build.drift(course)
     assert found[:2] == [
-        "solutions/01_tiny.ipynb is not what its source says: cell 01-a-tiny-lesson-2 was not run",
-        "lessons/01_tiny.ipynb is not what its source says: cell 01-a-tiny-lesson-2 was not run",
+        "solutions/01_tiny.ipynb does not match its source: cell 01-a-tiny-lesson-2 was not run",
+        "lessons/01_tiny.ipynb does not match its source: cell 01-a-tiny-lesson-2 was not run",
     ]
     assert found[2:] == ["lessons/02_old.ipynb has no source"]
     assert build.main(["--root", str(course / "lessons")]) == 2
@@ -166,9 +167,15 @@ def test_the_notebooks_of_the_course_say_what_their_sources_say() -> None:
 
 
 def test_an_unknown_exercise_is_named(course: Path, capsys: pytest.CaptureFixture) -> None:
-    (course / "solutions" / "01_tiny.py").write_text("# %%\n# %%exercise 01.9\npass\n")
+    (course / "solutions" / "01_tiny.py").write_text("# %%\n# %%exercise 01.9\n")
     assert build.main(["--root", str(course)]) == 1
     assert "there is no exercise '01.9'" in capsys.readouterr().err
+
+
+def test_an_answer_in_a_source_is_refused(course: Path, capsys: pytest.CaptureFixture) -> None:
+    (course / "solutions" / "01_tiny.py").write_text("# %%\n# %%exercise 01.2\npass\n")
+    assert build.main(["--root", str(course)]) == 1
+    assert "01_tiny.py: the answer to 01.2 is in the catalogue" in capsys.readouterr().err
 
 
 # ---------------------------------------------------------------------- what is kept of the outputs
@@ -217,3 +224,18 @@ def test_checks_say_what_they_must(kind: str) -> None:
         else:
             with pytest.raises(build.BuildError, match=f"cell it of {kind} says: {re.escape(text.strip())}"):
                 build.inspect(notebook, kind)
+
+
+def test_lessons_import_the_lab_the_engine_and_its_measurements_only() -> None:
+    """`zerolab.lab` is the one name for everything that the lab has: where it keeps it is its own affair."""
+    from zerolab import lab
+
+    found = []
+    for source in build.sources(ROOT):
+        for module, names in re.findall(r"^(?:# )?from (zerolab[\w.]*) import (.+)$", source.read_text(), re.MULTILINE):
+            if not re.fullmatch(r"zerolab(\.lab(\.plots)?|\.measure(\.\w+)?)?", module):
+                found.append(f"{source.name}: {module}")
+            elif module == "zerolab.lab":
+                wanted = {name.partition(" as ")[0] for name in names.split(", ")}
+                found += [f"{source.name}: lab.{name}" for name in sorted(wanted - {"plots", *lab.__all__})]
+    assert len(build.sources(ROOT)) > 8 and found == []

@@ -2,39 +2,39 @@
 
 from __future__ import annotations
 
-import dataclasses
 import inspect
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import jobs_exercises
+import mutants
 import pytest
 import torch
 from IPython.core.interactiveshell import InteractiveShell
+from mutants import __main__ as matrix
 
 import zerolab
-from zerolab.lab.exercises import __main__ as matrix
-from zerolab.lab.exercises import judge
+from zerolab.lab.exercises import judge, predictions
 from zerolab.lab.exercises import learner as exercises
-from zerolab.lab.exercises.catalogue import Todo, catalogue
+from zerolab.lab.exercises.catalogue import EXERCISES
+from zerolab.lab.exercises.exercise import Todo
 from zerolab.lab.ranks import session
 
 pytestmark = pytest.mark.slow
 
-CATALOGUE = catalogue()
 RIGHT = [
     pytest.param(asked.id, source, id=f"{asked.id} {name}")
-    for asked in CATALOGUE.values()
+    for asked in EXERCISES.values()
     for name, source in [
         ("reference", asked.reference),
-        *((f"alternative {i}", s) for i, s in enumerate(asked.alternatives)),
+        *((f"alternative {i}", s) for i, s in enumerate(mutants.RIGHT[asked.id])),
     ]
 ]
 MISTAKES = [
     pytest.param(asked.id, source, said, id=f"{asked.id} {name}")
-    for asked in CATALOGUE.values()
-    for name, (source, said) in asked.mutants.items()
+    for asked in EXERCISES.values()
+    for name, (source, said) in mutants.WRONG[asked.id].items()
 ]
 
 
@@ -49,21 +49,22 @@ def pool() -> Iterator[None]:
 def my(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A learner's folder, and a learner's memory, that are empty."""
     monkeypatch.setenv("ZEROLAB_MY", str(tmp_path / "my"))
-    for name, empty in (("_loaded", {}), ("_measured", {}), ("_classes", {}), ("_told", None), ("_last", None)):
+    for name, empty in (("_loaded", {}), ("_classes", {}), ("_told", None), ("_last", None)):
         monkeypatch.setattr(exercises, name, empty)
+    monkeypatch.setattr(predictions, "_measured", {})
     return tmp_path / "my"
 
 
 @pytest.mark.parametrize(("id", "source"), RIGHT)
 def test_right_answers_pass(id: str, source: str) -> None:
-    verdict = judge.judge(id, source)
+    verdict = judge.try_answer(id, source)
     assert verdict.passed, verdict.text
     assert verdict.text.endswith("N=1, 2, 3, 4 ok")
 
 
 @pytest.mark.parametrize(("id", "source", "said"), MISTAKES)
 def test_mistakes_are_named(id: str, source: str, said: str) -> None:
-    verdict = judge.judge(id, source)
+    verdict = judge.try_answer(id, source)
     assert verdict.kind not in ("right", "todo"), verdict.text
     assert said in verdict.text, verdict.text
     first, seen, likely, tip = verdict.text.splitlines()[:4]
@@ -75,17 +76,24 @@ def test_mistakes_are_named(id: str, source: str, said: str) -> None:
     )
 
 
+@pytest.mark.parametrize("id", mutants.FORMER)
+def test_answers_in_the_engines_former_names_pass(id: str) -> None:
+    verdict = judge.try_answer(id, mutants.FORMER[id])
+    assert verdict.passed, verdict.text
+
+
 def test_the_catalogue_is_what_the_course_promises() -> None:
-    for asked in CATALOGUE.values():
-        assert len(asked.alternatives) >= 2 and len(asked.mutants) >= 5 and len(asked.hints) >= 3, asked.id
-        sources = [asked.reference, *asked.alternatives, *(source for source, _ in asked.mutants.values())]
+    for asked in EXERCISES.values():
+        right, wrong = mutants.RIGHT[asked.id], mutants.WRONG[asked.id]
+        assert len(right) >= 2 and len(wrong) >= 5 and len(asked.hints) >= 3, asked.id
+        sources = [asked.reference, *right, *(source for source, _ in wrong.values())]
         assert len(set(sources)) == len(sources), f"{asked.id}: the same answer twice"
         assert asked.check.__module__.startswith("zerolab.lab.exercises.checks.lesson" + asked.id[:2])
 
 
-@pytest.mark.parametrize("id", CATALOGUE)
+@pytest.mark.parametrize("id", EXERCISES)
 def test_the_stub_is_not_done_yet(id: str) -> None:
-    verdict = judge.judge(id, CATALOGUE[id].stub)
+    verdict = judge.try_answer(id, EXERCISES[id].stub)
     assert verdict.kind == "todo"
     assert verdict.text.startswith(f"○ {id} ") and verdict.text.endswith("not done yet")
 
@@ -93,7 +101,7 @@ def test_the_stub_is_not_done_yet(id: str) -> None:
 def test_a_stub_raises_todo_and_starts_no_ranks(
     my: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
 ) -> None:
-    module = exercises.define("01.1", CATALOGUE["01.1"].stub)
+    module = exercises.define("01.1", EXERCISES["01.1"].stub)
     capsys.readouterr()
     monkeypatch.setattr(judge, "pool", lambda: pytest.fail("ranks were asked for"))
     exercises.check("01.1")
@@ -106,49 +114,49 @@ def test_a_stub_raises_todo_and_starts_no_ranks(
 
 
 def test_a_hang_is_cut_and_the_next_check_works() -> None:
-    judge.judge("01.1", CATALOGUE["01.1"].reference)  # the pool is there
+    judge.try_answer("01.1", EXERCISES["01.1"].reference)  # the pool is there
     begin = time.monotonic()
-    verdict = judge.judge("01.1", "def ring_reduce_scatter(*args):\n    while True:\n        pass\n", patience=1.0)
+    verdict = judge.try_answer("01.1", "def ring_reduce_scatter(*args):\n    while True:\n        pass\n", patience=1.0)
     assert verdict.kind == "late" and "a loop that does not end" in verdict.text
     assert "line 3" in verdict.seen or "line 2" in verdict.seen, verdict.text
     assert time.monotonic() - begin < 20.0
-    assert judge.judge("01.1", CATALOGUE["01.1"].reference).passed
+    assert judge.try_answer("01.1", EXERCISES["01.1"].reference).passed
 
 
 def test_a_message_that_nobody_sends() -> None:
     source = "import torch.distributed as dist\n\n"
     source += "def average(params):\n    if dist.get_world_size() > 1:\n        dist.recv(params[0].data)\n"
-    verdict = judge.judge("03.1", source, patience=1.0)
+    verdict = judge.try_answer("03.1", source, patience=1.0)
     assert verdict.kind == "waits" and "waits for a message that no rank sends" in verdict.text, verdict.text
     assert "line 5: dist.recv" in verdict.seen
 
 
 def test_an_exit_is_reported_and_the_next_check_works() -> None:
-    verdict = judge.judge("01.2", "import os\n\ndef ring_all_gather(*args):\n    os._exit(3)\n")
+    verdict = judge.try_answer("01.2", "import os\n\ndef ring_all_gather(*args):\n    os._exit(3)\n")
     assert verdict.kind == "late" and "exited with code 3" in verdict.text
     assert "the process itself died" in verdict.text
-    assert judge.judge("01.2", CATALOGUE["01.2"].reference).passed
+    assert judge.try_answer("01.2", EXERCISES["01.2"].reference).passed
 
 
 def test_what_does_not_compile_says_where() -> None:
-    verdict = judge.judge("01.1", "def ring_reduce_scatter(:\n", filename="/here/ex_01_1.py")
+    verdict = judge.try_answer("01.1", "def ring_reduce_scatter(:\n", filename="/here/ex_01_1.py")
     assert verdict.kind == "raised" and "SyntaxError" in verdict.seen and "line 1" in verdict.seen
 
 
 def test_a_renamed_function_is_noticed() -> None:
-    verdict = judge.judge("01.1", "def ring(*args):\n    pass\n")
+    verdict = judge.try_answer("01.1", "def ring(*args):\n    pass\n")
     assert "it must be ring_reduce_scatter" in verdict.likely
 
 
 def test_an_unknown_mistake_shows_the_case() -> None:
     source = "import torch\n\ndef ring_all_gather(chunk, rank, N, exchange):\n    return [torch.full((4,), 7.0)] * N\n"
-    verdict = judge.judge("01.2", source)
+    verdict = judge.try_answer("01.2", source)
     assert "does not know" in verdict.likely and "N=1 wrong" in verdict.text
     assert "the first at [0]: 7, expected 12" in verdict.seen
 
 
 def test_what_an_answer_prints_is_shown() -> None:
-    verdict = judge.judge("01.1", "def ring_reduce_scatter(*args):\n    print('so far')\n    return 1 / 0\n")
+    verdict = judge.try_answer("01.1", "def ring_reduce_scatter(*args):\n    print('so far')\n    return 1 / 0\n")
     assert "printed  so far" in verdict.text
     assert "ZeroDivisionError" in verdict.seen and "line 3: return 1 / 0" in verdict.seen
 
@@ -157,7 +165,7 @@ def test_what_an_answer_prints_is_shown() -> None:
 
 
 def test_a_pass_counts_until_the_answer_changes(my: Path, capsys: pytest.CaptureFixture) -> None:
-    exercises.define("01.2", CATALOGUE["01.2"].reference)
+    exercises.define("01.2", EXERCISES["01.2"].reference)
     assert not exercises.passed("01.2")
     exercises.check()
     assert "✓ 01.2 ring all-gather    N=1, 2, 3, 4 ok" in capsys.readouterr().out
@@ -165,7 +173,7 @@ def test_a_pass_counts_until_the_answer_changes(my: Path, capsys: pytest.Capture
     ours = exercises.mine("01.2")
     assert capsys.readouterr().out == "ring_all_gather: your code (01.2)\n"
     assert inspect.getsourcefile(ours) == str((my / "ex_01_2.py").absolute())
-    assert inspect.getsource(ours) in CATALOGUE["01.2"].reference
+    assert inspect.getsource(ours) in EXERCISES["01.2"].reference
 
     with (my / "ex_01_2.py").open("a") as file:
         file.write("# edited\n")
@@ -183,28 +191,40 @@ def test_mine_of_an_exercise_that_defines_two(my: Path, capsys: pytest.CaptureFi
     assert capsys.readouterr().out == f'{said}; release is lab.mine("06.1", "release")\n'
     assert exercises.mine("06.1", "release").__name__ == "release"
     assert capsys.readouterr().out == "release: the course's code, 06.1 is not written yet\n"
-    with pytest.raises(exercises.Misused, match=r"exercise 06\.1 defines gather, release, and no 'let go'"):
+    with pytest.raises(exercises.Misused, match=r"exercise 06\.1 defines gather, release, not 'let go'"):
         exercises.mine("06.1", "let go")
     with pytest.raises(exercises.Misused, match="3 is neither"):
         exercises.mine(3)
 
 
 def test_a_wrong_answer_loses_an_earlier_pass(my: Path, capsys: pytest.CaptureFixture) -> None:
-    exercises.define("01.2", CATALOGUE["01.2"].reference)
+    exercises.define("01.2", EXERCISES["01.2"].reference)
     exercises.check("01.2")
-    exercises.define("01.2", CATALOGUE["01.2"].mutants["order of arrival"][0])
+    exercises.define("01.2", mutants.WRONG["01.2"]["order of arrival"][0])
     exercises.check("01.2")
-    assert "order of their arrival" in capsys.readouterr().out
-    exercises.define("01.2", CATALOGUE["01.2"].reference)
+    assert "in order of arrival" in capsys.readouterr().out
+    exercises.define("01.2", EXERCISES["01.2"].reference)
     assert not exercises.passed("01.2")
 
 
 def test_a_stub_never_replaces_an_answer(my: Path, capsys: pytest.CaptureFixture) -> None:
-    exercises.define("01.1", CATALOGUE["01.1"].reference)
-    module = exercises.define("01.1", CATALOGUE["01.1"].stub)
-    assert (my / "ex_01_1.py").read_text() == CATALOGUE["01.1"].reference
+    exercises.define("01.1", EXERCISES["01.1"].reference)
+    module = exercises.define("01.1", EXERCISES["01.1"].stub)
+    assert (my / "ex_01_1.py").read_text() == EXERCISES["01.1"].reference
     assert "your answer in my/ex_01_1.py is used" in capsys.readouterr().out
     assert module.ring_reduce_scatter([torch.ones(2)], 0, 1, None).tolist() == [1.0, 1.0]
+
+
+def test_a_stub_in_the_words_of_an_earlier_release_is_a_stub(my: Path, capsys: pytest.CaptureFixture) -> None:
+    old = EXERCISES["06.1"].stub.replace("full", "whole").replace("Let the memory", "Give the memory")
+    assert old != EXERCISES["06.1"].stub
+    exercises.define("06.1", EXERCISES["06.1"].reference)
+    exercises.define("06.1", old)
+    assert (my / "ex_06_1.py").read_text() == EXERCISES["06.1"].reference
+    assert "your answer in my/ex_06_1.py is used" in capsys.readouterr().out
+    half = old.replace('raise Todo("06.1")', "whole.untyped_storage().resize_(0)", 1)
+    exercises.define("06.1", half)
+    assert (my / "ex_06_1.py").read_text() == half, "half an answer is one"
 
 
 def test_an_object_of_an_older_version_says_so(my: Path) -> None:
@@ -238,42 +258,42 @@ def test_damaged_progress_is_named(my: Path) -> None:
 
 
 def test_reveal_shows_nothing_before_a_prediction(my: Path, capsys: pytest.CaptureFixture) -> None:
-    exercises.measured("02.1", 4_200_000, unit="bytes")
-    exercises.predict("02.1", ...)
-    exercises.reveal("02.1")
+    predictions.measured("02.1", 4_200_000, unit="bytes")
+    predictions.predict("02.1", ...)
+    predictions.reveal("02.1")
     said = capsys.readouterr().out
-    assert "in the place of" in said and "first lab.predict" in said and "4.2" not in said
-    exercises.predict("02.1", 5_000_000)
-    exercises.reveal("02.1")
+    assert "replace `...` with the number you expect" in said and "first lab.predict" in said and "4.2" not in said
+    predictions.predict("02.1", 5_000_000)
+    predictions.reveal("02.1")
     assert "measured 4.20 MB; you said 5.00 MB: 19 % too much" in capsys.readouterr().out
-    exercises.predict("02.1", 4_200_000)
-    exercises.reveal("02.1")
+    predictions.predict("02.1", 4_200_000)
+    predictions.reveal("02.1")
     assert "exactly right" in capsys.readouterr().out
 
 
 def test_skip(my: Path, capsys: pytest.CaptureFixture) -> None:
-    exercises.skip("02.2")
-    exercises.reveal("02.2")
+    predictions.skip("02.2")
+    predictions.reveal("02.2")
     assert "not measured yet" in capsys.readouterr().out
-    exercises.measured("02.2", (3, 1), unit="calls")
-    exercises.reveal("02.2")
+    predictions.measured("02.2", (3, 1), unit="calls")
+    predictions.reveal("02.2")
     assert capsys.readouterr().out == "02.2: measured (3, 1) calls\n"
-    exercises.predict("02.2", (3, 1))
-    exercises.reveal("02.2")
+    predictions.predict("02.2", (3, 1))
+    predictions.reveal("02.2")
     assert capsys.readouterr().out.endswith("exactly right\n")
     with pytest.raises(exercises.Misused, match=r"prediction 02.2 is a Tensor"):
-        exercises.predict("02.2", torch.ones(1))
-    with pytest.raises(exercises.Misused, match="is a text"):
-        exercises.predict(2.2, 3)
+        predictions.predict("02.2", torch.ones(1))
+    with pytest.raises(exercises.Misused, match="is a string"):
+        predictions.predict(2.2, 3)
 
 
-@pytest.mark.parametrize("call", [exercises.predict, exercises.skip, exercises.reveal, exercises.predicted])
+@pytest.mark.parametrize("call", [predictions.predict, predictions.skip, predictions.reveal, predictions.predicted])
 def test_a_misspelt_prediction_names_those_there_are(my: Path, call: Callable) -> None:
     for id, said in {
         "05.9": "there is no prediction '05.9'; lesson 05 has 05.1, 05.2, 05.3, 05.4",
         "05.01": "there is no prediction '05.01'; lesson 05 has 05.1, 05.2, 05.3, 05.4",
         "5.1": "there is no prediction '5.1'; lesson 05 has 05.1, 05.2, 05.3, 05.4",
-        "cats": f"there is no prediction 'cats'; lessons {', '.join(exercises.PREDICTIONS)} have some",
+        "cats": f"there is no prediction 'cats'; lessons {', '.join(predictions.PREDICTIONS)} have predictions",
     }.items():
         with pytest.raises(exercises.Misused) as caught:
             call(id)
@@ -282,18 +302,18 @@ def test_a_misspelt_prediction_names_those_there_are(my: Path, call: Callable) -
 
 
 def test_a_unit_in_a_prediction_is_no_number(my: Path, capsys: pytest.CaptureFixture) -> None:
-    exercises.measured("02.3", 24.0, unit="MB")
-    exercises.predict("02.3", "48 MB")
-    exercises.reveal("02.3")
+    predictions.measured("02.3", 24.0, unit="MB")
+    predictions.predict("02.3", "48 MB")
+    predictions.reveal("02.3")
     said = capsys.readouterr().out
-    assert "a number of MB was asked, without its unit, and you said '48 MB'" in said and "24" not in said
+    assert "you said '48 MB', but this needs a number of MB, without the unit" in said and "24" not in said
 
 
 @pytest.mark.parametrize(
     ("guess", "value", "said"),
     [
-        (30, 10, "3 times what it is"),
-        (1, 10, "0.1 times what it is"),
+        (30, 10, "3 times the measured value"),
+        (1, 10, "0.1 times the measured value"),
         (9.9999, 10.0, "less than 0.1 % off"),
         (8, 10, "20 % too little"),
         (5, 0, "off by 5"),
@@ -301,7 +321,7 @@ def test_a_unit_in_a_prediction_is_no_number(my: Path, capsys: pytest.CaptureFix
     ],
 )
 def test_how_far_off(guess: object, value: object, said: str) -> None:
-    assert exercises._how_far_off(guess, value) == said
+    assert predictions._how_far_off(guess, value) == said
 
 
 def test_hints_unfold_one_at_a_time(my: Path, capsys: pytest.CaptureFixture) -> None:
@@ -314,7 +334,7 @@ def test_hints_unfold_one_at_a_time(my: Path, capsys: pytest.CaptureFixture) -> 
 
 
 def pass_03_3() -> None:
-    exercises.define("03.3", CATALOGUE["03.3"].alternatives[0])
+    exercises.define("03.3", mutants.RIGHT["03.3"][0])
     exercises.check("03.3")
 
 
@@ -329,7 +349,7 @@ def test_mine_is_the_packages_class_until_the_check_has_passed(my: Path, capsys:
     assert ours.reduce.__code__.co_filename == str((my / "ex_03_3.py").absolute())
     assert ours.optimizer_params is zerolab.DDP.optimizer_params
     assert exercises.mine(zerolab.DDP) is ours
-    exercises.define("03.3", CATALOGUE["03.3"].alternatives[1])
+    exercises.define("03.3", mutants.RIGHT["03.3"][1])
     with pytest.raises(exercises.Stale, match=r"MyDDP.reduce\(\) of an earlier version of 03.3"):
         ours.reduce(None, None)
     assert exercises.mine(zerolab.DDP) is zerolab.DDP
@@ -350,7 +370,7 @@ def test_the_learners_class_trains_as_the_packages_does(
 
 def test_both_halves_of_the_learners_zero3_train_as_the_packages_does(my: Path, ranks: zerolab.Ranks) -> None:
     for id in ("06.2", "07.1"):
-        exercises.define(id, CATALOGUE[id].alternatives[1])
+        exercises.define(id, mutants.RIGHT[id][1])
         exercises.check(id)
     decisions = {id: exercises._decision(id) for id in ("06.2", "07.1")}
     for ours, theirs, files in ranks.run(jobs_exercises.train_zero3, decisions, ranks=3):
@@ -360,7 +380,7 @@ def test_both_halves_of_the_learners_zero3_train_as_the_packages_does(my: Path, 
 
 def test_a_stub_in_use_says_so_on_its_rank(my: Path, ranks: zerolab.Ranks) -> None:
     with pytest.raises(zerolab.RankError, match=r"exercise 03.3 is not written yet"):
-        ranks.run(jobs_exercises.train_a_stub, CATALOGUE["03.3"].stub, ranks=2)
+        ranks.run(jobs_exercises.train_a_stub, EXERCISES["03.3"].stub, ranks=2)
 
 
 # ---------------------------------------------------------------------- as a learner and a maintainer start it
@@ -375,8 +395,8 @@ def shell(my: Path) -> Iterator[InteractiveShell]:
 
 
 def test_the_magic(my: Path, shell: InteractiveShell) -> None:
-    shell.run_cell("%%exercise 01.2\n" + CATALOGUE["01.2"].reference).raise_error()
-    assert (my / "ex_01_2.py").read_text().strip() == CATALOGUE["01.2"].reference.strip()
+    shell.run_cell("%%exercise 01.2\n" + EXERCISES["01.2"].reference).raise_error()
+    assert (my / "ex_01_2.py").read_text().strip() == EXERCISES["01.2"].reference.strip()
     shell.run_cell("alone = ring_all_gather('mine', 0, 1, None)").raise_error()
     assert shell.user_ns["alone"] == ["mine"]
     with pytest.raises(KeyError, match=r"there is no exercise '9.9'"):
@@ -414,9 +434,9 @@ def test_a_cell_that_raises_shows_its_lines_alone(shell: InteractiveShell, capsy
 
 
 def test_the_matrix(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture) -> None:
-    few = dict(list(CATALOGUE["01.2"].mutants.items())[:2])
-    asked = dataclasses.replace(CATALOGUE["01.2"], mutants=few)
-    monkeypatch.setattr(matrix, "catalogue", lambda: {"01.2": asked})
+    few = dict(list(mutants.WRONG["01.2"].items())[:2])
+    monkeypatch.setattr(matrix, "EXERCISES", {"01.2": EXERCISES["01.2"]})
+    monkeypatch.setattr(matrix, "WRONG", {"01.2": few})
     monkeypatch.setenv("COLUMNS", "160")
     assert matrix.main(["01.2"]) == 0
     said = capsys.readouterr().out
@@ -426,11 +446,10 @@ def test_the_matrix(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixtu
     assert "there is no exercise 09.9; there are 01.2" in capsys.readouterr().err
 
 
-def test_the_matrix_fails_where_a_mistake_is_not_named() -> None:
-    asked = dataclasses.replace(
-        CATALOGUE["01.2"], alternatives=(), mutants={"none": (CATALOGUE["01.2"].reference, "x")}
-    )
-    judged = {name: as_it_should for name, as_it_should, _ in matrix.rows(asked)}
+def test_the_matrix_fails_where_a_mistake_is_not_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(matrix, "RIGHT", {"01.2": ()})
+    monkeypatch.setattr(matrix, "WRONG", {"01.2": {"none": (EXERCISES["01.2"].reference, "x")}})
+    judged = {name: as_it_should for name, as_it_should, _ in matrix.rows(EXERCISES["01.2"])}
     assert judged == {"the reference": True, "the stub": True, "none": False}
 
 
@@ -449,7 +468,7 @@ def test_live_ranks_have_the_same_answer_and_the_same_decision(my: Path, capsys:
         with pytest.raises(session.RankFailure, match=r"Box.value\(\) of an earlier version of 01.1"):
             live.run("old.value()")
 
-        exercises.define("01.2", CATALOGUE["01.2"].reference)
+        exercises.define("01.2", EXERCISES["01.2"].reference)
         live.run(
             "from zerolab.lab import mine\ntheirs = mine('01.2')\nassert '01_2' not in theirs.__code__.co_filename"
         )

@@ -1,4 +1,4 @@
-"""Lesson 16 plans with the classes that the learner wrote in lessons 03 to 07: here with those answers in place."""
+"""Lesson 16 plans with the learner's classes from lessons 03 to 07: here with those answers in place."""
 
 from __future__ import annotations
 
@@ -6,12 +6,12 @@ import json
 import os
 from pathlib import Path
 
-import jupytext
 import pytest
 from nbclient import NotebookClient
 
+from zerolab.lab import build
 from zerolab.lab.exercises import judge
-from zerolab.lab.exercises.catalogue import catalogue
+from zerolab.lab.exercises.catalogue import EXERCISES
 
 pytestmark = pytest.mark.slow
 
@@ -21,12 +21,12 @@ SOURCE = Path(__file__).parents[2] / "solutions" / "16_plan_a_trillion.py"
 def test_the_learners_classes_make_figure_1(tmp_path):
     my, passed = tmp_path / "my", {}
     my.mkdir()
-    for id, asked in catalogue().items():
+    for id, asked in EXERCISES.items():
         (my / f"ex_{id.replace('.', '_')}.py").write_text(asked.reference)
         passed[id] = judge.digest(asked.reference)
     (my / "progress.json").write_text(json.dumps({"passed": passed, "predictions": {}, "hints": {}}))
 
-    lesson = jupytext.read(SOURCE, fmt="py:percent")
+    lesson = build.notebooks(SOURCE)["solutions"]
     NotebookClient(lesson, timeout=100, kernel_name="python3", resources={"metadata": {"path": str(tmp_path)}}).execute(
         env=os.environ | {"ZEROLAB_MY": str(my)}
     )

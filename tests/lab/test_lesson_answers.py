@@ -1,21 +1,20 @@
-"""The answers in the solutions are the references of the checks: what is taught, tested and run is one text."""
+"""The solutions' answers are the checks' references: what is taught, tested and run is one text."""
 
 from __future__ import annotations
 
 import re
 from pathlib import Path
 
-import jupytext
 import pytest
 
-from zerolab.lab.build import EXERCISE
-from zerolab.lab.exercises.catalogue import catalogue, exercise
-from zerolab.lab.exercises.learner import PREDICTIONS
+from zerolab.lab import build
+from zerolab.lab.exercises.catalogue import EXERCISES, find_exercise
+from zerolab.lab.exercises.predictions import PREDICTIONS
 
 pytestmark = pytest.mark.slow
 
 SOLUTIONS = Path(__file__).parents[2] / "solutions"
-LESSONS = sorted({id[:2] for id in catalogue()})
+LESSONS = sorted({id[:2] for id in EXERCISES})
 
 
 def test_the_predictions_are_those_that_the_lessons_ask_for() -> None:
@@ -27,8 +26,8 @@ def test_the_predictions_are_those_that_the_lessons_ask_for() -> None:
 @pytest.mark.parametrize("lesson", LESSONS)
 def test_the_solution_is_the_reference(lesson: str) -> None:
     (source,) = SOLUTIONS.glob(f"{lesson}_*.py")
-    cells = jupytext.read(source, fmt="py:percent").cells
-    answers = {found[1]: cell.source[found.end() :] for cell in cells if (found := EXERCISE.match(cell.source))}
-    assert sorted(answers) == [id for id in catalogue() if id.startswith(lesson)]
+    cells = build.notebooks(source)["solutions"].cells
+    answers = {found[1]: cell.source[found.end() :] for cell in cells if (found := build.EXERCISE.match(cell.source))}
+    assert sorted(answers) == [id for id in EXERCISES if id.startswith(lesson)]
     for id, answer in answers.items():
-        assert answer.strip() == exercise(id).reference.strip(), f"{id}: the solution and the check's reference differ"
+        assert answer.strip() == find_exercise(id).reference.strip(), f"{id}: the solution and the reference differ"

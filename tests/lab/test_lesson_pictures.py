@@ -25,7 +25,7 @@ def small(picture):
 def test_flat_storage():
     params = [("a", torch.empty(5)), ("b", torch.empty(2, 2)), ("c", torch.empty(3, 2))]
     said = small(plots.flat_storage(Layout(params, world_size=4)))
-    assert said.startswith("3 parameters of 5, 4, 6 elements lie in one buffer of 16, 1 of it padding")
+    assert said.startswith("3 parameters of 5, 4, 6 elements lie in one buffer of 16, 1 of them padding")
     with pytest.raises(ValueError, match="100 elements are too many"):
         plots.flat_storage(Layout([("a", torch.empty(100))], world_size=1))
 
@@ -43,7 +43,7 @@ def test_stacks():
 def test_growth():
     measured = {"activations": {k: 2000.0 * k + 500 for k in (1, 2, 5)}, "parameters": {1: 7e3, 5: 7e3}}
     said = small(plots.growth(measured, "tokens", "title", "subtitle"))
-    assert "Activations: 2.00 kB for each token, and 500 B besides." in said
+    assert "Activations: 2.00 kB per token, plus 500 B." in said
     assert "Parameters: 7.00 kB, however many tokens." in said
     with pytest.raises(ValueError, match="two points"):
         plots.fit_line({1: 2.0})
@@ -52,7 +52,7 @@ def test_growth():
 def test_call_costs_and_curves():
     costs = {"29 calls": plots.Cost(0.174, 0.014, 0.2), "1 call": plots.Cost(0.006, 0.014, 0.021)}
     said = small(plots.call_costs(costs, "title", "subtitle"))
-    assert "29 calls: 200 ms, of which by the link's numbers 174 ms latency" in said
+    assert "29 calls: 200 ms; by the link's numbers, 174 ms latency" in said
     assert small(plots.curves({"a": [3.0, 1.0]}, "title", "subtitle", "loss")) == "Loss: a from 3.00 to 1.00."
     with pytest.raises(ValueError, match="5 curves"):
         plots.curves({str(k): [1.0] for k in range(5)}, "title", "subtitle", "loss")
@@ -78,9 +78,9 @@ def test_calls_are_counted_whoever_makes_them(ranks):
 
 
 def test_a_skipped_prediction_is_one_too(tmp_path, monkeypatch):
-    from zerolab.lab.exercises import learner as exercises
+    from zerolab.lab.exercises import predictions
 
     monkeypatch.setenv("ZEROLAB_MY", str(tmp_path))
-    assert not exercises.predicted("02.1")
-    exercises.skip("02.1")
-    assert exercises.predicted("02.1")
+    assert not predictions.predicted("02.1")
+    predictions.skip("02.1")
+    assert predictions.predicted("02.1")

@@ -7,9 +7,9 @@ import io
 import pytest
 from PIL import Image
 
+from zerolab.lab.plots import stacks
 from zerolab.lab.plots.page import COLOURS as MOST
 from zerolab.lab.plots.page import LIMIT, png
-from zerolab.lab.plots.stacks import stacks
 from zerolab.lab.plots.style import COLOURS
 
 pytestmark = pytest.mark.slow

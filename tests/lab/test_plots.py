@@ -14,8 +14,8 @@ import torch.distributed as dist
 from PIL import Image, ImageChops
 
 import zerolab
-from zerolab.apps.paper import BF16
 from zerolab.measure import CATEGORIES, holdings, timeline, trace
+from zerolab.measure.paper import BF16
 from zerolab.tasks.models import GPT, Block
 
 plots = pytest.importorskip("zerolab.lab.plots")
@@ -182,7 +182,7 @@ def test_to_a_trillion(tmp_path):
     figure, sentence = plots.to_a_trillion(cells)
     save(figure, tmp_path)
     assert len(figure.axes) == 3
-    assert "On 1,024 GPUs a model of 1T parameters" in sentence and "13.7 GB in stage 3" in sentence
+    assert "On 1,024 GPUs, a rank of a 1T model holds" in sentence and "13.7 GB in stage 3" in sentence
     with pytest.raises(ValueError, match="no cells"):
         plots.to_a_trillion([])
 
@@ -190,7 +190,7 @@ def test_to_a_trillion(tmp_path):
 def test_before_after(tmp_path):
     figure, sentence = plots.before_after("all-gather", [[1], [2], [3]], [[1, 2, 3]] * 3)
     save(figure, tmp_path)
-    assert sentence == "all-gather: 3 numbers on 3 ranks became 9; a rank got at most 2 that it did not have."
+    assert sentence == "all-gather: 3 numbers on 3 ranks became 9; no rank received more than 2 that it did not have."
     figure, sentence = plots.before_after("reduce", [[1], [2]], [[3], []])
     assert sentence == "reduce: 2 numbers on 2 ranks became 1, 1 of them sums."
     assert any(text.get_text() == "nothing" for text in figure.axes[1].texts)
@@ -225,9 +225,9 @@ def test_memory_explorer():
     explorer.controls["optimizer"].value = "sgd"
     assert "Zero2 25.7 GB" in explorer.sentence  # 10 GB, 2Ψ of parameters, (2 + 4)Ψ/64 of gradients and masters
     for control, wrong, word in (
-        ("parameters", "lots", "no number of parameters"),
+        ("parameters", "lots", "not a number of parameters"),
         ("memory", "5 GB", "leave nothing"),
-        ("activations", "-", "no number of bytes"),
+        ("activations", "-", "not a number of bytes"),
     ):
         kept, good = explorer.image.value, explorer.controls[control].value
         explorer.controls[control].value = wrong

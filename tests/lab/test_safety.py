@@ -95,7 +95,7 @@ def test_the_lab_does_not_open_to_the_network_unasked(address, monkeypatch, caps
     with pytest.raises(SystemExit) as ended:
         opening.main()
     told = capsys.readouterr().err
-    assert ended.value.code == 2 and "token runs programs as you" in told and "ssh -L" in told and not started
+    assert ended.value.code == 2 and "its token can run programs as you" in told and "ssh -L" in told and not started
     monkeypatch.setattr(sys, "argv", [*arguments, "--open-to-network"])
     opening.main()
     assert f"--ip={address}" in started[0]

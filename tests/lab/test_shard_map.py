@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from zerolab.lab.plots import png
-from zerolab.lab.plots.shards import Piece, largest_share, shard_map
+from zerolab.lab.plots import Piece, largest_share, png, shard_map
 
 pytestmark = pytest.mark.slow
 
@@ -28,5 +27,5 @@ def test_the_picture_says_what_it_shows() -> None:
 
 
 def test_ways_must_deal_out_the_same_elements() -> None:
-    with pytest.raises(ValueError, match="'short' deals out another number of elements than 'flat'"):
+    with pytest.raises(ValueError, match="'short' and 'flat' do not divide the same number of elements"):
         shard_map({"flat": EVEN, "short": EVEN[:1]}, 2)

@@ -1,4 +1,4 @@
-"""The formulas against the paper, and what is measured on real ranks against bytes counted by hand."""
+"""The formulas against the paper; measurements on real ranks against bytes counted by hand."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def test_figure_1_of_the_paper() -> None:
     ],
 )
 def test_table_1_of_the_paper(world_size: int, parameters: float, gigabytes: tuple[float, ...]) -> None:
-    for stage, expected in zip((1, 2, 3), gigabytes):  # which the paper rounded, or cut
+    for stage, expected in zip((1, 2, 3), gigabytes):  # the paper rounds some values and cuts others off
         assert paper_state_bytes(stage, world_size, parameters) / 1e9 == pytest.approx(expected, rel=0.006)
 
 
@@ -107,14 +107,14 @@ class TwoLayers(nn.Module):
 
 
 PARAMETERS = 92
-# By hand: each parameter begins at 16 bytes, each unit is padded to a multiple of N.
+# By hand: each parameter begins at a multiple of 16 bytes, each unit is padded to a multiple of N elements.
 #   fp32  60 10 | 20 2          70 70 72 72 + 22 22 24 24 elements for N = 1, 2, 3, 4
 #   bf16  60 . 10 | 20 . 2      74 74 75 76 + 26 26 27 28
 PADDED = {"fp32": {1: 92, 2: 92, 3: 96, 4: 96}, "bf16": {1: 100, 2: 100, 3: 102, 4: 104}}
 
 
 def states_of(precision: zerolab.Precision | None) -> list[list[dict[str, int]]]:
-    """For each stage: after sharding, when the second backward returns, and after zero_grad."""
+    """Model states of each stage after sharding, when the second backward returns, and after zero_grad."""
     seen = []
     for stage in range(4):
         zero = zerolab.shard(TwoLayers(), stage, units=[nn.Linear], precision=precision)
@@ -159,7 +159,7 @@ def test_model_states_by_hand(ranks: zerolab.Ranks, n: int, name: str) -> None:
 
 
 def kept_back(stage: int) -> list[int]:
-    """Bytes of gradients under no_sync, and while backward still runs."""
+    """Bytes of gradients after a backward under no_sync, and after the next one."""
     zero = zerolab.shard(TwoLayers(), stage, units=[nn.Linear])
     optimizer = torch.optim.AdamW(zero.model.parameters())
     seen = []
@@ -173,13 +173,13 @@ def kept_back(stage: int) -> list[int]:
 
 @pytest.mark.parametrize("stage", range(4))
 def test_gradients_under_no_sync_count(ranks: zerolab.Ranks, stage: int) -> None:
-    whole, share = 4 * 92, 4 * 46
+    full, share = 4 * 92, 4 * 46
     for seen in ranks.run(kept_back, stage, ranks=2, timeout=60):
-        assert seen == [whole, share if stage >= 2 else whole]
+        assert seen == [full, share if stage >= 2 else full]
 
 
 def gathered(stage: int) -> int:
-    """Bytes of parameters while the second unit's forward runs."""
+    """Bytes of parameters at the start of the second unit's forward."""
     zero = zerolab.shard(TwoLayers(), stage, units=[nn.Linear])
     optimizer = torch.optim.AdamW(zero.model.parameters())
     seen = []

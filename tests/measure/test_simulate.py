@@ -21,7 +21,7 @@ from zerolab import Precision
 from zerolab.apps import paper
 from zerolab.measure import ledger, model_states, paper_state_bytes, simulate, timeline
 from zerolab.measure.formulas import activation_bytes
-from zerolab.measure.plan import in_parameters, plan, read_parameters
+from zerolab.measure.planning import in_parameters, plan, read_parameters
 from zerolab.measure.units import in_bytes, in_seconds, read_bytes
 from zerolab.tasks.models import GPT, Block
 
@@ -87,7 +87,7 @@ def test_nonsense_is_refused():
             attempt(**options)
     with pytest.raises(ValueError, match="Conv2d"):
         attempt(units=[torch.nn.Conv2d])
-    assert not dist.is_initialized(), "what failed has cleaned up"
+    assert not dist.is_initialized(), "failed calls have cleaned up"
     attempt()
 
 
@@ -135,7 +135,7 @@ def test_plan():
     rows = plan(7.5e9, 64, memory=32e9)
     assert [round(row.total / 1e9, 2) for row in rows] == [120.0, 31.41, 16.64, 1.64]
     assert [row.fits for row in rows] == [False, True, True, True]
-    # The paper's Table 2: 2B, 7.6B, 14.4B; its 128B in stage 3 has 16Ψ/N where here it is 14Ψ/N.
+    # The paper's Table 2: 2B, 7.6B, 14.4B. Its 128B in stage 3 comes from 16Ψ/N; here it is 14Ψ/N.
     assert [in_parameters(row.largest) for row in rows] == ["2.00B", "7.64B", "14.4B", "146B"]
     assert int(32e9 / (paper_state_bytes(3, 64, 1e9) / 1e9) / 1e9) == 128
     fp32 = plan(1e9, 4, precision="fp32", optimizer="sgd", activations=5e9)
@@ -207,7 +207,7 @@ def cell(request: pytest.FixtureRequest) -> Iterator[Future | None]:
 
 @pytest.mark.slow
 def test_table_1_as_stored(cell):
-    """`zerolab simulate --table1 --json docs/table1.json` made it, in some minutes; one cell is run again here."""
+    """`zerolab simulate --table1 --json docs/table1.json` made it in a few minutes. One cell is run again here."""
     stored = json.loads((Path(__file__).parents[2] / "docs" / "table1.json").read_text())["cells"]
     expected = paper.table_1()
     assert [paper.Cell(c["model"], c["ranks"], c["stage"], c["paper_gb"]) for c in stored] == expected
@@ -230,9 +230,9 @@ def test_the_peak_of_a_trillion_is_explained_by_name():
     named = states + sum(by_kind[kind] for kind in ("gathered parameters", "gradients", "activations"))
     assert named > 0.999 * line.peak
     assert len({part.unit for part in parts if part.kind == "gathered parameters"}) == 3  # two blocks and the root
-    whole = [part for part in parts if part.kind == "gradients" and part.nbytes > 1e9]
-    assert len(whole) == 3
-    # 127 layers, of which the last two have been passed, of 16 tensors of 1,024 tokens and width 25,600 in bf16
+    full = [part for part in parts if part.kind == "gradients" and part.nbytes > 1e9]
+    assert len(full) == 3
+    # backward has passed the last 2 of 127 layers; each layer has 16 tensors of 1,024 tokens by 25,600 in bf16
     assert by_kind["activations"] == pytest.approx(125 * 16 * 1024 * 25_600 * 2, rel=0.02)
 
 
@@ -240,7 +240,7 @@ def test_the_peak_of_a_trillion_is_explained_by_name():
 def test_the_commands_speak(tmp_path):
     path, drawn = tmp_path / "peak.json", tmp_path / "peak.png"
     wrong = {
-        ("plan", "--params", "many", "--ranks", "4"): "no number of parameters",
+        ("plan", "--params", "many", "--ranks", "4"): "not a number of parameters",
         ("plan", "--params", "1B", "--ranks", "0"): "must be 1 or more",
         ("plan", "--params", "1B", "--ranks", "4", "--precision", "int8"): "invalid choice",
         ("simulate",): "required",

@@ -9,14 +9,14 @@ from pathlib import Path
 
 
 def threads() -> list[str]:
-    """Those of gloo, by the names that the system shows, and those of Python."""
+    """gloo's threads, by the names that the system shows, and Python's."""
     names = [thread.name for thread in threading.enumerate()]
     for task in Path("/proc/self/task").iterdir():
         names.append((task / "comm").read_text().strip())
     return sorted(name for name in names if "gloo" in name or name in ("MainThread", "flight recorder"))
 
 
-# First come, last served: this runs when everything that the imports below have registered is through.
+# First registered, last run: after everything that the imports below register.
 atexit.register(lambda: print(f"at the end: {threads()}", flush=True))
 
 import torch  # noqa: E402
@@ -41,7 +41,7 @@ def main(how: str, stage: int) -> zerolab.Engine:
         dist.destroy_process_group()
     if how == "forks":
         child = os.fork()
-        if not child:  # not to Python's very end, where torch destroys its groups and may wait for a thread for ever
+        if not child:  # not to Python's very end, where torch destroys its groups and may wait for a thread forever
             atexit._run_exitfuncs()
             os._exit(0)
         end = time.monotonic() + 20.0
@@ -51,7 +51,7 @@ def main(how: str, stage: int) -> zerolab.Engine:
     if how == "fails":
         if zero.rank == 0:
             time.sleep(600.0)  # until it is killed
-        zero.comm.all_reduce(torch.ones(2), "nothing")  # and nobody waits for it
+        zero.comm.all_reduce(torch.ones(2), "nothing")  # which nobody waits for
         raise ValueError("rank 1 has failed")
     return zero
 

@@ -13,13 +13,14 @@ import torch
 import torch.distributed as dist
 from torch.utils.data import DataLoader
 
-from zerolab.world.processes import Ranks, init
+from zerolab.world.environment import init
+from zerolab.world.processes import Ranks
 
 TEN_MINUTES = 600
 
 
 def place(*args):
-    """Who this rank is, as torch.distributed, the environment and `init` have it."""
+    """Who this rank is, according to torch.distributed, the environment and `init`."""
     device = init()
     names = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
     return {
@@ -95,7 +96,7 @@ def wait_for_all():
 
 
 def dies(how):
-    """The last rank dies in the way that `how` names while the others wait for it."""
+    """The last rank dies, as `how` says, while the others wait for it."""
     if dist.get_rank() == dist.get_world_size() - 1:
         {"exit": lambda: os._exit(3), "sys": lambda: sys.exit("enough"), "kill": suicide}[how]()
     wait_for_all()
@@ -116,7 +117,7 @@ def dies_with_heir():
 
 
 def hangs(absent=1):
-    """Rank `absent` never comes to the collective in which the others wait."""
+    """Rank `absent` never comes to the collective that the others wait in."""
     if dist.get_rank() == absent:
         oversleep()
     wait_for_all()
@@ -166,7 +167,7 @@ if __name__ == "__main__":
             pool.run(echo, 0)
             print(pool.run(rest_and_tell, sys.argv[2], timeout=3.0))
     elif sys.argv[1:2] == ["prints"]:
-        Ranks(2).run(prints)  # and is never closed
+        Ranks(2).run(prints)  # which is never closed
     else:
         here = place()
         wait_for_all()

@@ -1,4 +1,4 @@
-"""How a script ends: with all threads that worked for it, or else one that wakes up too late aborts the process."""
+"""How a script ends: all threads that work for it end first, since one that wakes up too late aborts the process."""
 
 import subprocess
 import sys
@@ -32,7 +32,7 @@ def test_no_thread_is_left_when_python_ends(how, stage):
         first, *others, last = out.splitlines()
         assert first.startswith("at work:") and "'pt_gloo_runloop'" in first and "'flight recorder'" in first
         assert last == "at the end: ['MainThread']"
-        assert len(others) == (how == "forks")  # what the fork says
+        assert len(others) == (how == "forks")  # the line that the fork prints
 
 
 def test_a_rank_that_fails_waits_for_a_collective_that_never_ends_only_until_the_timeout():

@@ -1,4 +1,4 @@
-"""`init` and `launch`, with real processes: what they return, what they say when a rank fails, what they leave."""
+"""`init` and `launch`, with real processes: what they return, say when a rank fails, and leave behind."""
 
 import json
 import multiprocessing
@@ -18,7 +18,8 @@ import pytest
 import torch
 from jobs_common import PYTHONPATH
 
-from zerolab.world.processes import Patience, RankError, Ranks, _first_host, _read, init, launch
+from zerolab.world.environment import first_host, init, read_place
+from zerolab.world.processes import Patience, RankError, Ranks, launch
 
 ROOT = Path(__file__).resolve().parents[2]
 JOBS = Path(jobs_launch.__file__)
@@ -45,7 +46,7 @@ def python(*args: object, **variables: object) -> subprocess.Popen:
 
 
 def free_port() -> int:
-    """One on which nobody listened a moment ago."""
+    """A port that nobody listened on a moment ago."""
     with socket.create_server(("127.0.0.1", 0)) as free:
         return free.getsockname()[1]
 
@@ -58,7 +59,7 @@ def finish(process: subprocess.Popen, text: str | None = None) -> tuple[str, str
 
 
 def children() -> set[int]:
-    """Processes below this one, dead and not reaped ones too, without multiprocessing's resource tracker."""
+    """Processes below this one, even dead ones not yet reaped, without multiprocessing's resource tracker."""
     found = set()
     for child in psutil.Process().children(recursive=True):
         try:
@@ -80,20 +81,20 @@ def wait_until(condition: Callable[[], object], seconds: float) -> None:
 
 @pytest.fixture(scope="module")
 def four() -> Iterator[Ranks]:
-    """For what goes well."""
+    """For runs that succeed."""
     with Ranks(4) as pool:
         yield pool
 
 
 @pytest.fixture(scope="module")
 def two() -> Iterator[Ranks]:
-    """For what goes wrong: starts anew after each failure."""
+    """For runs that fail: it starts new processes after each."""
     with Ranks(2) as pool:
         yield pool
 
 
 def fails(pool: Ranks, fn, *args, **options) -> RankError:
-    """The error of a run that must fail, leave no process, and leave the pool good for another run."""
+    """The error of a run that must fail, leave no process behind, and leave the pool fit for another run."""
     start = time.monotonic()
     pids = {place["pid"] for place in pool.run(jobs_launch.place)}
     assert pids <= children()
@@ -174,13 +175,13 @@ def test_nothing_starts_before_the_first_run_and_only_results_stay_after_close()
     assert len(children() - before) == 1
     pool.close()
     assert children() == before
-    pool.close()  # again does no harm
+    pool.close()  # a second time does no harm
     assert torch.equal(back["big"], big) and not back["big"].is_shared()
 
 
 @pytest.mark.slow
 def test_output_in_whole_lines_and_no_noise_even_when_never_closed() -> None:
-    """GLOO_SOCKET_IFNAME names a network of a cluster. It is not used here, where no such network exists."""
+    """GLOO_SOCKET_IFNAME names a cluster's network. It must not be used here, where that network does not exist."""
     process = python(JOBS, "prints", PYTHONUNBUFFERED="1", GLOO_SOCKET_IFNAME="cluster0")
     out, err = finish(process)
     assert process.returncode == 0
@@ -227,7 +228,7 @@ def test_a_death_comes_before_those_who_noticed_it(two: Ranks, how: str, said: s
 @pytest.mark.slow
 def test_a_death_is_seen_though_an_heir_holds_the_pipe(two: Ranks) -> None:
     assert two.run(jobs_launch.echo, 1) == [1, 1]
-    before = {process.pid for process, _ in two._processes}  # other tests' pools may be alive beside this one
+    before = {process.pid for process, _ in two._processes}  # pools of other tests may be alive too
     with pytest.raises(RankError, match="rank 1 of 2 was killed by SIGKILL"):
         two.run(jobs_launch.dies_with_heir, timeout=30)
     assert not children() & before
@@ -340,7 +341,7 @@ def test_more_ranks_than_the_pool_has(two: Ranks) -> None:
 
 
 def hanging(*arguments: object) -> tuple[subprocess.Popen, list[psutil.Process]]:
-    """A program whose ranks hang, rank 1 in a collective and rank 0 elsewhere, and these ranks."""
+    """A program whose ranks hang, rank 1 in a collective and rank 0 elsewhere; and the ranks' processes."""
     program = python(JOBS, "hang", *arguments)
     told = Path(str(arguments[0]))
     wait_until(lambda: told.exists() or program.poll() is not None, 60)
@@ -392,7 +393,7 @@ def test_control_z_takes_none_of_the_time(tmp_path: Path) -> None:
     program = python(JOBS, "rest", tmp_path / "told")
     wait_until(lambda: (tmp_path / "told").exists() or program.poll() is not None, 60)
     os.killpg(program.pid, signal.SIGSTOP)  # a terminal sends SIGTSTP to the group, with the same effect
-    time.sleep(4.0)  # more than the run has
+    time.sleep(4.0)  # longer than the run may take
     os.killpg(program.pid, signal.SIGCONT)
     assert finish(program) == ("[15, 15]\n", "")
 
@@ -454,21 +455,21 @@ SRUN |= {"SLURM_STEP_NODELIST": "node[03-05],old9", "SLURM_STEP_TASKS_PER_NODE":
 
 
 def test_the_place_that_slurm_describes() -> None:
-    assert _read(SRUN) == (5, 7, 1, 2, "node03", 10000 + 123456 % 20000)
-    assert _read(SRUN | {"SLURM_STEP_ID": "1"}).port != _read(SRUN).port
-    assert _read(SRUN | {"MASTER_ADDR": "10.0.0.1", "MASTER_PORT": "29500"})[4:] == ("10.0.0.1", 29500)
+    assert read_place(SRUN) == (5, 7, 1, 2, "node03", 10000 + 123456 % 20000)
+    assert read_place(SRUN | {"SLURM_STEP_ID": "1"}).port != read_place(SRUN).port
+    assert read_place(SRUN | {"MASTER_ADDR": "10.0.0.1", "MASTER_PORT": "29500"})[4:] == ("10.0.0.1", 29500)
     last = {"SLURM_NODEID": "3", "SLURM_PROCID": "6", "SLURM_LOCALID": "0"}
-    assert _read(SRUN | last).local_world_size == 1
+    assert read_place(SRUN | last).local_world_size == 1
     asked = {"SLURM_NTASKS_PER_NODE": "4", "SLURM_STEP_TASKS_PER_NODE": ""}
-    assert _read(SRUN | asked).local_world_size == 4
+    assert read_place(SRUN | asked).local_world_size == 4
     torchrun = {"RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "localhost", "MASTER_PORT": "1"}
-    assert _read(SRUN | torchrun) == (1, 2, 1, 2, "localhost", 1)
+    assert read_place(SRUN | torchrun) == (1, 2, 1, 2, "localhost", 1)
 
 
 def test_slurm_without_srun_is_a_world_of_one() -> None:
-    assert _read({"SLURM_NTASKS": "4", "SLURM_NODELIST": "a,b"}).world_size == 1  # salloc's shell
-    assert _read({"SLURM_PROCID": "0", "SLURM_NODELIST": "a"}).world_size == 1  # a batch script
-    assert _read({"SLURM_PROCID": "0", "SLURM_NTASKS": "1"}).world_size == 1
+    assert read_place({"SLURM_NTASKS": "4", "SLURM_NODELIST": "a,b"}).world_size == 1  # salloc's shell
+    assert read_place({"SLURM_PROCID": "0", "SLURM_NODELIST": "a"}).world_size == 1  # a batch script
+    assert read_place({"SLURM_PROCID": "0", "SLURM_NTASKS": "1"}).world_size == 1
 
 
 @pytest.mark.parametrize(
@@ -482,8 +483,8 @@ def test_slurm_without_srun_is_a_world_of_one() -> None:
         ("", ""),
     ],
 )
-def test_first_host(hosts: str, first: str) -> None:
-    assert _first_host(hosts) == first
+def testfirst_host(hosts: str, first: str) -> None:
+    assert first_host(hosts) == first
 
 
 LOCAL2 = {"RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29500"}

@@ -1,1 +1,1 @@
-"""A file for each command of `zerolab`."""
+"""A file for each command of `zerolab`, and what the commands share."""

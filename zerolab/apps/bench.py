@@ -1,14 +1,14 @@
 """`zerolab bench`: every stage beside the library that does the same, step by step in the same processes.
 
-All systems are built on the same ranks and take one step each per round, in turn, so that whatever else the machine
-does hits all of them. A round gives one ratio per pair; the median of the ratios counts, with its 95 % interval. Before
-and after each step all ranks meet, so a step's time is the slowest rank's; CPU time is the sum over the ranks.
+All systems are built on the same ranks and take one step each per round, in turn, so that whatever else the machine is
+doing hits all of them. A round gives one ratio per pair; the median of the ratios counts, with its 95 % interval. All
+ranks meet before and after each step, so a step's time is the slowest rank's; CPU time is the sum over the ranks.
 
-Peaks come from the allocator, in separate processes for each system. The floor is plain PyTorch that does not
-communicate: what is above it is what sharding costs. Bytes moved are counted where every system must pass, at torch's
-collectives, as rings would send them (gloo's own reduce-scatter sends twice that).
+Peaks come from the allocator, in separate processes for each system. The floor is plain PyTorch without communication;
+a system's time above the floor is what sharding costs. Bytes moved are counted at torch's collectives, which every
+system must use, and as a ring would send them (gloo's own reduce-scatter sends twice that).
 
-On CUDA, with a rank for each GPU and a larger model, a step's time is what CUDA events say.
+On CUDA, with a rank for each GPU and a larger model, CUDA events time the steps.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ import json
 import logging
 import time
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from statistics import mean, median
 from typing import Any
@@ -32,7 +32,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 import zerolab
-from zerolab.apps.demo import PRECISIONS
+from zerolab.lab.ladder import PRECISIONS
 from zerolab.measure import peak_of
 from zerolab.tasks.data import batch, text
 from zerolab.tasks.models import GPT, Block
@@ -43,11 +43,11 @@ SIZES = {
 }
 BATCH = {"cpu": 4, "cuda": 16}
 WARM_UP = 3
-LEARNING_RATE = 3e-4  # with 1e-3 the loss jumps, and there rounding decides where to
+LEARNING_RATE = 3e-4  # with 1e-3 the loss jumps, and rounding decides where it lands
 BUCKET = 25 * 2**20 // 4  # elements: DeepSpeed's buckets are as large as those of torch's DDP, 25 MB
-# Relative. In bf16 torch's DDP has autocast, the others cast weights. Ranks that do not communicate are 0.0035 off.
+# Relative. In bf16, torch's DDP uses autocast and the others cast weights. Ranks that never communicate are 0.0035 off.
 SAME_LOSS = {"fp32": 1e-4, "bf16": 5e-4}
-COMPARED = 10  # steps: the mean loss of the first ones. From step 15 on rounding to bf16 decides where the loss goes
+COMPARED = 10  # compare the mean loss of the first steps; from step 15 on, rounding to bf16 decides where the loss goes
 PAIRS = (
     ("DDP", "torch DDP"),
     ("Zero1", "ZeroRedundancyOptimizer"),
@@ -61,7 +61,7 @@ Step = Callable[[int], float]  # takes a step's number, trains, returns the loss
 
 
 def pairs_of(precision: str) -> tuple[tuple[str, str], ...]:
-    """Ours and its peer. DeepSpeed only where it is installed; its stage 0 in bf16 has no masters: other work."""
+    """Pairs of ours and a peer. DeepSpeed only if installed, and not its stage 0 in bf16, which has no masters."""
     if importlib.util.find_spec("deepspeed") is None:
         return PAIRS
     return PAIRS + (DEEPSPEED if precision == "fp32" else DEEPSPEED[1:])
@@ -76,7 +76,7 @@ def names_of(precision: str) -> list[str]:
 
 
 def build(name: str, precision: str, sizes: dict[str, int]) -> Step:
-    """One system by name, with the same weights, data and optimizer as the others, at its best settings."""
+    """Build a system by name, at its best settings, with the same weights, data and optimizer as the others."""
     device = zerolab.init()
     torch.manual_seed(0)
     gpt = GPT(**sizes).to(device)
@@ -104,10 +104,11 @@ def build(name: str, precision: str, sizes: dict[str, int]) -> Step:
     if name == "ZeroRedundancyOptimizer":
         from torch.distributed.optim import ZeroRedundancyOptimizer
 
-        kind, more = ZeroRedundancyOptimizer, {"optimizer_class": torch.optim.AdamW, "parameters_as_bucket_view": True}
+        optimizer: torch.optim.Optimizer = ZeroRedundancyOptimizer(
+            model.parameters(), torch.optim.AdamW, parameters_as_bucket_view=True, lr=LEARNING_RATE
+        )
     else:
-        kind, more = torch.optim.AdamW, {}
-    optimizer = kind(model.parameters(), lr=LEARNING_RATE, **more)
+        optimizer = torch.optim.AdamW(model.parameters(), lr=LEARNING_RATE)
 
     def step(number: int) -> float:
         with autocast:
@@ -125,14 +126,13 @@ def _fully_shard(gpt: GPT, compute: torch.dtype | None, device: torch.device, re
     from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
     mesh = init_device_mesh(device.type, (dist.get_world_size(),))
-    options = {"mesh": mesh, "mp_policy": MixedPrecisionPolicy(param_dtype=compute), "reshard_after_forward": reshard}
-    for block in gpt.blocks:
-        fully_shard(block, **options)
-    fully_shard(gpt, **options)
+    policy = MixedPrecisionPolicy(param_dtype=compute)
+    for module in (*gpt.blocks, gpt):
+        fully_shard(module, mesh=mesh, mp_policy=policy, reshard_after_forward=reshard)
 
 
 def _deepspeed_step(gpt: GPT, stage: int, precision: str, inputs: Callable[[int], tuple[Tensor, Tensor]]) -> Step:
-    """With torch's AdamW, so that it does the others' work."""
+    """DeepSpeed with torch's AdamW, so that it does the same work as the others."""
     logging.getLogger("DeepSpeed").setLevel(logging.ERROR)
     logging.getLogger("deepspeed").setLevel(logging.ERROR)
     warnings.filterwarnings("ignore", category=FutureWarning, module="torch.distributed")  # it uses the old names
@@ -142,18 +142,18 @@ def _deepspeed_step(gpt: GPT, stage: int, precision: str, inputs: Callable[[int]
             "stage": stage,
             "overlap_comm": True,
             "contiguous_gradients": True,
-            "reduce_bucket_size": BUCKET,  # the default, 2 GB, is allocated however small the model
+            "reduce_bucket_size": BUCKET,  # the default, 2 GB, is allocated for any model, however small
             "allgather_bucket_size": BUCKET,
-            # So it gathers once a step: what the prefetch finds still whole is not released after forward. With 0
-            # it gathers twice, as Zero3 does, but one parameter at a time.
+            # With this it gathers once per step, as parameters that are due for prefetch are not released after
+            # forward. With 0 it gathers twice, as Zero3 does, but one parameter at a time.
             "stage3_prefetch_bucket_size": BUCKET,
         },
         "zero_allow_untested_optimizer": True,
         "zero_force_ds_cpu_optimizer": False,
-        "gradient_clipping": 0.0,  # else it clips at 1
+        "gradient_clipping": 0.0,  # otherwise it clips at 1
         "bf16": {"enabled": precision == "bf16"},
     }
-    with contextlib.redirect_stdout(io.StringIO()):  # it tells what it compiles
+    with contextlib.redirect_stdout(io.StringIO()):  # it prints what it compiles
         import deepspeed
 
         optimizer = torch.optim.AdamW(gpt.parameters(), lr=LEARNING_RATE)
@@ -169,10 +169,10 @@ def _deepspeed_step(gpt: GPT, stage: int, precision: str, inputs: Callable[[int]
 
 
 class Sent(TorchDispatchMode):
-    """Counts the bytes that this rank sends in the block, if collectives run as rings; `bytes` is the sum.
+    """Counts the bytes that this rank sends in the block if collectives run as rings; `bytes` is the sum.
 
-    A broadcast is passed on by all ranks but one, so it counts as (N-1)/N of itself on each. None if something was
-    called of which it is not known what it moves.
+    All ranks but one pass a broadcast on, so it counts as (N-1)/N of its size on each. `bytes` is None if something was
+    called whose traffic we cannot tell.
     """
 
     TIMES = {
@@ -200,7 +200,7 @@ class Sent(TorchDispatchMode):
             else:
                 sizes = [sum(t.nbytes for t in tree_leaves(arg) if isinstance(t, Tensor)) for arg in args[:2]]
                 size = sizes[0] if func._opname in ("allreduce_", "broadcast_") else max(sizes)
-                share = 1 / dist.get_world_size()  # of it that stays on this rank
+                share = 1 / dist.get_world_size()  # the part that stays on this rank
                 if func._opname == "alltoall_base_" and (splits := args[4]):
                     size, share = sizes[1], splits[dist.get_rank()] / max(1, sum(splits))
                 self.bytes += times * size * (1 - share)
@@ -215,7 +215,7 @@ def time_rounds(rounds: int, precision: str, sizes: dict[str, int]) -> dict[str,
     device = zerolab.init()
     steps = {name: build(name, precision, sizes) for name in names_of(precision)}
     result: dict[str, dict[str, Any]] = {name: {"wall": [], "cpu": [], "loss": []} for name in steps}
-    numbers = range(WARM_UP + rounds)
+    numbers: Iterable[int] = range(WARM_UP + rounds)
     with contextlib.suppress(ModuleNotFoundError):  # a machine with a GPU may have little besides torch
         from tqdm import tqdm
 
@@ -235,7 +235,7 @@ def time_rounds(rounds: int, precision: str, sizes: dict[str, int]) -> dict[str,
 
 
 def time_step(step: Step, number: int, device: torch.device) -> tuple[float, float, float]:
-    """The loss, and seconds of wall and of CPU. All ranks begin together, and on the CPU the last one ends it."""
+    """The loss, and the seconds of wall and CPU time. Ranks begin together; on the CPU, the last one ends the step."""
     on_cuda = device.type == "cuda"
     if on_cuda:
         begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
@@ -256,7 +256,7 @@ def time_step(step: Step, number: int, device: torch.device) -> tuple[float, flo
 
 
 def measure_peak(name: str, precision: str, sizes: dict[str, int]) -> int:
-    """One rank's peak of a step in bytes."""
+    """One rank's peak of a step, in bytes."""
 
     def make() -> Callable[[], float]:
         step, number = build(name, precision, sizes), iter(range(10))
@@ -269,7 +269,7 @@ def measure_peak(name: str, precision: str, sizes: dict[str, int]) -> int:
 
 
 def measure(ranks: int, rounds: int, precision: str, sizes: dict[str, int] | None = None) -> dict[str, Any]:
-    """What `--json` writes. Ratios are ours over the peer's: below 1, ours is faster, or holds less."""
+    """Measure what `--json` writes. Ratios are ours over the peer's: below 1, ours is faster or holds less."""
     sizes = sizes or SIZES["cuda" if ranks <= torch.cuda.device_count() else "cpu"]
     report = measure_times(ranks, rounds, precision, sizes)
     report["peak_bytes"] = peaks = measure_peaks(ranks, precision, sizes)
@@ -279,7 +279,7 @@ def measure(ranks: int, rounds: int, precision: str, sizes: dict[str, int] | Non
 
 
 def measure_times(ranks: int, rounds: int, precision: str, sizes: dict[str, int]) -> dict[str, Any]:
-    """All systems in turn on the same ranks."""
+    """Time all systems, in turn on the same ranks."""
     with zerolab.Ranks(ranks, threads=1) as pool:
         everyone = pool.run(time_rounds, rounds, precision, sizes, timeout=3600, group_timeout=300)
     names = names_of(precision)
@@ -303,12 +303,13 @@ def measure_times(ranks: int, rounds: int, precision: str, sizes: dict[str, int]
 
 
 def mean_sent(each: list[float | None]) -> float | None:
-    """Per rank. None: one could not be counted."""
-    return None if None in each else sum(each) / len(each)
+    """The mean over the ranks; None if a rank could not count."""
+    counted = [sent for sent in each if sent is not None]
+    return sum(counted) / len(counted) if len(counted) == len(each) else None
 
 
 def measure_peaks(ranks: int, precision: str, sizes: dict[str, int]) -> dict[str, int]:
-    """Of the rank that has most, each system in fresh processes: nobody else's memory."""
+    """The peak of the rank that has most, for each system. Fresh processes keep other systems' memory out."""
     peaks = {}
     for name in names_of(precision):
         with zerolab.Ranks(ranks, threads=1) as pool:
@@ -317,16 +318,16 @@ def measure_peaks(ranks: int, precision: str, sizes: dict[str, int]) -> dict[str
 
 
 def interval(ratios: list[float]) -> tuple[float, float]:
-    """The 95 % interval of the median, from the order statistics: no assumption about how ratios are distributed."""
+    """The 95 % interval of the median, from order statistics, which assume nothing about the distribution."""
     ordered, n = sorted(ratios), len(ratios)
     low = max(0, int(n / 2 - 0.98 * n**0.5))
     return ordered[low], ordered[n - 1 - low]
 
 
-def bench(ranks: int | None, rounds: int, precisions: list[str], json_file: str | None, plot_file: str | None) -> int:
-    """Measure, print a table for each precision, write what was asked for; 1 if two of a pair did other work.
+def run(ranks: int | None, rounds: int, precisions: list[str], json_file: str | None, plot_file: str | None) -> int:
+    """Measure, print a table for each precision, write the files. Exit status: 1 if a pair did not do the same work.
 
-    ranks: None for one on each GPU, or two where there is none.
+    ranks: None for one on each GPU, or two if there are no GPUs.
     """
     import rich
 
@@ -334,7 +335,7 @@ def bench(ranks: int | None, rounds: int, precisions: list[str], json_file: str 
     if importlib.util.find_spec("deepspeed") is None:
         print("DeepSpeed is not installed: skipped. (DS_BUILD_OPS=0 pip install --no-build-isolation deepspeed)")
     elif "bf16" in precisions:
-        print("DeepSpeed's stage 0 has no fp32 masters in bf16, so it does other work: skipped there.")
+        print("DeepSpeed's stage 0 has no fp32 masters in bf16, so it would do different work: skipped there.")
     reports, wrong = [], 0
     for precision in precisions:
         reports.append(measure(ranks, rounds, precision))
@@ -345,9 +346,9 @@ def bench(ranks: int | None, rounds: int, precisions: list[str], json_file: str 
                 wrong = 1
         print(moved_line(reports[-1]))
     print("Below 1 ours is faster, or holds less. Wall and CPU: median of the rounds' ratios, [95 % interval].")
-    print("above: what a step costs more than without any communication, ours over the peer's.")
+    print("above: a step's time above a step without communication, ours over the peer's.")
     if rounds < 40:
-        print(f"{rounds} rounds are a try: say --rounds 40 or more before you compare.")
+        print(f"{rounds} rounds are only a trial: use --rounds 40 or more before you compare.")
     if json_file:
         report = reports[0] | ({"reports": reports} if len(reports) > 1 else {})
         Path(json_file).write_text(json.dumps(report, indent=1) + "\n")
@@ -361,7 +362,7 @@ def bench(ranks: int | None, rounds: int, precisions: list[str], json_file: str 
 
 
 def moved_line(report: dict[str, Any]) -> str:
-    """What each system sends in a step, and what a step without communication takes of each."""
+    """What each system sends in a step, and the floor as a fraction of each system's time."""
     from zerolab.measure.units import in_bytes
 
     moved: dict[str, float | None] = {}
@@ -369,11 +370,11 @@ def moved_line(report: dict[str, Any]) -> str:
         moved |= {pair["ours"]: pair["moved_ours"], pair["peer"]: pair["moved_peer"]}
     said = [f"{name} {'not counted' if sent is None else in_bytes(round(sent))}" for name, sent in moved.items()]
     floors = ", ".join(f"{ratio:.2f} of {name}" for name, ratio in report["floor"].items())
-    return f"Sent by a rank in a step, as rings would: {', '.join(said)}.\nThe floor is {floors}."
+    return f"Sent by a rank in a step, if in rings: {', '.join(said)}.\nThe floor is {floors}."
 
 
 def table(report: dict[str, Any]) -> Any:
-    """For rich: a line for each pair. The losses are ours: `bench` says so if a peer's is another."""
+    """A table for rich with a line for each pair. The losses are ours; `run` reports a peer whose loss differs."""
     from zerolab.measure.units import table as new_table
 
     loss = ", ".join(f"{value:.4f}" for value in sorted({round(p["loss_ours"], 4) for p in report["pairs"]}))

@@ -1,4 +1,4 @@
-"""The paper's Figure 1 and Table 1, by running this engine as one rank of the cluster that they are about.
+"""`zerolab simulate`: reproduces the paper's Figure 1 and Table 1 by running this engine as one rank of its cluster.
 
 Source of the values: Rajbhandari et al., "ZeRO: Memory Optimizations Toward Training Trillion Parameter Models",
 arXiv 1910.02054. Decimal gigabytes of model states per device, mixed precision with Adam. Some values of the table are
@@ -18,32 +18,11 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import rich
-import torch
 from tqdm import tqdm
 
-from zerolab.engine.precision import Precision
-from zerolab.measure import Simulation, simulate
+from zerolab.measure.paper import FIGURE_1, PARAMETERS, SIZES, TABLE_1, simulate_gpt
 from zerolab.measure.units import in_bytes
 from zerolab.measure.units import table as new_table
-from zerolab.tasks.models import GPT, Block
-
-# Layers and width of a GPT with as many parameters as the paper's models; heads of 128, a context of 1,024 tokens.
-SIZES = {"7.5B": (36, 4096), "128B": (101, 10240), "1T": (127, 25600)}
-CONTEXT, VOCABULARY = 1024, 30_000
-BF16 = Precision(torch.bfloat16)
-PARAMETERS = {"7.5B": 7.5e9, "128B": 128e9, "1T": 1e12}
-
-FIGURE_1 = (120, 31.4, 16.6, 1.9)  # 7.5B on 64 devices: the baseline and stages 1, 2, 3
-
-# devices -> for each model the values of stages 1, 2, 3
-TABLE_1 = {
-    1: ((120, 120, 120), (2048, 2048, 2048), (16000, 16000, 16000)),
-    4: ((52.5, 41.3, 30), (896, 704, 512), (7000, 5500, 4000)),
-    16: ((35.6, 21.6, 7.5), (608, 368, 128), (4750, 2875, 1000)),
-    64: ((31.4, 16.6, 1.88), (536, 284, 32), (4187, 2218, 250)),
-    256: ((30.4, 15.4, 0.47), (518, 263, 8), (4046, 2054, 62.5)),
-    1024: ((30.1, 15.1, 0.12), (513, 257, 2), (4011, 2013, 15.6)),
-}
 
 
 class Cell(NamedTuple):
@@ -68,28 +47,14 @@ def table_1() -> list[Cell]:
     ]
 
 
-def simulate_gpt(layers: int, width: int, stage: int, ranks: int, precision: Precision | None = None) -> Simulation:
-    """One rank of `ranks` that trains a GPT on one sequence of 1,024 tokens. Default precision: bf16."""
-
-    def build() -> GPT:
-        return GPT(layers, width, heads=max(1, width // 128), context=CONTEXT, vocabulary=VOCABULARY)
-
-    def inputs() -> tuple[torch.Tensor, torch.Tensor]:
-        tokens = torch.zeros(1, CONTEXT, dtype=torch.long)
-        return tokens, tokens
-
-    precision = precision or BF16
-    return simulate(build, stage, ranks, precision, inputs=inputs, units=[Block])
-
-
 def expected_gb(cell: Cell) -> float:
-    """What this engine should hold: the paper's value; in stage 3 14Ψ/N, for it keeps no 16-bit copy of its slice."""
+    """What this engine should hold: the paper's value; in stage 3 14Ψ/N, as it keeps no 16-bit copy of its slices."""
     return 14 * PARAMETERS[cell.model] / cell.ranks / 1e9 if cell.stage == 3 else cell.paper_gb
 
 
 def reproduce(cell: Cell) -> dict[str, Any]:
-    """Run the cell. Gigabytes per rank: `engine_gb` model states when backward returns, `peak_gb` of the whole step
-    (one sequence, no checkpointing), `moved_gb_per_step` sent in a ring."""
+    """Run the cell. All values are gigabytes per rank: `engine_gb` is the model states when backward returns, `peak_gb`
+    the peak of the step (one sequence, no checkpointing), `moved_gb_per_step` what a ring sends."""
     result = simulate_gpt(*SIZES[cell.model], cell.stage, cell.ranks)
     return {
         **cell._asdict(),
@@ -101,7 +66,7 @@ def reproduce(cell: Cell) -> dict[str, Any]:
 
 
 def show_cells(cells: list[Cell], path: str | None, picture: str | None = None) -> int:
-    """Run the cells, print the table, write `path` and `picture` if named. 1 if a value is not what it should be."""
+    """Run the cells, print the table, write `path` and `picture` if given. Exit status: 1 if a value is wrong."""
     results = []
     for result in tqdm(reproduce_all(cells), total=len(cells), unit="cell", disable=None):
         results.append(result)
@@ -125,12 +90,12 @@ def show_cells(cells: list[Cell], path: str | None, picture: str | None = None) 
         )
     rich.print(table)
     tell(
-        f"{len(results) - wrong} of {len(results)} engine values are within 1 % of the expected ones: the paper's, and "
-        "in stage 3, where each gather makes the 16-bit copy of a slice anew and none is kept, 14Ψ/N."
+        f"{len(results) - wrong} of {len(results)} engine values are within 1 % of the expected ones: the paper's or, "
+        "in stage 3, 14Ψ/N, because there each gather makes a fresh 16-bit copy of a slice and none is kept."
     )
     tell(
-        "paper, expected, engine: model states when backward returns. peak: of a whole step on one sequence of 1,024 "
-        "tokens, without checkpointing. sent: in a step, by a ring."
+        "paper, expected, engine: model states when backward returns. peak: of the step, on one sequence of 1,024 "
+        "tokens, without checkpointing. sent: per step, by a ring."
     )
     if picture:
         from zerolab.lab.plots import to_a_trillion
@@ -140,9 +105,9 @@ def show_cells(cells: list[Cell], path: str | None, picture: str | None = None) 
 
 
 def show_model(model: str, stage: int, ranks: int, path: str | None, picture: str | None = None) -> int:
-    """Simulate one model, and say what its peak is made of."""
+    """Simulate one model and say what its peak is made of."""
     if sys.stderr.isatty():
-        print(f"one step of {model} parameters without memory; a large model takes half a minute ...", file=sys.stderr)
+        print(f"one step of {model} parameters, without memory; large models take half a minute ...", file=sys.stderr)
     result = simulate_gpt(*SIZES[model], stage, ranks)
     line = result.timeline
     states = sum(result.states.values())
@@ -156,8 +121,8 @@ def show_model(model: str, stage: int, ranks: int, path: str | None, picture: st
     rich.print(table)
     event = line.events[line.peak_moment - 1]
     tell(
-        f"The peak comes in {event.phase}, at work on {event.unit}. When backward returns, model states are "
-        f"{in_bytes(states)}; in the step this rank sends {in_bytes(result.ledger.moved)}."
+        f"The peak comes in {event.phase}, during {event.unit}. When backward returns, model states are "
+        f"{in_bytes(states)}; in the step, this rank sends {in_bytes(result.ledger.moved)}."
     )
     if path:
         report = {"model": model, "stage": stage, "ranks": ranks, "states": result.states, "peak": line.by_kind()}
@@ -170,18 +135,18 @@ def show_model(model: str, stage: int, ranks: int, path: str | None, picture: st
 
 
 def few(names: list[str]) -> str:
-    """Up to three names; of more than these two, and how many more."""
+    """Up to three names; of a longer list, the first two and how many more there are."""
     names = list(dict.fromkeys(names))
     return ", ".join(names) if len(names) <= 3 else f"{', '.join(names[:2])} and {len(names) - 2} more"
 
 
 def gigabytes(size: float) -> str:
-    """Four digits, as a person writes them: 0.1025, 31.4, 16,010."""
+    """With four digits, as a person writes them: 0.1025, 31.4, 16,010."""
     return f"{size:,.0f}" if size >= 1000 else f"{size:.4g}"
 
 
 def tell(text: str) -> None:
-    """Print it in lines that a terminal of 80 columns holds."""
+    """Print the text in lines of at most 80 columns."""
     print(textwrap.fill(text, 80, break_long_words=False, break_on_hyphens=False))
 
 
@@ -197,7 +162,7 @@ def write_json(path: str, report: dict[str, Any]) -> None:
 
 
 def reproduce_all(cells: Iterable[Cell]) -> Iterator[dict[str, Any]]:
-    """Run the cells, several at a time in processes of their own, and give them back in order."""
+    """Run the cells in processes of their own, several at a time. Yields the results in order."""
     workers = max(1, min(4, os.cpu_count() or 1))
     with ProcessPoolExecutor(workers, mp_context=get_context("spawn")) as pool:
         try:

@@ -1,8 +1,8 @@
-"""`zerolab doctor --students 20`: does this machine hold the class? As many live ranks are started, and looked at.
+"""`zerolab doctor --students 20`: can this machine hold the class? It starts one live rank per student and measures.
 
-They are started as notebooks do it: processes that each hold up to `ranks` live ranks, which train a small model. What
-such a process and its ranks take is measured while all are live, and counted up for a notebook with all its ranks for
-each student, and a server. Nothing outlives the doctor: a notebook ends when its input does, and its ranks with it.
+The ranks start as in notebooks: each process holds up to `ranks` live ranks, which train a small model. What such a
+process and its ranks use is measured while all are live, and scaled up to a server and a notebook with all its ranks
+for each student. Nothing outlives the doctor: a notebook ends when its input does, and its ranks end with it.
 """
 
 from __future__ import annotations
@@ -20,13 +20,13 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from zerolab.apps.doctor import Finding, MiB, _available_memory, _bytes
+from zerolab.apps.machine import INSTALL, Finding, MiB, available_memory, in_bytes
 
-SERVER = 110 * MiB  # measured: JupyterLab's server, 93 MiB before a notebook is open
-SPARE = 0.9  # of the memory: the rest is for the system
-PER_STUDENT = 5.0  # seconds of patience more for each: its rank and its share of a notebook import torch
-LEAVE = 10.0  # seconds to end in
-START_TIMEOUT = 90.0  # session.START_TIMEOUT, which cannot be imported without the extra `lab`
+SERVER = 110 * MiB  # measured: JupyterLab's server takes 93 MiB before a notebook is open
+SPARE = 0.9  # of the memory; the rest is for the system
+PER_STUDENT = 5.0  # more seconds of patience for each: its rank and its share of a notebook import torch
+LEAVE = 10.0  # seconds for processes to end
+START_TIMEOUT = 90.0  # live.START_TIMEOUT, which cannot be imported without the extra `lab`
 
 CELL = """
 import torch, zerolab
@@ -43,19 +43,17 @@ for _ in range(2):
 
 
 def hold_class(students: int, ranks: int, timeout: float) -> tuple[dict[str, Any] | None, list[Finding]]:
-    """Start as many ranks as there are students, `ranks` in each notebook; None if they did not all start.
+    """Start as many ranks as there are students, `ranks` in each notebook. None if they did not all start.
 
-    The notebooks and all that they started are gone when this returns.
+    When this returns, the notebooks and everything that they started are gone.
     """
     subject = f"class of {students}"
     try:
         import psutil  # noqa: F401
         import zmq  # noqa: F401
     except ModuleNotFoundError as error:
-        from zerolab.apps.doctor import INSTALL
-
         return None, [Finding(subject, "fix", f"live ranks need {error.name}, which is not installed", INSTALL)]
-    free, shared = _available_memory(), _shared_memory()
+    free, shared = available_memory(), _shared_memory()
     begin = time.monotonic()
     with tempfile.TemporaryDirectory(prefix="zerolab-room-") as folder:
         sizes = [min(ranks, students - first) for first in range(0, students, ranks)]
@@ -66,7 +64,7 @@ def hold_class(students: int, ranks: int, timeout: float) -> tuple[dict[str, Any
             deadline = begin + timeout + PER_STUDENT * students
             problem = _wait(notebooks, Path(folder), deadline)
             if problem:
-                fix = "fewer students on this machine, or fewer ranks each (--ranks 2); what else runs here? (top)"
+                fix = "fewer students on this machine, or fewer ranks each (--ranks 2); what else is running? (top)"
                 return None, [Finding(subject, "fix", f"{students} ranks in {len(sizes)} notebooks: {problem}", fix)]
             seconds = time.monotonic() - begin
             seen = _look(notebooks)
@@ -78,45 +76,47 @@ def hold_class(students: int, ranks: int, timeout: float) -> tuple[dict[str, Any
 
 
 def judge(seen: dict[str, Any]) -> list[Finding]:
-    """What was seen of some ranks, counted up for all that the class will have. Adds "needed" to `seen`."""
+    """Scale what was measured on some ranks up to all the ranks of the class. Adds "needed" to `seen`."""
     students, each = seen["students"], seen["ranks_each"]
     subject, total = f"class of {students}", students * each
     one = seen["notebook_bytes"] + each * seen["rank_bytes"] + SERVER
     seen["needed"] = students * one
     text = f"{seen['ranks']} live ranks were ready after {seen['seconds']:.0f} s; "
-    text += f"a rank takes {_bytes(seen['rank_bytes'])}, {seen['rank_threads']} threads and {seen['rank_files']} files"
-    text += f", a notebook {_bytes(seen['notebook_bytes'])} and {seen['notebook_files']} files"
-    text += f"; shared memory {_bytes(seen['shared_memory'])} in all"
+    text += (
+        f"a rank takes {in_bytes(seen['rank_bytes'])}, {seen['rank_threads']} threads and {seen['rank_files']} files"
+    )
+    text += f", a notebook {in_bytes(seen['notebook_bytes'])} and {seen['notebook_files']} files"
+    text += f"; shared memory {in_bytes(seen['shared_memory'])} in all"
     findings = [Finding(subject, "good", text)]
 
-    room = f"{students} notebooks with {each} ranks and a server each need {_bytes(seen['needed'])}"
+    room = f"{students} notebooks with {each} ranks and a server each need {in_bytes(seen['needed'])}"
     if seen["free"] is None:
         findings.append(Finding("the class's memory", "note", f"{room}; this system does not say how much is free"))
     elif seen["needed"] > SPARE * seen["free"]:
         fit = int(SPARE * seen["free"] / one)
         fewer = next((r for r in range(each - 1, 0, -1) if _needed(seen, r) <= SPARE * seen["free"]), None)
         fix = f"{fit} student{'s' * (fit != 1)} here and the others elsewhere"
-        fix += f", or lab.start({fewer}) in place of {each}" * (fewer is not None) + ", or more memory"
-        findings.append(Finding("the class's memory", "fix", f"{room} of {_bytes(seen['free'])} free", fix))
+        fix += f", or lab.start({fewer}) instead of {each}" * (fewer is not None) + ", or more memory"
+        findings.append(Finding("the class's memory", "fix", f"{room} of {in_bytes(seen['free'])} free", fix))
     else:
-        findings.append(Finding("the class's memory", "good", f"{room} of {_bytes(seen['free'])} free"))
+        findings.append(Finding("the class's memory", "good", f"{room} of {in_bytes(seen['free'])} free"))
 
     threads = students * (each * seen["rank_threads"] + seen["notebook_threads"])
     limit = _thread_limit()
     if limit is not None and threads > SPARE * limit:
         fix = f"ulimit -u {2 * threads} (nproc in limits.conf); in a container --pids-limit {2 * threads}"
-        findings.append(Finding("the class's threads", "fix", f"about {threads:,} of {limit:,} that may be", fix))
+        findings.append(Finding("the class's threads", "fix", f"about {threads:,} of {limit:,} that are allowed", fix))
     else:
-        of = "" if limit is None else f" of {limit:,} that may be"
+        of = "" if limit is None else f" of {limit:,} that are allowed"
         findings.append(Finding("the class's threads", "good", f"about {threads:,}{of}"))
 
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     if total > 4 * cores:
         start = seen["seconds"] / seen["ranks"] * total
-        text = f"{cores} cores for {total} ranks: if all start theirs at once it takes about {start:.0f} s, "
-        text += "and cells of many take turns: bytes are true, times say nothing"
+        text = f"{cores} cores for {total} ranks: if all students start theirs at once it takes about {start:.0f} s, "
+        text += "and their cells compete for the cores: bytes are real, times say nothing"
         if start > START_TIMEOUT:
-            text += f"; lab.start gives up after {START_TIMEOUT:g} s, so let them start in turns"
+            text += f"; lab.start gives up after {START_TIMEOUT:g} s, so let students start in turns"
         findings.append(Finding("the class's cores", "note", text))
     return findings
 
@@ -126,7 +126,7 @@ def _needed(seen: dict[str, Any], each: int) -> int:
 
 
 def _thread_limit() -> int | None:
-    """The smallest of what this user, this container and this system may have."""
+    """The smallest limit of this user, this container and this system."""
     limits = []
     with suppress(ImportError):
         import resource
@@ -134,7 +134,7 @@ def _thread_limit() -> int | None:
         if (soft := resource.getrlimit(resource.RLIMIT_NPROC)[0]) != resource.RLIM_INFINITY:
             limits.append(soft)
     for file in ("/sys/fs/cgroup/pids.max", "/proc/sys/kernel/threads-max", "/proc/sys/kernel/pid_max"):
-        with suppress(OSError, ValueError):  # "max" is no number: no limit
+        with suppress(OSError, ValueError):  # "max", which is not a number, means no limit
             limits.append(int(Path(file).read_text()))
     return min(limits) if limits else None
 
@@ -147,8 +147,8 @@ def _shared_memory() -> int:
 
 
 def _open_notebook(ranks: int, said: Path) -> subprocess.Popen:
-    """A process that holds live ranks, writes into `said` who they are when all have trained, and waits for its end."""
-    command = [sys.executable, "-c", "from zerolab.lab import room; room.notebook()", str(ranks), str(said)]
+    """Start a process that holds live ranks, writes their ids into `said` once all have trained, and then waits."""
+    command = [sys.executable, "-c", f"from {__name__} import notebook; notebook()", str(ranks), str(said)]
     with said.with_suffix(".err").open("wb") as log:
         return subprocess.Popen(
             command, stdin=subprocess.PIPE, stdout=subprocess.DEVNULL, stderr=log, start_new_session=True
@@ -156,9 +156,9 @@ def _open_notebook(ranks: int, said: Path) -> subprocess.Popen:
 
 
 def notebook() -> None:
-    """What such a process does. Its input ends when the doctor is done, or has ended, however that was."""
+    """What such a process does. Its input ends when the doctor is done, or when the doctor ends for any reason."""
     ranks, said = int(sys.argv[1]), Path(sys.argv[2])
-    signal.signal(signal.SIGINT, signal.default_int_handler)  # whatever the doctor's own parent made of it
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # in case the doctor's own parent changed it
     threading.Thread(target=_interrupt_after_input, daemon=True).start()
     from zerolab.lab.ranks import session
 
@@ -178,11 +178,11 @@ def _interrupt_after_input() -> None:
     sys.stdin.buffer.read()
     os.kill(os.getpid(), signal.SIGINT)
     time.sleep(LEAVE)
-    os._exit(1)  # the ranks see that this process is gone, and go
+    os._exit(1)  # the ranks notice and end too
 
 
 def _wait(notebooks: list[subprocess.Popen], folder: Path, deadline: float) -> str:
-    """Until all are live: what went wrong, if anything."""
+    """Wait until all are live. Returns what went wrong, or ""."""
     waiting = set(range(len(notebooks)))
     while waiting:
         for number in sorted(waiting):
@@ -190,15 +190,15 @@ def _wait(notebooks: list[subprocess.Popen], folder: Path, deadline: float) -> s
                 waiting.remove(number)
             elif (code := notebooks[number].poll()) is not None:
                 told = (folder / f"{number}.err").read_text(errors="replace").strip().splitlines()
-                return f"notebook {number} ended at its start: {told[-1] if told else f'exit status {code}'}"
+                return f"notebook {number} ended while starting: {told[-1] if told else f'exit status {code}'}"
         if time.monotonic() > deadline:
-            return f"{len(waiting)} of {len(notebooks)} notebooks had no live ranks when the time was over"
+            return f"{len(waiting)} of {len(notebooks)} notebooks had no live ranks when time ran out"
         time.sleep(0.05)
     return ""
 
 
 def _look(notebooks: list[subprocess.Popen]) -> dict[str, Any]:
-    """What they and their ranks take: memory on average, with a share of what several share, the rest at most."""
+    """What they and their ranks use: memory on average, counting a share of shared pages; the rest at its highest."""
     import psutil
 
     owners = [psutil.Process(notebook.pid) for notebook in notebooks]
@@ -215,14 +215,15 @@ def _look(notebooks: list[subprocess.Popen]) -> dict[str, Any]:
 
 
 def _end(notebooks: list[subprocess.Popen]) -> None:
-    """Let them end, and wait until they and all that they started are gone; kill who does not go."""
+    """Let them end, wait until they and everything that they started are gone, and kill whatever stays."""
     import psutil
 
     everything = []
     for notebook in notebooks:
         with suppress(psutil.NoSuchProcess):
             everything += psutil.Process(notebook.pid).children(recursive=True)
-        notebook.stdin.close()
+        if notebook.stdin is not None:
+            notebook.stdin.close()
     deadline = time.monotonic() + LEAVE
     for notebook in notebooks:
         with suppress(subprocess.TimeoutExpired):

@@ -1,9 +1,9 @@
-"""`zerolab scaling`: how the time and the bytes of a step grow with units, parameters and ranks.
+"""`zerolab scaling`: how a step's time and bytes grow with units, parameters and ranks, and the engine's share of it.
 
-And what of it is the engine's own. For that a model runs once sharded and once plain, in one process and on one thread,
-with torch's fake process group, which has ranks and moves nothing. What the sharded one takes more, less what is spent
-inside torch's collectives, is the engine: its Python, and the copies that it makes. CPU time, the least of some
-rounds. (Collectives are called as on NCCL, one call each. What gloo's reduce-scatter sums is not in it.)
+To find the engine's share, a model runs once sharded and once plain, in one process on one thread, with torch's fake
+process group, which has ranks but moves nothing. The extra CPU time of the sharded model, less the time inside torch's
+collectives, is the engine: its Python and the copies that it makes. The minimum of several rounds counts. (Collectives
+are called as on NCCL, one call each, so the sums of gloo's reduce-scatter are not included.)
 """
 
 from __future__ import annotations
@@ -20,16 +20,16 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 import zerolab
-import zerolab.comm.collectives
+from zerolab.comm.record import Observer, observers
 from zerolab.measure import ledger, simulate
 from zerolab.tasks.models import Block
 
 STAGES = (0, 1, 2, 3)
 FAKE_RANKS, ROUNDS, WARM_UP = 8, 15, 3
-TARGET = 100e-6  # seconds per unit and direction that the engine may take
+TARGET = 100e-6  # seconds that the engine may take, per unit and direction
 UNITS, WIDTH = (1, 4, 16, 64), 64  # tiny units on real ranks: 4,160 parameters each
 WIDTHS = (32, 64, 128, 256, 512)  # of four units: 4 thousand to a million parameters
-RANKS_WIDTH = 256  # of eight units on more and more ranks, large enough that padding stays small on 1,024
+RANKS_WIDTH = 256  # of eight units on 1 to 1,024 ranks: large enough that padding stays small
 RANKS, BIG_CLUSTERS = (1, 2, 4, 8), (1, 2, 4, 8, 64, 256, 1024)
 PARTS = ("forward", "backward", "step")
 
@@ -46,7 +46,7 @@ class Link(nn.Module):
 
 
 class Chain(nn.Module):
-    """`units` of a kind, one after the other."""
+    """Several units of a kind in sequence."""
 
     def __init__(self, units: int, kind: str, width: int) -> None:
         super().__init__()
@@ -62,19 +62,19 @@ class Chain(nn.Module):
 KINDS: dict[str, type[nn.Module]] = {"link": Link, "block": Block}
 
 
-def sharded(stage: int, units: int, kind: str, width: int) -> tuple[Chain, zerolab.engine.Engine]:
+def sharded(stage: int, units: int, kind: str, width: int) -> tuple[Chain, zerolab.Engine]:
     model = Chain(units, kind, width)
     return model, zerolab.shard(model, stage, units=[KINDS[kind]])
 
 
-# -- the engine's own ------------------------------------------------------------------------------------------------
+# -- the engine's own time -------------------------------------------------------------------------------------------
 
 
 def engine_cost(kind: str, stage: int, counts: Sequence[int] = (8, 32, 128), rounds: int = ROUNDS) -> dict[str, Any]:
-    """Seconds that the engine adds to a step of so many units, and what follows per unit.
+    """Seconds that the engine adds to a step of this many units, and what that makes per unit.
 
-    {"units": counts, "forward": seconds for each count, ..., "per_unit": {"forward": seconds, ...}, "per_step": what is
-    left, "linear": {"forward": cost of a unit between the last two counts, over that between the first two, ...}}
+    {"units": counts, "forward": seconds for each count, ..., "per_unit": {"forward": seconds, ...}, "per_step": the
+    rest, "linear": {"forward": a unit's cost between the last two counts over its cost between the first two, ...}}
     """
     result: dict[str, Any] = {"kind": kind, "stage": stage, "units": list(counts), **{part: [] for part in PARTS}}
     result["collectives"] = []
@@ -97,8 +97,8 @@ def slope(x: Sequence[float], y: Sequence[float]) -> float:
     return (y[-1] - y[0]) / (x[-1] - x[0])
 
 
-def least(model: nn.Module, spent: list[float], rounds: int) -> dict[str, float]:
-    """CPU seconds of each part of a step, without collectives: the least of `rounds`."""
+def least(model: nn.Module, spent: _Stopwatch, rounds: int) -> dict[str, float]:
+    """CPU seconds of each part of a step, without the collectives: the minimum of `rounds`."""
     x = torch.randn(1, 2, 8)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
     loss: list[Tensor] = []
@@ -111,10 +111,10 @@ def least(model: nn.Module, spent: list[float], rounds: int) -> dict[str, float]
     for number in range(WARM_UP + rounds):
         collectives = 0.0
         for part, action in actions.items():
-            spent[0], begin = 0.0, time.process_time()
+            spent.seconds, begin = 0.0, time.process_time()
             action()
-            seconds = time.process_time() - begin - spent[0]
-            collectives += spent[0]
+            seconds = time.process_time() - begin - spent.seconds
+            collectives += spent.seconds
             if number >= WARM_UP:
                 best[part] = min(best[part], seconds)
         optimizer.zero_grad()
@@ -125,11 +125,11 @@ def least(model: nn.Module, spent: list[float], rounds: int) -> dict[str, float]
 
 @contextmanager
 def fake_ranks(count: int) -> Iterator[None]:
-    """This process is rank 0 of so many that are not there, on one thread."""
+    """Make this process rank 0 of `count` ranks that do not exist, on one thread."""
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
     if dist.is_initialized():
-        raise RuntimeError("the engine's own cost is measured in a process without a process group")
+        raise RuntimeError("the engine's own cost can only be measured in a process without a process group")
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     dist.init_process_group("fake", rank=0, world_size=count, store=FakeStore())
@@ -140,39 +140,37 @@ def fake_ranks(count: int) -> Iterator[None]:
         torch.set_num_threads(threads)
 
 
+class _Stopwatch(Observer):
+    """`seconds`: CPU time inside the functions of torch that the engine calls for its collectives."""
+
+    seconds = 0.0
+    _begin = 0.0
+
+    def before(self, op: str, payload: int, size: int) -> float:
+        self._begin = time.process_time()
+        return 0.0
+
+    def after(self) -> None:
+        self.seconds += time.process_time() - self._begin
+
+
 @contextmanager
-def collectives_timed() -> Iterator[list[float]]:
-    """Adds up, in a list of one, the CPU seconds inside the functions of torch that the engine calls for units."""
-    spent = [0.0]
-    places = [(zerolab.comm, "_all_gather"), (zerolab.comm, "_reduce_scatter"), (dist, "all_reduce")]
-    originals = [getattr(module, name) for module, name in places]
-
-    def timed(function: Callable[..., Any]) -> Callable[..., Any]:
-        def run(*args: Any, **kwargs: Any) -> Any:
-            begin = time.process_time()
-            try:
-                return function(*args, **kwargs)
-            finally:
-                spent[0] += time.process_time() - begin
-
-        return run
-
+def collectives_timed() -> Iterator[_Stopwatch]:
+    spent = _Stopwatch()
+    observers.append(spent)
     try:
-        for (module, name), original in zip(places, originals):
-            setattr(module, name, timed(original))
         yield spent
     finally:
-        for (module, name), original in zip(places, originals):
-            setattr(module, name, original)
+        observers.remove(spent)
 
 
-# -- on real ranks, and on ranks that are not there ------------------------------------------------------------------
+# -- on real ranks, and on simulated ones ----------------------------------------------------------------------------
 
 
 def time_cases(cases: list[tuple[int, int, int]], rounds: int = ROUNDS) -> list[dict[str, float]]:
-    """On every rank, for each (stage, units, width): {"seconds": of a step, "floor": of a plain one, "sent": bytes}.
+    """On every rank, for each (stage, units, width): {"seconds": of a step, "floor": of a plain step, "sent": bytes}.
 
-    The least of `rounds`, sharded and plain in turn; the plain one does not communicate.
+    Seconds are the minimum of `rounds`, sharded and plain in turn. The plain model does not communicate.
     """
     results = []
     for stage, units, width in cases:
@@ -206,7 +204,7 @@ def stepper(model: nn.Module, width: int) -> Callable[[], None]:
 
 
 def measure_on_ranks(pool: zerolab.Ranks, ranks: int, cases: list[tuple[int, int, int]]) -> list[dict[str, Any]]:
-    """For each case the slowest rank's seconds and the first rank's bytes."""
+    """For each case, the slowest rank's seconds and the first rank's bytes."""
     everyone = pool.run(time_cases, cases, ranks=ranks, timeout=600)
     rows = []
     for number, (stage, units, width) in enumerate(cases):
@@ -218,7 +216,7 @@ def measure_on_ranks(pool: zerolab.Ranks, ranks: int, cases: list[tuple[int, int
 
 
 def simulate_bytes(stage: int, ranks: int, units: int, width: int) -> int:
-    """Bytes that rank 0 of so many sends in a step."""
+    """Bytes that rank 0 sends in a step, simulated."""
     simulation = simulate(
         lambda: Chain(units, "link", width), stage, ranks, inputs=lambda: (torch.empty(8, width),), units=[Link]
     )
@@ -231,7 +229,7 @@ def simulate_bytes(stage: int, ranks: int, units: int, width: int) -> int:
 def measure(
     ranks: Sequence[int] = RANKS, big: Sequence[int] = BIG_CLUSTERS, counts: Sequence[int] = (8, 32, 128)
 ) -> dict[str, Any]:
-    """Everything; what `--json` writes. Times on two ranks, if there are so many, and bytes on each number of ranks."""
+    """Measure everything that `--json` writes. Times are on two ranks if allowed, bytes on each number of ranks."""
     few = min(2, max(ranks))
     report: dict[str, Any] = {"target_seconds_per_unit": TARGET}
     report["engine"] = [engine_cost(kind, stage, counts) for kind in KINDS for stage in STAGES]
@@ -248,7 +246,7 @@ def measure(
 
 
 def problems_of(report: dict[str, Any]) -> list[str]:
-    """Where a real step sent other bytes than the simulated one, which should never be."""
+    """A line for each real step that did not send the simulated number of bytes, which should never happen."""
     simulated = {(row["stage"], row["ranks"]): row["sent"] for row in report["simulated"]}
     found = []
     for row in report["ranks"]:
@@ -258,18 +256,18 @@ def problems_of(report: dict[str, Any]) -> list[str]:
     return found
 
 
-def scaling(json_file: str | None, plot_file: str | None) -> int:
-    """Measure, print, write what was asked for; 1 if bytes are not as simulated."""
+def run(json_file: str | None, plot_file: str | None) -> int:
+    """Measure, print, and write the files. Exit status: 1 if the bytes are not as simulated."""
     import rich
 
     report = measure()
     rich.print(engine_table(report))
     print(
-        "Without the collectives. Linear: a unit's cost from 32 to 128 units over that from 8 to 32, both directions."
+        "Without collectives. Linear: a unit's cost from 32 to 128 units over its cost from 8 to 32, both directions."
     )
-    from zerolab.lab.plots import scaling as draw
+    from zerolab.lab import plots
 
-    figure, sentence = draw(report)
+    figure, sentence = plots.scaling(report)
     print(sentence)
     problems = problems_of(report)
     for problem in problems:
@@ -282,7 +280,7 @@ def scaling(json_file: str | None, plot_file: str | None) -> int:
 
 
 def engine_table(report: dict[str, Any]) -> Any:
-    """For rich: what a unit costs in each direction."""
+    """What a unit costs in each direction, as a table for rich."""
     from zerolab.measure.units import table as new_table
 
     result = new_table("The engine's own microseconds per unit", ["unit", "stage"], [*PARTS, "linear"])

@@ -1,14 +1,14 @@
-"""The training script: what a real run needs around the loop of the README.
+"""`zerolab train`, the training script: what a real run needs around the loop in the README.
 
     torchrun --nproc-per-node 4 -m zerolab.train --task text --stage 2 --steps 200 --checkpoint run
     srun --nodes 2 --ntasks-per-node 4 python -m zerolab.train --task images --stage 3 --checkpoint run
     zerolab train --ranks 4 --task pairs --metrics run.jsonl           # without torchrun, on this machine
 
-The same command again takes up the newest checkpoint; so do torchrun's restarts. Which samples a step sees depends on
-the seed and the step alone: a run that goes on with another number of ranks sees the samples it would have seen, and
-with the same number it ends with the same parameters, bit for bit on the CPU, as if it had never stopped.
+Run the same command again and it resumes from the newest checkpoint; so do torchrun's restarts. The samples of a step
+depend only on the seed and the step. A run that resumes on another number of ranks therefore sees the same samples, and
+on the same number it ends with the same parameters (on the CPU bit for bit) as if it had never stopped.
 
-Read from the top: arguments, task (data and model), train (shard, loop), validation, checkpoints, metrics, stop.
+Read from the top: arguments, task (data and model), run_rank (shard, loop), validation, checkpoints, metrics, stop.
 """
 
 from __future__ import annotations
@@ -41,11 +41,12 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 import zerolab
-from zerolab.checkpoint.saving import MANIFEST
+from zerolab.apps.arguments import Parser
+from zerolab.checkpoint import MANIFEST
 from zerolab.tasks import data
 from zerolab.tasks.models import CNN, GPT, Block, ConvBlock, PairEncoder
 
-DEFAULTS = {  # layers, width, samples in a step, learning rate
+DEFAULTS = {  # layers, width, samples per step, learning rate
     "text": (4, 128, 32, 3e-3),
     "images": (2, 16, 64, 1e-2),
     "pairs": (1, 64, 64, 3e-3),
@@ -59,7 +60,7 @@ PRECISIONS = {
 
 
 class Refused(Exception):
-    """This run cannot begin, or go on; says why in one line."""
+    """This run cannot begin or resume. The message says why, in one line."""
 
 
 # -- arguments -------------------------------------------------------------------------------------------------------
@@ -71,37 +72,39 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     say("--data", metavar="PATH", help="a text file; the folder of CIFAR-10's binary version; MRPC (default: built in)")
     say("--stage", type=int, choices=range(4), default=2, help="0: DDP, 1 to 3: ZeRO (default 2)")
     say("--steps", type=int, default=200, help="optimizer steps of the whole run (default 200)")
-    say("--global-batch", type=int, metavar="N", help="samples in a step, shared by the ranks (default: the task's)")
+    say("--global-batch", type=int, metavar="N", help="samples per step, shared by the ranks (default: the task's)")
     say(
         "--accumulate",
         type=int,
         default=1,
         metavar="N",
-        help="micro-batches that a rank makes of its share (default 1)",
+        help="micro-batches that a rank splits its share into (default 1)",
     )
     say("--lr", type=float, help="highest learning rate: 10 steps of warm-up, then a cosine (default: the task's)")
-    say("--clip", type=float, metavar="NORM", help="highest norm of the gradient (default: as it is)")
+    say("--clip", type=float, metavar="NORM", help="clip the gradient to this norm (default: no clipping)")
     say("--precision", choices=list(PRECISIONS), default="fp32", help="of forward and backward; masters are fp32")
     say("--offload", choices=["optimizer"], help="keep what the optimizer works with on the host (stages 1 to 3)")
-    say("--layers", type=int, help="of the model (default: the task's)")
-    say("--width", type=int, help="of the model (default: the task's)")
-    say("--context", type=int, default=64, help="bytes that the GPT sees (default 64)")
-    say("--seed", type=int, default=0, help="of weights, order of samples and dropout (default 0)")
-    say("--validate-every", type=int, default=50, metavar="N", help="steps; and at the end (default 50)")
-    say("--checkpoint", metavar="DIR", help="save to DIR/step-NNNNNN: at the end, on SIGTERM and SIGINT, and ...")
+    say("--layers", type=int, help="the model's layers (default: the task's)")
+    say("--width", type=int, help="the model's width (default: the task's)")
+    say("--context", type=int, default=64, help="bytes of text that the GPT sees (default 64)")
+    say("--seed", type=int, default=0, help="for weights, order of samples and dropout (default 0)")
+    say(
+        "--validate-every", type=int, default=50, metavar="N", help="validate every N steps and at the end (default 50)"
+    )
+    say("--checkpoint", metavar="DIR", help="save to DIR/step-NNNNNN at the end, on SIGTERM and SIGINT, and ...")
     say("--save-every", type=int, default=50, metavar="N", help="... every N steps (default 50)")
     say("--keep", type=int, default=2, metavar="N", help="checkpoints to keep (default 2)")
     say(
         "--resume",
         default="auto",
         metavar="auto|never|PATH",
-        help="auto: the newest whole checkpoint in DIR; never: DIR must be empty; or begin with the one at PATH",
+        help="auto: from the newest complete checkpoint in DIR; never: DIR must be empty; PATH: from that checkpoint",
     )
     say("--metrics", metavar="FILE", help="write a line of JSON for each step and each validation")
 
 
 def check(args: argparse.Namespace, ranks: int) -> None:
-    """Fill in the task's defaults; refuse what cannot be."""
+    """Fill in the task's defaults. Raises Refused for arguments that make no sense."""
     if find_spec("tqdm") is None:
         raise Refused("this needs tqdm: pip install 'zerolab[lab]'")
     defaults = zip(("layers", "width", "global_batch", "lr"), DEFAULTS[args.task], strict=True)
@@ -124,14 +127,14 @@ def check(args: argparse.Namespace, ranks: int) -> None:
     if args.width % HEADS:
         raise Refused(f"--width must be a multiple of {HEADS}, not {args.width}")
     if args.offload and args.stage == 0:
-        raise Refused("--offload needs a stage from 1 to 3: in stage 0 there is nothing sharded to keep on the host")
+        raise Refused("--offload needs stage 1, 2 or 3: stage 0 shards nothing that could be kept on the host")
 
 
 # -- the task: data and model ----------------------------------------------------------------------------------------
 
 
 class Task(NamedTuple):
-    """What is learnt: `data`, a function that makes the model, its units, and what the loss is a mean over."""
+    """What to learn: the data, a function that makes the model, its units, and what the loss averages over."""
 
     data: data.Split
     model: Callable[[], nn.Module]
@@ -141,34 +144,36 @@ class Task(NamedTuple):
 
 
 def make_task(args: argparse.Namespace) -> Task:
+    make: Callable[[], nn.Module]
+    units: list[type[nn.Module]] = [ConvBlock if args.task == "images" else Block]
     if args.task == "text":
         split = data.windows(args.data, args.context)
-        make, units = partial(GPT, args.layers, args.width, HEADS, args.context), [Block]
+        make = partial(GPT, args.layers, args.width, HEADS, args.context)
     elif args.task == "images":
         split = data.digits() if args.data is None else data.cifar10(args.data)
-        make, units = partial(CNN, args.layers, args.width, channels=split.inputs.shape[1]), [ConvBlock]
+        make = partial(CNN, args.layers, args.width, channels=split.inputs.shape[1])
     else:
         split = data.pairs(args.data, PAIR_WORDS)
-        make, units = partial(PairEncoder, args.layers, args.width, HEADS, PAIR_WORDS), [Block]
+        make = partial(PairEncoder, args.layers, args.width, HEADS, PAIR_WORDS)
     digest = hashlib.blake2b(digest_size=8)
     for tensor in split:
-        digest.update(tensor.contiguous().numpy())
+        digest.update(tensor.contiguous().numpy().data)
     return Task(split, make, units, "tokens" if args.task == "text" else "samples", digest.hexdigest())
 
 
 def agree_on_task(args: argparse.Namespace, comm: zerolab.Comm) -> Task:
-    """The task, if every rank could make it, and of the same data."""
+    """Make the task. Raises Refused on every rank if one of them cannot, or has different data."""
     together(comm, "look at the arguments", lambda: check(args, comm.world_size))
     task = together(comm, "reading of the data", lambda: make_task(args))
     fingerprints = comm.exchange(task.fingerprint, "comparison of the data")
     for rank, fingerprint in enumerate(fingerprints):
         if fingerprint != fingerprints[0]:
-            raise Refused(f"rank {rank} has other data than rank 0: all must read the same files")
+            raise Refused(f"rank {rank} has different data from rank 0: all ranks must read the same files")
     return task
 
 
 def together(comm: zerolab.Comm, what: str, work: Callable[[], Any]) -> Any:
-    """What `work()` returns here. If it was refused on some rank, it is refused on all: nobody is left waiting."""
+    """Return `work()`. If one rank refuses, all raise Refused, so that nobody is left waiting."""
     result = problem = None
     try:
         result = work()
@@ -181,7 +186,7 @@ def together(comm: zerolab.Comm, what: str, work: Callable[[], Any]) -> Any:
 
 
 def samples(seed: int, step: int, batch: int, count: int) -> Tensor:
-    """The numbers of the samples that all ranks together see in `step`: (batch,). Every epoch is shuffled anew."""
+    """The numbers of the samples that all ranks together see in `step`: (batch,). Each epoch has its own order."""
     numbers = torch.arange(step * batch, (step + 1) * batch)
     epochs = numbers // count
     return torch.cat([shuffled(seed, int(epoch), count)[numbers[epochs == epoch] % count] for epoch in epochs.unique()])
@@ -193,12 +198,12 @@ def shuffled(seed: int, epoch: int, count: int) -> Tensor:
 
 
 def seed_of(*what: Any) -> int:
-    """A number for a random number generator, another one for other arguments."""
+    """A seed for a random number generator; different arguments give different seeds."""
     return int.from_bytes(hashlib.blake2b(repr(what).encode(), digest_size=8).digest())
 
 
 def losses(model: nn.Module, inputs: Tensor, targets: Tensor, device: torch.device) -> tuple[Tensor, Tensor]:
-    """The loss of every target, flat, and whether the model's first choice was right."""
+    """The loss of every target, flat, and whether the model's first choice for it was right."""
     inputs, targets = inputs.to(device), targets.to(device).long().flatten()
     logits = model(inputs.float() / 255 if inputs.dim() == 4 else inputs.long()).flatten(0, -2).float()
     return F.cross_entropy(logits, targets, reduction="none"), logits.argmax(1) == targets
@@ -207,8 +212,8 @@ def losses(model: nn.Module, inputs: Tensor, targets: Tensor, device: torch.devi
 # -- training --------------------------------------------------------------------------------------------------------
 
 
-def train(args: argparse.Namespace) -> int:
-    """Train as the arguments say, on the ranks of the default process group; the number of steps that were made.
+def run_rank(args: argparse.Namespace) -> int:
+    """Train as the arguments say, on the ranks of the default process group. Returns the number of steps completed.
 
     Raises `Refused` on every rank if the run cannot begin.
     """
@@ -231,7 +236,7 @@ def train(args: argparse.Namespace) -> int:
         while step < args.steps and not stop:
             started = time.perf_counter()
             loss, norm = train_step(args, task, zero, optimizer, scaler, step)
-            # One message tells the ranks each other's loss, and whether one of them was asked to stop: all do, or none.
+            # One message carries each rank's loss and whether it was asked to stop, so that all ranks stop or none.
             message = struct.pack("<d?", loss, bool(came))
             rows = [struct.unpack("<d?", row) for row in comm.exchange_bytes(message, "end of a step")]
             loss, stop = sum(row[0] for row in rows) / len(rows), any(row[1] for row in rows)
@@ -255,10 +260,10 @@ def train(args: argparse.Namespace) -> int:
             if step % args.save_every == 0 or step == args.steps or stop:
                 run.save(step)
     if step < args.steps:
-        saved = f"saved {run.path(step)}; the same command goes on from there" if args.checkpoint else "nothing saved"
+        saved = f"saved {run.path(step)}; the same command resumes there" if args.checkpoint else "nothing saved"
         run.say(f"stopped after step {step} of {args.steps}; {saved}")
     elif begin >= args.steps:
-        run.say(f"nothing to do: it has made {begin} steps, and --steps is {args.steps}")
+        run.say(f"nothing to do: the run has completed {begin} steps, and --steps is {args.steps}")
     return step
 
 
@@ -270,14 +275,14 @@ def train_step(
     scaler: zerolab.LossScaler,
     step: int,
 ) -> tuple[float, float]:
-    """This rank's share of a step: its mean loss, and the norm of the gradient of all."""
+    """This rank's share of a step. Returns its mean loss, and the norm of the full gradient."""
     zero.model.train()
     torch.manual_seed(seed_of(args.seed, "dropout", step, zero.rank))
     for group in optimizer.param_groups:
         group["lr"] = learning_rate(args, step)
     share = args.global_batch // zero.world_size
-    whole = samples(args.seed, step, args.global_batch, len(task.data.inputs))
-    parts = whole[zero.rank * share : (zero.rank + 1) * share].chunk(args.accumulate)
+    everyone = samples(args.seed, step, args.global_batch, len(task.data.inputs))
+    parts = everyone[zero.rank * share : (zero.rank + 1) * share].chunk(args.accumulate)
     total = torch.zeros((), device=zero.comm.device)
     for number, part in enumerate(parts, 1):
         with nullcontext() if number == len(parts) else zero.no_sync():
@@ -294,22 +299,22 @@ def train_step(
 
 
 def learning_rate(args: argparse.Namespace, step: int) -> float:
-    """Up for ten steps, then half a cosine down to a tenth. A function of the step alone: nothing to be saved."""
+    """Rises for ten steps, then falls along half a cosine to a tenth. It depends only on the step: nothing to save."""
     return args.lr * min(1.0, (step + 1) / 10) * (0.55 + 0.45 * math.cos(math.pi * step / args.steps))
 
 
 @torch.no_grad()
 def validate(zero: zerolab.Engine, task: Task) -> dict[str, float]:
-    """Mean loss and accuracy over every target that was held out, by all ranks together.
+    """Mean loss and accuracy over all held-out targets, which the ranks share.
 
-    The model is the one that would be saved: with the first rank's buffers (each rank's batch norm saw other samples).
+    It uses the model that would be saved, with the first rank's buffers (each rank's batch norm saw different samples).
     """
     zero.broadcast_buffers()
     zero.model.eval()
     inputs, targets = task.data.validation_inputs, task.data.validation_targets
-    loss, right, count = 0.0, 0, 0
+    loss, right, count = 0.0, 0.0, 0.0
     for start in range(0, len(inputs), zero.world_size * VALIDATION_BATCH):
-        # All ranks make as many forwards: in stage 3 each is a collective. Who has no samples left looks at the last.
+        # In stage 3 a forward is a collective, so all ranks run equally many. A rank out of samples takes the last one.
         first = start + zero.rank * VALIDATION_BATCH
         part = slice(min(first, len(inputs) - 1), first + VALIDATION_BATCH)
         found, hits = losses(zero.model, inputs[part], targets[part], zero.comm.device)
@@ -324,7 +329,7 @@ def validate(zero: zerolab.Engine, task: Task) -> dict[str, float]:
 
 
 class Run:
-    """What a run leaves behind and comes back to: its checkpoints, and what it says."""
+    """A run's checkpoints, which it saves and resumes from, and its lines of output."""
 
     def __init__(
         self,
@@ -335,12 +340,12 @@ class Run:
         scaler: zerolab.LossScaler,
     ) -> None:
         self.args, self.zero, self.optimizer, self.scaler = args, zero, optimizer, scaler
-        # What the order of samples follows from: another value, and a resumed run would see others.
+        # The order of samples follows from these. A run resumed with other values would see other samples.
         names = ("task", "seed", "global_batch", "context")
         self.settings = {name: getattr(args, name) for name in names} | {"data": task.fingerprint}
 
     def say(self, line: str) -> None:
-        """On the first rank, above the progress bar."""
+        """Print on the first rank, above the progress bar."""
         if self.zero.rank == 0:
             from tqdm import tqdm
 
@@ -356,8 +361,8 @@ class Run:
             zerolab.save(self.path(step), self.zero, self.optimizer, keep=self.args.keep, **extra)
 
     def resume(self) -> int:
-        """Load what the arguments ask for; how many steps it had made."""
-        # A restart by torchrun is the same run: it goes on, wherever the first start began.
+        """Load the checkpoint that the arguments ask for. Returns the number of steps that it had completed."""
+        # A restart by torchrun is the same run: it resumes from its own checkpoints, wherever the first start began.
         restarted = int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")) > 0
         steps, restarted = self.zero.comm.exchange([self.saved(), restarted], "look for checkpoints")[0]
         resume = "auto" if restarted and steps else self.args.resume
@@ -366,7 +371,7 @@ class Run:
         if resume == "never":
             if steps:
                 where = f"{self.path(steps[0])} is there already"
-                raise Refused(f"--resume never, but {where}: take another folder, or move away what is in this one")
+                raise Refused(f"--resume never, but {where}: use another folder, or empty this one")
             return 0
         try:
             step = self.load(Path(resume))
@@ -377,11 +382,11 @@ class Run:
         return step
 
     def saved(self) -> list[int]:
-        """The steps of the checkpoints in the folder, the last one first."""
+        """The steps of the checkpoints in the folder, newest first."""
         folder = Path(self.args.checkpoint or "")
         if not self.args.checkpoint or not folder.is_dir():
             return []
-        # .old: the one before, when a save was killed between its two renames; `load` knows.
+        # .old is the previous checkpoint, left by a save that was killed between its two renames; `load` handles it.
         found = [re.fullmatch(r"step-(\d+)(?:\.old)?", path.name) for path in folder.iterdir() if path.is_dir()]
         return sorted({int(match[1]) for match in found if match}, reverse=True)
 
@@ -390,14 +395,14 @@ class Run:
             try:
                 return self.load(self.path(step))
             except zerolab.CheckpointError as why:
-                self.say(f"{self.path(step)} is passed over: {why}")
+                self.say(f"skipping {self.path(step)}: {why}")
                 self.put_aside(self.path(step))
         if steps:
-            raise Refused(f"no checkpoint in {self.args.checkpoint} can be loaded; to begin anew, move them away")
+            raise Refused(f"no checkpoint in {self.args.checkpoint} can be loaded; to start over, move them away")
         return 0
 
     def put_aside(self, path: Path) -> None:
-        """A folder without a manifest is no checkpoint, and `save` will not replace it."""
+        """Rename a folder without a manifest: it is not a checkpoint, so `save` would refuse to replace it."""
         if self.zero.rank == 0 and path.is_dir() and any(path.iterdir()) and not (path / MANIFEST).exists():
             path.rename(path.with_name(f"{path.name}.damaged-{secrets.token_hex(4)}"))
 
@@ -409,11 +414,11 @@ class Run:
         for name, here in self.settings.items():
             if there.get(name) != here:
                 option = "--" + name.replace("_", "-")
-                what = "other data" if name == "data" else f"{option} {there.get(name)}, not {here}"
-                raise Refused(f"{path} was trained with {what}: other samples would come")
+                what = "different data" if name == "data" else f"{option} {there.get(name)}, not {here}"
+                raise Refused(f"{path} was trained with {what}: the run would see different samples")
         if extra["scaler"]:
             self.scaler.load_state_dict(extra["scaler"])
-        self.say(f"going on from {path}")
+        self.say(f"resuming from {path}")
         return extra["step"]
 
 
@@ -421,9 +426,9 @@ class Run:
 
 
 class Metrics:
-    """Lines of JSON, each on the disk's way as soon as it is written. Without a path, nothing.
+    """Writes lines of JSON, each flushed at once. Without a path it writes nothing.
 
-    begin: the step that the run goes on from. Lines of later steps, from before a crash, are dropped; they come again.
+    begin: the step that the run resumes from. Lines of later steps, from before a crash, are dropped: they come again.
     """
 
     def __init__(self, path: str | None, begin: int) -> None:
@@ -433,7 +438,7 @@ class Metrics:
             kept = [line for step, line in self._read(Path(path)) if step <= begin]
             new = Path(f"{path}.tmp")
             new.write_text("".join(f"{line}\n" for line in kept))
-            new.replace(path)  # whoever is killed here leaves the old lines or the new ones
+            new.replace(path)  # a process killed here leaves the old lines or the new ones, never a mix
             self.file = open(path, "a", buffering=1)  # noqa: SIM115
 
     @staticmethod
@@ -443,8 +448,8 @@ class Metrics:
             found = [(int(json.loads(line)["step"]), line) for line in lines]
         except (ValueError, KeyError, TypeError):
             found = None
-        if found is None or not (rest == "" or rest.startswith("{")):  # what a crash has cut off is dropped
-            raise Refused(f"--metrics {path}: has a line that is no metrics; it is left alone")
+        if found is None or not (rest == "" or rest.startswith("{")):  # a last line that a crash cut off is dropped
+            raise Refused(f"--metrics {path}: the file has lines that are not metrics, so it is left alone")
         return found
 
     def write(self, **values: Any) -> None:
@@ -465,7 +470,7 @@ class Metrics:
 
 @contextmanager
 def stop_signals() -> Iterator[list[int]]:
-    """Collect SIGTERM and SIGINT instead of dying of them. Launchers that wait in vain send SIGKILL later."""
+    """Collect SIGTERM and SIGINT instead of dying from them. (A launcher that loses patience sends SIGKILL.)"""
     came: list[int] = []
     numbers = (signal.SIGTERM, signal.SIGINT)
     before = [signal.signal(number, lambda number, frame: came.append(number)) for number in numbers]
@@ -477,15 +482,15 @@ def stop_signals() -> Iterator[list[int]]:
 
 
 def progress(zero: zerolab.Engine, begin: int, steps: int) -> Any:
-    """A bar on the first rank, if somebody looks."""
+    """A progress bar on the first rank, if the output is a terminal."""
     from tqdm import tqdm
 
-    hidden = None if zero.rank == 0 else True  # None: hidden if the output is no terminal
+    hidden = None if zero.rank == 0 else True  # None: hidden unless the output is a terminal
     return tqdm(total=steps, initial=begin, desc=f"stage {zero.stage}", unit="step", dynamic_ncols=True, disable=hidden)
 
 
 def peak_bytes(device: torch.device) -> int:
-    """The most that was allocated on the GPU; on the CPU, the most memory that this process ever had."""
+    """The peak of allocated memory on a GPU; on the CPU, the peak of this process's resident memory."""
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device)
     kilobytes = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
@@ -496,16 +501,16 @@ def peak_bytes(device: torch.device) -> int:
 
 
 def attempt(args: argparse.Namespace) -> str | None:
-    """Train; why not, in one line."""
+    """Train. Returns None, or why it was refused, in one line."""
     try:
-        train(args)
+        run_rank(args)
     except (Refused, zerolab.CheckpointError) as why:
         return str(why)
     return None
 
 
 def launch(args: argparse.Namespace, ranks: int) -> str | None:
-    """Train on fresh processes on this machine; why not, in one line. SIGTERM and SIGINT are passed on to them."""
+    """Train on fresh processes on this machine, as `attempt` does. SIGTERM and SIGINT are passed on to them."""
 
     def pass_on(number: int, frame: Any) -> None:
         for child in multiprocessing.active_children():
@@ -520,13 +525,11 @@ def launch(args: argparse.Namespace, ranks: int) -> str | None:
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """One rank of a world that torchrun or srun made, or a world of one. Exit status: 0 good, 2 refused."""
-    from zerolab.cli import Parser
-
+    """One rank under torchrun or srun, or a world of one. Exit status: 0 good, 2 refused."""
     parser = Parser(prog="zerolab.train", description="Train at any stage of ZeRO; under torchrun or srun.")
     add_arguments(parser)
     first = os.environ.get("RANK", os.environ.get("SLURM_PROCID", "0")) == "0"
-    with nullcontext() if first else redirect_stderr(io.StringIO()):  # what is wrong with them is said once
+    with nullcontext() if first else redirect_stderr(io.StringIO()):  # only one rank complains about them
         args = parser.parse_args(arguments)
     zerolab.init()
     try:

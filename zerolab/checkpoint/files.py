@@ -1,11 +1,13 @@
-"""Flat pieces of tensors in safetensors files, with a checksum for every stretch of at most `CHUNK` bytes.
+"""Flat pieces of tensors in safetensors files, with a checksum for every chunk of at most `CHUNK` bytes.
 
-A safetensors file is 8 bytes (the length of the header), the header (JSON: name -> dtype, shape, where its bytes lie)
-and the bytes of the tensors: any reader of that format opens these files. They are written and read by hand here, a
-stretch at a time: so a save needs no memory for copies, is on the disk when it says so, and a load reads and checks
-only what it needs, without a memory map, in which a file that becomes shorter kills the process.
+A safetensors file is 8 bytes (the length of the header), the header (JSON: name -> dtype, shape, position of its
+bytes) and the bytes of the tensors. Any reader of that format opens these files.
 
-Nothing here, or in checkpoint.py, ever unpickles: a stranger's file is bytes and JSON.
+We write and read them by hand, a chunk at a time. A save then needs no memory for copies, and its bytes are on the
+disk when it returns. A load reads and checks only what it needs, and uses no memory map: if a mapped file shrinks, the
+process dies.
+
+Nothing in this room ever unpickles: a stranger's file is bytes and JSON.
 """
 
 from __future__ import annotations
@@ -19,7 +21,7 @@ from typing import Any, BinaryIO
 import torch
 from torch import Tensor
 
-CHUNK = 1 << 20  # bytes under one checksum: a rank that needs a part of a slice reads little more than that part
+CHUNK = 1 << 20  # bytes per checksum, small enough that a rank reads little more than the part it needs
 
 DTYPES = {
     "F64": torch.float64,
@@ -33,7 +35,7 @@ DTYPES = {
     "U8": torch.uint8,
     "BOOL": torch.bool,
 }
-NAMES = {dtype: name for name, dtype in DTYPES.items()}  # as the format calls them
+NAMES = {dtype: name for name, dtype in DTYPES.items()}  # the format's names
 
 
 class CheckpointError(RuntimeError):
@@ -45,21 +47,21 @@ def digest(data: bytes | bytearray) -> str:
 
 
 def dtype_name(name: str, tensor: Tensor) -> str:
-    """What the format calls the tensor's dtype."""
+    """The format's name for the dtype of `tensor`; `name` is for the error if it has none."""
     if tensor.dtype not in NAMES:
-        raise CheckpointError(f"{name} has dtype {tensor.dtype}, which checkpoints do not hold")
+        raise CheckpointError(f"{name} has dtype {tensor.dtype}, which a checkpoint cannot hold")
     return NAMES[tensor.dtype]
 
 
 def write_file(path: Path, tensors: dict[str, Tensor]) -> dict[str, Any]:
-    """Write flat tensors to a new file and flush it to the disk.
+    """Write flat tensors to a new file and flush it to disk.
 
-    Returns what `Pieces` needs to know: {"bytes": size of the file, "header": its digest, "tensors": {name: {"at":
-    where its bytes begin in the file, "digests"}}}.
+    Returns what `Pieces` needs to read it: {"bytes": the file's size, "header": the header's digest, "tensors": {name:
+    {"at": the tensor's first byte in the file, "digests": of its chunks}}}.
     """
     header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
     end = 0
-    # The widest dtypes first, without gaps: so every tensor lies at a multiple of its element size, as readers want it.
+    # The widest dtypes first and no gaps: then each tensor begins at a multiple of its element size, as readers expect.
     tensors = dict(sorted(tensors.items(), key=lambda item: -item[1].element_size()))
     for name, tensor in tensors.items():
         begin, end = end, end + tensor.numel() * tensor.element_size()
@@ -80,7 +82,7 @@ def write_file(path: Path, tensors: dict[str, Tensor]) -> dict[str, Any]:
 
 
 def _write_tensor(file: BinaryIO, flat: Tensor) -> list[str]:
-    """Write the bytes of a flat tensor, on whatever device; the digest of each chunk."""
+    """Write the bytes of a flat tensor, whatever its device; return the digest of each chunk."""
     digests = []
     for part in flat.detach().contiguous().view(torch.uint8).split(CHUNK):
         if part.numel():
@@ -91,19 +93,28 @@ def _write_tensor(file: BinaryIO, flat: Tensor) -> list[str]:
     return digests
 
 
-class Pieces:
-    """Reads parts of tensors whose pieces lie in several files of `folder`.
+def flush_folder(folder: Path) -> None:
+    """Flush a folder to disk: the names of its files are its content, and a rename is not safe without this."""
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
 
-    files: {file: {"bytes", "header"}}; pieces: {name: [{"file", "start", "stop", "at", "digests"}]}, where
-    [start, stop) are the flat elements that a piece holds; chunk: bytes under one digest.
+
+class Pieces:
+    """Reads parts of tensors whose pieces are in several files of `folder`.
+
+    files: {file: {"bytes", "header"}}. pieces: {name: [{"file", "start", "stop", "at", "digests"}]}; a piece holds
+    the flat elements [start, stop). chunk: bytes per digest.
     """
 
     def __init__(self, folder: Path, files: dict[str, Any], pieces: dict[str, Any], chunk: int) -> None:
         self.folder, self.files, self.pieces, self.chunk = folder, files, pieces, chunk
-        self._opened: set[str] = set()  # files whose size and header were looked at
+        self._opened: set[str] = set()  # files whose size and header have been checked
 
     def read(self, name: str, dtype: torch.dtype, start: int, stop: int) -> Tensor:
-        """The flat elements [start, stop) of a tensor, each verified, on the CPU."""
+        """The flat elements [start, stop) of a tensor, on the CPU, all of them verified."""
         result = torch.empty(stop - start, dtype=dtype)
         raw, done = result.view(torch.uint8), 0
         for piece in self.pieces.get(name, []):
@@ -115,11 +126,11 @@ class Pieces:
                 self._read_piece(name, piece, size, begin, end, into)
                 done += last - first
         if done != stop - start:
-            raise CheckpointError(f"{self.folder}: {name} is not complete: {done} of {stop - start} elements are there")
+            raise CheckpointError(f"{self.folder}: {name} is incomplete: it has {done} of {stop - start} elements")
         return result
 
     def _read_piece(self, name: str, piece: dict[str, Any], size: int, begin: int, end: int, into: Tensor) -> None:
-        """Bytes [begin, end) of a piece of `size` bytes, and of its chunks as much as these bytes touch."""
+        """Read bytes [begin, end) of a piece of `size` bytes, in full chunks, so that each can be checked."""
         path = self.folder / piece["file"]
         try:
             with open(path, "rb") as file:
@@ -140,15 +151,15 @@ class Pieces:
             raise CheckpointError(f"{path}: {name} cannot be read: {error.strerror or error}") from error
 
     def _check_head(self, name: str, file: BinaryIO, tensor: str) -> None:
-        """Once for each file: is it as long as it was, and does it say of itself what it said."""
+        """Once per file: are its size and its header as they were saved?"""
         if name in self._opened:
             return
         expected, size = self.files[name], os.fstat(file.fileno()).st_size
         if size != expected["bytes"]:
-            what = f"has {size} bytes instead of {expected['bytes']}: it was cut or replaced"
+            what = f"has {size} bytes instead of {expected['bytes']}: it was cut off or replaced"
             raise CheckpointError(f"{file.name} (for {tensor}): {what}")
         length = min(int.from_bytes(file.read(8), "little"), size)
         file.seek(0)
         if digest(file.read(8 + length)) != expected["header"]:
-            raise CheckpointError(f"{file.name} (for {tensor}): the header is damaged, or this is another file")
+            raise CheckpointError(f"{file.name} (for {tensor}): the header is damaged, or this is a different file")
         self._opened.add(name)

@@ -1,5 +1,5 @@
-"""`zerolab classroom`: a JupyterLab for each student on one machine, and GPUs that are leased.
+"""`zerolab classroom`: a JupyterLab for each student on one machine, and GPUs that are lent to them.
 
-broker.py lends GPUs, lease.py asks for them in a notebook; labs.py starts the servers and keeps them, watch.py looks at
-memory and processes, board.py shows how far the room is.
+run.py is the command. labs.py starts the servers and keeps them running, watch.py watches memory and processes, and
+board.py shows how far the class is. broker.py lends GPUs; in a notebook, lab/ranks/lease.py asks for them.
 """

@@ -1,6 +1,6 @@
-"""How far the room is: which exercises pass, and what was predicted, read from what each student's lab has kept.
+"""How far the class is: which exercises pass and what was predicted, read from the files in each student's folder.
 
-The files are the students' own, so nothing in them is trusted: not their size, their types or their characters.
+The files belong to the students, so nothing about them is trusted: not their size, their types or their characters.
 """
 
 from __future__ import annotations
@@ -15,18 +15,18 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from zerolab.lab.exercises.catalogue import catalogue
+from zerolab.lab.exercises.catalogue import EXERCISES
 from zerolab.lab.exercises.judge import digest
 
-LARGEST = 1_000_000  # bytes of a file that is read
-WIDEST = 24  # characters of an answer
-SHOWN = 4  # different answers to a prediction
+LARGEST = 1_000_000  # bytes of a file that are read
+WIDEST = 24  # characters of an answer that are shown
+SHOWN = 4  # different answers to a prediction that are shown
 SKIPPED = "skipped"
 
 
 @dataclass
 class Progress:
-    """Of one student: exercises that pass as they are now, and what was predicted, as it is shown."""
+    """One student's: the exercises that pass as they are now, and the predictions as they are shown."""
 
     passed: set[str] = field(default_factory=set)
     predictions: dict[str, str] = field(default_factory=dict)
@@ -34,14 +34,14 @@ class Progress:
 
 
 def read(my: Path) -> Progress:
-    """What is in a student's folder `my`; nothing where it cannot be read."""
+    """The progress in a student's folder `my`. What cannot be read is left out."""
     found, kept = Progress(), {}
     with suppress(ValueError, RecursionError):
         kept = json.loads(_text(my / "progress.json") or "{}")
     if not isinstance(kept, dict):
         return found
     passed, predictions = kept.get("passed"), kept.get("predictions")
-    for id in catalogue():
+    for id in EXERCISES:
         if isinstance(passed, dict) and id in passed:
             source = _text(my / f"ex_{id.replace('.', '_')}.py")
             if source and digest(source) == passed[id]:
@@ -57,7 +57,7 @@ def read(my: Path) -> Progress:
 
 def _text(file: Path) -> str:
     try:
-        descriptor = os.open(file, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)  # no link elsewhere, no pipe
+        descriptor = os.open(file, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)  # follow no link, wait at no pipe
         with open(descriptor, encoding="utf-8", errors="replace") as opened:
             return opened.read(LARGEST)
     except OSError:
@@ -81,20 +81,20 @@ def order(id: str) -> tuple[int, ...]:
 
 
 def predictions(room: Iterable[Progress]) -> dict[str, Counter]:
-    """For each prediction how often each answer was given, in the order of the course."""
+    """How often each answer was given to each prediction, in the order of the course."""
     room = list(room)
     ids = sorted({id for one in room for id in one.predictions}, key=order)
     return {id: Counter(one.predictions[id] for one in room if id in one.predictions) for id in ids}
 
 
 def room_view(room: Mapping[str, Progress]) -> list[Any]:
-    """Tables for all to see, without names: how many pass each exercise, and how the predictions are spread."""
+    """Tables without names, for everyone to see: how many pass each exercise, and how the predictions spread."""
     from rich.markup import escape
 
     from zerolab.measure.units import table
 
     exercises = table(f"exercises that pass, of {len(room)} students", ["", "exercise"], ["pass"])
-    for id, asked in catalogue().items():
+    for id, asked in EXERCISES.items():
         many = sum(id in one.passed for one in room.values())
         exercises.add_row(id, asked.title, f"{many} {'█' * round(12 * many / max(1, len(room))):<12}")
     guesses = table("predictions", ["", "answers"], ["said", "median"])
@@ -115,14 +115,14 @@ def spread(counter: Counter) -> str:
 
 
 def picture(room: Mapping[str, Progress]) -> Any:
-    """A bar for each answer, a panel for each prediction."""
+    """A panel for each prediction, with a bar for each answer."""
     from zerolab.lab.plots import style
 
     counts = predictions(room.values())
     rows = max(1, -(-len(counts) // 3))
     total = sum(many for counter in counts.values() for answer, many in counter.items() if answer != SKIPPED)
-    sentence = f"{total} predictions of {len(room)} students; the most frequent answers, and how many gave each."
-    figure = style.frame("What the room predicted", f"{len(room)} students", sentence, (9.0, 1.6 + 1.5 * rows))
+    sentence = f"{total} predictions by {len(room)} students: the most frequent answers, and how many gave each."
+    figure = style.frame("What the class predicted", f"{len(room)} students", sentence, (9.0, 1.6 + 1.5 * rows))
     top, bottom, height = 1 - 1.1 / figure.get_figheight(), 0.5 / figure.get_figheight(), 1.5 / figure.get_figheight()
     for i, (id, counter) in enumerate(counts.items()):
         left, up = 0.14 + 0.32 * (i % 3), max(bottom, top - height * (i // 3 + 1))
@@ -131,7 +131,7 @@ def picture(room: Mapping[str, Progress]) -> Any:
         answers = counter.most_common(SHOWN)[::-1]
         axes.barh(range(len(answers)), [many for _, many in answers], 0.7, color=style.COLOURS["communication"])
         words = [answer for answer, _ in answers]
-        axes.set_yticks(range(len(answers)), words, fontsize=8, parse_math=False)  # a `$` is no formula
+        axes.set_yticks(range(len(answers)), words, fontsize=8, parse_math=False)  # a `$` in an answer is just a `$`
         axes.set_xticks([])
         axes.set_xlim(0, max(1, len(room)))
         axes.set_ylim(len(answers) - SHOWN - 0.5, len(answers) - 0.5)
@@ -142,7 +142,7 @@ def picture(room: Mapping[str, Progress]) -> Any:
 
 
 def rooms(folder: Path) -> dict[str, Progress]:
-    """Of each student whose folder is in the classroom's."""
+    """The progress of each student who has a folder in the classroom's."""
     return {home.name: read(home / "work" / "my") for home in sorted(folder.glob("student-*")) if home.is_dir()}
 
 
@@ -151,7 +151,7 @@ def teacher_view(rows: Sequence[Sequence[str]], title: str) -> Any:
     from zerolab.measure.units import table
 
     result = table(title, ["student", "port", "GPUs"], ["left", "notebooks", "ranks", "memory", "pass", "predicted"])
-    gpus = result.columns[2]  # their names may be long: no other column shall give way to them
+    gpus = result.columns[2]  # names may be long, but must not squeeze the other columns
     gpus.no_wrap, gpus.overflow = False, "fold"
     for row in rows:
         result.add_row(*row)

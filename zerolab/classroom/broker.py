@@ -1,11 +1,11 @@
-"""Who has which GPU: a lease is an open socket, so it ends with the processes that hold it, however they end.
+"""Who has which GPU. A lease is an open socket, so it ends when the processes that hold it end, however they do.
 
-Each student has a Unix socket of their own: that is how the broker knows who asks. A notebook connects, says how many
-GPUs it wants, is told its place in the queue, and then which GPUs are its own. Its ranks inherit the connection: it is
-over when the last of them is gone, and not before, so no GPU is lent twice.
+Each student has a Unix socket of their own, which tells the broker who is asking. A notebook connects, says how many
+GPUs it wants, learns its place in the queue, and then learns which GPUs it has. Its ranks inherit the connection, so
+the lease ends when the last of them is gone and not before: no GPU is ever lent twice.
 
-Lines of JSON. From the notebook: {"want": 2}, {"busy": true}. To it: {"place": 1}, {"own": ["3"]}, {"gpus": ["0", "1"],
-"lease": "...", "seconds": 600.0}, {"over": "why"}, {"refused": "why"}.
+Messages are lines of JSON. From the notebook: {"want": 2}, {"busy": true}. To it: {"place": 1}, {"own": ["3"]},
+{"gpus": ["0", "1"], "lease": "...", "seconds": 600.0}, {"over": "why"}, {"refused": "why"}.
 """
 
 from __future__ import annotations
@@ -25,32 +25,33 @@ from typing import Any
 
 import psutil
 
+from zerolab.lab.ranks.lease import MARK, minutes
+
 TICK = 0.2  # seconds between looks at the clock
 LONGEST = 4096  # bytes of a line
 CONNECTIONS = 8  # of one student at once
-MARK = "ZEROLAB_LEASE"  # in the environment of the ranks that a lease is for
 
 
 @dataclass(eq=False)
 class Client:
-    """A notebook that waits for GPUs (gpus is empty) or has them."""
+    """A notebook that waits for GPUs (`gpus` is empty) or has them."""
 
     student: str
     socket: socket.socket
     buffer: bytes = b""
     want: int = 0
-    place: int | None = None  # as it was told
+    place: int | None = None  # the place that it was last told
     gpus: list[str] = field(default_factory=list)
     lease: str = ""
     since: float = 0.0
     used: float = 0.0
     busy: bool = False
-    ended: float | None = None  # when it was told that its time is over
+    ended: float | None = None  # when it was told to give them back
 
 
 @dataclass(frozen=True)
 class Entry:
-    """For the board: what a student has, or the place in the queue. left: seconds that are guaranteed."""
+    """For the board: a student's GPUs, or the place in the queue. left: seconds still guaranteed."""
 
     student: str
     gpus: tuple[str, ...]
@@ -59,10 +60,10 @@ class Entry:
 
 
 class Broker:
-    """Lends `gpus`, names as CUDA_VISIBLE_DEVICES has them, to who asks first.
+    """Lends `gpus`, named as in CUDA_VISIBLE_DEVICES, first come, first served.
 
-    seconds: a lease's length; it goes on until somebody waits. idle: after so long without a cell it is taken back.
-    grace: so long its holder has to let go before its ranks are killed.
+    seconds: how long a lease is guaranteed; it then goes on until somebody else waits. idle: seconds without a cell
+    after which a lease is taken back. grace: seconds that the holder has to let go before its ranks are killed.
     """
 
     def __init__(self, gpus: Sequence[str], seconds: float = 600.0, idle: float = 120.0, grace: float = 10.0) -> None:
@@ -77,7 +78,7 @@ class Broker:
         self._thread = threading.Thread(target=self._serve, name="broker")
 
     def open(self, student: str, path: Path) -> None:
-        """Listen for a student's notebooks at `path`, for this user alone."""
+        """Listen for a student's notebooks at `path`, which only this user may open."""
         listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         before = os.umask(0o177)
         try:
@@ -93,12 +94,12 @@ class Broker:
         self._thread.start()
 
     def close(self) -> None:
-        """End all leases. Who has ranks on GPUs must be ended by the caller."""
+        """End all leases. The caller must end the ranks that use the GPUs."""
         self._closing.set()
         if self._thread.ident is not None:
             self._thread.join(10.0)
         for key in list(self._selector.get_map().values()):
-            key.fileobj.close()
+            _socket_of(key).close()
         self._selector.close()
         for path in self._paths:
             path.unlink(missing_ok=True)
@@ -122,20 +123,20 @@ class Broker:
                     if isinstance(key.data, Client):
                         self._read(key.data)
                     else:
-                        self._accept(key.fileobj, key.data)
+                        self._accept(_socket_of(key), key.data)
             with self._lock:
                 self._take_back()
                 self._lend()
 
     def _accept(self, listener: socket.socket, student: str) -> None:
-        with suppress(OSError):  # it has gone again
+        with suppress(OSError):  # the notebook is gone again
             connection, _ = listener.accept()
             connection.setblocking(False)
             client = Client(student, connection)
             others = [key.data for key in self._selector.get_map().values() if isinstance(key.data, Client)]
             self._selector.register(connection, selectors.EVENT_READ, client)
             if sum(other.student == student for other in others) >= CONNECTIONS:
-                self._refuse(client, f"{CONNECTIONS} of your notebooks are in the queue already")
+                self._refuse(client, f"{CONNECTIONS} of your notebooks are already in the queue")
 
     def _read(self, client: Client) -> None:
         try:
@@ -152,7 +153,7 @@ class Broker:
             self._hear(client, line)
         if len(client.buffer) > LONGEST:
             client.buffer = b""
-            self._refuse(client, "that is no message")
+            self._refuse(client, "that is not a message")
 
     def _hear(self, client: Client, line: bytes) -> None:
         try:
@@ -160,7 +161,7 @@ class Broker:
         except (ValueError, RecursionError):
             message = None
         if not isinstance(message, dict):
-            self._refuse(client, "that is no message")
+            self._refuse(client, "that is not a message")
         elif isinstance(message.get("busy"), bool):
             client.busy, client.used = message["busy"], time.monotonic()
         elif "want" in message and not client.want:
@@ -175,11 +176,11 @@ class Broker:
 
     def _refuse(self, client: Client, why: str) -> None:
         self._send(client, {"refused": why})
-        if not client.gpus:  # else its ranks may live: it goes the way of a lease that is over
+        if not client.gpus:  # else its ranks may still live, and its lease must end as any other
             self._drop(client)
 
     def _send(self, client: Client, message: dict[str, Any]) -> None:
-        with suppress(OSError):  # a notebook that reads nothing, or that has gone: both are seen to elsewhere
+        with suppress(OSError):  # the notebook does not read, or is gone; both are dealt with elsewhere
             client.socket.send(json.dumps(message).encode() + b"\n")
 
     def _drop(self, client: Client) -> None:
@@ -191,7 +192,7 @@ class Broker:
             self._clients.remove(client)
 
     def _queue(self) -> list[Client]:
-        """Who waits. Of each student one, and none of who has GPUs: those wait for their own other notebook."""
+        """Who waits: one notebook per student, and none of a student who has GPUs already."""
         seen = {client.student for client in self._clients if client.gpus}
         queue = []
         for client in self._clients:
@@ -209,15 +210,15 @@ class Broker:
                 continue
             why = ""
             if not client.busy and now > client.used + self.idle:
-                why = f"no cell ran on them for {_minutes(self.idle)}"
+                why = f"no cell ran on them for {minutes(self.idle)}"
             elif waiting and now > client.since + self.seconds:
-                why = f"the time of {_minutes(self.seconds)} is over and others wait"
+                why = f"the lease of {minutes(self.seconds)} is over and others are waiting"
             if why:
                 client.ended = now
                 self._send(client, {"over": why})
 
     def _lend(self) -> None:
-        """Strictly in turn: who wants few does not overtake who wants many, or the latter would wait for ever."""
+        """Lend strictly in turn. If small requests could overtake large ones, the large ones might wait forever."""
         lent = {gpu for client in self._clients for gpu in client.gpus}
         free = [gpu for gpu in self.gpus if gpu not in lent]
         queue = self._queue()
@@ -239,7 +240,7 @@ class Broker:
 
 
 def _kill_ranks(lease: str) -> bool:
-    """Kill what was started for this lease; whether there was anything."""
+    """Kill the processes of this lease. Returns whether there were any."""
     found = False
     for process in psutil.process_iter():
         with suppress(psutil.Error):
@@ -249,6 +250,6 @@ def _kill_ranks(lease: str) -> bool:
     return found
 
 
-def _minutes(seconds: float) -> str:
-    number, unit = (seconds, "second") if seconds < 60 else (seconds / 60, "minute")
-    return f"{number:g} {unit}{'s' * (number != 1)}"
+def _socket_of(key: selectors.SelectorKey) -> socket.socket:
+    assert isinstance(key.fileobj, socket.socket)  # nothing else is registered
+    return key.fileobj

@@ -1,12 +1,12 @@
 """A JupyterLab for each student, started, watched and ended together.
 
-    class/                 of the user who runs the classroom, closed to others
+    class/                 belongs to the user who runs the classroom; closed to others
         handout.csv        who gets which address and token
         student-01/        the student's home: settings, logs
             work/          what the student sees: copies of the lessons, and my/ with answers and progress
 
-All students run as this user, with one set of packages (shield.py): that keeps them out of each other's way, and stops
-accidents, not malice. Linux only: it takes signals at a parent's death, and who adopts orphans, from there.
+All students run as this user and share one set of packages (shield.py). That keeps them out of each other's way; it
+stops accidents, not malice. Linux only: it needs Linux's signal at a parent's death and its adoption of orphans.
 """
 
 from __future__ import annotations
@@ -41,22 +41,22 @@ from zerolab.lab.ranks import lease, notices, turns
 START_TIMEOUT = 120.0  # seconds until a JupyterLab must answer
 STOP_TIMEOUT = 10.0  # from SIGTERM to SIGKILL
 PAUSE = 5.0  # before one that died soon after its start is started again
-CULL = 1800  # seconds until a notebook that no browser shows, and that runs nothing, is ended
+CULL = 1800  # seconds until a notebook ends that runs nothing and that no browser shows
 NOT_FOR_STUDENTS = ("JPY_", "JUPYTER", "IPYTHON", "ZEROLAB_", "XDG_", "MPLCONFIGDIR", "SSH_", "GLOO_", "RANK", "WORLD_")
-STUDENT = "ZEROLAB_STUDENT"  # in the environment of a lab and all that it starts: whose it is
+STUDENT = "ZEROLAB_STUDENT"  # in the environment of a lab and of everything that it starts: the student's name
 
 SETTINGS = {
-    "notebook-extension/tracker": '{"kernelShutdown": true}',  # a notebook that is closed ends, with its ranks
+    "notebook-extension/tracker": '{"kernelShutdown": true}',  # closing a notebook ends its kernel and its ranks
     "apputils-extension/notification": '{"fetchNews": "false", "checkForUpdates": false}',
 }
 
-# The lab must not outlive the classroom, however that ends. Asked for last, as a change of user would forget it.
+# However the classroom ends, its labs must not outlive it. This comes last, as a change of user would undo it.
 LAST = "import ctypes, os, sys; ctypes.CDLL(None).prctl(1, 15); os.getppid() == int(sys.argv[1]) or sys.exit('orphan')"
 LAST += "; os.execv(sys.executable, [sys.executable, *sys.argv[2:]])"
 
 
 class Refused(Exception):
-    """The classroom cannot be held like this; says why in one line."""
+    """The classroom cannot be held like this. The message says why, in one line."""
 
 
 @dataclass
@@ -78,7 +78,7 @@ class Lab:
 
     @property
     def page(self) -> str:
-        """Where a lab opens: at the first lesson."""
+        """The page at which a lab opens: the first lesson."""
         first = next(iter(sorted(self.work.glob("00_*.ipynb"))), None)
         return f"/lab/tree/{first.name}" if first is not None else "/lab"
 
@@ -88,7 +88,7 @@ class Lab:
 
 
 class Classroom:
-    """`open` starts it, `look` keeps it, `close` ends all of it."""
+    """`open` sets it up, `look` starts the labs and keeps them running, `close` ends everything."""
 
     def __init__(
         self,
@@ -102,24 +102,31 @@ class Classroom:
         tell: Callable[[str], None] = print,
     ) -> None:
         self.folder, self.ip, self.rehearsal, self.tell = folder.resolve(), ip, rehearsal, tell
-        self.first_port, self.labs = first_port, []
+        self.first_port = first_port
+        self.labs: list[Lab] = []
         self.broker = Broker(gpus, lease_seconds)
         self._lessons = Path()
         self._names = [f"student-{number:02}" for number in range(1, students + 1)]
-        self._lock = self._scratch = None
+        self._lock: int | None = None
+        self._scratch_folder: Path | None = None
         self._shield = False
 
+    @property
+    def _scratch(self) -> Path:
+        assert self._scratch_folder is not None, "the classroom is not open"
+        return self._scratch_folder
+
     def open(self, lessons: Path) -> None:
-        """Make the folders; `look` begins to start the labs."""
+        """Make the folders. `look` then starts the labs."""
         self._lessons = lessons
         self.folder.mkdir(parents=True, exist_ok=True, mode=0o700)
         self._lock = os.open(self.folder / ".lock", os.O_CREAT | os.O_RDWR | os.O_CLOEXEC, 0o600)
         try:
             fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
-            raise Refused(f"another classroom runs in {self.folder}: end it, or name another --folder") from None
+            raise Refused(f"another classroom is running in {self.folder}: end it, or name another --folder") from None
         self.folder.chmod(0o700)
-        ctypes.CDLL(None).prctl(36, 1)  # PR_SET_CHILD_SUBREAPER: what students leave behind becomes our child
+        ctypes.CDLL(None).prctl(36, 1)  # PR_SET_CHILD_SUBREAPER: processes that students leave behind become ours
         known = self._read_handout()
         taken: set[int] = set()
         for name in self._names:
@@ -130,14 +137,14 @@ class Classroom:
             self.labs.append(lab)
             self._furnish(lab)
         self._write_handout()
-        self._scratch = Path(tempfile.mkdtemp(prefix="zerolab-"))  # for this user; a socket's path must be short
+        self._scratch_folder = Path(tempfile.mkdtemp(prefix="zerolab-"))  # a socket's path must be short
         (self._scratch / "aside").mkdir()
         turns.make(self._scratch / "turns", max(2, (os.cpu_count() or 1) // 2))
         why = shield.why_not(self.folder, self.labs[0].home, self._scratch / "aside")
         self._shield = not why
         if why:
-            text = "students could change the packages, and see each other's folders: this system does not let"
-            self.tell(f"{text} `unshare` give each a view of their own ({why})")
+            text = "students can change the packages and see each other's folders: on this system, `unshare`"
+            self.tell(f"{text} cannot give each of them a view of their own ({why})")
         if self.broker.gpus:
             for lab in self.labs:
                 self.broker.open(lab.student, self._scratch / lab.student)
@@ -150,14 +157,14 @@ class Classroom:
         return self.folder / "handout.csv"
 
     def _read_handout(self) -> dict[str, tuple[int, str]]:
-        """Ports and tokens of the last time: what was handed out stays right."""
+        """The ports and tokens of last time, so that what was handed out stays valid."""
         if not self.handout.exists():
             return {}
         try:
             with self.handout.open(newline="") as file:
                 return {row["student"]: (int(row["port"]), row["token"]) for row in csv.DictReader(file)}
         except (KeyError, TypeError, ValueError):
-            raise Refused(f"{self.handout} is damaged: delete it, and all students get new tokens") from None
+            raise Refused(f"{self.handout} is damaged: if you delete it, all students get new tokens") from None
 
     def _write_handout(self) -> None:
         host = socket.gethostname() if self.ip in ("0.0.0.0", "::", "*") else self.ip
@@ -172,16 +179,16 @@ class Classroom:
         new.replace(self.handout)
 
     def _furnish(self, lab: Lab) -> None:
-        """The student's folder, or what is missing of it.
+        """Make the student's folder, or whatever is missing from it.
 
-        The token is in a file, not on the command line or in the environment, which a notebook's cell could show.
+        The token goes into a file: the command line and the environment could be shown by a cell of a notebook.
         """
         lab.notices.mkdir(parents=True, exist_ok=True)
         lab.home.chmod(0o700)
         try:
             lines = copy_lessons(self._lessons, lab.work)
         except ValueError as error:
-            lines = [f"the lessons were not renewed: {lab.work / REMEMBERED} is damaged ({error}): delete it"]
+            lines = [f"the lessons were not updated: {lab.work / REMEMBERED} is damaged ({error}): delete it"]
         for line in lines:
             self.tell(f"{lab.student}: {line}")
         file = lab.home / ".jupyter/jupyter_server_config.json"
@@ -199,24 +206,22 @@ class Classroom:
         for port in range(first, 65536):
             if port not in taken and _is_free(self.ip, port):
                 return port
-        raise Refused(f"no free port from {first} on at {self.ip}: name another --port")
+        raise Refused(f"there is no free port from {first} up at {self.ip}: name another --port")
 
     # -- processes -----------------------------------------------------------------------------------------------------
 
     def look(self) -> None:
-        """Start what does not run, a few at a time, and reap what has ended."""
+        """Start the labs that are not running, a few at a time, and clean up after processes that have ended."""
         now, starting = time.monotonic(), 0
         for lab in self.labs:
             if lab.process is not None and lab.process.poll() is not None:
-                self.tell(f"{lab.student}: JupyterLab ended with {lab.process.returncode}, and is started again")
+                self.tell(f"{lab.student}: JupyterLab ended with {lab.process.returncode}; starting it again")
                 self.tell(f"    its last line: {_last_line(lab.home / 'log')}")
                 lab.process = None
             if lab.process is not None and not lab.ready:
                 lab.ready = self._answers(lab)
                 if not lab.ready and now > lab.started + START_TIMEOUT:
-                    self.tell(
-                        f"{lab.student}: JupyterLab did not answer within {START_TIMEOUT:g} s; it is started again"
-                    )
+                    self.tell(f"{lab.student}: no answer from JupyterLab in {START_TIMEOUT:g} s; starting it again")
                     lab.process.kill()
                     lab.process.wait(STOP_TIMEOUT)
                     lab.process = None
@@ -228,8 +233,8 @@ class Classroom:
                 starting += 1
                 try:
                     self._start(lab)
-                except OSError as error:  # a full disk, or what a student has made of the folder
-                    self.tell(f"{lab.student}: JupyterLab cannot be started, and is tried again: {error}")
+                except OSError as error:  # a full disk, or something that the student did to the folder
+                    self.tell(f"{lab.student}: JupyterLab did not start, trying again: {error}")
         self._reap()
 
     def _start(self, lab: Lab) -> None:
@@ -237,7 +242,7 @@ class Classroom:
             self._furnish(lab)
         taken = {other.port for other in self.labs if other is not lab}
         if (port := self._free_port(lab.port, taken)) != lab.port:
-            self.tell(f"{lab.student}: port {lab.port} was taken, it is {port} now; {self.handout} has the new address")
+            self.tell(f"{lab.student}: port {lab.port} was taken, now it is {port}; {self.handout} has the new address")
             lab.port = port
             self._write_handout()
         command = [sys.executable, "-c", LAST, str(os.getpid()), "-m", "jupyterlab", "--no-browser"]
@@ -263,7 +268,7 @@ class Classroom:
     def _environment(self, lab: Lab) -> dict[str, str]:
         rest = {name: value for name, value in os.environ.items() if not name.startswith(NOT_FOR_STUDENTS)}
         jupyter = lab.home / ".jupyter"
-        own = {
+        own: dict[str, object] = {
             "HOME": lab.home,
             "JUPYTER_CONFIG_DIR": jupyter,
             "JUPYTER_DATA_DIR": jupyter / "data",
@@ -276,7 +281,7 @@ class Classroom:
             notices.FOLDER: lab.notices,
             turns.FOLDER: self._scratch / "turns",
             "CUDA_VISIBLE_DEVICES": "",  # a notebook's own process is on the CPU; its ranks ask for GPUs
-            "PYTHONDONTWRITEBYTECODE": 1,  # the packages are everybody's: nothing is written there
+            "PYTHONDONTWRITEBYTECODE": 1,  # everybody shares the packages: nobody writes there
         }
         if self.broker.gpus:
             own[lease.SOCKET] = self._scratch / lab.student
@@ -285,7 +290,7 @@ class Classroom:
         return rest | {name: str(value) for name, value in own.items()}
 
     def _answers(self, lab: Lab) -> bool:
-        """Whether it is this student's JupyterLab that listens there: it must take the token."""
+        """Whether this student's JupyterLab listens there. It proves itself by accepting the token."""
         host = {"0.0.0.0": "127.0.0.1", "*": "127.0.0.1", "": "127.0.0.1", "::": "::1"}.get(self.ip, self.ip)
         address = f"http://{f'[{host}]' if ':' in host else host}:{lab.port}/api/status"
         request = urllib.request.Request(address, headers={"Authorization": f"token {lab.token}"})
@@ -297,7 +302,7 @@ class Classroom:
             return False
 
     def _reap(self) -> None:
-        """Orphans have become our children: end those that a notebook has left behind, and bury the dead."""
+        """Orphans become our children: kill what a notebook left behind, and collect the dead."""
         ours = {lab.process.pid for lab in self.labs if lab.process is not None}
         for child in psutil.Process().children():
             with suppress(psutil.Error, ChildProcessError):
@@ -310,25 +315,25 @@ class Classroom:
 
     def close(self) -> None:
         """End every lab, its notebooks and their ranks."""
-        living = [lab for lab in self.labs if lab.process is not None]
-        for lab in living:
+        living = [lab.process for lab in self.labs if lab.process is not None]
+        for process in living:
             with suppress(ProcessLookupError):
-                lab.process.send_signal(signal.SIGTERM)
+                process.send_signal(signal.SIGTERM)
         deadline = time.monotonic() + STOP_TIMEOUT
-        for lab in living:
+        for process in living:
             with suppress(subprocess.TimeoutExpired):
-                lab.process.wait(max(0.0, deadline - time.monotonic()))
-        for _ in range(3):  # the children of those that are killed become ours, too
+                process.wait(max(0.0, deadline - time.monotonic()))
+        for _ in range(3):  # the children of what we kill become ours too
             left = [child for child in psutil.Process().children(recursive=True) if _of_a_student(child)]
             for child in left:
                 with suppress(psutil.Error):
                     child.kill()
             psutil.wait_procs(left, 2.0)
-        for lab in living:
-            lab.process.wait(STOP_TIMEOUT)
+        for process in living:
+            process.wait(STOP_TIMEOUT)
         self.broker.close()
-        if self._scratch is not None:
-            shutil.rmtree(self._scratch, ignore_errors=True)
+        if self._scratch_folder is not None:
+            shutil.rmtree(self._scratch_folder, ignore_errors=True)
         if self._lock is not None:
             os.close(self._lock)
 
@@ -336,7 +341,7 @@ class Classroom:
 def _is_free(ip: str, port: int) -> bool:
     family = socket.AF_INET6 if ":" in ip else socket.AF_INET
     with socket.socket(family, socket.SOCK_STREAM) as probe:
-        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # one that was just left is free
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # a port that was just released counts as free
         try:
             probe.bind(("" if ip == "*" else ip, port))
         except OSError:

@@ -1,4 +1,4 @@
-"""`zerolab classroom`: what is started, what the teacher sees, and its end."""
+"""`zerolab classroom`: start the labs, show the teacher how they are doing, and end them."""
 
 from __future__ import annotations
 
@@ -20,15 +20,15 @@ from zerolab.classroom import board
 from zerolab.classroom.broker import Entry
 from zerolab.classroom.labs import Classroom, Refused
 from zerolab.classroom.watch import Usage, Watch
-from zerolab.lab.__main__ import OPEN, _only_here
+from zerolab.lab.__main__ import OPEN, only_here
 from zerolab.measure.units import in_bytes
 
 EVERY = 1.0  # seconds between looks
 PROBE_TIMEOUT = 60.0  # for the driver to say how many GPUs there are
-STUDENT_BYTES = 1.2e9  # a lab, a notebook and four ranks
+STUDENT_BYTES = 1.2e9  # for a lab, a notebook and four ranks
 
 
-def classroom(
+def hold(
     students: int,
     gpus: int,
     ip: str,
@@ -39,9 +39,9 @@ def classroom(
     memory: float,
     processes: int,
 ) -> int:
-    """Hold a classroom until Ctrl-C or SIGTERM. Exit status 0 if it began."""
+    """Hold a classroom until Ctrl-C or SIGTERM. Returns exit status 0. Raises Refused if it cannot begin."""
     if not sys.platform.startswith("linux"):
-        raise Refused(f"a classroom needs Linux, not {sys.platform}; each can run `make lab` on a machine of their own")
+        raise Refused(f"a classroom needs Linux, not {sys.platform}; students can run `make lab` on their own machines")
     if not 1 <= students <= 200:
         raise Refused(f"--students must be from 1 to 200, not {students}")
     if not 0 < lease_minutes <= 24 * 60:
@@ -49,10 +49,10 @@ def classroom(
     if not 0.5 <= memory <= 1e6:
         raise Refused(f"--memory must be 0.5 or more, in GB, not {memory:g}")
     if not 8 <= processes <= 100_000:
-        raise Refused(f"--processes must be 8 or more (a lab, a notebook, four ranks are 6), not {processes}")
+        raise Refused(f"--processes must be 8 or more (a lab, a notebook and four ranks make 6), not {processes}")
     if not 1024 <= port <= 65000:
         raise Refused(f"--port must be from 1024 to 65000, not {port}")
-    if not open_to_network and not _only_here(ip):
+    if not open_to_network and not only_here(ip):
         raise Refused(f"--ip {ip}: {OPEN.replace('8888', str(port))}")
     lessons = Path(__file__).resolve().parents[2] / "lessons"
     if not any(lessons.glob("*.ipynb")):
@@ -65,14 +65,14 @@ def classroom(
     room = Classroom(folder, students, ip, port, names, rehearsal, 60.0 * lease_minutes)
     try:
         if rehearsal:
-            print(f"torch sees no GPU here: a rehearsal. {gpus} numbers are lent, and ranks stay on the CPU")
+            print(f"torch sees no GPU here, so this is a rehearsal: {gpus} numbers are lent, and ranks stay on the CPU")
         if (free := psutil.virtual_memory().available) < students * STUDENT_BYTES:
             need = in_bytes(students * STUDENT_BYTES)
             print(
-                f"{in_bytes(free)} of memory are free, but {students} notebooks with four ranks each need about {need}"
+                f"{in_bytes(free)} of memory is free, but {students} notebooks with four ranks each need about {need}"
             )
         room.open(lessons)
-        print(f"addresses and tokens: {room.handout}, which only you can read; Ctrl-C ends everything", flush=True)
+        print(f"addresses and tokens: {room.handout} (only you can read it); Ctrl-C ends everything", flush=True)
         _attend(room, Watch(room.labs, memory * 1e9, processes, room.tell), ended)
     finally:
         room.close()
@@ -86,11 +86,11 @@ ENDS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 
 def _attend(room: Classroom, watch: Watch, ended: list[int]) -> None:
-    """Until it is ended: keep the labs running, and show how it stands where there is a terminal."""
+    """Keep the labs running until a signal ends them, and show a table if there is a terminal."""
     begin, told = time.monotonic(), 0
     said: list[str] = []
     with Live(auto_refresh=False) if sys.stdout.isatty() else nullcontext() as live:
-        if live is not None:  # lines go above the table, which stays where it is
+        if live is not None:  # print lines above the table, which stays in place
             room.tell = watch.tell = said.append
         while not ended:
             room.look()
@@ -112,15 +112,15 @@ def _table(room: Classroom, usage: dict[str, Usage]) -> Any:
     rows = []
     for lab in room.labs:
         mine, progress, entry = usage[lab.student], board.read(lab.work / "my"), lent.get(lab.student)
-        state = str(lab.port) if lab.ready else "starts" if lab.process is not None else "down"
+        state = str(lab.port) if lab.ready else "starting" if lab.process is not None else "down"
         numbers = [mine.notebooks, mine.ranks, in_bytes(mine.memory), len(progress.passed), len(progress.predictions)]
         rows.append([lab.student, state, *_lent(entry), *map(str, numbers)])
     free = in_bytes(psutil.virtual_memory().available)
-    return board.teacher_view(rows, f"{len(rows)} student{'s' * (len(rows) > 1)} · {free} of memory are free")
+    return board.teacher_view(rows, f"{len(rows)} student{'s' * (len(rows) > 1)} · {free} of memory free")
 
 
 def _lent(entry: Entry | None) -> tuple[str, str]:
-    """The GPUs that a student has, and for how long they are guaranteed; or the place in the queue."""
+    """A student's GPUs and for how long they are guaranteed, or the place in the queue."""
     if entry is None:
         return "", ""
     if not entry.gpus:
@@ -137,10 +137,10 @@ def _lent(entry: Entry | None) -> tuple[str, str]:
 
 
 def show_board(folder: Path, plot: str | None) -> int:
-    """`--board`: how far the room is, without names, for all to see."""
+    """`--board`: how far the class is, without names, for everyone to see."""
     room = board.rooms(folder)
     if not room:
-        raise Refused(f"there is no student's folder in {folder}: name the classroom's --folder")
+        raise Refused(f"there are no students' folders in {folder}: name the classroom's --folder")
     for table in board.room_view(room):
         Console().print(table)
     if plot:
@@ -150,7 +150,7 @@ def show_board(folder: Path, plot: str | None) -> int:
 
 
 def lent_gpus(wanted: int) -> tuple[list[str], bool]:
-    """Their names, as CUDA_VISIBLE_DEVICES has them, and whether there are none, so that this is a rehearsal."""
+    """The GPUs' names, as in CUDA_VISIBLE_DEVICES, and whether this is a rehearsal because there are no GPUs."""
     if wanted < 0:
         raise Refused(f"--gpus must be 0 or more, not {wanted}")
     if wanted == 0:
@@ -159,10 +159,10 @@ def lent_gpus(wanted: int) -> tuple[list[str], bool]:
     try:
         done = subprocess.run(command, capture_output=True, text=True, timeout=PROBE_TIMEOUT)
     except subprocess.TimeoutExpired:
-        raise Refused(f"the GPUs' driver did not answer within {PROBE_TIMEOUT:g} s: nvidia-smi may say why") from None
+        raise Refused(f"the GPU driver did not answer within {PROBE_TIMEOUT:g} s: nvidia-smi may say why") from None
     last = done.stdout.split()
     if done.returncode or not last:
-        raise Refused(f"torch does not say how many GPUs there are: {done.stderr.strip()[-300:]}")
+        raise Refused(f"torch could not count the GPUs: {done.stderr.strip()[-300:]}")
     seen = int(last[-1])
     if 0 < seen < wanted:
         raise Refused(f"--gpus {wanted}, but torch sees {seen}: --gpus {seen}")

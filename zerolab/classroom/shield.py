@@ -1,7 +1,7 @@
-"""Where the system allows it, each lab has a view of its own: packages are read-only, other folders out of sight.
+"""Where the system allows it, each lab gets its own view of the files: packages read-only, other folders out of sight.
 
-A mount namespace, made by `unshare`. Root loses the right to undo it; another user never had it, being root in the
-namespace only as long as mounts are made.
+The view is a mount namespace, made by `unshare`. Root gives up the right to undo it. Any other user never has that
+right: such a user is root in the namespace only while the mounts are made.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import zerolab
 
 PROBE_TIMEOUT = 20.0
 
-# Arguments: the class's folder, the student's, an empty one, read-only paths, --, a command.
+# Arguments: the class's folder, the student's, an empty one, the read-only paths, --, the command.
 MOUNTS = """
 set -e
 class=$1 home=$2 aside=$3; shift 3
@@ -30,10 +30,10 @@ exec "$@"
 
 
 def shielded(command: list[str], folder: Path, home: Path, aside: Path) -> list[str]:
-    """`command` in a view of its own: `folder` has nothing but `home` in it, and nothing is written to the packages."""
+    """`command` with a view of its own: `folder` holds nothing but `home`, and the packages cannot be written to."""
     packages = Path(zerolab.__file__).resolve().parent
-    paths = {sys.prefix, sys.base_prefix, str(packages), str(packages.parent / "lessons")}
-    paths = sorted(path for path in paths if os.path.isdir(path) and path != "/")
+    shared = {sys.prefix, sys.base_prefix, str(packages), str(packages.parent / "lessons")}
+    paths = sorted(path for path in shared if os.path.isdir(path) and path != "/")
     inside = ["sh", "-c", MOUNTS, "classroom", str(folder), str(home), str(aside), *paths, "--"]
     if os.geteuid() == 0:
         away = ["setpriv", "--bounding-set", "-sys_admin", "--inh-caps", "-sys_admin"]
@@ -43,7 +43,7 @@ def shielded(command: list[str], folder: Path, home: Path, aside: Path) -> list[
 
 
 def why_not(folder: Path, home: Path, aside: Path) -> str:
-    """Why the system does not allow it, "" if it does."""
+    """Why the system does not allow it; "" if it does."""
     try:
         probe = shielded(["true"], folder, home, aside)
         done = subprocess.run(probe, capture_output=True, text=True, timeout=PROBE_TIMEOUT)

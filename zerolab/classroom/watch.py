@@ -1,7 +1,7 @@
-"""What each student's processes take, and the end of those that take too much.
+"""Measures what each student's processes use, and ends those that use too much.
 
-No cgroup is needed, so it works in a container and without root; but it looks once a second, and what grows faster than
-that is found late.
+It needs no cgroup, so it works in a container and without root. But it looks only once a second, so it is late to
+notice a process that grows faster than that.
 """
 
 from __future__ import annotations
@@ -17,21 +17,21 @@ from zerolab.classroom.labs import STUDENT, Lab
 from zerolab.lab.ranks import notices
 from zerolab.measure.units import in_bytes
 
-RESERVE = 0.03  # of the machine's memory: with less available the greediest process of all is ended
+RESERVE = 0.03  # of the machine's memory: when less is available, the greediest process of all is ended
 
 
 @dataclass
 class _Process:
     process: psutil.Process
-    branch: int  # the child of the server from which it comes; 0 for the server, -1 for an orphan
-    memory: int = 0  # bytes that it shares with nobody
+    branch: int  # the server's child that it descends from; 0 for the server, -1 for an orphan
+    memory: int = 0  # bytes that no other process shares
     shared: int = 0
     kind: str = "process"
 
 
 @dataclass
 class Usage:
-    """Of one student, in bytes and numbers."""
+    """What one student uses: bytes of memory, and numbers of processes."""
 
     memory: int = 0
     processes: int = 0
@@ -41,7 +41,7 @@ class Usage:
 
 
 class Watch:
-    """`look` measures, ends what is over `memory` bytes or `processes`, and tells the teacher and the student."""
+    """`look` measures, ends what exceeds `memory` bytes or `processes`, and tells the teacher and the student."""
 
     def __init__(self, labs: list[Lab], memory: float, processes: int, tell: Callable[[str], None] = print) -> None:
         self.labs, self.memory, self.processes, self.tell = labs, memory, processes, tell
@@ -53,7 +53,7 @@ class Watch:
             if mine.processes > self.processes:
                 self._prune(lab, mine)
             elif mine.memory > self.memory and (exact := _exact(mine)) > self.memory:
-                rule = f"each student may hold {in_bytes(self.memory)}, and yours held {in_bytes(exact)}"
+                rule = f"each student may hold {in_bytes(self.memory)}, and you held {in_bytes(exact)}"
                 self._end_greediest(lab, mine, rule)
         machine = psutil.virtual_memory()
         if machine.available < RESERVE * machine.total:
@@ -66,14 +66,14 @@ class Watch:
         usage = {lab.student: Usage() for lab in self.labs}
         owner: dict[int, tuple[str, int]] = {pid: (student, 0) for pid, student in servers.items()}
         me = os.getpid()
-        # children() names a parent before its children.
+        # children() lists a parent before its children.
         for process in psutil.Process().children(recursive=True):
             with suppress(psutil.Error):
                 if process.pid not in owner:
                     parent = process.ppid()
                     if parent == me:
                         if (student := process.environ().get(STUDENT)) not in usage:
-                            continue  # not of a student
+                            continue  # no student's
                         owner[process.pid] = (student, -1)
                     elif parent in owner:
                         student, branch = owner[parent]
@@ -114,7 +114,7 @@ class Watch:
         self.tell(f"{lab.student}: {text}")
 
     def _prune(self, lab: Lab, mine: Usage) -> None:
-        """End the branch with the most processes: a notebook with all that it started. First they must not fork."""
+        """End the branch with the most processes: a notebook and all it started. Stop them first, so none can fork."""
         branches = [one.branch for one in mine.found if one.branch != 0]
         worst = max(set(branches), key=branches.count)
         kind = next((one.kind for one in mine.found if one.process.pid == worst), "")
@@ -140,7 +140,7 @@ class Watch:
 
 
 def _exact(mine: Usage) -> int:
-    """What is shared divided by who shares it: dear, so only asked where it matters."""
+    """Memory with each shared page divided by its sharers. Slow to ask for, so done only where it matters."""
     total = 0
     for one in mine.found:
         with suppress(psutil.Error):

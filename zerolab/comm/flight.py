@@ -1,11 +1,11 @@
-"""The flight recorder: when a collective fails, who waited in which one, with which shapes, all ranks in one table.
+"""The flight recorder: when a collective fails, one table shows which one each rank waits in, with which shapes.
 
 Each process keeps its last collectives (`Log.note`: no tensors, less than a microsecond). A rank whose collective
-failed asks the others through the store. In each a thread looks whether somebody has asked, and answers even while
-the rank computes. One of those who asked prints the table; all get the sentence that names the odd rank.
+failed asks the others through the store. In each process a thread looks for the question, and answers even while
+the rank computes. One of the ranks that asked prints the table; all of them get the sentence that names the odd rank.
 
-Torch keeps a record of its own, which knows operations and shapes, but neither units nor phases. From there come the
-collectives that are not the engine's, and on NCCL whether the device is through with one.
+Torch keeps its own record, which knows operations and shapes, but neither units nor phases. It supplies the
+collectives that are not the engine's, and on NCCL whether the device has finished one.
 """
 
 from __future__ import annotations
@@ -32,16 +32,17 @@ import torch.distributed as dist
 
 WIDTH = 80
 KEPT = 64  # collectives of a process
-TURN = 0.3  # seconds between two looks whether a rank has asked
+TURN = 0.3  # seconds between two looks for the question
 PATIENCE = 2.0  # seconds that the others have to answer
-LIMIT = 4.0  # seconds until a failure is told without the others
+LIMIT = 4.0  # seconds until a failure is reported without the others
 
-Row = dict[str, Any]  # what a rank answers, see _row
+Row = dict[str, Any]  # a rank's answer, see _row
+Line = tuple[str, str, str | None, float]  # of the table: what a rank does, with which collective, its shape, seconds
 
 
 @dataclass(slots=True)
 class Entry:
-    """One collective. Times are seconds since the epoch, or 0 until then."""
+    """One collective. Times are in seconds since the epoch, 0 until they come."""
 
     log: Log
     number: int  # in its group, from 1
@@ -57,7 +58,7 @@ class Entry:
 
 
 class Log:
-    """The collectives of one group, which all its members number alike."""
+    """The collectives of one group. All its members number them alike."""
 
     def __init__(self, name: str, ranks: list[int], recent: deque[Entry]) -> None:
         self.name, self.ranks, self._recent = name, ranks, recent
@@ -70,7 +71,7 @@ class Log:
 
 
 class _World:
-    """The recorder of this process while it is in one default process group."""
+    """This process's recorder, for as long as it stays in one default process group."""
 
     def __init__(self) -> None:
         self.group = ref(dist.group.WORLD)
@@ -80,14 +81,16 @@ class _World:
         self.logs: dict[str, Log] = {}
         self._asked, self._told, self._stopped = threading.Event(), threading.Event(), False
         self._verdict: str | None = None
-        self._text = ""  # the table, on the rank that is to print it
+        self._text = ""  # the table, on the rank that prints it
         self._thread: threading.Thread | None = None
         if self.size == 1 or dist.get_backend() == "fake":
             return
-        with suppress(AttributeError, RuntimeError):  # a store of the user's own may not be able to
-            # A connection of its own: on the other one the main thread may be waiting.
-            store = dist.distributed_c10d._get_default_store().clone()
-            self._store = dist.PrefixStore("zerolab/flight", store)
+        # The thread has its own connection: the main thread may be waiting on the other one.
+        clone = getattr(dist.distributed_c10d._get_default_store(), "clone", None)  # a user's own store may lack it
+        if clone is None:
+            return
+        with suppress(RuntimeError):
+            self._store = dist.PrefixStore("zerolab/flight", clone())
             self._thread = threading.Thread(target=self._watch, name="flight recorder", daemon=True)
             self._thread.start()
 
@@ -98,10 +101,10 @@ class _World:
         return self.logs[name]
 
     def ask(self, failed: Entry | None) -> str:
-        """The sentence about the odd rank, empty if nothing is known; in `LIMIT` seconds at most."""
+        """The sentence about the odd rank, empty if nothing is known; takes at most `LIMIT` seconds."""
         if self._thread is None:
             return ""
-        if failed is None and self.recent:  # it could not even be started
+        if failed is None and self.recent:  # it could not even start
             failed = self.recent[-1]
             failed.wait = failed.wait or time.time()
         self._asked.set()
@@ -109,14 +112,14 @@ class _World:
         if self._verdict is None:
             self._verdict = self._tell_alone()
         text, self._text = self._text, ""
-        if text:  # not in the thread: a notebook would show it under the cell that started that
+        if text:  # not from the thread: a notebook would show it under the cell that started the thread
             line = "-" * WIDTH
             sys.stderr.write(f"{line}\n{text}\n{line}\n")
             sys.stderr.flush()
         return self._verdict
 
     def _tell_alone(self) -> str:
-        holder = "who holds it (torchrun's agent on the first host, or rank 0) has ended, is stopped or cut off"
+        holder = "its process (torchrun's agent on the first host, or rank 0) has ended, is stopped, or is cut off"
         sentence = f"the store does not answer, so nobody can be asked: {holder}"
         self._text = table({self.rank: _row(self)}, self.rank, sentence)
         return sentence
@@ -131,7 +134,7 @@ class _World:
 
     def _watch(self) -> None:
         try:
-            with suppress(dist.DistError):  # the store is gone, and with it who might ask
+            with suppress(dist.DistError):  # the store is gone, and with it any rank that might ask
                 self._store.set(f"who/{self.rank}", json.dumps([socket.gethostname(), os.getpid()]))
                 self._answer_when_asked()
         finally:
@@ -141,7 +144,7 @@ class _World:
         answered = False
         while not self._stopped and self.group() is not None:
             if self._asked.wait(TURN) and not self._stopped:
-                if self._store.check(["verdict"]):  # told already, when this rank was elsewhere
+                if self._store.check(["verdict"]):  # already told, while this rank was elsewhere
                     self._verdict = self._store.get("verdict").decode()
                     return
                 self._store.set("asked", "")
@@ -156,20 +159,20 @@ class _World:
         self._store.set(f"row/{self.rank}", json.dumps(_row(self)))
 
     def _collect(self) -> dict[int, Row]:
-        """The rows of all ranks. Of one that does not answer: why, as far as it is known."""
-        until, rows = time.monotonic() + PATIENCE, {}
+        """The rows of all ranks; for one that does not answer, the reason, as far as it is known."""
+        until = time.monotonic() + PATIENCE
+        rows: dict[int, Row] = {}
         while True:
-            silent = [rank for rank in range(self.size) if rank not in rows]
-            for rank in silent:
-                if self._store.check([f"row/{rank}"]):
+            for rank in range(self.size):
+                if rank not in rows and self._store.check([f"row/{rank}"]):
                     rows[rank] = json.loads(self._store.get(f"row/{rank}"))
-            silent = {rank: self._fate(rank) for rank in silent if rank not in rows}
+            silent = {rank: self._fate(rank) for rank in range(self.size) if rank not in rows}
             if time.monotonic() > until or all(certain for _, certain in silent.values()):
                 return rows | {rank: {"silent": fate} for rank, (fate, _) in silent.items()}
             time.sleep(0.05)
 
     def _fate(self, rank: int) -> tuple[str, bool]:
-        """What has become of a rank that does not answer, and whether that is why."""
+        """What happened to a rank that does not answer, and whether that is certainly the reason."""
         if not self._store.check([f"who/{rank}"]):
             return "it has made no Comm, or died before", False
         host, pid = json.loads(self._store.get(f"who/{rank}"))
@@ -188,7 +191,7 @@ class _World:
         if self._store.add("printers", 1) == 1:
             self._text = table(rows, self.rank, self._verdict)
             self._store.set("verdict", self._verdict)
-        elif self._comes("verdict", 1.0):  # whoever sees this rank fail may end the one that prints
+        elif self._comes("verdict", 1.0):  # when this rank fails, its parent may end the rank that prints
             self._verdict = self._store.get("verdict").decode()
 
     def _comes(self, key: str, seconds: float) -> bool:
@@ -204,7 +207,7 @@ _world: _World | None = None
 
 
 def log_of(group: dist.ProcessGroup, kind: str = "") -> Log:
-    """The log of a group's collectives, or of those of one `kind`."""
+    """The log of a group's collectives, or of its collectives of one `kind`."""
     global _world
     if _world is None or _world.group() is not dist.group.WORLD:
         if _world is not None:
@@ -214,12 +217,12 @@ def log_of(group: dist.ProcessGroup, kind: str = "") -> Log:
 
 
 def ask(failed: Entry | None) -> str:
-    """Of a collective that failed: print the table, on one of the ranks, and return what is odd, or nothing."""
+    """A collective failed: print the table, on one of the ranks, and return what is odd, if anything."""
     return _world.ask(failed) if _world is not None else ""
 
 
 def stop() -> None:
-    """After this no thread looks any more whether a rank has asked."""
+    """End the thread that looks for questions."""
     if _world is not None:
         _world.stop()
 
@@ -228,16 +231,17 @@ def stop() -> None:
 
 
 def _row(world: _World) -> Row:
-    """What this rank has to tell: its last collectives, the oldest first, and where its main thread is."""
+    """This rank's answer: its last collectives, oldest first, and where its main thread is."""
     now, ours, theirs = time.time(), list(world.recent), _recorded_by_torch(world.nccl)
     theirs = [call for call in theirs if not ours or call["created"] >= ours[0].start]
-    calls = []
+    calls: list[dict[str, Any]] = []
     for entry in ours:
         parts = [call for call in theirs if entry.start <= call["created"] <= (entry.issued or now)]
         theirs = [call for call in theirs if call not in parts]
         done = entry.end and not any(part["state"] == "issued" for part in parts if world.nccl)
         state, since = ("done", entry.end) if done else ("waits", entry.wait) if entry.wait else ("issued", entry.start)
-        call = {"group": entry.log.name, "ranks": entry.log.ranks, "number": entry.number, "created": entry.start}
+        call: dict[str, Any] = {"group": entry.log.name, "ranks": entry.log.ranks}
+        call |= {"number": entry.number, "created": entry.start}
         call |= _names(entry) | {"shape": f"{tuple(entry.shape)} {str(entry.dtype).removeprefix('torch.')}"}
         calls.append(call | {"state": state, "seconds": now - since})
     calls += [call | {"seconds": now - call["created"]} for call in theirs]
@@ -246,13 +250,13 @@ def _row(world: _World) -> Row:
 
 
 def _names(entry: Entry) -> dict[str, str]:
-    """`name`: what must be the same on every rank. `what`: with its number, unless it is a message about the run."""
+    """`name`: what must be the same on every rank. `what`: the name with its number, unless it is a control message."""
     name = entry.op.replace("_", "-") + (f" of {entry.unit} ({entry.phase})" if entry.unit else "")
     return {"name": name, "what": f"#{entry.number} {name}" if entry.unit else name}
 
 
 def _recorded_by_torch(nccl: bool) -> list[dict[str, Any]]:
-    """The collectives that torch's own recorder has. What it calls retired has ended: is through, or has failed."""
+    """The collectives in torch's own recorder. What it calls retired has ended: it finished, or it failed."""
     dump = getattr(torch._C._distributed_c10d, "_dump_nccl_trace_json" if nccl else "_dump_fr_trace_json", None)
     calls = []
     for entry in json.loads(dump()).get("entries", []) if dump else []:
@@ -275,8 +279,8 @@ def _recorded_by_torch(nccl: bool) -> list[dict[str, Any]]:
 
 
 def _place() -> str:
-    """The innermost line of the user's own that the main thread is in; empty if it is in none."""
-    frame = sys._current_frames().get(threading.main_thread().ident)
+    """The innermost of the user's own lines that the main thread is in; empty if it is in none."""
+    frame = sys._current_frames().get(threading.main_thread().ident or 0)
     while frame is not None:
         code = frame.f_code
         if not _foreign(code.co_filename):
@@ -287,13 +291,13 @@ def _place() -> str:
 
 
 def _foreign(path: str) -> bool:
-    """Whether a file is this package's, an installed one's, or Python's own."""
+    """Whether a file belongs to this package, an installed one, or Python."""
     package = os.path.dirname(os.path.dirname(__file__)) + os.sep
     return path.startswith((package, sys.prefix, sys.base_prefix, "<")) or "site-packages" in path
 
 
 def _state(pid: int) -> str | None:
-    """The state of a process on this machine in one letter, as ps shows it: X if there is none."""
+    """The state of a process on this machine, as the letter that ps shows; X if there is no such process."""
     try:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
     except OSError:
@@ -304,18 +308,17 @@ def _state(pid: int) -> str | None:
 
 
 def verdict(rows: dict[int, Row]) -> str:
-    """The sentence that names the odd rank, or one for each of several."""
+    """The sentence that names the odd rank, or one for each if there are several."""
     waits = {rank: call for rank, row in rows.items() if (call := _waits_in(row))}
     places = Counter((call["group"], call["number"]) for call in waits.values())
-    sentences, told = [], set()
+    sentences: list[str] = []
+    told: set[str] = set()
     for (group, number), many in sorted(places.items(), key=lambda place: place[0][1]):
         made = {rank: _in_group(row, group) for rank, row in rows.items()}
         if other := _difference(made):
             return other
-        if (
-            many < max(places.values()) or group in told
-        ):  # fewer may only wait for who waits here, or for an earlier one
-            continue
+        if many < max(places.values()) or group in told:
+            continue  # where fewer wait, they may only wait for these ranks, or for an earlier collective
         told.add(group)
         call = next(calls[number] for calls in made.values() if number in calls)
         came = [rank for rank in call["ranks"] if number in made[rank]]
@@ -323,12 +326,12 @@ def verdict(rows: dict[int, Row]) -> str:
         late = [rank for rank in call["ranks"] if rank not in came]
         sentences += [f"rank {rank} did not come to {name}: {_doing(rows[rank])}" for rank in late]
         if not late:
-            sentences.append(f"all ranks came to {name}: the network between them is slow, or broken")
+            sentences.append(f"all ranks came to {name}: the network between them is slow or broken")
     return "\n".join(sentences)
 
 
 def _waits_in(row: Row) -> dict[str, Any] | None:
-    """The collective that a rank stands still for: the last, since one that failed stays as it was."""
+    """The collective that a rank stands still for: the last one, since a failed one stays as it was."""
     return next((call for call in reversed(row.get("calls", [])) if call["state"] == "waits"), None)
 
 
@@ -337,7 +340,7 @@ def _in_group(row: Row, group: str) -> dict[int, dict[str, Any]]:
 
 
 def _difference(made: dict[int, dict[int, dict[str, Any]]]) -> str:
-    """The first collective that is another one on some rank: the rank or ranks that are fewer, and what they did."""
+    """The first collective in which the ranks differ: who is in the minority, and what they did."""
     for number in sorted({number for calls in made.values() for number in calls}):
         kinds: dict[tuple[str, str], list[int]] = {}
         for rank, calls in made.items():
@@ -346,7 +349,7 @@ def _difference(made: dict[int, dict[int, dict[str, Any]]]) -> str:
         if len(kinds) < 2:
             continue
         following = {_kind(calls[number + 1]): rank for rank, calls in made.items() if number + 1 in calls}
-        # Who makes now what another one makes next has skipped what that one makes now.
+        # A rank that makes now what another rank makes next has skipped what the other makes now.
         skipped = {kind: following.get(kind, ranks[0]) not in ranks for kind, ranks in kinds.items()}
         odd, *_, usual = sorted(kinds, key=lambda kind: (len(kinds[kind]), not skipped[kind], kinds[kind]))
         did = "skipped" if skipped[odd] else "did not take part in"
@@ -372,9 +375,9 @@ def _doing(row: Row) -> str:
 
 
 def table(rows: dict[int, Row], asker: int, sentence: str) -> str:
-    """All ranks, those that did the same together, in 80 columns."""
+    """All ranks, in 80 columns; ranks that did the same share an entry."""
     alike: dict[str, list[int]] = {}
-    kept: dict[str, list[tuple[str, str, str | None, float]]] = {}
+    kept: dict[str, list[Line]] = {}
     for rank in sorted(rows):
         lines = _lines(rows[rank])
         key = json.dumps([line[:3] for line in lines])
@@ -393,8 +396,8 @@ def table(rows: dict[int, Row], asker: int, sentence: str) -> str:
     return "\n".join(line.rstrip() for line in [*text, *_wrap(sentence, "  ")])
 
 
-def _lines(row: Row) -> list[tuple[str, str, str | None, float]]:
-    """What a rank does, with which collective, its shape, for how long."""
+def _lines(row: Row) -> list[Line]:
+    """What the table says of a rank."""
     if "calls" not in row:
         return [("no record:", row["silent"], None, 0.0)]
     done = [call for call in row["calls"] if call["state"] in ("done", "ended")][-1:]
@@ -404,14 +407,14 @@ def _lines(row: Row) -> list[tuple[str, str, str | None, float]]:
         ("waits in", call) for call in waits
     ]
     calls += [("issued", call) for call in issued[-(1 if waits else 2) :]]
-    lines = [(doing, call["what"], call["shape"], call["seconds"]) for doing, call in calls]
+    lines: list[Line] = [(doing, call["what"], call["shape"], call["seconds"]) for doing, call in calls]
     if not waits:
         lines.append(("is at", row["place"] or "no line of the script's", None, 0.0))
     return lines
 
 
 def _wrap(text: str, indent: str) -> list[str]:
-    lines = []
+    lines: list[str] = []
     for line in text.splitlines():
         lines += textwrap.wrap(line, WIDTH, subsequent_indent=indent, drop_whitespace=True)
     return lines
@@ -419,7 +422,7 @@ def _wrap(text: str, indent: str) -> list[str]:
 
 def _ranks(ranks: Iterable[int]) -> str:
     """`rank 2`, `ranks 0-3, 5`."""
-    parts = []
+    parts: list[str] = []
     ordered = sorted(ranks)
     for _, run in itertools.groupby(enumerate(ordered), lambda pair: pair[1] - pair[0]):
         numbers = [number for _, number in run]

@@ -61,8 +61,9 @@ class Unit:
         self.name, self.sites, self.dtypes, self.comm, self.offload = name, sites, dtypes, comm, offload
         self.names = [name for name, _ in named]
         alignment = max(1, 16 // min(dtypes.master.itemsize, dtypes.compute.itemsize))
-        self.rank = comm.inside.rank  # which shard is this rank's
-        self.layout = Layout(named, comm.inside.size, alignment, comm.between.size if comm.between else 1)
+        self.rank = comm.shard_group.rank  # which shard is this rank's
+        replicas = comm.replicate_group.size if comm.replicate_group else 1
+        self.layout = Layout(named, comm.shard_group.size, alignment, replicas)
         self.trainable = any(p.requires_grad for _, p in named)  # as the ranks agreed
         self.bucket = Bucket(self)
         self.depth = 0  # calls under way of modules that need this unit

@@ -1,10 +1,10 @@
-"""What a classroom needs: small models, real text, plots, the demonstration, and live ranks in a notebook.
+"""What a notebook imports: small models, real text, plots, exercises, explorers, and live ranks.
 
     %load_ext zerolab.lab
     from zerolab import lab
     lab.start(4)
 
-Not imported by the engine. Names are looked up when they are first used: importing this package costs nothing.
+The engine never imports it. Names are looked up when they are first used, so importing this package costs nothing.
 """
 
 from __future__ import annotations
@@ -13,22 +13,33 @@ import importlib
 from typing import Any
 
 _HOME = {
-    "ranks.session": ("Session", "RankFailure", "start", "stop", "reset", "push", "pull", "size", "current"),
-    "ranks.network": ("link",),  # lab.link("200 MB/s, 50 us")
-    "exercises.learner": (
+    "zerolab.lab.ranks.session": (
+        "Session",
+        "RankFailure",
+        "start",
+        "stop",
+        "reset",
+        "push",
+        "pull",
+        "size",
+        "current",
+        "link",  # lab.link("200 MB/s, 50 us")
+    ),
+    "zerolab.lab.ranks.calls": ("calls",),
+    "zerolab.lab.exercises.learner": (
         "Todo",
         "check",
-        "predict",
-        "predicted",
-        "reveal",
-        "measured",
-        "skip",
         "hint",
         "progress",
         "mine",
         "passed",
         "exchange",
     ),
+    "zerolab.lab.exercises.predictions": ("predict", "predicted", "reveal", "measured", "skip"),
+    "zerolab.lab.explorers": ("memory_explorer", "timeline_scrubber"),
+    "zerolab.lab.ladder": ("measure_ladder",),
+    "zerolab.tasks.data": ("batch", "text"),
+    "zerolab.tasks.models": ("GPT", "Block"),
 }
 _MODULE_OF = {name: module for module, names in _HOME.items() for name in names}
 
@@ -38,18 +49,13 @@ __all__ = [*_MODULE_OF]
 def __getattr__(name: str) -> Any:
     if name not in _MODULE_OF:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return getattr(importlib.import_module(f"{__name__}.{_MODULE_OF[name]}"), name)
+    return getattr(importlib.import_module(_MODULE_OF[name]), name)
 
 
 def load_ipython_extension(shell: Any) -> None:
-    """`%load_ext zerolab.lab`: the magics `%%ranks` and, where the exercises are there, `%%exercise`."""
+    """`%load_ext zerolab.lab`: the magics `%%ranks` and `%%exercise`."""
+    from zerolab.lab.exercises import learner
     from zerolab.lab.ranks import magics
 
     magics.register(shell)
-    try:
-        exercises = importlib.import_module("zerolab.lab.exercises.learner")
-    except ModuleNotFoundError as error:
-        if error.name != "zerolab.lab.exercises":
-            raise
-    else:
-        exercises.register(shell)
+    learner.register(shell)

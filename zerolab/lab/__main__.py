@@ -1,7 +1,7 @@
-"""`python -m zerolab.lab`: opens the lessons in JupyterLab, on copies in work/ that are the learner's own.
+"""`python -m zerolab.lab` opens the lessons in JupyterLab, on copies in work/ that belong to the learner.
 
-An update of the course never costs an answer: a copy that was not touched since is renewed; beside one that was, the
-new lesson is put under another name.
+An update of the course never costs an answer. A copy that the learner has not touched is replaced by the new lesson;
+beside one that the learner has changed, the new lesson is put under another name.
 """
 
 from __future__ import annotations
@@ -15,15 +15,15 @@ import sys
 from pathlib import Path
 
 OPEN = (
-    "others could reach JupyterLab there, and who has its token runs programs as you, over a line that is not "
-    "encrypted. From elsewhere: ssh -L 8888:127.0.0.1:8888 <this machine>, and nothing need be open. If you mean it "
-    "nevertheless, add --open-to-network"
+    "others could reach JupyterLab there, over a connection that is not encrypted, and anyone with its token can run "
+    "programs as you. To work from elsewhere without opening it: ssh -L 8888:127.0.0.1:8888 <this machine>. If you "
+    "really mean it, add --open-to-network"
 )
 REMEMBERED = ".copied.json"  # in work/: the digest of each lesson as it was copied
 
 
 def copy_lessons(lessons: Path, work: Path) -> list[str]:
-    """Bring the copies in `work` up to date; returns a line for each lesson whose copy was left alone."""
+    """Bring the copies in `work` up to date. Returns a line for each changed lesson whose copy was left alone."""
     work.mkdir(parents=True, exist_ok=True)
     memory = work / REMEMBERED
     copied: dict[str, str] = json.loads(memory.read_text()) if memory.exists() else {}
@@ -39,17 +39,18 @@ def copy_lessons(lessons: Path, work: Path) -> list[str]:
         beside = mine.with_suffix(".new.ipynb")
         if not beside.exists() or beside.read_bytes() != new:
             _write(beside, new)
-        lines.append(f"{lesson.name} has changed in the course. Yours was left alone; the new one is {beside}")
+        lines.append(f"{lesson.name} has changed in the course. Your copy was left alone; the new one is {beside}")
     _write(memory, (json.dumps(copied, indent=1) + "\n").encode())
     return lines
 
 
-def _only_here(address: str) -> bool:
+def only_here(address: str) -> bool:
+    """Whether only this machine can reach the address."""
     if address == "localhost":
         return True
     try:
         return ipaddress.ip_address(address).is_loopback
-    except ValueError:  # a name, an interface or "*": what it stands for is another's to say
+    except ValueError:  # a name, an interface or "*", which may mean anything
         return False
 
 
@@ -58,21 +59,24 @@ def _digest(data: bytes) -> str:
 
 
 def _write(path: Path, data: bytes) -> None:
-    """Whole or not at all."""
+    """Write all of it or nothing."""
     part = path.with_name(path.name + ".part")
     part.write_bytes(data)
     part.replace(path)
 
 
+DESCRIPTION = "Opens the lessons in JupyterLab, on copies in work/ that are your own. An update never costs an answer."
+
+
 def main() -> int:
-    parser = argparse.ArgumentParser(prog="python -m zerolab.lab", description=__doc__.partition(":")[2].strip())
+    parser = argparse.ArgumentParser(prog="python -m zerolab.lab", description=DESCRIPTION)
     parser.add_argument("--work", type=Path, default=Path("work"), help="where the copies are (default: work)")
     parser.add_argument("--no-browser", action="store_true", help="only print the address")
-    parser.add_argument("--port", type=int, default=8888, help="of JupyterLab; the next free one is taken")
+    parser.add_argument("--port", type=int, default=8888, help="for JupyterLab, or the next free one (default: 8888)")
     parser.add_argument("--ip", default="127.0.0.1", help="where JupyterLab listens (default: this machine alone)")
     parser.add_argument("--open-to-network", action="store_true", help="needed for an --ip that others can reach")
     options = parser.parse_args()
-    if not options.open_to_network and not _only_here(options.ip):
+    if not options.open_to_network and not only_here(options.ip):
         parser.exit(2, f"{parser.prog}: --ip {options.ip}: {OPEN}\n")
     course = Path(__file__).resolve().parents[2]
     lessons, solutions = course / "lessons", course / "solutions"
@@ -81,7 +85,7 @@ def main() -> int:
         return 1
     told = copy_lessons(lessons, options.work)
     if any(solutions.glob("*.ipynb")):
-        # A lesson links to ../solutions, and ends there: above its root JupyterLab shows nothing. So they lie below it.
+        # Lessons link to ../solutions. JupyterLab shows nothing above its root, so there `..` leads back to work/.
         told += copy_lessons(solutions, options.work / "solutions")
     for line in told:
         print(line)
@@ -91,10 +95,10 @@ def main() -> int:
     if first is not None:
         command.append(f"--LabApp.default_url=/lab/tree/{first.name}")
     if hasattr(os, "geteuid") and os.geteuid() == 0:
-        command.append("--allow-root")  # in a container one often is; the token and the loopback address stay
+        command.append("--allow-root")  # usual in a container; the token and the loopback address still protect it
     if options.no_browser:
         command.append("--no-browser")
-    os.execv(sys.executable, command)  # Control-C then reaches JupyterLab as if it had been started by hand
+    os.execv(sys.executable, command)  # so that Control-C reaches JupyterLab as if you had started it by hand
 
 
 if __name__ == "__main__":

@@ -1,16 +1,16 @@
-"""Builds the notebooks from the only source that is written by hand, `solutions/NN_name.py` (py:percent):
+"""Builds the notebooks from the only source that people write, `solutions/NN_name.py` (py:percent):
 
     solutions/NN_name.ipynb     complete, executed
     lessons/NN_name.ipynb       what a learner opens: stubs in place of the answers, executed
 
-    python -m zerolab.lab.build            # those whose source, or the package, has changed since (make lessons)
-    python -m zerolab.lab.build 01 03      # of these only
+    python -m zerolab.lab.build            # those whose source has changed, or the package (make lessons)
+    python -m zerolab.lab.build 01 03      # only these lessons
     python -m zerolab.lab.build --force    # all of them (make lessons FORCE=1)
-    python -m zerolab.lab.build --check    # runs nothing: do the notebooks say what the sources say?
+    python -m zerolab.lab.build --check    # runs nothing: do the notebooks match the sources?
 
-What becomes of a cell in the lesson: the body of `%%exercise NN.k` is replaced by the stub of the catalogue,
-`predict("NN.k", value)` by `predict("NN.k", ...)`, and a cell tagged `answer` is left out. A cell tagged `reveals` runs
-there too, but what it shows would give a prediction away and is not kept. At the end stands a link to the solution.
+A cell `%%exercise NN.k` is empty in the source: the solution gets the catalogue's reference, the lesson its stub. In
+the lesson `predict("NN.k", value)` becomes `predict("NN.k", ...)`, cells tagged `answer` are left out, and cells tagged
+`reveals` run but keep no output, since it would give a prediction away. A link to the solution is the last cell.
 """
 
 from __future__ import annotations
@@ -33,27 +33,27 @@ from nbclient import NotebookClient
 from nbclient.exceptions import CellExecutionError, CellTimeoutError, DeadKernelError
 from nbformat import NotebookNode
 
-from zerolab.lab.exercises.catalogue import exercise
+from zerolab.lab.exercises.catalogue import find_exercise
 
 PACKAGE = Path(__file__).parents[1]
 PICTURE_LIMIT = 60_000  # bytes
 NOTEBOOK_LIMIT = 1_000_000  # bytes
 CELL_TIMEOUT = 120  # seconds; starting ranks takes longer on a loaded machine
 WIDGET = "application/vnd.jupyter.widget-view+json"
-EXERCISE = re.compile(r"%%exercise +(\d\d\.\d+)\s*\n")
+EXERCISE = re.compile(r"%%exercise +(\d\d\.\d+)\s*(?:\n|$)")
 PREDICTION = re.compile(r"""(predict\(\s*["'][\d.]+["'],\s*).+(\)\s*)$""", re.MULTILINE)
 
 
 class BuildError(Exception):
-    """A notebook that cannot be built, or is not what its source says."""
+    """A notebook cannot be built, or does not match its source."""
 
 
 # ---------------------------------------------------------------------- from source to notebooks
 
 
 def notebooks(source: Path) -> dict[str, NotebookNode]:
-    """The two notebooks of a source, not executed: "solutions" and "lessons"."""
-    # Left to guess, jupytext may take magics for another format, and make comments of every %%ranks.
+    """The two notebooks of a source, "solutions" and "lessons", not yet executed."""
+    # Without the format, jupytext guesses, may be misled by magics, and turns every %%ranks into a comment.
     complete = jupytext.read(source, fmt="py:percent")
     complete.metadata = nbformat.from_dict(
         {
@@ -66,8 +66,10 @@ def notebooks(source: Path) -> dict[str, NotebookNode]:
         tags = list(cell.metadata.get("tags", []))
         cell.metadata = nbformat.from_dict({"tags": tags} if tags else {})
     for cell in _code(complete):
-        for id in EXERCISE.findall(cell.source):
-            exercise(id)  # a number that is not in the catalogue shall fail here
+        if found := EXERCISE.match(cell.source):
+            if cell.source[found.end() :].strip():
+                raise BuildError(f"{source.name}: the answer to {found[1]} is in the catalogue; leave its cell empty")
+            cell.source = f"%%exercise {found[1]}\n{find_exercise(found[1]).reference.rstrip()}"
     lesson = copy.deepcopy(complete)
     lesson.cells = [_for_learners(cell) for cell in lesson.cells if "answer" not in cell.metadata.get("tags", [])]
     link = nbformat.v4.new_markdown_cell(f"[The solution of this lesson](../solutions/{source.stem}.ipynb)")
@@ -77,7 +79,7 @@ def notebooks(source: Path) -> dict[str, NotebookNode]:
 
 
 def _ids(cells: list[NotebookNode]) -> Iterator[str]:
-    """Ids that stay while the heading above and the place under it stay: "root-against-ring-2"."""
+    """Ids from the heading above and the place below it, such as "root-against-ring-2"; other edits keep them."""
     seen: Counter[str] = Counter()
     heading = "start"
     for cell in cells:
@@ -90,7 +92,7 @@ def _ids(cells: list[NotebookNode]) -> Iterator[str]:
 def _for_learners(cell: NotebookNode) -> NotebookNode:
     if cell.cell_type == "code":
         if found := EXERCISE.match(cell.source):
-            cell.source = f"%%exercise {found[1]}\n{exercise(found[1]).stub.rstrip()}"
+            cell.source = f"%%exercise {found[1]}\n{find_exercise(found[1]).stub.rstrip()}"
         cell.source = PREDICTION.sub(r"\1...\2", cell.source)
     return cell
 
@@ -100,7 +102,7 @@ def _code(notebook: NotebookNode) -> list[NotebookNode]:
 
 
 def digest(notebook: NotebookNode) -> str:
-    """Of what the outputs depend on: the cells, and the package."""
+    """A digest of everything that the outputs depend on: the cells and the package."""
     sources = hashlib.sha256(repr([(cell.id, cell.cell_type, cell.source) for cell in notebook.cells]).encode())
     for file in sorted(PACKAGE.rglob("*.py")):
         sources.update(str(file.relative_to(PACKAGE)).encode() + file.read_bytes())
@@ -111,14 +113,14 @@ def digest(notebook: NotebookNode) -> str:
 
 
 def execute(notebook: NotebookNode, folder: Path) -> None:
-    """Run all cells in a new kernel, from `folder`, with no answers and no progress of anybody."""
+    """Run all cells in a new kernel in `folder`, with nobody's answers or progress."""
     with tempfile.TemporaryDirectory(prefix="zerolab-") as fresh:
         client = NotebookClient(
             notebook,
             timeout=CELL_TIMEOUT,
             kernel_name="python3",
             record_timing=False,
-            extra_arguments=["--log-level=ERROR"],  # of the kernel's own log
+            extra_arguments=["--log-level=ERROR"],  # for the kernel's own log
             resources={"metadata": {"path": str(folder)}},
         )
         env = os.environ | {"ZEROLAB_MY": str(Path(fresh) / "my"), "PYTHONHASHSEED": "0"}
@@ -129,7 +131,7 @@ def execute(notebook: NotebookNode, folder: Path) -> None:
 
 
 def clean(notebook: NotebookNode, kind: str) -> None:
-    """Leave in the outputs what a reader wants and what is the same in every run of the same code."""
+    """Keep only those outputs that a reader wants and that are the same in every run of the same code."""
     notebook.metadata.pop("widgets", None)
     for cell in _code(notebook):
         outputs: list[NotebookNode] = []
@@ -141,7 +143,7 @@ def clean(notebook: NotebookNode, kind: str) -> None:
                 if set(output.data) <= {"text/plain"}:
                     continue  # the name of a widget without the widget
             if output.output_type == "stream" and outputs and outputs[-1].get("name") == output.name:
-                outputs[-1].text += output.text  # how it was cut into pieces is chance
+                outputs[-1].text += output.text  # where a stream was cut is chance
             else:
                 outputs.append(output)
         for output in outputs:
@@ -158,10 +160,10 @@ def _reveals(cell: NotebookNode) -> bool:
 
 
 def inspect(notebook: NotebookNode, kind: str) -> None:
-    """Raises BuildError if the outputs are not fit to be kept."""
+    """Raises BuildError if the outputs are not fit to keep."""
     for cell in _code(notebook):
         if kind == "lessons" and _reveals(cell) and cell.outputs:
-            raise BuildError(f"cell {cell.id} of lessons shows what its tag says that it reveals")
+            raise BuildError(f"cell {cell.id} of lessons is tagged `reveals`, but its output was kept")
         for output in cell.outputs:
             for mime, data in output.get("data", {}).items():
                 size = len(data) * 3 // 4 if mime in ("image/png", "image/jpeg") else len(str(data))
@@ -179,8 +181,8 @@ def inspect(notebook: NotebookNode, kind: str) -> None:
 # ---------------------------------------------------------------------- the command
 
 
-def build(source: Path, force: bool = False) -> list[str]:
-    """Write the notebooks of `source` (root/solutions/NN_name.py) that are not up to date; a line for each."""
+def update(source: Path, force: bool = False) -> list[str]:
+    """Write the notebooks of `source` (root/solutions/NN_name.py) that are out of date. Returns a line for each."""
     lines = []
     for kind, notebook in notebooks(source).items():
         target = source.parents[1] / kind / f"{source.stem}.ipynb"
@@ -209,7 +211,7 @@ def _read(path: Path) -> NotebookNode:
 
 
 def drift(root: Path) -> list[str]:
-    """What the notebooks under `root` say that their sources do not; [] if nothing."""
+    """A line for each notebook under `root` that does not match its source."""
     found, wanted = [], set()
     for source in sources(root):
         for kind, notebook in notebooks(source).items():
@@ -221,7 +223,7 @@ def drift(root: Path) -> list[str]:
                 continue
             kept = _read(target)
             if changed := _difference(notebook, kept):
-                found.append(f"{name} is not what its source says: {changed}")
+                found.append(f"{name} does not match its source: {changed}")
                 continue
             try:
                 inspect(kept, kind)
@@ -251,9 +253,9 @@ def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(
         prog="python -m zerolab.lab.build", description="build the notebooks of the course"
     )
-    parser.add_argument("lessons", nargs="*", metavar="NN", help="numbers of lessons; default: all")
-    parser.add_argument("--force", action="store_true", help="also those that are up to date")
-    parser.add_argument("--check", action="store_true", help="run nothing: do the notebooks say what the sources say?")
+    parser.add_argument("lessons", nargs="*", metavar="NN", help="numbers of lessons (default: all)")
+    parser.add_argument("--force", action="store_true", help="also build those that are up to date")
+    parser.add_argument("--check", action="store_true", help="run nothing: do the notebooks match the sources?")
     parser.add_argument("--root", type=Path, default=Path(), help="where solutions/ and lessons/ are")
     options = parser.parse_args(arguments)
     chosen = [path for path in sources(options.root) if not options.lessons or path.name[:2] in options.lessons]
@@ -263,9 +265,9 @@ def main(arguments: list[str] | None = None) -> int:
     try:
         if options.check:
             found = drift(options.root)
-            print("\n".join(found + ["make lessons builds them anew"]) if found else "the notebooks are up to date")
+            print("\n".join(found + ["make lessons rebuilds them"]) if found else "the notebooks are up to date")
             return 1 if found else 0
-        built = [line for source in chosen for line in build(source, options.force)]
+        built = [line for source in chosen for line in update(source, options.force)]
     except (BuildError, KeyError) as error:
         print(error.args[0], file=sys.stderr)
         return 1

@@ -1,3 +1,3 @@
-"""The name under which lessons copied before this release import `zerolab.tasks.data`."""
+"""The name under which older copies of lessons import `zerolab.tasks.data`."""
 
 from zerolab.tasks.data import *  # noqa: F403

@@ -1,7 +1,7 @@
-"""Two explorers for notebooks. Without a kernel, each leaves the picture that was last drawn.
+"""Two explorers for notebooks. Without a kernel, each shows the picture that was drawn last.
 
-memory_explorer()            does a run fit: parameters, ranks, precision, optimizer, activations, a GPU's memory
-timeline_scrubber(lines)     move through a recorded step, and see each rank's buffers appear and go
+memory_explorer()            does a run fit? parameters, ranks, precision, optimizer, activations, a GPU's memory
+timeline_scrubber(lines)     move through a recorded step and see each rank's buffers come and go
 """
 
 from __future__ import annotations
@@ -15,18 +15,18 @@ import ipywidgets as widgets
 from matplotlib.figure import Figure
 
 from zerolab.lab.plots import memory_plan, moment_picture, png
-from zerolab.measure.plan import OPTIMIZERS, PRECISIONS, plan, read_parameters
-from zerolab.measure.timeline import Timeline
+from zerolab.measure.allocations import Timeline
+from zerolab.measure.planning import OPTIMIZERS, PRECISIONS, plan, read_parameters
 from zerolab.measure.units import read_bytes
 
 Picture = tuple[Figure, str]
 
 
 class Explorer:
-    """Controls, and below them the picture that `draw(**values)` makes of their values.
+    """Controls, and below them the picture that `draw(**values)` makes from their values.
 
-    ValueError in `draw` is said in place of the sentence, and the last good picture stays. In a notebook it shows the
-    controls; on a page without a kernel, the picture and its sentence (`figure`, `sentence`).
+    If `draw` raises ValueError, its message replaces the sentence and the last good picture stays. A notebook shows the
+    controls; a page without a kernel shows the picture and its sentence (`figure`, `sentence`).
     """
 
     def __init__(self, controls: dict[str, Any], draw: Callable[..., Picture]) -> None:
@@ -41,7 +41,7 @@ class Explorer:
         self.refresh()
 
     def refresh(self) -> None:
-        """Draw what the controls say now."""
+        """Draw with the present values of the controls."""
         try:
             self.figure, self.sentence = self._draw(**{name: c.value for name, c in self.controls.items()})
         except ValueError as why:
@@ -51,7 +51,7 @@ class Explorer:
         self.image.value = png(self.figure)
 
     def _repr_mimebundle_(self, **_: Any) -> dict[str, Any]:
-        """The controls where a kernel runs; the picture and its sentence for whoever shows the stored page."""
+        """The controls if a kernel runs, and the picture and its sentence for readers of the stored page."""
         bundle = dict(self.widget._repr_mimebundle_() or {})
         bundle["image/png"] = base64.b64encode(png(self.figure)).decode()
         bundle["text/plain"] = self.sentence
@@ -66,7 +66,7 @@ def memory_explorer(
     activations: str = "0 GB",
     memory: str = "80 GB",
 ) -> Explorer:
-    """Does it fit? All four stages against the memory of a GPU, by the formulas (`zerolab plan` as a picture)."""
+    """Does it fit? All four stages against a GPU's memory, by the formulas (`zerolab plan` as a picture)."""
 
     def draw(parameters: str, ranks: int, precision: str, optimizer: str, activations: str, memory: str) -> Picture:
         count, size = read_parameters(parameters.strip()), read_bytes(memory)
@@ -92,12 +92,12 @@ def memory_explorer(
 
 
 def timeline_scrubber(lines: Sequence[Timeline], moment: int | None = None) -> Explorer:
-    """Move through a step that every rank recorded with `measure.timeline`: what is there, and the line that made it.
+    """Move through a step that every rank recorded with `measure.timeline`: the buffers, and the lines that made them.
 
-    lines: one for each rank, of one stage. moment: where to begin, in events; default: the first rank's peak.
+    lines: one per rank, all of the same stage. moment: the event to begin at (default: the first rank's peak).
     """
     if not lines:
-        raise ValueError("no timeline to look at")
+        raise ValueError("there are no timelines to show")
     last = max(len(line.events) - line.before for line in lines)
     begin = lines[0].peak_moment - lines[0].before if moment is None else moment
 

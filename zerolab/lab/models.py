@@ -1,3 +1,3 @@
-"""The name under which lessons copied before this release import `zerolab.tasks.models`."""
+"""The name under which older copies of lessons import `zerolab.tasks.models`."""
 
 from zerolab.tasks.models import *  # noqa: F403

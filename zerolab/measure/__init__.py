@@ -1,21 +1,37 @@
-"""What the truth is: bytes held, bytes moved, when, and the formulas that they are compared with."""
+"""The instruments: bytes held, bytes sent, when each happened, and the formulas to compare them with.
 
+Each of these watches a block of code on one rank:
+
+    with ledger(zero) as book: ...                  # traffic.py: every collective, its bytes and its time
+    with timeline(zero, optimizer) as line: ...     # allocations.py: every allocation and release
+    with trace(zero, optimizer) as record: ...      # spans.py: what was computed while collectives were under way
+    with peak(zero, optimizer) as p: ...            # peak_memory.py: the most bytes in use, from the allocator
+
+`model_states` (states.py) and `holdings` (extents.py) look at this moment. `state_bytes` and its neighbours
+(formulas.py) say what it should be, `plan` (planning.py) does so for a run that has not begun, and `simulate`
+(simulation.py) runs one rank of a cluster that does not exist. paper.py has the ZeRO paper's own numbers.
+"""
+
+from zerolab.measure.allocations import KINDS, Timeline, timeline
+from zerolab.measure.extents import Holdings, holdings
 from zerolab.measure.formulas import (
     ADAM_BYTES,
     CATEGORIES,
+    activation_bytes,
     between_bytes,
+    bytes_per_parameter,
     host_state_bytes,
     moved_bytes,
     paper_state_bytes,
     state_bytes,
 )
-from zerolab.measure.holdings import Holdings, holdings
-from zerolab.measure.ledger import Ledger, ledger
-from zerolab.measure.peak import Peak, peak, peak_of
-from zerolab.measure.simulate import Simulation, simulate
+from zerolab.measure.peak_memory import Peak, peak, peak_of
+from zerolab.measure.planning import in_parameters, plan
+from zerolab.measure.simulation import Simulation, simulate
+from zerolab.measure.spans import Trace, trace
 from zerolab.measure.states import model_states
-from zerolab.measure.timeline import KINDS, Timeline, timeline
-from zerolab.measure.trace import Trace, trace
+from zerolab.measure.traffic import Ledger, ledger
+from zerolab.measure.watch import watched
 
 __all__ = [
     "ADAM_BYTES",
@@ -27,17 +43,22 @@ __all__ = [
     "Simulation",
     "Timeline",
     "Trace",
+    "activation_bytes",
     "between_bytes",
+    "bytes_per_parameter",
     "holdings",
     "host_state_bytes",
+    "in_parameters",
     "ledger",
     "model_states",
     "moved_bytes",
     "paper_state_bytes",
     "peak",
     "peak_of",
+    "plan",
     "simulate",
     "state_bytes",
     "timeline",
     "trace",
+    "watched",
 ]

@@ -1,8 +1,8 @@
-"""What a stage should hold and move, from the numbers of parameters and ranks alone.
+"""What a stage should hold and send, given only the number of parameters and the number of ranks.
 
-Ψ parameters, N ranks, Adam. Bytes held per rank when backward returns, and elements moved per step and rank:
+Ψ parameters, N ranks, Adam. Bytes held per rank when backward returns, and elements sent per step and rank:
 
-    stage        fp32            bf16 compute, fp32 masters    moved
+    stage        fp32            bf16 compute, fp32 masters    sent
     0  DDP       16Ψ             16Ψ                           2Ψ(N-1)/N
     1  Zero1      8Ψ +  8Ψ/N      4Ψ + 12Ψ/N                   2Ψ(N-1)/N
     2  Zero2      4Ψ + 12Ψ/N      2Ψ + 14Ψ/N                   2Ψ(N-1)/N
@@ -10,7 +10,7 @@
 
 Source: Rajbhandari et al., "ZeRO: Memory Optimizations Toward Training Trillion Parameter Models",
 arXiv 1910.02054, sections 3.1 and 5 (memory) and 7 (communication); `paper_state_bytes` is its Figure 1.
-Padding is left out: each unit is padded to a multiple of N elements, and each parameter to 16 bytes.
+The formulas leave out padding: each unit is padded to a multiple of N elements, each parameter to 16 bytes.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from zerolab.engine.precision import KEEP, Precision
 
 CATEGORIES = ("parameters", "gradients", "optimizer")
 
-ADAM_BYTES = 8  # per parameter: the averages of the gradient and of its square, in float32
+ADAM_BYTES = 8  # per parameter: running averages of the gradient and of its square, both float32
 
 
 def state_bytes(
@@ -35,32 +35,32 @@ def state_bytes(
 ) -> dict[str, int]:
     """Bytes of model states per rank when backward returns, by category.
 
-    offload: what is left on the device with `offload="optimizer"`; `host_state_bytes` is the rest.
-
     parameters: number of elements (Ψ), all trainable. own: their dtype before sharding.
     optimizer_bytes: what the optimizer keeps per parameter (Adam 8, SGD with momentum 4, SGD 0).
+    offload: count what stays on the device with `offload="optimizer"`; `host_state_bytes` gives the rest.
 
-    Masters are parameters that the optimizer updates. Where masters and a copy for the computation both exist, both
-    count as parameters. (The paper counts masters as optimizer state, which changes no total.)
+    Masters are the parameters that the optimizer updates. If there is also a copy in the compute dtype, both count as
+    parameters. (The paper counts masters as optimizer state; totals are the same.)
+
+    Raises ValueError for an impossible stage or size, and for offload in stage 0.
     """
     _check(stage, world_size, parameters)
     master, compute, reduce = precision.dtypes(own, trainable=True)
-    whole, share = parameters, parameters / world_size
+    full, share = parameters, parameters / world_size
     if offload:
         if stage == 0:
             raise ValueError("stage 0 has no offload")
-        held = share if stage >= 3 else whole
+        held = share if stage >= 3 else full
         return {"parameters": round(held * compute.itemsize), "gradients": 0, "optimizer": 0}
-    # What the optimizer updates lies inside what forward sees, unless that is another dtype or is not kept.
-    if master == compute:
-        weights = (share if stage >= 3 else whole) * master.itemsize
-    else:
-        copy = 0 if stage >= 3 else whole
-        weights = copy * compute.itemsize + (share if stage >= 1 else whole) * master.itemsize
+    if master == compute:  # the optimizer updates the same storage that forward reads
+        weights = (share if stage >= 3 else full) * master.itemsize
+    else:  # stage 3 keeps no copy in the compute dtype: each gather makes one
+        copy = 0 if stage >= 3 else full
+        weights = copy * compute.itemsize + (share if stage >= 1 else full) * master.itemsize
     return {
         "parameters": round(weights),
-        "gradients": round((share if stage >= 2 else whole) * reduce.itemsize),
-        "optimizer": round((share if stage >= 1 else whole) * optimizer_bytes),
+        "gradients": round((share if stage >= 2 else full) * reduce.itemsize),
+        "optimizer": round((share if stage >= 1 else full) * optimizer_bytes),
     }
 
 
@@ -71,10 +71,10 @@ def host_state_bytes(
     own: torch.dtype = torch.float32,
     optimizer_bytes: float = ADAM_BYTES,
 ) -> dict[str, int]:
-    """Bytes per rank on the host with `offload="optimizer"`, when backward returns: 14Ψ/N in bf16, 16Ψ/N in fp32.
+    """Bytes per rank on the host when backward returns, with `offload="optimizer"`: 14Ψ/N in bf16, 16Ψ/N in fp32.
 
-    The same in stages 1, 2 and 3: a slice of masters, of gradients in the reduce dtype, and of the optimizer's state,
-    which is all that stage 3 holds without offload.
+    Stages 1, 2 and 3 keep the same there: this rank's shard of the masters, of the gradients in the reduce dtype, and
+    of the optimizer state. That is everything stage 3 holds without offload.
     (ZeRO-Offload, arXiv 2101.06840, section 4.)
     """
     return state_bytes(3, world_size, parameters, precision, own, optimizer_bytes)
@@ -88,12 +88,13 @@ def moved_bytes(
     precision: Precision = KEEP,
     own: torch.dtype = torch.float32,
 ) -> int:
-    """Bytes that one rank sends in one step (one forward and backward) in a ring: (N-1)/N of each payload.
+    """Bytes that one rank sends in one step (one forward, one backward) as in a ring: (N-1)/N of each payload.
 
-    parameters: number of elements (Ψ). root: how many of them the root unit holds (Ψ_root). It is gathered once, and
-    stays from its forward to its reduction; every other unit is gathered for its forward and again for its backward.
+    parameters: number of elements (Ψ). root: how many of them the root unit holds (Ψ_root). In stage 3 the root is
+    gathered once per step, and released after its reduction; every other unit is gathered for its forward and again
+    for its backward.
 
-    Gradients travel in the reduce dtype and parameters in the compute dtype. The all-reduce of stage 0 is a
+    Gradients travel in the reduce dtype, parameters in the compute dtype. The all-reduce of stage 0 counts as a
     reduce-scatter and an all-gather, both of gradients. (Paper, section 7.)
     """
     _check(stage, world_size, parameters)
@@ -115,8 +116,8 @@ def between_bytes(
 ) -> int:
     """Bytes that one rank sends to other replicas in one step with `mesh=(R, S)`: 2(Ψ/S)(R-1)/R elements of gradients.
 
-    The all-reduce of its shard's mean, in the reduce dtype. What it sends inside its replica is `moved_bytes` with
-    `world_size` S. Without the mesh, all of `moved_bytes` of R*S ranks goes over the slowest link in a ring.
+    They are the all-reduce of its shard of the mean gradient, in the reduce dtype. Inside its replica it sends
+    `moved_bytes` with `world_size` S. Without a mesh, one ring of R*S ranks crosses the slowest link with everything.
     """
     replicas, size = mesh
     _check(1, size, parameters)
@@ -125,10 +126,10 @@ def between_bytes(
 
 
 def paper_state_bytes(stage: int, world_size: int, parameters: float, k: float = 12) -> float:
-    """The paper's bytes per rank: 16-bit parameters (2Ψ) and gradients (2Ψ), and KΨ for all that the optimizer needs.
+    """The paper's bytes per rank: 2Ψ for 16-bit parameters, 2Ψ for gradients, and KΨ for all the optimizer needs.
 
-    k: bytes per parameter of masters, momentum and variance; 12 for Adam (section 3.1). Its stage 3 keeps a 16-bit
-    copy of the slice beside the masters, 2Ψ/N that `state_bytes` does not have: there each gather makes it anew.
+    k: bytes per parameter of masters, momentum and variance; 12 for Adam (section 3.1). The paper's stage 3 also keeps
+    a 16-bit copy of the masters' shard. `state_bytes` has no such 2Ψ/N, because here each gather makes its own copy.
     """
     _check(stage, world_size, parameters)
     share = parameters / world_size
@@ -144,8 +145,8 @@ def bytes_per_parameter(
     own: torch.dtype = torch.float32,
     optimizer_bytes: float = ADAM_BYTES,
 ) -> float:
-    """Model states per rank in bytes for each parameter of the model: 4 + 12/N for stage 1 in bf16 with Adam."""
-    many = 10**15  # so that rounding to whole bytes does not show
+    """Bytes of model states on one rank, divided by Ψ: for example 4 + 12/N in stage 1, in bf16 with Adam."""
+    many = 10**15  # so many that rounding to a byte does not show
     return sum(state_bytes(stage, world_size, many, precision, own, optimizer_bytes).values()) / many
 
 
@@ -157,22 +158,23 @@ def activation_bytes(
     compute: torch.dtype = torch.bfloat16,
     checkpointing: bool = False,
 ) -> int:
-    """Bytes of activations that a GPT (`zerolab.tasks.models.GPT`) holds on a rank when forward returns.
+    """Bytes of activations that a GPT (`zerolab.tasks.models.GPT`) holds on one rank when forward returns.
 
-    tokens: of this rank's batch, sequences times length. Attention is fused, so that nothing grows with the square of
-    the length; there is no dropout.
+    tokens: in this rank's batch, sequences times length. Attention is fused, so nothing grows with the square of the
+    length; there is no dropout.
 
-    A block keeps 16 tensors of (tokens, width): the input and result of both norms (4), queries, keys and values (3),
-    what attention gives (1), and twice the four times wider inside of the MLP (8). After the blocks come the input and
-    result of the last norm, and the logarithms of the probabilities in float32. With checkpointing a block keeps its
-    input alone; in backward one block at a time is computed again, and then has its 16. Left out: a few numbers per
-    token for norms and attention, below 1 % from a width of 512 on.
+    A block keeps 16 tensors of shape (tokens, width): the input and output of both norms (4), queries, keys and values
+    (3), the output of attention (1), and the two hidden tensors of the MLP, each four times as wide (8). After the
+    blocks come the input and output of the last norm, and the log-probabilities in float32. With checkpointing a block
+    keeps only its input; backward then recomputes one block at a time, which has its 16 tensors meanwhile. Left out: a
+    few numbers per token for norms and attention, less than 1 % from a width of 512 up.
 
-    (The paper, section 3.2, counts 12 tensors a block; Korthikanti et al., arXiv 2205.05198, count 17 and 5 for
+    (The paper, section 3.2, counts 12 tensors a block; Korthikanti et al., arXiv 2205.05198, count 17, and 5 more for
     attention that is not fused, with dropout.)
     """
-    if min(tokens, layers, width, vocabulary) < 1:
-        raise ValueError(f"tokens, layers, width, vocabulary must be 1 or more: {tokens, layers, width, vocabulary}")
+    sizes = (tokens, layers, width, vocabulary)
+    if min(sizes) < 1:
+        raise ValueError(f"tokens, layers, width and vocabulary must be 1 or more, not {sizes}")
     row = tokens * width * compute.itemsize
     return (1 if checkpointing else 16) * layers * row + 2 * row + 4 * tokens * vocabulary
 

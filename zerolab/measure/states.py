@@ -1,4 +1,4 @@
-"""The bytes of model states that this rank really holds, counted from live storages."""
+"""Bytes of model states that this rank really holds, counted from the live storages."""
 
 from __future__ import annotations
 
@@ -11,17 +11,19 @@ from zerolab.engine.engine import Engine
 
 
 def model_states(zero: Engine, optimizer: Optimizer, on: str | None = None) -> dict[str, int]:
-    """Bytes that this rank holds now: {"parameters", "gradients", "optimizer", "buffers"}.
+    """Bytes that this rank holds now, as {"parameters", "gradients", "optimizer", "buffers"}.
 
-    on: "device" or "host" counts only what is there. Without `offload` all is on the device. With it the host has what
-    the optimizer works with: masters, their gradients, its state; also where device and host are one memory, the CPU's.
+    parameters: what forward sees and what the optimizer updates (masters; one storage if both have the same dtype).
+    gradients: what `.grad` shows, and gradients that are still to be reduced.
+    optimizer: every tensor in the optimizer's state; Adam's step counters take 4 bytes per parameter tensor.
+    buffers: the model's.
 
-    Storages are counted, not tensors: one that many views share counts once, in the first category that it turns up
-    in, and one that was released counts 0. Padding counts, because it takes memory.
+    on: count only what is on the "device" or on the "host". Without `offload` everything is on the device. With it,
+    what the optimizer works on is on the host: masters, their gradients, its state. The split is the same on a CPU,
+    where both are one memory. Raises ValueError for any other name.
 
-    parameters: what forward sees and what the optimizer updates (masters; one storage where the dtype is the same).
-    gradients: what `.grad` shows, and gradients that wait to be reduced.
-    optimizer: every tensor in the optimizer's state; Adam's step counters are 4 bytes for each parameter tensor.
+    It counts storages, not tensors. A storage that several views share counts once, in the first category that has it;
+    a released one counts 0. Padding counts, because it takes memory.
     """
     if on not in (None, "device", "host"):
         raise ValueError(f'on={on!r}: "device", "host", or None for both')
@@ -31,7 +33,7 @@ def model_states(zero: Engine, optimizer: Optimizer, on: str | None = None) -> d
         there = host if unit.offload else device
         device["parameters"] += [unit.full, unit.shard]
         there["parameters"] += unit.params
-        device["gradients"] += [unit.bucket.full, unit.bucket.kept_memory, *(whole.grad for whole in unit.full_params)]
+        device["gradients"] += [unit.bucket.full, unit.bucket.kept_memory, *(full.grad for full in unit.full_params)]
         there["gradients"] += [unit.bucket.grad, *(param.grad for param in unit.params)]
         for param in unit.params:
             there["optimizer"] += optimizer.state.get(param, {}).values()
@@ -49,12 +51,12 @@ def model_states(zero: Engine, optimizer: Optimizer, on: str | None = None) -> d
 
 
 def _new_bytes(values: Iterable[object], seen: set[int]) -> int:
-    """Bytes of the storages behind `values` that are not in `seen` yet, to which they are added."""
+    """Bytes of the storages behind `values` that are not in `seen` yet; adds them to `seen`."""
     total = 0
     for value in values:
         if isinstance(value, Tensor):
             storage = value.untyped_storage()
-            key = storage._cdata  # who the storage is; its address would be 0 for all that are released
+            key = storage._cdata  # its identity; the address would be 0 for every released storage
             if key not in seen:
                 seen.add(key)
                 total += storage.nbytes()

@@ -1,6 +1,6 @@
-"""Numbers as people read them, and the tables in which they stand.
+"""Bytes and seconds the way people read and write them, and tables of them.
 
-Bytes are decimal: 1 kB is 1,000 bytes, as in the paper and on a memory's label.
+Bytes are decimal: 1 kB is 1,000 bytes, as in the paper and on the label of a memory module.
 """
 
 from __future__ import annotations
@@ -33,22 +33,25 @@ def _scaled(value: float, base: int, names: list[str]) -> str:
         if float(text) < base or name == names[-1]:
             return f"{text} {name}"
         value /= base
-    raise AssertionError("the last name ends the loop")
+    raise AssertionError("the loop always returns at the last name")
 
 
 def read_bytes(text: str) -> float:
-    """The number of bytes that "80GB", "512 MB", "24 GiB" or "1e9" says; ValueError if it says none."""
+    """The number of bytes in "80GB", "512 MB", "24 GiB" or "1e9". Raises ValueError for anything else."""
     match = re.fullmatch(r"\s*([0-9.]+(?:e[+-]?[0-9]+)?)\s*(?:([kmgtp]?)(i?)b?)\s*", text, re.IGNORECASE)
+    problem = f"{text!r} is not a number of bytes; write 80GB, 512MB or 24GiB"
+    if match is None:
+        raise ValueError(problem)
     try:
         number = float(match[1])
-    except (TypeError, ValueError):
-        raise ValueError(f"{text!r} is no number of bytes; write 80GB, 512MB or 24GiB") from None
+    except ValueError:
+        raise ValueError(problem) from None
     power = ["", "k", "m", "g", "t", "p"].index(match[2].lower())
     return number * (1024 if match[3] else 1000) ** power
 
 
 def table(title: str, words: Iterable[str], numbers: Iterable[str]) -> Table:
-    """An empty table for rich that fits on a narrow terminal: columns of `words`, then of `numbers`."""
+    """An empty table for rich, for narrow terminals: columns for `words`, then for `numbers`, aligned right."""
     from rich import box
     from rich.table import Table
 

@@ -1,4 +1,4 @@
-"""Looking over the engine's shoulder: calls around its override points, for as long as a block lasts."""
+"""Look over the engine's shoulder: run code before and after each override point, for the length of a block."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ Look = Callable[[str, Unit], None]
 
 @contextmanager
 def watched(zero: Engine, before: Look, after: Look) -> Iterator[None]:
-    """Call `before(point, unit)` and `after(point, unit)` around every override point that the engine calls."""
+    """Call `before(point, unit)` and `after(point, unit)` around every override point the engine calls."""
     hidden = {point: vars(zero).get(point) for point in POINTS}
     for point in POINTS:
         setattr(zero, point, _around(getattr(zero, point), point, before, after))
@@ -27,7 +27,7 @@ def watched(zero: Engine, before: Look, after: Look) -> Iterator[None]:
         for point, own in hidden.items():
             if own is None:
                 delattr(zero, point)
-            else:  # two blocks watch at once, and the outer one goes on
+            else:  # an outer block still watches
                 setattr(zero, point, own)
 
 

@@ -1,1 +1,1 @@
-"""The models and data that lessons, demo, bench and train share."""
+"""The models (models.py) and the data (data.py) that lessons, demo, bench and train share."""

@@ -1,4 +1,4 @@
-"""Real data that needs no download."""
+"""Data that needs no download: text, digits and sentence pairs; and readers for CIFAR-10 and MRPC."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from torch import Tensor
 
 
 def text() -> Tensor:
-    """English prose from Python's standard library, the help texts of the language, as bytes: (465,000,) uint8 or so.
+    """English prose, the help texts in Python's standard library, as bytes: uint8, about (465,000,).
 
     The length differs between Python versions, and so do losses.
     """
@@ -23,9 +23,9 @@ def text() -> Tensor:
 
 
 def batch(text: Tensor, rank: int, step: int, batch_size: int, context: int) -> tuple[Tensor, Tensor]:
-    """Micro-batch of `rank` in `step`: tokens and the tokens that follow them, each (batch_size, context) int64.
+    """The micro-batch of `rank` in `step`: tokens and the tokens after them, each (batch_size, context) int64.
 
-    It depends on its arguments only, so whoever asks gets the same: a rank, or one process that plays all of them.
+    It depends on nothing but its arguments, so a single process can make the micro-batches of all ranks.
     """
     if len(text) <= context:
         raise ValueError(f"a text of {len(text)} bytes is too short for a context of {context}")
@@ -39,11 +39,11 @@ def batch(text: Tensor, rank: int, step: int, batch_size: int, context: int) -> 
 
 
 class DataError(ValueError):
-    """There is no such data, or it is not what it should be. The message names the file."""
+    """Data is missing or malformed. The message names the file."""
 
 
 class Split(NamedTuple):
-    """Samples to learn from and samples to validate with. The first dimension of each tensor counts the samples."""
+    """Samples for training and for validation. The first dimension of each tensor is the sample."""
 
     inputs: Tensor
     targets: Tensor
@@ -52,22 +52,23 @@ class Split(NamedTuple):
 
 
 def windows(path: str | None, context: int) -> Split:
-    """A text file, or `text()`, cut into tokens and the tokens that follow them, each (windows, context) uint8.
+    """A text file, or `text()`, cut into tokens and the tokens after them, each (windows, context) uint8.
 
-    The end of the text, a tenth but at most 64 KiB, is for validation.
+    The last tenth of the text, but at most 64 KiB, is for validation.
     """
-    whole = text() if path is None else torch.frombuffer(bytearray(read(path)), dtype=torch.uint8)
-    held_out = min(len(whole) // 10, 1 << 16)
+    everything = text() if path is None else torch.frombuffer(bytearray(read(path)), dtype=torch.uint8)
+    size = len(everything)
+    held_out = min(size // 10, 1 << 16)
     if held_out <= context:
         name = path or "the built-in text"
-        raise DataError(f"{name} has {len(whole)} bytes: too few for windows of {context}; a tenth is for validation")
-    cut = len(whole) - held_out
-    train, validation = (part.unfold(0, context + 1, context) for part in (whole[:cut], whole[cut:]))
+        raise DataError(f"{name} has {size} bytes: too few for windows of {context}, with a tenth for validation")
+    parts = everything[: size - held_out], everything[size - held_out :]
+    train, validation = (part.unfold(0, context + 1, context) for part in parts)
     return Split(train[:, :-1], train[:, 1:], validation[:, :-1], validation[:, 1:])
 
 
 def digits() -> Split:
-    """scikit-learn's 1,797 handwritten digits: images (samples, 1, 8, 8) uint8; every fifth is for validation."""
+    """scikit-learn's 1,797 handwritten digits: images (samples, 1, 8, 8) uint8. Every fifth is for validation."""
     try:
         from sklearn.datasets import load_digits
     except ModuleNotFoundError:
@@ -79,16 +80,16 @@ def digits() -> Split:
     return Split(images[~held_out], labels[~held_out], images[held_out], labels[held_out])
 
 
-RECORD = 1 + 3 * 32 * 32  # CIFAR-10's binary version: a label, then the image, one colour after the other
+RECORD = 1 + 3 * 32 * 32  # CIFAR-10's binary version: the label, then the image, red plane, green, blue
 
 
 def cifar10(folder: str) -> Split:
-    """The 60,000 images of CIFAR-10's binary version: (samples, 3, 32, 32) uint8."""
+    """The 60,000 images of CIFAR-10, from the folder of its binary version: (samples, 3, 32, 32) uint8."""
     names = [f"data_batch_{number}.bin" for number in range(1, 6)]
     missing = [name for name in (*names, "test_batch.bin") if not (Path(folder) / name).is_file()]
     if missing and (Path(folder) / "data_batch_1").is_file():
         raise DataError(
-            f"{Path(folder) / 'data_batch_1'} is a pickle, and to read one is to run what is in it: take the "
+            f"{Path(folder) / 'data_batch_1'} is a pickle, and reading a pickle runs the code in it: use the "
             '"binary version" of CIFAR-10 (cifar-10-binary.tar.gz), whose files end in .bin'
         )
     if missing:
@@ -101,18 +102,18 @@ def cifar10(folder: str) -> Split:
 def _cifar10_file(path: Path) -> tuple[Tensor, Tensor]:
     content = read(path)
     if len(content) % RECORD or not content:
-        raise DataError(f"{path} has {len(content)} bytes, which is no multiple of {RECORD}: it was cut")
+        raise DataError(f"{path} has {len(content)} bytes, which is not a multiple of {RECORD}: it was cut off")
     rows = torch.frombuffer(bytearray(content), dtype=torch.uint8).view(-1, RECORD)
     if (rows[:, 0] > 9).any():
-        raise DataError(f"{path} has a label above 9: it is not CIFAR-10")
+        raise DataError(f"{path} has a label above 9, so it is not CIFAR-10")
     return rows[:, 1:].reshape(-1, 3, 32, 32), rows[:, 0].long()
 
 
 def pairs(path: str | None, context: int) -> Split:
-    """Sentence pairs as numbers of words (samples, 2, context), 0 where there is none; target 1: they say the same.
+    """Sentence pairs as word numbers (samples, 2, context), 0 for padding. Target 1: both sentences mean the same.
 
-    path: MRPC, its folder (msr_paraphrase_train.txt and _test.txt, or GLUE's train.tsv and dev.tsv) or one such file,
-        of which every tenth pair is then for validation. None: sentences made from templates.
+    path: the folder of MRPC (msr_paraphrase_train.txt and _test.txt, or GLUE's train.tsv and dev.tsv), or one such
+        file, of which every tenth pair is then for validation. None: sentences made from templates.
     """
     if path is None:
         return _split(*_numbered(made_up_pairs(4000), context))
@@ -126,7 +127,7 @@ def pairs(path: str | None, context: int) -> Split:
 
 
 def mrpc(path: Path) -> list[tuple[int, str, str]]:
-    """The pairs of a file of the Microsoft Research Paraphrase Corpus: tabs between columns, quotes mean nothing."""
+    """Read a file of the Microsoft Research Paraphrase Corpus. Tabs separate columns; quotes are plain characters."""
     try:
         lines = read(path).decode("utf-8-sig").replace("\r\n", "\n").rstrip("\n").split("\n")
     except UnicodeDecodeError as error:
@@ -158,11 +159,12 @@ SOLD = (
 
 
 def made_up_pairs(count: int) -> list[tuple[int, str, str]]:
-    """Half say the same in other words; in the other half person, thing, place or what was done is another.
+    """Half of the pairs say the same in other words. In the others the person, thing, place or deed differs.
 
-    No two are equal, so what is held out was never seen.
+    No two pairs are equal, so no validation pair is seen in training.
     """
-    random, found = Random(0), {}
+    random = Random(0)
+    found: dict[tuple[str, str], int] = {}
     while len(found) < count:
         said = {"who": random.choice(WHO), "what": random.choice(WHAT), "where": random.choice(WHERE)}
         done, same, changed = random.choice((BOUGHT, SOLD)), len(found) % 2, dict(said)
@@ -180,7 +182,7 @@ def made_up_pairs(count: int) -> list[tuple[int, str, str]]:
 
 
 def _numbered(found: list[tuple[int, str, str]], context: int) -> tuple[Tensor, Tensor]:
-    """A word's number is made from its letters, 1 to 4095, so that no vocabulary has to be kept."""
+    """A word's number, 1 to 4095, is a hash of its letters, so no vocabulary has to be stored."""
     inputs = torch.zeros(len(found), 2, context, dtype=torch.int16)
     for row, (_, *sentences) in zip(inputs, found, strict=True):
         for into, sentence in zip(row, sentences, strict=True):
@@ -190,6 +192,7 @@ def _numbered(found: list[tuple[int, str, str]], context: int) -> tuple[Tensor, 
 
 
 def _split(inputs: Tensor, targets: Tensor) -> Split:
+    """Every tenth sample is for validation."""
     held_out = torch.arange(len(targets)) % 10 == 9
     return Split(inputs[~held_out], targets[~held_out], inputs[held_out], targets[held_out])
 

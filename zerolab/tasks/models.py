@@ -1,4 +1,4 @@
-"""The models that the lessons train."""
+"""The models that lessons, demo, bench and train use. In shapes, B is the batch, T the tokens, C the width."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 
 class Attention(nn.Module):
-    """Self-attention with `heads` heads: (B, T, C) -> (B, T, C). Causal, unless a mask says who may be looked at."""
+    """Self-attention with `heads` heads: (B, T, C) -> (B, T, C). Causal, unless a mask says otherwise."""
 
     def __init__(self, width: int, heads: int) -> None:
         super().__init__()
@@ -27,7 +27,7 @@ class Attention(nn.Module):
 
 
 class MLP(nn.Module):
-    """Two layers, four times as wide in between: (B, T, C) -> (B, T, C)."""
+    """Two linear layers with a hidden width of 4C: (B, T, C) -> (B, T, C)."""
 
     def __init__(self, width: int) -> None:
         super().__init__()
@@ -39,7 +39,7 @@ class MLP(nn.Module):
 
 
 class Block(nn.Module):
-    """A transformer block, normalised before each half (pre-norm): (B, T, C) -> (B, T, C)."""
+    """A pre-norm transformer block, attention then MLP: (B, T, C) -> (B, T, C)."""
 
     def __init__(self, width: int, heads: int) -> None:
         super().__init__()
@@ -54,9 +54,9 @@ class Block(nn.Module):
 
 
 class GPT(nn.Module):
-    """A language model over bytes, 5.7 million parameters as it stands, the shape of GPT-2.
+    """A language model with the architecture of GPT-2. By default its tokens are bytes; it has 5.7 million parameters.
 
-    vocabulary: how many tokens there are; 256, the bytes. context: the longest sequence, in tokens.
+    context: the longest sequence, in tokens. vocabulary: the number of different tokens, here 256 bytes.
     """
 
     def __init__(
@@ -73,12 +73,12 @@ class GPT(nn.Module):
             if name.endswith("bias"):
                 nn.init.zeros_(param)
             elif param.dim() == 2:
-                # Every block adds two layers' outputs to x: these start smaller, so that the sum stays of size 1.
+                # Each block adds the outputs of two layers to x. Those start smaller, so that x keeps its scale.
                 adds_to_x = name.endswith(("attention.out.weight", "mlp.down.weight"))
                 nn.init.normal_(param, std=0.02 / (2 * layers) ** 0.5 if adds_to_x else 0.02)
 
     def forward(self, tokens: Tensor, targets: Tensor | None = None) -> Tensor:
-        """The logits (B, T, vocabulary) for `tokens` (B, T), or, given `targets` (B, T), the mean loss."""
+        """Logits (B, T, vocabulary) for `tokens` (B, T); with `targets` (B, T), the mean loss instead."""
         positions = torch.arange(tokens.shape[1], device=tokens.device)
         x = self.token(tokens) + self.position(positions)  # (B, T, C)
         for block in self.blocks:
@@ -90,7 +90,7 @@ class GPT(nn.Module):
 
 
 class ConvBlock(nn.Module):
-    """A convolution that halves height and width, normalised over the batch: (B, C, H, W) -> (B, 2C, H/2, W/2)."""
+    """A strided convolution and a batch norm: (B, C, H, W) -> (B, 2C, H/2, W/2)."""
 
     def __init__(self, channels: int) -> None:
         super().__init__()
@@ -102,11 +102,11 @@ class ConvBlock(nn.Module):
 
 
 class CNN(nn.Module):
-    """A small network for images: (B, channels, H, W), values from 0 to 1 -> logits (B, classes)."""
+    """A small image classifier: (B, channels, H, W) with values from 0 to 1 -> logits (B, classes)."""
 
     def __init__(self, layers: int = 2, width: int = 16, channels: int = 1, classes: int = 10) -> None:
         super().__init__()
-        self.norm = nn.BatchNorm2d(channels)  # learns what a usual image looks like
+        self.norm = nn.BatchNorm2d(channels)  # learns the mean and variance of the images
         self.first = nn.Conv2d(channels, width, 3, padding=1)
         self.blocks = nn.ModuleList(ConvBlock(width * 2**i) for i in range(layers))
         self.head = nn.Linear(width * 2**layers, classes)
@@ -119,9 +119,9 @@ class CNN(nn.Module):
 
 
 class PairEncoder(nn.Module):
-    """Do two sentences say the same? Pairs of words by number (B, 2, T), 0 where there is none -> logits (B, 2).
+    """Do two sentences mean the same? Word numbers (B, 2, T), 0 for padding -> logits (B, 2).
 
-    Each sentence is encoded by itself; the answer depends on how the two means of their words' outputs differ.
+    Each sentence is encoded on its own, and its words' outputs averaged. The answer depends on the two averages.
     """
 
     def __init__(
@@ -137,10 +137,10 @@ class PairEncoder(nn.Module):
 
     def forward(self, pairs: Tensor) -> Tensor:
         words = pairs.flatten(0, 1)  # (2B, T)
-        there = words != 0
+        there = words != 0  # (2B, T), False for padding
         x = self.dropout(self.token(words) + self.position(torch.arange(words.shape[1], device=words.device)))
         for block in self.blocks:
-            x = block(x, there[:, None, None, :])  # nobody looks at a word that is not there
+            x = block(x, there[:, None, None, :])  # no word attends to padding
         weight = there.unsqueeze(2).to(x.dtype)  # (2B, T, 1)
         means = (self.norm(x) * weight).sum(1) / weight.sum(1).clamp(min=1)
         one, other = means.unflatten(0, (-1, 2)).unbind(1)  # each (B, C)

@@ -1,1 +1,1 @@
-"""Who the ranks are, and fresh processes to be them."""
+"""Who the ranks are: `environment` joins the world that there is, `processes` makes one on this machine."""

@@ -1,4 +1,4 @@
-"""Runs a check on its own pool of ranks, one world size after the other, and says what came of it."""
+"""Runs a check on its own pool of ranks, for each world size in turn, and reports the verdict."""
 
 from __future__ import annotations
 
@@ -18,22 +18,25 @@ from types import ModuleType
 import torch
 import torch.distributed as dist
 
-from zerolab.comm.collectives import CommError
-from zerolab.lab.exercises.catalogue import UNKNOWN, Exercise, Spy, Todo, World, Wrong, catalogue, exercise
-from zerolab.lab.exercises.spy import PATIENCE, GaveUp
+from zerolab.comm.waiting import CommError
+from zerolab.lab.exercises import former_names  # noqa: F401, so that earlier answers still run
+from zerolab.lab.exercises.catalogue import find_exercise
+from zerolab.lab.exercises.exercise import Exercise, Todo, World, Wrong
+from zerolab.lab.exercises.spy import PATIENCE, GaveUp, Spy
 from zerolab.world.processes import RankError, Ranks
 
 WORLD_SIZES = (1, 2, 3, 4)
-PRINTED = 2000  # characters of what the answer printed that are passed on
+UNKNOWN = "a mistake that this check does not know; this is the smallest case that fails"
+PRINTED = 2000  # characters of the answer's own output that are shown
 
 _pool: Ranks | None = None
-_overhead = 0.0  # seconds that a run of nothing takes, on this machine as loaded as it is
+_overhead = 0.0  # seconds that an empty run takes on this machine, under its present load
 _versions = itertools.count(1)
 
 
 @dataclass
 class Report:
-    """What a rank has to say. `kind`: right, todo, raised, wrong, waits."""
+    """The result on one rank. `kind`: right, todo, raised, wrong, waits."""
 
     rank: int
     kind: str
@@ -42,12 +45,12 @@ class Report:
     tip: str = ""
     values_differ: bool = False
     printed: str = ""
-    blocks: int = 0  # how far the check had come on this rank
+    blocks: int = 0  # how far the check got on this rank
 
 
 @dataclass
 class Verdict:
-    """What became of an answer: `kind` as in Report, or late; `text` is what the learner reads."""
+    """The verdict on an answer: `kind` as in Report, or late; `text` is what the learner reads."""
 
     id: str
     kind: str
@@ -62,7 +65,7 @@ class Verdict:
 
 
 def load(source: str, filename: str, name: str) -> ModuleType:
-    """`source` as a fresh module: tracebacks show its lines, and inspect finds them."""
+    """`source` as a fresh module, whose lines tracebacks show and inspect finds."""
     module = ModuleType(f"{name}_v{next(_versions)}")
     module.__file__ = filename
     lines = source.splitlines(keepends=True)
@@ -84,11 +87,11 @@ def digest(source: str) -> str:
 
 
 def on_rank(id: str, source: str, filename: str, patience: float) -> Report:
-    """The report of this rank on the answer `source` of exercise `id`."""
+    """This rank's report on `source`, an answer to exercise `id`."""
     rank, world_size = dist.get_rank(), dist.get_world_size()
     store = dist.distributed_c10d._get_default_store()
     torch.manual_seed(0)  # the same on every rank and in every check
-    asked, printed = exercise(id), io.StringIO()
+    asked, printed = find_exercise(id), io.StringIO()
     try:
         with (
             Spy(store, rank, world_size, patience) as spy,
@@ -115,14 +118,14 @@ def _judge(asked: Exercise, source: str, filename: str, world: World) -> Report:
         return Report(world.rank, "todo")
     except Wrong as wrong:
         return Report(world.rank, "wrong", wrong.seen, wrong.likely, wrong.tip, wrong.values_differ)
-    except (GaveUp, CommError) as error:  # which is what another rank did, seen from here
+    except (GaveUp, CommError) as error:  # another rank's mistake, seen from here
         return Report(world.rank, "waits", f"stuck in {str(error).splitlines()[0]}{_line_of(error, filename)}")
     except BaseException as error:  # SystemExit too
         if isinstance(error, KeyboardInterrupt):
             raise
         if _is_todo(error):
             return Report(world.rank, "todo")
-        if "Timed out waiting" in str(error):  # gloo, in a send or a receive that is not the course's exchange()
+        if "Timed out waiting" in str(error):  # gloo, in a send or receive other than the course's exchange()
             likely = "it waits for a message that no rank sends, or sends one that no rank receives"
             return Report(world.rank, "waits", f"stuck{_line_of(error, filename)}", likely)
         what = traceback.format_exception_only(type(error), error)[-1].strip().splitlines()[0]
@@ -139,7 +142,7 @@ def _is_todo(error: BaseException | None) -> bool:
 
 
 def _line_of(error: BaseException, filename: str) -> str:
-    """Where in the answer it happened: ", line 7: `work.wait()`"."""
+    """Where in the answer it happened: " · line 7: work.wait()"."""
     lines = [frame for frame in traceback.extract_tb(error.__traceback__) if frame.filename == filename]
     if isinstance(error, SyntaxError) and error.filename == filename:
         return f", line {error.lineno}"
@@ -150,13 +153,12 @@ def _line_of(error: BaseException, filename: str) -> str:
 
 
 def ready() -> None:
-    """Run on a new pool: whatever a rank has to import is imported then, and is not the answer's time."""
-    catalogue()
+    """Runs on a new pool, so that the ranks' imports are done before an answer is timed."""
     dist.barrier()
 
 
 def pool() -> Ranks:
-    """The pool of the checks, kept between them."""
+    """The checks' pool of ranks, kept from one check to the next."""
     global _pool, _overhead
     if _pool is None:
         _pool = Ranks(max(WORLD_SIZES), threads=1)
@@ -170,22 +172,25 @@ def pool() -> Ranks:
 
 
 def close() -> None:
-    """End the pool's processes. The next check starts it again."""
+    """End the pool's processes. The next check starts new ones."""
     global _pool
     if _pool is not None:
         _pool.close()
         _pool = None
 
 
-def judge(id: str, source: str, filename: str = "answer.py", patience: float = PATIENCE) -> Verdict:
-    """The verdict on `source` as the answer to exercise `id`. A rank waits for the others `patience` seconds or, on a
-    machine so loaded that a run of nothing takes a second, ten of those."""
-    asked, good = exercise(id), []
+def try_answer(id: str, source: str, filename: str = "answer.py", patience: float = PATIENCE) -> Verdict:
+    """The verdict on `source` as the answer to exercise `id`.
+
+    A rank waits `patience` seconds for the others, and longer on a loaded machine: ten times as long as an empty run.
+    """
+    asked = find_exercise(id)
+    good: list[int] = []  # the world sizes that passed
     for world_size in WORLD_SIZES:
         ranks = pool()
         try:
             waits = max(patience, 10 * min(_overhead, 3.0))
-            # That comes first; what is left for the pool's own limit is an answer that computes for ever.
+            # A rank that waits gives up before this; the pool's own limit catches an endless loop.
             limit = 2 * waits + 4 * min(_overhead, 3.0)
             reports = ranks.run(
                 on_rank, id, source, filename, waits, ranks=world_size, timeout=limit, group_timeout=2 * waits
@@ -211,11 +216,11 @@ def _verdict(asked: Exercise, good: list[int], world_size: int, reports: list[Re
     worst = min(reports, key=lambda report: (order.index(report.kind), report.rank))
     waiting = [report for report in reports if report.kind == "waits"]
     if worst.kind == "wrong" and waiting and waiting[0].blocks <= worst.blocks:
-        worst = waiting[0]  # not a consequence of what is wrong there, since that rank came as far
+        worst = waiting[0]  # that rank got no further than the wrong one, so the wrong value is not what stopped it
     if worst.kind == "todo":
         return Verdict(asked.id, "todo", f"○ {asked.id} {asked.title}    not done yet", reports=reports)
     likely, where = worst.likely, f"rank {worst.rank}"
-    # A rank that waits further on had nothing to complain of where this one stopped.
+    # A rank that waits further on was right up to where this one stopped.
     rights = [r.rank for r in reports if r.kind == "right" or (r.kind == "waits" and r.blocks > worst.blocks)]
     known = [mistake for part, mistake in asked.errors.items() if part in worst.seen]
     if worst.kind == "waits":
@@ -240,8 +245,8 @@ def _why_it_waits(reports: list[Report]) -> str:
     if others and not any(" instead" in report.seen for report in reports):
         return f"not every rank makes the same calls: {_list([r.rank for r in others])} done while others wait"
     if any("exchange(" in report.seen for report in reports):
-        return "the neighbours are mixed up: what rank r sends to its `to`, that rank must expect from r"
-    return "the ranks make different calls, or the same in different orders"
+        return "the neighbours are mixed up: if rank r sends to rank s, then rank s must receive from r"
+    return "the ranks make different calls, or the same calls in different orders"
 
 
 def _list(ranks: list[int]) -> str:

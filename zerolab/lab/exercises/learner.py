@@ -1,23 +1,20 @@
-"""The learner's side of the exercises: where answers live, whether they are right, and whose code runs.
+"""The learner's side of the exercises: writing an answer, checking it, and whose code runs.
 
-    %%exercise 03.2         write the cell to my/ex_03_2.py and load it, here and on every live rank
-    check("03.2")           run the check on ranks of its own; a pass counts until the answer changes
-    hint("03.2")            one more hint
-    mine("03.2")            the learner's answer once it has passed, until then the course's
-    mine(DDP)               the package's class with the learner's passed methods over it
-    predict("02.1", 4e6)    then reveal("02.1") shows what was measured, and how far off that was
-    progress()              what is done
-
-Answers, passes and predictions are kept in the folder `my` beside the notebook, or where ZEROLAB_MY says.
+%%exercise 03.2         write the cell to my/ex_03_2.py and load it, here and on every live rank
+check("03.2")           run the check on ranks of its own; a pass counts until the answer changes
+hint("03.2")            show one more hint
+mine("03.2")            the learner's answer once it has passed, until then the course's
+mine(DDP)               the package's class with the learner's passed methods over it
+progress()              what is done
 """
 
 from __future__ import annotations
 
+import ast
 import functools
-import json
-import os
 import sys
 import traceback
+from collections.abc import Callable
 from pathlib import Path
 from types import FunctionType, ModuleType
 from typing import Any
@@ -26,32 +23,30 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from zerolab.engine.engine import Engine
 from zerolab.lab.exercises import judge
-from zerolab.lab.exercises.catalogue import Exercise, Todo, catalogue, exercise
+from zerolab.lab.exercises.catalogue import EXERCISES, find_exercise
+from zerolab.lab.exercises.exercise import Exercise, Todo
+from zerolab.lab.exercises.store import file_of, read_progress, write, write_progress
 from zerolab.lab.ranks.rank import _syntax
 from zerolab.lab.ranks.report import Misused, Plain
-from zerolab.measure.units import in_bytes
 
-_loaded: dict[str, tuple[str, ModuleType]] = {}  # id -> digest of the source and the module made of it, the newest
+_loaded: dict[str, tuple[str, ModuleType]] = {}  # id -> the newest module and the digest of its source
 _told: dict[str, tuple[str, bool]] | None = None  # on a live rank: id -> (source, passed), as the notebook decided
-_measured: dict[str, tuple[Any, str]] = {}  # prediction id -> value and unit
-_classes: dict[tuple, type] = {}  # what `mine` made of classes, so that it is the same one as long as nothing changes
+_classes: dict[tuple, type] = {}  # what `mine` made, so that it returns the same class until an answer changes
 _last: str | None = None  # the exercise that was written or checked last
-
-# How many numbers each lesson asks for: those of 05 are 05.1 to 05.4. A test holds it to the lessons.
-PREDICTIONS = {"00": 2, "01": 3, "02": 6, "03": 3, "04": 3, "05": 4, "06": 3, "07": 3, "16": 3}
 
 
 class NotPython(Misused):
-    """An answer does not compile: its line, and a mark under the place."""
+    """An answer that does not compile. Shows the line, with a mark under the place."""
 
     def __init__(self, id: str, error: SyntaxError) -> None:
-        place = _syntax(error, 1) if error.text else ""  # the cell begins with a line of its own, %%exercise
+        place = _syntax(error, 1) if error.text else ""  # line 1 of the cell is %%exercise, which is not in the file
         super().__init__(f"{id} is not Python yet: {type(error).__name__}: {error.msg}\n{place}".rstrip())
 
 
 class Broken(Misused):
-    """The cell of an answer fails when it is run: its own lines, and what was raised."""
+    """An answer's cell that raises when it runs. Shows its own lines and the error."""
 
     def __init__(self, id: str, error: Exception) -> None:
         file = str(file_of(id).absolute())
@@ -60,88 +55,41 @@ class Broken(Misused):
         super().__init__(f"{id} cannot be used yet: {type(error).__name__}: {error}{''.join(places)}")
 
 
-class NoPrediction(Misused, TypeError):
-    """What was given as a prediction is neither a number nor a word."""
-
-
 class Stale(RuntimeError):
     """An object of an earlier version of an answer was used."""
 
 
-# ---------------------------------------------------------------------- what is kept
-
-
-def folder() -> Path:
-    """Where answers and progress are kept."""
-    return Path(os.environ.get("ZEROLAB_MY") or "my")
-
-
-def file_of(id: str) -> Path:
-    """The file of the answer to exercise `id`."""
-    return folder() / f"ex_{id.replace('.', '_')}.py"
-
-
-def _progress_file() -> Path:
-    return folder() / "progress.json"
-
-
-def _read_progress() -> dict[str, dict]:
-    empty = {"passed": {}, "predictions": {}, "hints": {}}
-    try:
-        found = json.loads(_progress_file().read_text())
-    except FileNotFoundError:
-        return empty
-    except ValueError as error:
-        raise ValueError(
-            f"{_progress_file()} is damaged ({error}): delete it; answers are in files of their own"
-        ) from None
-    return empty | found
-
-
-def _write_progress(progress: dict[str, dict]) -> None:
-    _write(_progress_file(), json.dumps(progress, indent=1, sort_keys=True) + "\n")
-
-
-def _write(file: Path, text: str) -> None:
-    """All of it or nothing, also if the disk is full or the process killed."""
-    file.parent.mkdir(parents=True, exist_ok=True)
-    new = file.with_name(file.name + ".new")
-    new.write_text(text)
-    new.replace(file)
-
-
 def _decision(id: str) -> tuple[str, bool]:
-    """The source of the answer ("" if none) and whether it has passed. On a live rank: as the notebook said."""
+    """The source of the answer ("" if there is none), and whether it has passed. Live ranks go by the notebook."""
     if _told is not None:
         return _told.get(id, ("", False))
     file = file_of(id)
     source = file.read_text() if file.exists() else ""
-    return source, bool(source) and _read_progress()["passed"].get(id) == judge.digest(source)
+    return source, bool(source) and read_progress()["passed"].get(id) == judge.digest(source)
 
 
 def passed(id: str) -> bool:
     """Whether the answer to exercise `id`, as it is now, has passed its check."""
-    return _decision(exercise(id).id)[1]
+    return _decision(find_exercise(id).id)[1]
 
 
 # ---------------------------------------------------------------------- %%exercise
 
 
 def define(id: str, source: str) -> ModuleType:
-    """What `%%exercise` does with a cell: write it down, load it, and let the live ranks load it too.
+    """What `%%exercise` does with a cell: save it, load it, and have the live ranks load it too.
 
-    A stub never replaces an answer that is there already.
+    A stub never replaces an answer that is already there.
     """
     global _last
-    asked, file = exercise(id), file_of(id)
-    is_stub = judge.digest(source) == judge.digest(asked.stub)
+    asked, file = find_exercise(id), file_of(id)
+    is_stub = _is_stub(asked, source)
     if is_stub and file.exists() and judge.digest(file.read_text()) != judge.digest(source):
         source = file.read_text()
-        print(
-            f"{id} {asked.title}: the cell is empty, so your answer in {_short(file)} is used (delete it to start anew)"
-        )
+        print(f"{id} {asked.title}: the cell has no code yet, so your answer in {_short(file)} is used", end=" ")
+        print("(delete it to start over)")
     else:
-        _write(file, source)
+        write(file, source)
         state = "not written yet" if is_stub else f'written to {_short(file)}; lab.check("{id}") tries it'
         print(f"{id} {asked.title}: {state}")
     _last = id
@@ -150,12 +98,31 @@ def define(id: str, source: str) -> ModuleType:
     return module
 
 
+def _is_stub(asked: Exercise, source: str) -> bool:
+    """Whether `source` is the stub, perhaps in the words of an earlier release."""
+    return _skeleton(source) == _skeleton(asked.stub)
+
+
+def _skeleton(source: str) -> str:
+    """What is left of `source` without docstrings, comments and names of arguments."""
+    try:
+        tree = ast.parse(source)
+    except SyntaxError:
+        return source
+    for node in ast.walk(tree):
+        if isinstance(node, (ast.ClassDef, ast.FunctionDef)) and ast.get_docstring(node) is not None:
+            del node.body[0]
+        if isinstance(node, ast.FunctionDef):
+            node.args.args.clear()
+    return ast.dump(tree)
+
+
 def _short(file: Path) -> str:
     return f"{file.parent.name}/{file.name}"
 
 
 def _load(asked: Exercise, source: str) -> ModuleType:
-    """The module made of `source`, made only once, with its names in the notebook's or the rank's namespace."""
+    """The module of `source`, loaded only once. Its names go into the notebook's or the rank's namespace."""
     if asked.id in _loaded and _loaded[asked.id][0] == judge.digest(source):
         return _loaded[asked.id][1]
     module = judge.load(source, str(file_of(asked.id).absolute()), f"ex_{asked.id.replace('.', '_')}")
@@ -173,9 +140,9 @@ def _load(asked: Exercise, source: str) -> ModuleType:
 
 
 def _retire(module: ModuleType, id: str) -> None:
-    """Objects of the classes of an older version say that they are old, instead of running yesterday's code."""
+    """Make objects of an older version raise Stale instead of running yesterday's code."""
 
-    def refuse(name: str) -> FunctionType:
+    def refuse(name: str) -> Callable[..., Any]:
         def method(self: Any, *args: Any, **kwargs: Any) -> Any:
             raise Stale(
                 f"{name} of an earlier version of {id} was called: rebuild the model (run the cell that makes it)"
@@ -191,89 +158,90 @@ def _retire(module: ModuleType, id: str) -> None:
 
 
 def _shell() -> Any:
-    """The IPython that this runs in, or None."""
+    """The IPython shell this runs in, or None."""
     if "IPython" not in sys.modules:
         return None
     return sys.modules["IPython"].get_ipython()
 
 
 def _tell_ranks() -> None:
-    """The notebook decides whose code runs, and tells every live rank, so that they never differ."""
+    """Tell every live rank whose code runs: the notebook decides, so the ranks never differ."""
     session = sys.modules.get("zerolab.lab.ranks.session")
     current = session.current() if session is not None else None
     if current is None:
         return
-    decisions = {id: _decision(id) for id in catalogue() if file_of(id).exists()}
+    decisions = {id: _decision(id) for id in EXERCISES if file_of(id).exists()}
     code = f"from zerolab.lab.exercises import learner as _e; _e.hear({decisions!r}, {list(_loaded)!r}); del _e"
     try:
         current.run(code)
     except Exception as error:
-        print(f"the live ranks do not have it: {str(error).splitlines()[0]}")
+        print(f"the live ranks could not load it: {str(error).splitlines()[0]}")
 
 
 def hear(decisions: dict[str, tuple[str, bool]], load: list[str]) -> None:
-    """On a live rank: what the notebook decided, and which answers it has loaded."""
+    """On a live rank: take over what the notebook decided, and load the answers that it has loaded."""
     global _told
     _told = decisions
     for id in load:
         if id in decisions:
-            _load(exercise(id), decisions[id][0])
+            _load(find_exercise(id), decisions[id][0])
 
 
 # ---------------------------------------------------------------------- check, hint, progress
 
 
 def check(id: str | None = None) -> None:
-    """Try the answer to exercise `id` (default: the last one) and print what came of it."""
+    """Check the answer to exercise `id` (default: the last one) and print the verdict."""
     global _last
-    _last = asked = exercise(_which(id)).id
+    _last = asked = find_exercise(_which(id)).id
     file = file_of(asked)
     if not file.exists():
-        print(f"○ {asked} {exercise(asked).title}    not done yet: run the cell that begins with %%exercise {asked}")
+        title = find_exercise(asked).title
+        print(f"○ {asked} {title}    not done yet: run the cell that begins with %%exercise {asked}")
         return
     source = file.read_text()
-    if judge.digest(source) == judge.digest(exercise(asked).stub):  # no need to start ranks for it
-        print(f"○ {asked} {exercise(asked).title}    not done yet")
+    if _is_stub(find_exercise(asked), source):  # no need to start ranks for it
+        print(f"○ {asked} {find_exercise(asked).title}    not done yet")
         return
-    verdict = judge.judge(asked, source, str(file.absolute()))
-    progress = _read_progress()
+    verdict = judge.try_answer(asked, source, str(file.absolute()))
+    progress = read_progress()
     progress["passed"].pop(asked, None)
     if verdict.passed:
         progress["passed"][asked] = judge.digest(source)
-    _write_progress(progress)
+    write_progress(progress)
     _tell_ranks()
     print(verdict.text)
 
 
 def _which(id: str | None) -> str:
     if id is None and _last is None:
-        raise Misused(f'which exercise? There are {", ".join(catalogue())}: lab.check("01.1"), lab.hint("01.1")')
+        raise Misused(f'which exercise? There are {", ".join(EXERCISES)}: lab.check("01.1"), lab.hint("01.1")')
     return id or _last or ""
 
 
 def hint(id: str | None = None) -> None:
-    """Print one hint more for exercise `id` (default: the last one)."""
-    asked = exercise(_which(id))
-    progress = _read_progress()
+    """Print one more hint for exercise `id` (default: the last one)."""
+    asked = find_exercise(_which(id))
+    progress = read_progress()
     number = min(progress["hints"].get(asked.id, 0) + 1, len(asked.hints))
     progress["hints"][asked.id] = number
-    _write_progress(progress)
+    write_progress(progress)
     for i, text in enumerate(asked.hints[:number], 1):
         print(f"{asked.id}, hint {i} of {len(asked.hints)}: {text}")
 
 
 def progress() -> None:
     """Print what is done in the course."""
-    kept, done = _read_progress(), 0
-    for id, asked in catalogue().items():
+    kept, done = read_progress(), 0
+    for id, asked in EXERCISES.items():
         source, right = _decision(id)
         state = "not written yet"
         if right:
             state, done = "done", done + 1
-        elif source and judge.digest(source) != judge.digest(asked.stub):
+        elif source and not _is_stub(asked, source):
             state = "changed since it passed" if id in kept["passed"] else "written, not passed"
         print(f"{'✓' if right else '○'} {id} {asked.title:<28} {state}")
-    print(f"{done} of {len(catalogue())} exercises, {len(kept['predictions'])} predictions")
+    print(f"{done} of {len(EXERCISES)} exercises, {len(kept['predictions'])} predictions")
 
 
 # ---------------------------------------------------------------------- whose code runs
@@ -282,22 +250,21 @@ def progress() -> None:
 def mine(what: str | type, name: str = "") -> Any:
     """The learner's code where it has passed its check, else the course's; one line says whose it is.
 
-    `mine("03.2")` is what that exercise defines, a function or a class. Where it defines several, `name` says which;
-    without it this is the first, and the line names the others. `mine(DDP)` is a class of the package with the
-    learner's passed methods over it.
+    `mine("03.2")` is the function or class that the exercise defines. If it defines several, `name` picks one; the
+    default is the first, and the line names the others. `mine(DDP)` is the package's class with the learner's passed
+    methods over it.
     """
     if not isinstance(what, (str, type)):
-        raise Misused(f'lab.mine("03.2") is an answer, lab.mine(DDP) a class with your methods; {what!r} is neither')
-    return _mine_of_exercise(exercise(what), name) if isinstance(what, str) else _mine_of_class(what)
+        raise Misused(f'lab.mine() takes an exercise ("03.2") or a class (DDP); {what!r} is neither')
+    return _mine_of_exercise(find_exercise(what), name) if isinstance(what, str) else _mine_of_class(what)
 
 
 def _answer(asked: Exercise) -> tuple[ModuleType | None, str]:
-    """The learner's module if it has passed, else None and why not."""
+    """The learner's module if it has passed, else None and the reason."""
     source, right = _decision(asked.id)
     if right:
         return _load(asked, source), ""
-    written = source and judge.digest(source) != judge.digest(asked.stub)
-    if not written:
+    if not source or _is_stub(asked, source):
         return None, f"{asked.id} is not written yet"
     return None, f'{asked.id} has not passed as it is now: lab.check("{asked.id}")'
 
@@ -307,20 +274,20 @@ def _mine_of_exercise(asked: Exercise, name: str) -> Any:
     others = "".join(f'; {other} is lab.mine("{asked.id}", "{other}")' for other in asked.exports[1:]) * (not name)
     name = name or asked.exports[0]
     if name not in asked.exports:
-        raise Misused(f"exercise {asked.id} defines {', '.join(asked.exports)}, and no {name!r}")
+        raise Misused(f"exercise {asked.id} defines {', '.join(asked.exports)}, not {name!r}")
     print(f"{name}: " + (f"your code ({asked.id})" if module else f"the course's code, {why_not}") + others)
     return getattr(module or _reference(asked.id), name)
 
 
 @functools.cache
 def _reference(id: str) -> ModuleType:
-    return judge.load(exercise(id).reference, f"the course's answer to {id}", f"reference_{id.replace('.', '_')}")
+    return judge.load(find_exercise(id).reference, f"the course's answer to {id}", f"reference_{id.replace('.', '_')}")
 
 
 def _mine_of_class(base: type) -> type:
-    parts = [asked for asked in catalogue().values() if asked.extends == base.__name__]
-    if not parts:
-        known = ", ".join(sorted({asked.extends for asked in catalogue().values() if asked.extends}))
+    parts = [asked for asked in EXERCISES.values() if asked.extends == base.__name__]
+    if not parts or not issubclass(base, Engine):
+        known = ", ".join(sorted({asked.extends for asked in EXERCISES.values() if asked.extends}))
         raise Misused(f"no exercise extends {base.__name__}; there are exercises for {known}")
     answers = [(asked, *_answer(asked)) for asked in parts]
     ours = [getattr(module, asked.exports[0]) for asked, module, _ in answers if module is not None]
@@ -332,109 +299,11 @@ def _mine_of_class(base: type) -> type:
     return _classes.get(key, base)
 
 
-# ---------------------------------------------------------------------- predictions
-
-
-def predict(id: str, value: Any = ...) -> None:
-    """Write down what you expect, before it is measured. `...` stands for a number that is still to come."""
-    _must_be_asked(id)
-    if value is ... or value is None:
-        print(f'{id}: put what you expect in the place of `...`, or lab.skip("{id}")')
-        return
-    if not isinstance(value, (int, float, str, list, tuple)) or isinstance(value, bool):
-        raise NoPrediction(f"prediction {id} is a {type(value).__name__}: give a number, a word, or a list of them")
-    kept = _read_progress()
-    kept["predictions"][id] = value
-    _write_progress(kept)
-    print(f'{id}: written down; lab.reveal("{id}") compares, once it is measured')
-
-
-def _must_be_asked(id: Any) -> None:
-    """Raises Misused if no lesson asks for a prediction of that name, and says which it asks for."""
-    if not isinstance(id, str):
-        raise Misused(f'the name of a prediction is a text: "01.1", and not {id!r}')
-    lesson, _, number = id.partition(".")
-    if lesson not in PREDICTIONS:
-        near = lesson.zfill(2) if lesson.zfill(2) in PREDICTIONS else ""
-        lessons = f"lesson {near} has {_numbers(near)}" if near else f"lessons {', '.join(PREDICTIONS)} have some"
-        raise Misused(f"there is no prediction {id!r}; {lessons}")
-    if number not in map(str, range(1, PREDICTIONS[lesson] + 1)):
-        raise Misused(f"there is no prediction {id!r}; lesson {lesson} has {_numbers(lesson)}")
-
-
-def _numbers(lesson: str) -> str:
-    return ", ".join(f"{lesson}.{number}" for number in range(1, PREDICTIONS[lesson] + 1))
-
-
-def skip(id: str) -> None:
-    """See the measured value without a prediction."""
-    _must_be_asked(id)
-    kept = _read_progress()
-    kept["predictions"][id] = None
-    _write_progress(kept)
-    print(f"{id}: skipped")
-
-
-def predicted(id: str) -> bool:
-    """For the lessons: whether there is a prediction, or none is wanted, so that a picture gives nothing away."""
-    _must_be_asked(id)
-    return id in _read_progress()["predictions"]
-
-
-def measured(id: str, value: Any, unit: str = "") -> None:
-    """For the lessons: what was measured, to be shown by `reveal(id)`. unit "bytes" is shown as kB, MB, GB."""
-    _must_be_asked(id)
-    _measured[id] = (value, unit)
-
-
-def reveal(id: str) -> None:
-    """Print what was measured and how far off the prediction was; nothing before there is a prediction."""
-    _must_be_asked(id)
-    predictions = _read_progress()["predictions"]
-    if id not in predictions:
-        print(f'{id}: first lab.predict("{id}", what you expect), or lab.skip("{id}")')
-        return
-    if id not in _measured:
-        print(f"{id}: not measured yet: run the cells above, those that begin with %%ranks too")
-        return
-    (value, unit), guess = _measured[id], predictions[id]
-    shown = _with_unit(value, unit)
-    if guess is None:
-        print(f"{id}: measured {shown}")
-    elif isinstance(value, (int, float)) and isinstance(guess, str):
-        wanted = f"a number of {unit}" if unit else "a number"
-        print(f'{id}: {wanted} was asked, without its unit, and you said {guess!r}: lab.predict("{id}", number) again')
-    else:
-        print(f"{id}: measured {shown}; you said {_with_unit(guess, unit)}: {_how_far_off(guess, value)}")
-
-
-def _with_unit(value: Any, unit: str) -> str:
-    if isinstance(value, (int, float)) and unit == "bytes":
-        return in_bytes(value)
-    number = f"{value:,}" if isinstance(value, int) else f"{value:,.4g}" if isinstance(value, float) else str(value)
-    return f"{number} {unit}".strip()
-
-
-def _how_far_off(guess: Any, value: Any) -> str:
-    numbers = isinstance(guess, (int, float)) and isinstance(value, (int, float))
-    if guess == value or (isinstance(value, (list, tuple)) and guess == list(value)):  # JSON knows no tuples
-        return "exactly right"
-    if not numbers:
-        return "not the same"
-    if value == 0 or guess == 0:
-        return f"off by {abs(guess - value):,}"
-    ratio = guess / value
-    if 0 < ratio < 0.5 or ratio >= 2:
-        return f"{ratio:.3g} times what it is"
-    off = 100 * (ratio - 1)
-    return "less than 0.1 % off" if abs(off) < 0.1 else f"{abs(off):.3g} % too {'much' if off > 0 else 'little'}"
-
-
 # ---------------------------------------------------------------------- for the answers
 
 
 def exchange(tensor: Tensor, to: int, source: int) -> Tensor:
-    """Send `tensor` to rank `to` and return what rank `source` sends here: both at once, so that neither blocks."""
+    """Send `tensor` to rank `to` and return what rank `source` sends: both at once, so that neither rank blocks."""
     if to == source == dist.get_rank():
         return tensor.clone()
     out = torch.empty_like(tensor, memory_format=torch.contiguous_format)
@@ -450,7 +319,7 @@ def exchange(tensor: Tensor, to: int, source: int) -> Tensor:
 def _exercise_magic(line: str, cell: str) -> None:
     """`%%exercise 03.2`: the rest of the cell is the answer to exercise 03.2."""
     if not line.strip():
-        raise Misused(f"which exercise? %%exercise and one of {', '.join(catalogue())}")
+        raise Misused(f"which exercise? %%exercise and one of {', '.join(EXERCISES)}")
     try:
         define(line.strip(), cell)
     except SyntaxError as error:
@@ -462,23 +331,8 @@ def _exercise_magic(line: str, cell: str) -> None:
 
 
 def register(shell: Any) -> None:
-    """`%load_ext zerolab.lab` calls this."""
+    """Called by `%load_ext zerolab.lab`."""
     shell.register_magic_function(_exercise_magic, "cell", "exercise")
 
 
-__all__ = [
-    "Stale",
-    "Todo",
-    "check",
-    "define",
-    "exchange",
-    "hint",
-    "measured",
-    "mine",
-    "passed",
-    "predict",
-    "predicted",
-    "progress",
-    "reveal",
-    "skip",
-]
+__all__ = ["Stale", "Todo", "check", "define", "exchange", "hint", "mine", "passed", "progress"]

@@ -1,18 +1,16 @@
-"""The ledger of a check: every call of torch.distributed that an answer makes, by whatever name it imported it.
+"""The ledger of a check: every call of torch.distributed that an answer makes, under whatever name it imported it.
 
 Two things make mistakes visible that would otherwise depend on luck. A call with `async_op=True` fills its result
-only when it is waited for, so that a forgotten wait is wrong every time. And before a call the ranks tell each other
-what they are about to do: where that does not match they give up, instead of hanging, or aborting, or mixing up bytes.
+only when it is waited for, so a forgotten wait is wrong every time. And before a call, the ranks tell each other what
+they are about to do: if they differ, they give up, instead of hanging, aborting, or mixing up bytes.
 """
 
 from __future__ import annotations
 
-import functools
-import inspect
 import pickle
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
@@ -22,64 +20,45 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from zerolab.comm.collectives import is_through
+from zerolab.comm.waiting import finished_within
+from zerolab.lab.ranks.intercept import COLLECTIVES, PICKLED, Interceptor, Invocation, bytes_in_a_ring, nbytes
 from zerolab.world.processes import Patience
 
 PATIENCE = 3.0  # seconds that a rank waits for the others
 POLL = timedelta(milliseconds=50)
 
-# The collectives, and which of their arguments they fill.
-FILLED = {
-    "all_reduce": "tensor",
-    "broadcast": "tensor",
-    "reduce": "tensor",
-    "all_gather": "tensor_list",
-    "all_gather_into_tensor": "output_tensor",
-    "all_gather_single": "output",
-    "reduce_scatter": "output",
-    "reduce_scatter_tensor": "output",
-    "reduce_scatter_single": "output",
-    "all_to_all": "output_tensor_list",
-    "all_to_all_single": "output",
-    "gather": "gather_list",
-    "scatter": "tensor",
-    "barrier": "",
-}
-PICKLED = ("all_gather_object", "gather_object", "broadcast_object_list")
-
-
-StandIn = tuple[Tensor, Tensor, Tensor]  # the tensor of the answer, the one that is filled for it, how it was before
+StandIn = tuple[Tensor, Tensor, Tensor]  # the answer's tensor, the one that is filled in its place, how it was before
 
 
 class GaveUp(BaseException):
-    """The others do not do what this rank does. Not an Exception: an answer shall not catch it by accident."""
+    """The other ranks do not do what this one does. Not an Exception, so that no answer catches it by accident."""
 
 
 @dataclass
 class Traffic:
-    """One call. `payload`: bytes of the whole, all ranks' parts together. `to`, `source`: of an exchange."""
+    """One call. `payload`: bytes of all ranks' parts together. `to`, `source`: of an exchange."""
 
     op: str
     payload: int
     world_size: int
     to: int = -1
     source: int = -1
-    kept: int | None = None  # of an uneven all-to-all: bytes of `payload`, then this rank's alone, that stay here
+    kept: int | None = None  # bytes that stay here of an uneven all-to-all, whose `payload` is this rank's alone
     waited: bool = False
     touched: bool = False  # its result was changed between the start and the wait, and the change is lost
 
     @property
     def sent(self) -> float:
-        """Bytes that this rank sends when the call runs as a ring, which is what the course counts."""
+        """Bytes that this rank sends when the call runs as a ring: what the course counts."""
         if self.op in ("exchange", "send"):
             return self.payload
         if self.kept is not None:
             return self.payload - self.kept
-        return (2 if self.op == "all_reduce" else 1) * self.payload * (self.world_size - 1) / self.world_size
+        return bytes_in_a_ring(self.op, self.payload, self.world_size)
 
 
 class Started:
-    """What an asynchronous call returns. The result is filled in by `wait`, not before."""
+    """What an asynchronous call returns. `wait` fills in the result, nothing does before."""
 
     def __init__(self, spy: Spy, call: Traffic, work: Any, copies: list[StandIn]) -> None:
         self._spy, self._call, self._work, self._copies = spy, call, work, copies
@@ -94,7 +73,7 @@ class Started:
         self._copies = []
         return True
 
-    def __getattr__(self, name: str) -> Any:  # is_completed() and what else one may ask it
+    def __getattr__(self, name: str) -> Any:  # is_completed() and the rest of Work
         return getattr(self._work, name)
 
     def get_future(self) -> torch.futures.Future:
@@ -105,30 +84,22 @@ class Started:
 
 
 class Spy:
-    """`with spy:` replaces the functions of torch.distributed by ones that write down what they do."""
+    """`with spy:` writes down every call of torch.distributed's functions."""
 
     def __init__(self, store: dist.Store, rank: int, world_size: int, patience: float = PATIENCE) -> None:
         self.store, self.rank, self.world_size, self.patience = store, rank, world_size, patience
         self.calls: list[Traffic] = []
         self.blocks = 0  # how many times something was recorded: how far the check has come
         self._numbers: Counter[str] = Counter()  # of calls, by whom they concern
-        self._originals: dict[str, Callable] = {}
+        answers = dict.fromkeys(COLLECTIVES, self._collective) | dict.fromkeys(PICKLED, self._pickled)
+        self._interceptor = Interceptor(answers | {"send": self._send})
 
     def __enter__(self) -> Spy:
-        for name, filled in FILLED.items():
-            if original := getattr(dist, name, None):
-                self._originals[name] = original
-                setattr(dist, name, self._watched(name, filled, original))
-        for name in PICKLED:
-            self._originals[name] = getattr(dist, name)
-            setattr(dist, name, self._watched_pickle(name, self._originals[name]))
-        self._originals["send"] = dist.send
-        dist.send = self._watched_send
+        self._interceptor.install()
         return self
 
     def __exit__(self, *exception: object) -> None:
-        for name, original in self._originals.items():
-            setattr(dist, name, original)
+        self._interceptor.remove()
 
     @contextmanager
     def record(self) -> Iterator[list[Traffic]]:
@@ -142,7 +113,7 @@ class Spy:
             self.calls = [*before, *calls]
 
     def exchange(self, tensor: Tensor, to: int, source: int) -> Tensor:
-        """Send `tensor` to rank `to` and return what rank `source` sends here: both at once, so neither blocks."""
+        """Send `tensor` to rank `to`, return what rank `source` sends to this one: both at once, so neither blocks."""
         for name, rank in (("to", to), ("source", source)):
             if not isinstance(rank, int) or not 0 <= rank < self.world_size:
                 raise ValueError(
@@ -150,7 +121,7 @@ class Spy:
                 )
         if not isinstance(tensor, Tensor):
             raise TypeError(f"exchange() sends one tensor, not a {type(tensor).__name__}")
-        call = Traffic("exchange", tensor.numel() * tensor.element_size(), self.world_size, to, source)
+        call = Traffic("exchange", nbytes(tensor), self.world_size, to, source)
         self.calls.append(call)
         if to == source == self.rank:
             return tensor.clone()
@@ -159,11 +130,13 @@ class Spy:
         coming = self._ask(self._next(f"{source} to {self.rank}"), source, f"exchange(to={to}, source={source})")
         if int(coming) != call.payload:
             raise ValueError(
-                f"rank {source} sends {coming} bytes here, which sends {call.payload}: chunks are equally long"
+                f"rank {source} sends {coming} bytes to this rank, which sends {call.payload}: "
+                "all chunks have the same length"
             )
         works = [dist.isend(tensor.detach().contiguous(), to), dist.irecv(out, source)]
         for work in works:
-            work.wait(timedelta(seconds=self.patience))
+            if work is not None:
+                work.wait(timedelta(seconds=self.patience))
         call.waited = True
         return out
 
@@ -173,20 +146,20 @@ class Spy:
         return f"{concerns}, call {self._numbers[concerns]}"
 
     def _ask(self, name: str, rank: int, doing: str) -> str:
-        """What `rank` has said about the call `name`, which it may not have reached yet."""
+        """What `rank` says about the call `name`, once it gets there."""
         patience = Patience(self.patience)
         while True:
-            is_over = self.store.check([f"over/{rank}"])  # before the look, since it says its last word before that
+            is_over = self.store.check([f"over/{rank}"])  # asked first: a rank says its last word before it is over
             if self.store.check([name]):
                 return self.store.get(name).decode()
             if is_over:
                 raise GaveUp(f"{doing}: rank {rank} did not take part")
             if patience.turn() <= 0:
-                raise GaveUp(f"{doing}: nothing of the kind comes from rank {rank}")
+                raise GaveUp(f"{doing}: rank {rank} does not make this call")
             time.sleep(0.0005)
 
     def _agree(self, call: Traffic) -> None:
-        """Make sure that all ranks make this call now."""
+        """Make sure that every rank makes this call now."""
         uneven = call.op in ("gather", "scatter", "all_to_all", "all_to_all_single")  # where sizes may differ
         what = call.op if uneven else f"{call.op} of {call.payload} bytes"
         name = self._next("all")
@@ -196,59 +169,43 @@ class Spy:
             if theirs != what:
                 raise GaveUp(f"{what}: rank {rank} calls {theirs} instead")
 
-    def _watched(self, name: str, filled: str, original: Callable) -> Callable:
-        signature = inspect.signature(original)
+    def _collective(self, call: Invocation) -> Any:
+        arguments, asynchronous = call.arguments, call.asynchronous
+        traffic = Traffic(call.name, max(map(nbytes, arguments.values()), default=0), self.world_size)
+        if splits := arguments.get("input_split_sizes"):
+            traffic.payload = nbytes(arguments["input"])
+            traffic.kept = traffic.payload * splits[self.rank] // max(1, sum(splits))
+        self.calls.append(traffic)
+        if call.group == dist.group.WORLD:
+            self._agree(traffic)
+        filled = COLLECTIVES[call.name]
+        copies: list[StandIn] = []
+        if asynchronous and arguments.get(filled) is not None:
+            arguments[filled], copies = _stand_ins(arguments[filled])
+        started = Started(self, traffic, call.start(), copies)
+        if asynchronous:
+            return started
+        started.wait()
+        return None
 
-        @functools.wraps(original)
-        def call(*args: Any, **kwargs: Any) -> Any:
-            bound = signature.bind(*args, **kwargs)
-            asynchronous = bool(bound.arguments.pop("async_op", False))
-            payload = max((_bytes(value) for value in bound.arguments.values()), default=0)
-            traffic = Traffic(name, payload, self.world_size)
-            if splits := bound.arguments.get("input_split_sizes"):
-                traffic.payload = _bytes(bound.arguments["input"])
-                traffic.kept = traffic.payload * splits[self.rank] // max(1, sum(splits))
-            self.calls.append(traffic)
-            if bound.arguments.get("group") in (None, dist.group.WORLD):
-                self._agree(traffic)
-            copies: list[StandIn] = []
-            if asynchronous and bound.arguments.get(filled) is not None:
-                bound.arguments[filled], copies = _stand_ins(bound.arguments[filled])
-            started = Started(self, traffic, original(*bound.args, **bound.kwargs, async_op=True), copies)
-            return started if asynchronous else started.wait() and None
+    def _pickled(self, call: Invocation) -> Any:
+        largest = max(map(_pickled_bytes, call.arguments.values()), default=0)
+        self.calls.append(Traffic(call.name, largest * self.world_size, self.world_size, waited=True))
+        return call.proceed()
 
-        return call
-
-    def _watched_pickle(self, name: str, original: Callable) -> Callable:
-        @functools.wraps(original)
-        def call(*args: Any, **kwargs: Any) -> Any:
-            largest = max(map(_pickled_bytes, [*args, *kwargs.values()]), default=0)
-            self.calls.append(Traffic(name, largest * self.world_size, self.world_size, waited=True))
-            return original(*args, **kwargs)
-
-        return call
-
-    def _watched_send(self, tensor: Tensor, *args: Any, **kwargs: Any) -> Any:
-        self.calls.append(Traffic("send", _bytes(tensor), self.world_size, waited=True))
-        return self._originals["send"](tensor, *args, **kwargs)
+    def _send(self, call: Invocation) -> Any:
+        self.calls.append(Traffic("send", nbytes(call.arguments["tensor"]), self.world_size, waited=True))
+        return call.proceed()
 
     def wait(self, work: Any, op: str) -> None:
-        """Wait in short turns, so that an interrupt gets through."""
+        """Wait for `work` in short turns, so that an interrupt gets through."""
         patience = Patience(self.patience)
         try:
-            while work is not None and not is_through(work, POLL):
+            while work is not None and not finished_within(POLL, work):
                 if patience.turn() <= 0:
-                    raise GaveUp(f"{op}: not through after {self.patience:g} seconds")
+                    raise GaveUp(f"{op}: not finished after {self.patience:g} seconds")
         except RuntimeError as error:
             raise GaveUp(f"{op}: {error}") from None
-
-
-def _bytes(value: Any) -> int:
-    if isinstance(value, Tensor):
-        return value.numel() * value.element_size()
-    if isinstance(value, (list, tuple)):
-        return sum(_bytes(item) for item in value)
-    return 0
 
 
 def _pickled_bytes(value: Any) -> int:
@@ -259,7 +216,7 @@ def _pickled_bytes(value: Any) -> int:
 
 
 def _stand_ins(value: Any) -> tuple[Any, list[StandIn]]:
-    """Copies to be filled in place of `value`, a tensor or a list of them, and which belongs to which."""
+    """Copies to fill in place of `value`, a tensor or a list of them, and which copy belongs to which tensor."""
     tensors = [value] if isinstance(value, Tensor) else value
     found = [(tensor, tensor.detach().clone(), tensor.detach().clone()) for tensor in tensors]
     copies = [copy for _, copy, _ in found]

@@ -1,24 +1,25 @@
-"""The pictures of the course. Each takes what was measured, and returns the figure and one sentence: what to see."""
+"""The pictures of the course. Each takes measurements and returns a figure, and a sentence that says what to see."""
 
+from zerolab.lab.plots.bars import stacks
 from zerolab.lab.plots.bench import step_times
 from zerolab.lab.plots.calls import Cost, call_costs
 from zerolab.lab.plots.cells import before_after
-from zerolab.lab.plots.cost import cost, fit_cost
-from zerolab.lab.plots.curves import curves
 from zerolab.lab.plots.flat import flat_storage
-from zerolab.lab.plots.gantt import gantt
-from zerolab.lab.plots.growth import fit_line, growth
 from zerolab.lab.plots.holdings import who_holds_what
 from zerolab.lab.plots.hybrid import sharding_map, where_time_goes
-from zerolab.lab.plots.ladder import ladder
+from zerolab.lab.plots.latency import cost, fit_cost
+from zerolab.lab.plots.losses import curves
 from zerolab.lab.plots.memory import memory_plan
+from zerolab.lab.plots.overlap import gantt
 from zerolab.lab.plots.page import png, show
 from zerolab.lab.plots.ring import ring_against_root
-from zerolab.lab.plots.scaling import scaling
 from zerolab.lab.plots.scrubber import moment_picture
-from zerolab.lab.plots.skyline import skyline
-from zerolab.lab.plots.stacks import stacks
+from zerolab.lab.plots.shards import Piece, largest_share, shard_map
+from zerolab.lab.plots.stages import ladder
+from zerolab.lab.plots.step_growth import scaling
 from zerolab.lab.plots.style import COLOURS, HATCHES, LABELS
+from zerolab.lab.plots.timeline import skyline
+from zerolab.lab.plots.trend import fit_line, growth
 from zerolab.lab.plots.trillion import to_a_trillion
 
 __all__ = [
@@ -26,6 +27,7 @@ __all__ = [
     "HATCHES",
     "LABELS",
     "Cost",
+    "Piece",
     "before_after",
     "call_costs",
     "cost",
@@ -36,11 +38,13 @@ __all__ = [
     "gantt",
     "growth",
     "ladder",
+    "largest_share",
     "memory_plan",
     "moment_picture",
     "png",
     "ring_against_root",
     "scaling",
+    "shard_map",
     "sharding_map",
     "show",
     "skyline",

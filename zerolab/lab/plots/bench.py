@@ -1,4 +1,4 @@
-"""How long a step takes, every stage beside its peer, with the floor below both."""
+"""How long a step takes: every stage beside its peers, and the floor below both."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ OURS, PEER, DEEPSPEED, FLOOR = "#0072B2", "#BBBBBB", "#E8C547", "#1a1a1a"
 
 
 def step_times(reports: Sequence[dict[str, Any]]) -> tuple[Figure, str]:
-    """reports: of `zerolab bench`, one for each precision, of equal numbers of ranks."""
+    """reports: what `zerolab bench` measured, one report for each precision, all on the same number of ranks."""
     ranks = reports[0]["ranks"]
     sentence = _sentence(reports)
     rounds = reports[0]["rounds"]
-    subtitle = f"{many(ranks, 'rank')}, seconds of a step, median of {rounds} rounds; above a peer our part of its time"
+    subtitle = f"{many(ranks, 'rank')}, seconds per step, median of {rounds} rounds; above a peer: our time over its"
     figure = frame("Every stage beside its peers", subtitle, sentence, (9.0, 5.2))
     width = 0.92 / len(reports)
     for number, report in enumerate(reports):
@@ -38,13 +38,13 @@ def _is_deepspeed(pair: dict[str, Any]) -> bool:
 
 
 def _panel(axes: Any, report: dict[str, Any]) -> None:
-    """A group for each stage of ours: itself, then its peers, each with our part of its time above it."""
+    """A group for each of our stages: the stage, then its peers, each with our time over its time above the bar."""
     plain(axes, grid="y")
     seconds = report["step_seconds"]
     stages = list(dict.fromkeys(pair["ours"] for pair in report["pairs"]))
     for x, ours in enumerate(stages):
         pairs = [pair for pair in report["pairs"] if pair["ours"] == ours]
-        left = x - 0.14 * len(pairs)  # so that the group is centred above its name
+        left = x - 0.14 * len(pairs)  # centres the group above its name
         axes.bar(left, seconds[ours], 0.27, color=OURS, hatch="//", edgecolor="white", zorder=2)
         for k, pair in enumerate(pairs, 1):
             look = {"color": DEEPSPEED, "hatch": ".."} if _is_deepspeed(pair) else {"color": PEER}
@@ -68,4 +68,4 @@ def _sentence(reports: Sequence[dict[str, Any]]) -> str:
         part = ", ".join(f"{pair['ours']} {pair['wall_ratio']:.2f} of {pair['peer']}" for pair in torchs)
         others = [f"{pair['ours']} {pair['wall_ratio']:.2f}" for pair in report["pairs"] if _is_deepspeed(pair)]
         parts.append(f"{report['precision']}: {part}" + (f", of DeepSpeed's stages {', '.join(others)}" * bool(others)))
-    return f"A step takes, in {'; in '.join(parts)}."
+    return f"Our step times as fractions of the peers': in {'; in '.join(parts)}."

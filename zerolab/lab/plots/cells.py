@@ -8,18 +8,18 @@ from typing import Any
 from matplotlib.figure import Figure
 from matplotlib.patches import Rectangle
 
-from zerolab.lab.plots.style import INK, PALE, frame, many, plain
+from zerolab.lab.plots.style import INK, PALE, Look, frame, many, plain
 
-# One pale colour for each rank's values; sums are white. Numbers say it too.
+# One pale colour for each rank's values; sums are white. The numbers say the same.
 RANKS = ("#CDE7F7", "#F9E2B8", "#BFE6DA", "#EBD3E1", "#F5CDB3", "#DDDDDD", "#F8F3B0", "#C6D3F0")
 
 Rows = Sequence[Sequence[float]]
 
 
 def before_after(name: str, before: Rows, after: Rows) -> tuple[Figure, str]:
-    """`before[rank]`, `after[rank]`: the elements that each rank holds (none: an empty row). name: of the collective.
+    """`before[rank]`, `after[rank]`: the elements that each rank holds (none: an empty row). name: the collective's.
 
-    A number that some rank had before has that rank's colour, so numbers should differ between the ranks.
+    A number has the colour of the rank that held it before, so the ranks should hold different numbers.
     """
     if len(before) != len(after) or not before:
         raise ValueError(f"{len(before)} rows before and {len(after)} after: give one for each rank, both times")
@@ -50,16 +50,16 @@ def before_after(name: str, before: Rows, after: Rows) -> tuple[Figure, str]:
 
 def _cell(axes: Any, place: int, rank: int, value: float, owner: dict[float, int]) -> None:
     colour = RANKS[owner[value] % len(RANKS)] if value in owner else "white"
-    edge = {"edgecolor": INK if value not in owner else PALE, "linewidth": 0.9}
+    edge: Look = {"edgecolor": INK if value not in owner else PALE, "linewidth": 0.9}
     axes.add_patch(Rectangle((place + 0.02, rank + 0.08), 0.96, 0.84, facecolor=colour, **edge))
     axes.text(place + 0.5, rank + 0.5, f"{value:g}", ha="center", va="center", fontsize=10, color=INK)
 
 
 def _sentence(name: str, before: Rows, after: Rows, owner: dict[float, int]) -> str:
-    """What arrived where, counted."""
+    """Counts what arrived where."""
     held = f"{sum(map(len, before))} numbers on {many(len(before), 'rank')} became {sum(map(len, after))}"
     mixed = sum(value not in owner for row in after for value in row)
     if mixed:
         return f"{name}: {held}, {mixed} of them sums."
     came = [sum(owner[value] != rank for value in row) for rank, row in enumerate(after)]
-    return f"{name}: {held}; a rank got at most {max(came)} that it did not have."
+    return f"{name}: {held}; no rank received more than {max(came)} that it did not have."

@@ -1,4 +1,4 @@
-"""A flat buffer: whose elements lie where, what is padding, and where it is cut."""
+"""A flat buffer: where each parameter's elements are, what is padding, and where the buffer is cut."""
 
 from __future__ import annotations
 
@@ -6,21 +6,21 @@ from matplotlib.figure import Figure
 from matplotlib.patches import Rectangle
 
 from zerolab.engine.layout import Layout
-from zerolab.lab.plots.style import INK, frame, many, plain
+from zerolab.lab.plots.style import INK, Look, frame, many, plain
 
 PALE = ("#CDE7F7", "#F9E2B8", "#BFE6DA", "#EBD3E1", "#F5CDB3")
 WIDEST = 64  # elements
 
 
 def flat_storage(layout: Layout) -> tuple[Figure, str]:
-    """Every element a cell with the letter of its parameter; hollow cells are padding, thick lines are cuts."""
+    """Each element is a cell with its parameter's letter. Hollow cells are padding, thick lines are cuts."""
     if layout.size > WIDEST:
         raise ValueError(f"{layout.size} elements are too many cells to draw: at most {WIDEST}")
     ranks = layout.world_size
     padding = layout.size - layout.numel
     sentence = (
         f"{many(len(layout.slots), 'parameter')} of {', '.join(str(slot.numel) for slot in layout.slots)} elements lie "
-        f"in one buffer of {layout.size}, {padding} of it padding, that cuts into {many(ranks, 'equal piece')} of "
+        f"in one buffer of {layout.size}, {padding} of them padding; it cuts into {many(ranks, 'equal piece')} of "
         f"{layout.shard_size}."
     )
     figure = frame("One flat buffer", f"Cut for {many(ranks, 'rank')}", sentence, (9.0, 2.6))
@@ -29,7 +29,7 @@ def flat_storage(layout: Layout) -> tuple[Figure, str]:
     axes.spines["bottom"].set_visible(False)
     for x in range(layout.size):
         number = next((i for i, s in enumerate(layout.slots) if s.offset <= x < s.end), None)
-        look = {"edgecolor": "#9a9a9a", "linewidth": 0.6}
+        look: Look = {"edgecolor": "#9a9a9a", "linewidth": 0.6}
         if number is None:
             axes.add_patch(Rectangle((x, 0), 1, 1, facecolor="white", linestyle=":", **look))
             axes.text(x + 0.5, 0.5, "0", ha="center", va="center", fontsize=11, color="#8a8a8a")

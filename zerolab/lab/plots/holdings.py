@@ -1,4 +1,4 @@
-"""Who holds what: a row for each rank, and along it the model's flat storage."""
+"""Who holds what: a row for each rank, with the model's flat storage along it."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ from matplotlib.figure import Figure
 import zerolab
 from zerolab.lab.plots.style import COLOURS, GREY, HATCHES, INK, frame, legend, many, patches, plain
 from zerolab.measure import CATEGORIES
-from zerolab.measure.holdings import Holdings
+from zerolab.measure.extents import Holdings
 
 SAID = {"parameters": "the parameters", "gradients": "the gradients", "optimizer": "the optimizer state"}
 
 
 def who_holds_what(stages: Sequence[Sequence[Holdings]]) -> tuple[Figure, str]:
-    """For each stage a panel with all ranks' `measure.holdings`: bands filled where a rank holds, hollow elsewhere."""
+    """For each stage, a panel with every rank's `measure.holdings`: bands are filled where the rank holds something."""
     ranks, size = len(stages[0]), stages[0][0].size
     sentence = _sentence(stages)
     subtitle = f"{many(ranks, 'rank')}; from left to right the {size:,} elements of the model, laid end to end"
@@ -66,7 +66,7 @@ def _box(start: float, end: float, y: float, **look: Any) -> Any:
 
 
 def _sentence(stages: Sequence[Sequence[Holdings]]) -> str:
-    """What the step from each stage to the next cuts."""
+    """What each stage cuts, compared with the one before."""
     parts = []
     for stage in stages:
         cut = [SAID[c] for c in CATEGORIES if max(held.share(c) for held in stage) < 0.999]

@@ -1,4 +1,4 @@
-"""What a plan needs against what a GPU has: a bar for each stage."""
+"""What a run needs and what a GPU has: a bar for each stage."""
 
 from __future__ import annotations
 
@@ -6,14 +6,14 @@ from collections.abc import Sequence
 
 from matplotlib.figure import Figure
 
-from zerolab.lab.plots.style import COLOURS, GREY, HATCHES, INK, above, frame, legend, patches, plain, scale_of
+from zerolab.lab.plots.style import COLOURS, GREY, HATCHES, INK, Look, above, frame, legend, patches, plain, scale_of
 from zerolab.measure import CATEGORIES
-from zerolab.measure.plan import STAGES, Row, in_parameters
+from zerolab.measure.planning import STAGES, Row, in_parameters
 from zerolab.measure.units import in_bytes
 
 
 def memory_plan(rows: Sequence[Row], memory: float, title: str) -> tuple[Figure, str]:
-    """`measure.plan.plan(...)` of four stages, with a rule at the `memory` (bytes) of a GPU. By the formula: no run."""
+    """The four stages of `measure.plan(...)`, with a line at a GPU's `memory` (bytes). All by formula."""
     sentence = _sentence(rows, memory)
     figure = frame("Does it fit?", f"{title}; by the formula", sentence, (9.0, 4.9))
     axes = figure.add_axes((0.085, 0.26, 0.885, 0.49))
@@ -24,13 +24,13 @@ def memory_plan(rows: Sequence[Row], memory: float, title: str) -> tuple[Figure,
         bottom = 0.0
         for category, size in (*row.states.items(), ("activations", row.activations)):
             height = size / scale.bytes
-            look = {"color": COLOURS[category], "hatch": HATCHES[category], "edgecolor": "white"}
+            look: Look = {"color": COLOURS[category], "hatch": HATCHES[category], "edgecolor": "white"}
             axes.bar(x, height, 0.6, bottom, zorder=2, **look)
             bottom += height
         said = f"{in_bytes(row.total)}: {'fits' if row.fits else 'too much'}"
         above(axes, x, bottom, said, 3, fontsize=10.5, weight="bold" if row.fits else "normal", zorder=5)
-    axes.axhline(memory / scale.bytes, color=INK, linewidth=1.2, linestyle="--", zorder=4)  # behind what is said
-    place = {"textcoords": "offset points", "ha": "right", "zorder": 5}
+    axes.axhline(memory / scale.bytes, color=INK, linewidth=1.2, linestyle="--", zorder=4)  # behind the labels
+    place: Look = {"textcoords": "offset points", "ha": "right", "zorder": 5}
     axes.annotate(f"{in_bytes(memory)} per GPU", (3.42, memory / scale.bytes), (0, 3), fontsize=9.5, **place)
     names = [f"{row.stage} {STAGES[row.stage]}\nlargest: {in_parameters(row.largest or 0)}" for row in rows]
     axes.set_xticks(range(len(rows)), names, fontsize=10.5, color=INK)

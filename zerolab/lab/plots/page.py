@@ -1,4 +1,4 @@
-"""A picture on a page: small enough to keep in a notebook, with its sentence below it as text, not drawn."""
+"""A picture on a page: small enough to keep in a notebook, with its sentence as text below it, not drawn."""
 
 from __future__ import annotations
 
@@ -31,12 +31,12 @@ def png(figure: Figure) -> bytes:
 
 
 def reduced(image: Image.Image) -> Image.Image:
-    """With a palette of 64 colours, among them those of the course and white: a patch in a legend has too few pixels to
-    keep its own, and would take that of another thing."""
+    """With a palette of 64 colours that includes white and the colours of the course. Otherwise a patch in a legend,
+    with its few pixels, would lose its colour to another thing's."""
     own = [bytes.fromhex(colour[1:]) for colour in ("#FFFFFF", *style.COLOURS.values())]
-    found = image.quantize(COLOURS - len(own), dither=Image.Dither.NONE).getpalette()
+    found = image.quantize(COLOURS - len(own), dither=Image.Dither.NONE).getpalette() or []
     others = zip(found[::3], found[1::3], found[2::3])
-    # Pillow looks colours up in cells of 8 x 8 x 8: with two in one cell, either may be taken.
+    # Pillow looks colours up in cells of 8 x 8 x 8; of two colours in one cell it may take either.
     apart = [new for new in others if all(max(abs(a - b) for a, b in zip(new, old)) > 8 for old in own)]
     palette = Image.new("P", (1, 1))
     palette.putpalette([channel for colour in (*own, *apart) for channel in colour])
@@ -44,7 +44,7 @@ def reduced(image: Image.Image) -> Image.Image:
 
 
 def show(picture: tuple[Figure, str]) -> None:
-    """Show what a function of `zerolab.lab.plots` returned: the picture where there is a page, and the sentence."""
+    """Show what a function of `zerolab.lab.plots` returned: the picture on the page, and the sentence as text."""
     from IPython.display import Image as Shown
     from IPython.display import display
 

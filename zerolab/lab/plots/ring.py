@@ -1,4 +1,4 @@
-"""Ring against root: how contributions travel round a ring, and what the busiest rank sends and receives."""
+"""Ring against root: how contributions travel round a ring, and how much the busiest rank sends and receives."""
 
 from __future__ import annotations
 
@@ -8,25 +8,25 @@ from typing import Any
 from matplotlib.figure import Figure
 from matplotlib.patches import Rectangle
 
-from zerolab.lab.plots.style import COLOURS, GREY, INK, frame, many, plain
+from zerolab.lab.plots.style import COLOURS, GREY, INK, Look, frame, many, plain
 from zerolab.measure.units import in_bytes
 
 History = Sequence[Sequence[Sequence[int]]]
 
 
 def ring_against_root(history: History, traffic: Mapping[int, tuple[float, float]]) -> tuple[Figure, str]:
-    """Rows are ranks, columns rounds; a chunk shows whose contributions are added in it. Beside it, the busiest rank.
+    """Rows are ranks, columns are rounds; a chunk shows whose contributions it sums. Beside it, the busiest rank.
 
-    history: `history[round][rank][chunk]`, a whole number whose bit r says that rank r's contribution is in the chunk:
-    let rank r begin with 2**r in every element, and write down what each rank holds before the first round and after
-    each. traffic: {ranks: (bytes, bytes)} through the busiest rank, sent and received, with a root and in a ring.
+    history: `history[round][rank][chunk]`, an integer whose bit r says that rank r's contribution is in the chunk. To
+    get it, let rank r begin with 2**r in every element, and note what each rank holds before the first round and after
+    every round. traffic: {ranks: (bytes with a root, bytes in a ring)}, sent and received by the busiest rank.
     """
     ranks = len(history[0])
     if not traffic:
         raise ValueError("no traffic: give {number of ranks: (bytes with a root, bytes in a ring)}")
     sentence = _sentence(traffic)
     height = 2.5 + 0.75 * ranks
-    subtitle = f"A reduction among {many(ranks, 'rank')}; the letters in a chunk say whose parts it is the sum of"
+    subtitle = f"A reduction among {many(ranks, 'rank')}; the letters in a chunk say whose parts it sums"
     figure = frame("Ring against root", subtitle, sentence, (9.0, height))
     area = (0.07, 1.15 / height, 0.55, (height - 2.3) / height)
     _rounds(figure.add_axes(area), history)
@@ -48,7 +48,7 @@ def _rounds(axes: Any, history: History) -> None:
                 done = value == full
                 colour = COLOURS["gradients"] if done else "#ffffff" if not parts else _tint(len(parts) / ranks)
                 place = (column + chunk * width, rank + 0.12)
-                look = {"edgecolor": INK if done else "#9a9a9a", "linewidth": 1.3 if done else 0.6}
+                look: Look = {"edgecolor": INK if done else "#9a9a9a", "linewidth": 1.3 if done else 0.6}
                 axes.add_patch(Rectangle(place, width * 0.94, 0.72, facecolor=colour, **look))
                 text = "\n".join("ABCDEFGHIJKLMNOP"[r] for r in parts) if ranks <= 8 else str(len(parts))
                 middle = (place[0] + 0.47 * width, rank + 0.48)
@@ -62,7 +62,7 @@ def _rounds(axes: Any, history: History) -> None:
 
 
 def _tint(share: float) -> tuple[float, float, float]:
-    """The gradients' colour, the paler the fewer parts are in."""
+    """The gradients' colour; the fewer parts, the paler."""
     colour = [int(COLOURS["gradients"][i : i + 2], 16) / 255 for i in (1, 3, 5)]
     red, green, blue = (1 - (1 - channel) * 0.55 * share for channel in colour)
     return red, green, blue

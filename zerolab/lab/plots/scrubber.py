@@ -8,9 +8,9 @@ from typing import Any
 from matplotlib.figure import Figure
 
 import zerolab
-from zerolab.lab.plots.skyline import ORDER
-from zerolab.lab.plots.style import COLOURS, GREY, HATCHES, INK, frame, legend, patches, plain, scale_of
-from zerolab.measure.timeline import Timeline
+from zerolab.lab.plots.style import COLOURS, GREY, HATCHES, INK, Look, frame, legend, patches, plain, scale_of
+from zerolab.lab.plots.timeline import ORDER
+from zerolab.measure.allocations import Timeline
 from zerolab.measure.units import in_bytes
 
 BUFFERS = 9  # lines of the list
@@ -19,14 +19,14 @@ BUFFERS = 9  # lines of the list
 def moment_picture(lines: Sequence[Timeline], moment: int, rank: int = 0) -> tuple[Figure, str]:
     """All ranks after `moment` events of their step, and the largest buffers of `lines[rank]` at that moment.
 
-    A rank whose step has fewer events stays at its end.
+    A rank whose step has fewer events is shown at its end.
     """
     at = [min(line.before + moment, len(line.events)) for line in lines]
     line, now = lines[rank], at[rank]
     sentence = _sentence(line, now)
     stage = f"stage {line.stage}, {zerolab.STAGES[line.stage].__name__}"
     event = line.events[now - 1]
-    where = f"{event.phase or 'before'}{f', at work on {event.unit}' if event.unit else ''}"
+    where = f"{event.phase or 'before'}{f', unit {event.unit}' if event.unit else ''}"
     subtitle = f"{stage}; after event {moment} rank {line.rank} is in {where}"
     height = 3.4 + 0.34 * len(lines) + 0.21 * BUFFERS
     figure = frame("A moment of a step", subtitle, sentence, (9.0, height))
@@ -41,7 +41,7 @@ def moment_picture(lines: Sequence[Timeline], moment: int, rank: int = 0) -> tup
 
 
 def _bars(axes: Any, lines: Sequence[Timeline], at: Sequence[int]) -> list[str]:
-    """A bar for each rank, on the scale of the highest peak; returns the kinds that occur in the step."""
+    """Draw a bar for each rank, scaled to the highest peak. Returns the kinds that occur in the step."""
     plain(axes, grid="x")
     highest = max(line.peak for line in lines)
     scale = scale_of(highest)
@@ -64,7 +64,7 @@ def _bars(axes: Any, lines: Sequence[Timeline], at: Sequence[int]) -> list[str]:
 def _list(figure: Figure, line: Timeline, moment: int, top: float, step: float) -> None:
     """The largest buffers, a line of text for each."""
     held = sorted(line.alive(moment).items(), key=lambda item: -item[1])
-    look = {"fontsize": 8.6, "family": "DejaVu Sans Mono", "va": "top"}
+    look: Look = {"fontsize": 8.6, "family": "DejaVu Sans Mono", "va": "top"}
     title = f"{'bytes':>8}  {'what':<20}{'unit':<11}{'shape':<18}made in"
     figure.text(0.03, top, title, color=GREY, **look)
     for number, (index, nbytes) in enumerate(held[:BUFFERS], start=1):

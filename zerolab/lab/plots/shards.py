@@ -1,4 +1,4 @@
-"""Shard maps: ways to deal the same model out to the ranks, and how evenly each does it."""
+"""Shard maps: ways to divide a model among the ranks, and how even each one is."""
 
 from __future__ import annotations
 
@@ -9,31 +9,31 @@ from matplotlib.figure import Figure
 from matplotlib.patches import Rectangle
 
 from zerolab.lab.plots.cells import RANKS
-from zerolab.lab.plots.style import GREY, INK, frame, many, plain
+from zerolab.lab.plots.style import GREY, INK, Look, frame, many, plain
 
 
 class Piece(NamedTuple):
-    """`numel` elements of the model that `owner` has; pieces lie end to end."""
+    """`numel` elements of the model, held by the rank `owner`. Pieces lie end to end."""
 
     numel: int
     owner: int
 
 
 def largest_share(pieces: Sequence[Piece], ranks: int) -> float:
-    """What the fullest rank has, as a multiple of an even share."""
+    """What the fullest rank holds, as a multiple of an even share."""
     held = [sum(piece.numel for piece in pieces if piece.owner == rank) for rank in range(ranks)]
     return ranks * max(held) / sum(held)
 
 
 def shard_map(ways: Mapping[str, Sequence[Piece]], ranks: int) -> tuple[Figure, str]:
-    """A row for each way: the model from left to right, in the colour and with the number of who owns it."""
+    """A row for each way: the model from left to right, with the colour and the number of each piece's owner."""
     size = sum(piece.numel for piece in next(iter(ways.values())))
     for name, pieces in ways.items():
         if sum(piece.numel for piece in pieces) != size:
-            raise ValueError(f"{name!r} deals out another number of elements than {next(iter(ways))!r}")
+            raise ValueError(f"{name!r} and {next(iter(ways))!r} do not divide the same number of elements")
     shares = {name: largest_share(pieces, ranks) for name, pieces in ways.items()}
     said = ", ".join(f"{share:.2f} {name}" for name, share in shares.items())
-    sentence = f"The fullest of {many(ranks, 'rank')} has, as a multiple of an even share: {said}."
+    sentence = f"The fullest of {many(ranks, 'rank')} holds, as a multiple of an even share: {said}."
     height = 2.0 + 0.62 * len(ways)
     figure = frame(
         "Who owns which element", f"{size:,} elements of the model, laid end to end", sentence, (9.0, height)
@@ -44,7 +44,7 @@ def shard_map(ways: Mapping[str, Sequence[Piece]], ranks: int) -> tuple[Figure, 
     for row, (name, pieces) in enumerate(ways.items()):
         start = 0
         for numel, owner in pieces:
-            look = {"facecolor": RANKS[owner % len(RANKS)], "edgecolor": GREY, "linewidth": 0.3}
+            look: Look = {"facecolor": RANKS[owner % len(RANKS)], "edgecolor": GREY, "linewidth": 0.3}
             axes.add_patch(Rectangle((start, row + 0.1), numel, 0.8, **look))
             if numel > 0.03 * size:
                 axes.text(start + numel / 2, row + 0.5, str(owner), ha="center", va="center", fontsize=9, color=INK)

@@ -1,7 +1,7 @@
-"""What all pictures share: colours, hatches, the frame of a figure, its legend and the sentence under it.
+"""What all pictures share: colours, hatches, the frame of a figure, its legend and the sentence below it.
 
-The same thing has the same colour in the whole course (the palette of Okabe and Ito, which the colour-blind can tell
-apart), and a hatch, so that nothing is said by colour alone.
+A thing has the same colour throughout the course, from the palette of Okabe and Ito, which the colour-blind can tell
+apart. It also has a hatch, so that nothing depends on colour alone.
 """
 
 from __future__ import annotations
@@ -32,14 +32,15 @@ HATCHES = {
     "communication": "--",
     "other": "",
 }
-LABELS = {"optimizer": "optimizer state"}  # where the category's own name is not what people say
+LABELS = {"optimizer": "optimizer state"}  # where people say something other than the category's name
 
-SENTENCE = "sentence"  # marks the text below the picture, which a page shows as text
+SENTENCE = "sentence"  # marks the text below the picture, which a page shows as real text
+Look = dict[str, Any]  # keyword arguments for matplotlib
 INK, GREY, PALE = "#1a1a1a", "#5f5f5f", "#e6e6e6"
 
 
 def frame(title: str, subtitle: str, sentence: str, size: tuple[float, float] = (9.0, 6.0)) -> Figure:
-    """A white figure with its title above and the sentence below; what is between is the picture's."""
+    """A white figure with its title at the top and the sentence at the bottom. The picture goes between them."""
     figure = Figure(figsize=size, facecolor="white")
     height = size[1]
     if link := emulated_link():
@@ -47,15 +48,18 @@ def frame(title: str, subtitle: str, sentence: str, size: tuple[float, float] = 
     figure.text(0.03, 1 - 0.42 / height, title, fontsize=18, weight="bold", color=INK)
     figure.text(0.03, 1 - 0.75 / height, subtitle, fontsize=11.5, color=GREY)
     lines = textwrap.fill(sentence, round(11.7 * size[0]))
-    place = {"va": "bottom", "linespacing": 1.45, "gid": SENTENCE}
+    place: Look = {"va": "bottom", "linespacing": 1.45, "gid": SENTENCE}
     figure.text(0.03, 0.12 / height, lines, fontsize=11, color=INK, **place)
     return figure
 
 
 def emulated_link() -> str:
     """The network that `lab.link` emulates, as it was asked for; "" for none."""
-    network = sys.modules.get("zerolab.lab.ranks.network")  # only if live ranks were started is there one
-    return network.current() or "" if network else ""
+    if session := sys.modules.get("zerolab.lab.ranks.session"):  # in a notebook that has started ranks
+        return session.link.current() or ""
+    if network := sys.modules.get("zerolab.lab.ranks.network"):  # on a rank
+        return network.current() or ""
+    return ""
 
 
 def plain(axes: Any, grid: str = "") -> None:
@@ -70,7 +74,7 @@ def plain(axes: Any, grid: str = "") -> None:
 
 
 def patches(names: list[str]) -> list[Any]:
-    """A legend's entry for each category."""
+    """A legend entry for each category."""
     return [
         Patch(facecolor=COLOURS[name], edgecolor="white", hatch=HATCHES[name], label=LABELS.get(name, name))
         for name in names
@@ -78,7 +82,7 @@ def patches(names: list[str]) -> list[Any]:
 
 
 def whose(learner: bool | Sequence[bool], number: int) -> list[bool]:
-    """Of each of `number` bars or panels whether the learner's code drew it; one answer may be that for all."""
+    """For each of `number` bars or panels, whether the learner's code ran. A single answer is for all of them."""
     answers = [learner] * number if isinstance(learner, bool) else [bool(one) for one in learner]
     if len(answers) != number:
         raise ValueError(f"learner has {len(answers)} answers for {number} bars or panels")
@@ -86,27 +90,27 @@ def whose(learner: bool | Sequence[bool], number: int) -> list[bool]:
 
 
 def legend(where: Any, handles: list[Any], **keywords: Any) -> None:
-    """The legend of a figure or of axes, on plain white."""
+    """Draw the legend of a figure or of axes, on plain white."""
     look = {"fontsize": 10.5, "frameon": True, "facecolor": "white", "edgecolor": "none", "framealpha": 1.0}
     where.legend(handles=handles, **(look | {"handlelength": 2.2, "handleheight": 1.3} | keywords))
 
 
 def above(axes: Any, x: float, y: float, text: str, points: float, **keywords: Any) -> None:
-    """Text so many points above (x, y), on white, so that no line of the grid runs through it."""
+    """Put text this many points above (x, y), on white, so that no grid line runs through it."""
     box = {"facecolor": "white", "edgecolor": "none", "pad": 0.5}
     look = {"ha": "center", "color": INK, "zorder": 3, "bbox": box}
     axes.annotate(text, (x, y), (0, points), textcoords="offset points", **(look | keywords))
 
 
 class Scale(NamedTuple):
-    """The unit of an axis: so many bytes are one MB, say."""
+    """The unit of an axis, such as MB, and the number of bytes in it."""
 
     bytes: float
     name: str
 
 
 def scale_of(highest: float) -> Scale:
-    """The unit in which the highest value of an axis is at least 1 and reads well."""
+    """The largest unit in which the highest value of an axis is at least 1."""
     return next((Scale(size, name) for size, name in ((1e9, "GB"), (1e6, "MB")) if highest >= size), Scale(1e3, "kB"))
 
 

@@ -1,4 +1,4 @@
-"""To a trillion: how many GPUs until a model's states fit, on scales that are both logarithmic."""
+"""To a trillion: how many GPUs it takes until a model's states fit, on two logarithmic scales."""
 
 from __future__ import annotations
 
@@ -9,16 +9,21 @@ from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 
 import zerolab
-from zerolab.apps.paper import BF16, PARAMETERS
-from zerolab.lab.plots.style import COLOURS, GREY, INK, frame, legend, plain
+from zerolab.lab.plots.style import COLOURS, GREY, INK, Look, frame, legend, plain
 from zerolab.measure.formulas import state_bytes
+from zerolab.measure.paper import BF16, PARAMETERS
 
-GPUS = (24, 80, 141)  # GB of memory that are common
-LINES = {0: (INK, ":"), 1: (COLOURS["optimizer"], "-."), 2: ("#B37400", "--"), 3: (COLOURS["gathered parameters"], "-")}
+GPUS = (24, 80, 141)  # common sizes of memory, in GB
+LINES: dict[int, Look] = {
+    0: {"color": INK, "linestyle": ":"},
+    1: {"color": COLOURS["optimizer"], "linestyle": "-."},
+    2: {"color": "#B37400", "linestyle": "--"},
+    3: {"color": COLOURS["gathered parameters"], "linestyle": "-"},
+}
 
 
 def to_a_trillion(cells: Sequence[dict[str, Any]]) -> tuple[Figure, str]:
-    """A panel for each model: lines by the formula, circles for the paper's values, dots for the engine's.
+    """A panel for each model: lines for the formula, circles for the paper's values, dots for the engine's.
 
     cells: what `zerolab simulate --table1 --json` writes under "cells" (bf16 with Adam; model states in decimal GB).
     """
@@ -34,33 +39,30 @@ def to_a_trillion(cells: Sequence[dict[str, Any]]) -> tuple[Figure, str]:
         _panel(axes, model, [cell for cell in cells if cell["model"] == model])
         if number == len(models) - 1:
             for size in GPUS:
-                place = {"xycoords": ("axes fraction", "data"), "textcoords": "offset points"}
+                place: Look = {"xycoords": ("axes fraction", "data"), "textcoords": "offset points"}
                 axes.annotate(f"{size} GB", (1, size), (4, 0), va="center", fontsize=8.5, color=GREY, **place)
         if number:
             axes.set_yticklabels([])
         else:
             axes.set_ylabel("GB per GPU", color=GREY)
     names = [zerolab.STAGES[stage].__name__ for stage in LINES]
-    handles: list[Any] = [
-        Line2D([], [], color=colour, linestyle=style, label=f"{stage} {names[stage]}")
-        for stage, (colour, style) in LINES.items()
-    ]
-    circle = {"linestyle": "", "marker": "o", "color": INK}
+    handles: list[Any] = [Line2D([], [], label=f"{stage} {names[stage]}", **look) for stage, look in LINES.items()]
+    circle: Look = {"linestyle": "", "marker": "o", "color": INK}
     handles.append(Line2D([], [], label="the paper", markerfacecolor="white", markersize=7, **circle))
     handles.append(Line2D([], [], label="this engine", markersize=3.5, **circle))
-    place = {"loc": "upper center", "bbox_to_anchor": (0.52, 0.872), "ncols": len(handles)}
-    legend(figure, handles, columnspacing=1.0, fontsize=9.5, borderpad=0.0, **place)
+    legend_place: Look = {"loc": "upper center", "bbox_to_anchor": (0.52, 0.872), "ncols": len(handles)}
+    legend(figure, handles, columnspacing=1.0, fontsize=9.5, borderpad=0.0, **legend_place)
     return figure, sentence
 
 
 def _panel(axes: Any, model: str, cells: Sequence[dict[str, Any]]) -> None:
     plain(axes)
     ranks = sorted({cell["ranks"] for cell in cells})
-    for stage, (colour, style) in LINES.items():
+    for stage, look in LINES.items():
         held = [sum(state_bytes(stage, n, int(PARAMETERS[model]), BF16).values()) / 1e9 for n in ranks]
-        axes.plot(ranks, held, color=colour, linestyle=style, linewidth=1.6)
+        axes.plot(ranks, held, linewidth=1.6, **look)
     for cell in cells:
-        colour = LINES[cell["stage"]][0]
+        colour = LINES[cell["stage"]]["color"]
         axes.plot(cell["ranks"], cell["paper_gb"], "o", color=colour, markerfacecolor="white", markersize=7, zorder=3)
         axes.plot(cell["ranks"], cell["engine_gb"], "o", color=colour, markersize=3.5, zorder=4)
     for size in GPUS:
@@ -75,10 +77,8 @@ def _panel(axes: Any, model: str, cells: Sequence[dict[str, Any]]) -> None:
 
 
 def _sentence(cells: Sequence[dict[str, Any]], model: str) -> str:
-    """What the largest model keeps at the most GPUs, by the engine."""
+    """What a rank holds of the largest model on the most GPUs, measured on the engine."""
     most = max(cell["ranks"] for cell in cells if cell["model"] == model)
     last = {c["stage"]: c["engine_gb"] for c in cells if c["model"] == model and c["ranks"] == most}
     held = ", ".join(f"{float(f'{gb:.3g}'):,g} GB in stage {stage}" for stage, gb in sorted(last.items()))
-    return (
-        f"On {most:,} GPUs a model of {model} parameters keeps {held}: only stage 3 goes on falling as GPUs are added."
-    )
+    return f"On {most:,} GPUs, a rank of a {model} model holds {held}: only stage 3 keeps falling as GPUs are added."

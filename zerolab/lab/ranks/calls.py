@@ -4,7 +4,8 @@
         average(params)
     len(book.calls), book.payload, book.sent     # on this rank
 
-The engine has a ledger of its own (`measure.ledger`), which knows units and phases.
+It watches torch's dispatcher, not the Python functions (intercept.py): DDP calls collectives from C++, past them.
+The engine has its own ledger (`measure.ledger`), which knows units and phases.
 """
 
 from __future__ import annotations
@@ -15,13 +16,14 @@ from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import torch.distributed as dist
-from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from zerolab.lab.ranks.intercept import bytes_in_a_ring, nbytes
+
 
 class Raw(NamedTuple):
-    """One call: its name, and the bytes of what is reduced, gathered or sent, all ranks' parts together."""
+    """One call: the dispatcher's name for it, and the bytes that it reduces, gathers or sends, all parts together."""
 
     op: str
     payload: int
@@ -40,13 +42,12 @@ class Book:
 
     @property
     def sent(self) -> float:
-        """Bytes that this rank sends when the calls run as rings: (N-1)/N of each payload, twice that to all-reduce."""
-        share = (self.world_size - 1) / self.world_size
-        return sum((2 if call.op == "allreduce" else 1) * call.payload * share for call in self.calls)
+        """Bytes that this rank sends when the calls run as rings."""
+        return sum(bytes_in_a_ring(call.op, call.payload, self.world_size) for call in self.calls)
 
 
 class _Watch(TorchDispatchMode):
-    """Every collective passes torch's dispatcher, where a mode sees it, also from the threads of backward."""
+    """Every collective passes torch's dispatcher, where a mode sees it, even from the threads of backward."""
 
     def __init__(self, book: Book) -> None:
         super().__init__()
@@ -55,9 +56,9 @@ class _Watch(TorchDispatchMode):
     def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if function.namespace == "c10d":
             op = function._opname.strip("_")
-            sizes = [t.numel() * t.element_size() for t in tree_leaves((args, kwargs or {})) if isinstance(t, Tensor)]
             if op != "barrier":
-                self.book.calls.append(Raw(op, max(sizes, default=0)))
+                largest = max(map(nbytes, tree_leaves((args, kwargs or {}))), default=0)
+                self.book.calls.append(Raw(op, largest))
         return function(*args, **(kwargs or {}))
 
 

@@ -1,11 +1,11 @@
-"""Live ranks on the engines of an ipyparallel cluster that runs already: `lab.start(backend="ipyparallel")`.
+"""Live ranks on the engines of a running ipyparallel cluster: `lab.start(backend="ipyparallel")`.
 
-The cluster may have been started by Slurm, SSH, MPI or by hand; it must find this package on its engines. Only who runs
-the ranks is different: cells, values, links and messages are session.py's, and what runs on an engine is rank.py's. The
-cluster is left as it was found: `lab.stop` makes the engines nobody's ranks again, and ends none.
+Slurm, SSH, MPI or a person may have started the cluster; this package must be installed on its engines. Only the
+processes differ from other live ranks: live.py still handles cells, values, links and messages, and rank.py is what
+runs on an engine. `lab.stop` leaves the cluster as it was: the engines live on and stop being ranks.
 
-A rank has the number that the scheduler gave its process, never the engine's id, which is the order in which engines
-happened to register.
+Each rank has the number that the scheduler gave its process, never the engine's id, which is only the order in which
+the engines happened to register.
 """
 
 from __future__ import annotations
@@ -25,17 +25,16 @@ from typing import Any
 import torch.distributed as dist
 
 from zerolab.lab.ranks import rank as on_engine
-from zerolab.lab.ranks import session
-from zerolab.lab.ranks.session import Session
+from zerolab.lab.ranks.live import ON_GPUS, Session
 
-FIND_TIMEOUT = 15.0  # until the cluster answers and has engines
-ANSWER_TIMEOUT = 60.0  # until each engine has said who it is; it imports torch for that
+FIND_TIMEOUT = 15.0  # seconds for the cluster to answer and to have engines
+ANSWER_TIMEOUT = 60.0  # seconds for an engine to say who it is, which makes it import torch
 RELEASE_TIMEOUT = 10.0
 
 
 @dataclass
 class _Engine:
-    """An engine, by the cluster's own id, and what it says of itself (rank.describe)."""
+    """An engine: the cluster's id for it, and its own answers (rank.describe)."""
 
     id: int
     host: str
@@ -49,13 +48,13 @@ class _Engine:
 
 
 class _EngineRank:
-    """What session._Rank is, for an engine; a thread of ipyparallel's client reads what comes from it."""
+    """An engine with the methods of live._Rank. A thread of ipyparallel's client reads the engine's messages."""
 
     def __init__(self, number: int, client: Any, engine: _Engine) -> None:
         self.number, self.client, self.engine = number, client, engine
         self._identity = client._engines[engine.id].encode()
         self._arrived: SimpleQueue = SimpleQueue()
-        self._bell, self._ring = socket.socketpair()  # for who waits for several ranks at once
+        self._bell, self._ring = socket.socketpair()  # so that one poll can wait for several ranks
         self._bell.setblocking(False)
         self._ring.setblocking(False)
 
@@ -68,18 +67,18 @@ class _EngineRank:
         self._send("comm_open", content)
 
     def _send(self, kind: str, content: dict[str, Any], **options: Any) -> Any:
-        # Not through a view: it would keep a history on the engine, and hand over the output without its order.
+        # A view would keep a history on the engine and lose the order of the output.
         return self.client._send(self.client._mux_stream, kind, content=content, ident=self._identity, **options)
 
     def _follow(self, future: Any) -> None:
-        """Of a message that is about to be sent: pass on all that comes of it."""
+        """Pass on everything that answers this message, which is about to be sent."""
         name = future.msg_id
         future.iopub_callbacks.append(lambda message: self._output(name, message))
         future.add_done_callback(lambda done: self._finished(name, "execute_reply", done))
         future.output.add_done_callback(lambda done: self._finished(name, "status", done))
 
     def _finished(self, name: str, kind: str, future: Any) -> None:
-        """The reply has come, or all output has. The client says so of the cells of dead engines, too."""
+        """The reply has come, or all of the output. (The client also says this of the cells of dead engines.)"""
         if not self._present:
             return
         aborted = kind == "execute_reply" and type(future.result()).__name__ == "TaskAborted"
@@ -87,12 +86,12 @@ class _EngineRank:
 
     def _output(self, name: str, message: dict[str, Any]) -> None:
         kind = message["header"]["msg_type"]
-        if kind != "status":  # that a cell is through is told by its futures
+        if kind != "status":  # the futures say when a cell is done
             self._put(name, kind, dict(message["content"]))
 
     def _put(self, name: str, kind: str, content: dict[str, Any]) -> None:
         self._arrived.put((name, kind, content))
-        with suppress(OSError):  # it rings already, or nobody listens any more
+        with suppress(OSError):  # the bell is ringing already, or nobody listens any more
             self._ring.send(b".")
 
     @property
@@ -119,7 +118,7 @@ class _EngineRank:
         self._signal("SIGINT")
 
     def kill(self) -> None:
-        """Of an engine that reacts to nothing else, and is lost to everybody."""
+        """Kill an engine that reacts to nothing else. Its cluster loses it too."""
         self._signal("SIGKILL")
         self.client = None
 
@@ -133,7 +132,7 @@ class _EngineRank:
 
 
 class ClusterSession(Session):
-    """Live ranks that are engines. `find` makes it."""
+    """Live ranks that are engines. `find` makes one."""
 
     _revival = 'start its engine again, and then the ranks: lab.start(backend="ipyparallel")'
 
@@ -142,7 +141,7 @@ class ClusterSession(Session):
         super().__init__(len(engines), device)
 
     def _open(self) -> None:
-        """Adopt the engines. The store is here if all are, else on rank 0's host."""
+        """Adopt the engines. The store is in this process if all engines are on this host, else on rank 0's."""
         hosts, here = [engine.host for engine in self._engines], _here()
         if set(hosts) == {here}:
             self._open_store()
@@ -158,7 +157,7 @@ class ClusterSession(Session):
                 raise RuntimeError(f"{text}: run the notebook inside the cluster's network") from error
         for number, engine in enumerate(self._engines):
             local = hosts[:number].count(engine.host)
-            world = {"RANK": number, "LOCAL_RANK": local, "WORLD_SIZE": self.size}
+            world: dict[str, Any] = {"RANK": number, "LOCAL_RANK": local, "WORLD_SIZE": self.size}
             world |= {"LOCAL_WORLD_SIZE": hosts.count(engine.host)}
             world |= {"MASTER_ADDR": self._address, "MASTER_PORT": self._port, "TORCHELASTIC_USE_AGENT_STORE": True}
             if self.device == "cpu":
@@ -173,9 +172,9 @@ class ClusterSession(Session):
         engine = self._engines[number]
         return _get(_start(self._client, engine.id, function, *args), str(engine))
 
-    def _launch(self, ranks: Iterable[int]) -> None:
+    def launch(self, ranks: Iterable[int]) -> None:
         gone = ", ".join(f"rank {rank} ({self._engines[rank]})" for rank in ranks)
-        raise RuntimeError(f"not in the cluster any more: {gone}; {self._revival}")
+        raise RuntimeError(f"no longer in the cluster: {gone}; {self._revival}")
 
     def _note(self, cell: int, rank: int, what: str) -> None:
         with suppress(dist.DistError):  # the store may have died with rank 0
@@ -185,7 +184,7 @@ class ClusterSession(Session):
         return self._revival if dead else super()._hint(dead)
 
     def _end(self) -> None:
-        """The engines are nobody's ranks again. One that is still busy becomes so when it is done."""
+        """Let the engines go. One that is busy stops being a rank once it is done."""
         _let_go(self._client, self._engines)
         for rank in self._ranks.values():
             rank.client = None
@@ -195,8 +194,9 @@ class ClusterSession(Session):
 def find(
     ranks: int | None, device: str, profile: str | None, connection: str | os.PathLike | None
 ) -> tuple[ClusterSession, str]:
-    """Ranks on the engines of the cluster, and the end of the sentence that says what they are."""
-    client, engines = _connect(profile, connection), []
+    """Make ranks of the cluster's engines. Returns them and the end of the sentence that describes them."""
+    client = _connect(profile, connection)
+    engines: list[_Engine] = []
     try:
         ids = _wait_for_engines(client, ranks)
         answers = {id: _start(client, id, on_engine.describe, device != "cpu") for id in ids}
@@ -213,8 +213,8 @@ def find(
     for number, engine in enumerate(engines):
         hosts.setdefault(engine.host, []).append(str(number))
     places = "; ".join(f"{', '.join(numbers)} on {host}" for host, numbers in hosts.items())
-    on_cpu = "on the CPU, talking through gloo: bytes and calls are real, times are those of its network."
-    rest = session.ON_GPUS if kind == "nccl" else on_cpu
+    on_cpu = "on the CPU, talking through gloo: bytes and calls are real, times are those of the cluster's network."
+    rest = ON_GPUS if kind == "nccl" else on_cpu
     return live, f"of an ipyparallel cluster, numbered by {by} ({places}), {rest}"
 
 
@@ -222,27 +222,25 @@ def _connect(profile: str | None, connection: str | os.PathLike | None) -> Any:
     try:
         import ipyparallel
     except ImportError:
-        text = "is not installed here, nor perhaps on the cluster: pip install 'zerolab[cluster]' (or ipyparallel)"
+        text = "is not installed here, and perhaps not on the cluster: pip install 'zerolab[cluster]' (or ipyparallel)"
         raise RuntimeError(f'backend="ipyparallel", but ipyparallel {text}') from None
     where = f"{os.fspath(connection)}" if connection else f"profile {profile or 'default'!r}"
     try:
-        with redirect_stdout(io.StringIO()):  # it tells that it waits
+        with redirect_stdout(io.StringIO()):  # it prints that it is waiting
             file = os.fspath(connection) if connection else None
             return ipyparallel.Client(file, profile=profile, timeout=FIND_TIMEOUT)
     except (OSError, ValueError) as error:  # TimeoutError too
         text = f"no ipyparallel cluster answered within {FIND_TIMEOUT:g} s ({where}): {error}"
-        cure = (
-            'start one, such as: ipcluster start -n 4; or name its file: connection=".../ipcontroller-...-client.json"'
-        )
+        cure = 'start one: ipcluster start -n 4; or name its file: connection=".../ipcontroller-...-client.json"'
         raise RuntimeError(f"{text}\n{cure}") from None
 
 
 def _wait_for_engines(client: Any, ranks: int | None) -> list[int]:
-    """The ids of the engines, when there are enough."""
+    """Wait until there are enough engines. Returns their ids."""
     deadline = time.monotonic() + FIND_TIMEOUT
     while len(client.ids) < (ranks or 1):
         if time.monotonic() > deadline:
-            few = f"{len(client.ids)} engines, but {ranks} ranks need as many" if client.ids else "no engines"
+            few = f"{len(client.ids)} engines, too few for {ranks} ranks" if client.ids else "no engines"
             text = f"the ipyparallel cluster has {few} (after {FIND_TIMEOUT:g} s): ipcluster engines -n 4 starts four"
             raise RuntimeError(text)
         time.sleep(0.05)
@@ -254,7 +252,7 @@ def _start(client: Any, id: int, function: Any, *args: Any) -> Any:
 
 
 def _get(answer: Any, who: str) -> Any:
-    """What a call on an engine has returned."""
+    """The result of a call on an engine."""
     import ipyparallel
 
     try:
@@ -264,37 +262,43 @@ def _get(answer: Any, who: str) -> Any:
             f"{who} did not answer within {ANSWER_TIMEOUT:g} s: is it busy with something else?"
         ) from None
     except ipyparallel.RemoteError as error:
-        cure = ": install there what is installed here" if "Import" in error.ename or "Module" in error.ename else ""
+        cure = (
+            ": install on the cluster what is installed here"
+            if "Import" in error.ename or "Module" in error.ename
+            else ""
+        )
         raise RuntimeError(f"{who}: {error.ename}: {error.evalue}{cure}") from None
 
 
 def _sort(engines: list[_Engine]) -> tuple[list[_Engine], str]:
-    """The engines in the order of their ranks, and who gave them these."""
+    """The engines in rank order, and what gave them their ranks."""
     for name in on_engine.SCHEDULER:
         told = [engine for engine in engines if name in engine.ranks]
         if not told:
             continue
         if len(told) < len(engines):
             other = next(engine for engine in engines if engine not in told)
-            raise RuntimeError(f"{told[0]} has {name} in its environment, {other} has not: start all in the same way")
+            raise RuntimeError(
+                f"{told[0]} has {name} in its environment, {other} does not: start them all the same way"
+            )
         numbered: dict[int, _Engine] = {}
         for engine in engines:
             if not engine.ranks[name].isdecimal():
-                raise RuntimeError(f"{engine} has {name}={engine.ranks[name]!r}, which is no rank")
+                raise RuntimeError(f"{engine} has {name}={engine.ranks[name]!r}, which is not a rank")
             number = int(engine.ranks[name])
             if number in numbered:
                 both = f"{numbered[number]} and {engine} both have {name}={number}"
-                raise RuntimeError(f"{both}: give each engine a rank of its own, or none any")
+                raise RuntimeError(f"{both}: give each engine its own rank, or give none of them one")
             numbered[number] = engine
         if missing := set(range(len(engines))) - numbered.keys():
-            text = f"the ranks of {len(engines)} engines by {name} are {', '.join(map(str, sorted(numbered)))}"
+            text = f"by {name}, the ranks of {len(engines)} engines are {', '.join(map(str, sorted(numbered)))}"
             raise RuntimeError(f"{text}: rank {min(missing)} is missing; has its engine started?")
         return [numbered[number] for number in sorted(numbered)], name
     return sorted(engines, key=lambda engine: (engine.host, engine.id)), "host and engine"
 
 
 def _choose_device(engines: list[_Engine], device: str) -> str:
-    """A GPU each, where all ranks can have one and it was asked for or said that they are ours; else the CPU."""
+    """Return "nccl" if each rank can have a GPU and we were asked to use them or told they are ours, else "cpu"."""
     hosts = [engine.host for engine in engines]
     poor = [engine for engine in engines if engine.gpus < (1 if engine.own else hosts.count(engine.host))]
     if device == "cuda" and poor:
@@ -304,7 +308,7 @@ def _choose_device(engines: list[_Engine], device: str) -> str:
 
 
 def _hear(rank: _EngineRank, deadline: float) -> None:
-    """Until an engine's output reaches us: what it publishes before the controller has our subscription is lost."""
+    """Wait until an engine's output reaches us. What it publishes before the controller knows us is lost."""
     while time.monotonic() < deadline:
         name = rank.send("", silent=True)
         again = time.monotonic() + 1.0
@@ -312,14 +316,14 @@ def _hear(rank: _EngineRank, deadline: float) -> None:
             if any((name, "status") == message[:2] for message in rank.messages()):
                 return
             time.sleep(0.01)
-    raise RuntimeError(f"rank {rank.number}: no output of {rank.engine} came within {FIND_TIMEOUT:g} s")
+    raise RuntimeError(f"rank {rank.number}: no output came from {rank.engine} within {FIND_TIMEOUT:g} s")
 
 
 def _let_go(client: Any, engines: list[_Engine]) -> None:
-    """The engines are nobody's ranks again, as far as they can be reached."""
+    """Make the engines stop being ranks, as far as they can be reached."""
     living = [engine.id for engine in engines if engine.id in client.ids]
     if living:
-        with suppress(Exception):  # there is nobody to tell
+        with suppress(Exception):  # nobody is left to be told
             client[living].apply_async(on_engine.release).get(RELEASE_TIMEOUT)
     client.close(linger=1000)
 

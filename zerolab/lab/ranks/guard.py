@@ -1,37 +1,39 @@
-"""torch.distributed on live ranks: nobody starts a collective before all agree which one it is.
+"""torch.distributed on live ranks: no collective starts before all ranks agree which one it is.
 
-gloo takes a collective that not all ranks call alike for what it is not: it aborts the process, hangs, or hands over a
-wrong tensor. So on live ranks the public functions of torch.distributed first leave a note in the store that says what
-this rank is about to do, and read the others': half a millisecond at 2 ranks, one at 4 (on two cores). If they differ,
-every rank raises, and nothing was started. If a rank does not come, its note is missing, and the notebook has noted
-what became of it.
+When not every rank makes the same call, gloo takes one collective for another: it aborts the process, hangs, or returns
+a wrong tensor. So on live ranks the public functions of torch.distributed first leave a note in the store that says
+what this rank is about to do, and read the notes of the others: half a millisecond at 2 ranks, one at 4 (on two cores).
+If they differ, every rank raises, and nothing has started. If a rank does not come, its note is missing, and the
+notebook has noted what happened to it.
 
-Waits are in short turns, so that Control-C gets through. Sends and receives cannot be compared with anything, but are
-waited for in the same way. Calls from inside the engine and torch go straight through: they check themselves, or not.
+Waits are in short turns, so that Control-C gets through. Sends and receives have no counterpart to be compared with,
+but are waited for in the same way. Calls from inside the engine and torch go straight through: the engine checks its
+own, and torch does not.
 """
 
 from __future__ import annotations
 
-import inspect
 import json
-import sys
 import threading
 import time
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from datetime import timedelta
-from functools import wraps
 from typing import Any
 
 import torch.distributed as dist
 from torch import Tensor
 
-from zerolab.comm.collectives import is_through
+from zerolab.comm.waiting import finished_within
 from zerolab.lab.ranks import network
+from zerolab.lab.ranks.intercept import COLLECTIVES, MESSAGES, PICKLED, Answer, Interceptor, Invocation, nbytes
 
 TURN = timedelta(seconds=0.2)
 GRACE = 1.0  # seconds that a message may still be under way after its sender has gone
+
+
+Splits = dict[str, list[Any]]  # "in", "out": what this rank sends to each rank of the group, and expects from each
 
 
 class CollectiveError(RuntimeError):
@@ -43,7 +45,7 @@ class CollectiveError(RuntimeError):
 
 
 class LostRank(RuntimeError):
-    """A rank that this one waits for will not come. `consequence`: because it failed itself."""
+    """A rank that this one waits for will not come. `consequence`: because that rank failed."""
 
     def __init__(self, message: str, consequence: bool) -> None:
         super().__init__(message)
@@ -52,37 +54,44 @@ class LostRank(RuntimeError):
 
 @dataclass
 class _Guard:
-    """What a rank knows about the world that it is in, and the cell that it runs."""
+    """What a rank knows about the world it is in, and about the cell it runs."""
 
     store: Any  # of this world
-    news: Any  # where the notebook notes what became of a rank
+    news: Any  # where the notebook notes what happened to a rank
     timeout: float
     cell: int = 0
     size: int = 1
-    counts: Counter = field(default_factory=Counter)  # collectives in this cell, by group
-    broken: str = ""  # why the process group is of no use any more
+    counts: Counter[Any] = field(default_factory=Counter)  # collectives in this cell, by group
+    broken: str = ""  # why the process group is unusable
 
 
-_guard: _Guard | None = None
+_current: _Guard | None = None
 
 
 def enter(store: Any, news: Any, timeout: float) -> None:
     """Watch over this world from now on."""
-    global _guard
-    _guard = _Guard(store, news, timeout)
-    _install()
+    global _current
+    _current = _Guard(store, news, timeout)
+    if not _interceptor.originals:
+        _interceptor.install()
 
 
 def leave() -> None:
-    global _guard
-    _guard = None
+    global _current
+    _current = None
 
 
 def begin(cell: int, size: int) -> None:
-    """A cell begins, on every rank that takes part in it: collectives are counted anew."""
-    if _guard is not None:
-        _guard.cell, _guard.size = cell, size
-        _guard.counts.clear()
+    """A cell begins, on every rank that takes part in it: collectives are counted from 0 again."""
+    if _current is not None:
+        _current.cell, _current.size = cell, size
+        _current.counts.clear()
+
+
+def _guard() -> _Guard:
+    if _current is None:
+        raise RuntimeError("this rank has left its world")
+    return _current
 
 
 # -- agreement ---------------------------------------------------------------------------------------------------------
@@ -90,7 +99,7 @@ def begin(cell: int, size: int) -> None:
 
 def agree(call: dict[str, Any], group: Any) -> None:
     """Return when every rank of the group is about to make this call; raise if they are not."""
-    guard, me = _guard, dist.get_rank()
+    guard, me = _guard(), dist.get_rank()
     ranks = dist.get_process_group_ranks(group)
     number = guard.counts[group.group_name]
     guard.counts[group.group_name] += 1
@@ -99,17 +108,17 @@ def agree(call: dict[str, Any], group: Any) -> None:
     guard.store.set(keys[me], json.dumps(call | {"broken": guard.broken}))
     _await(keys, f"{_say(call)}")
     calls = {rank: json.loads(row) for rank, row in zip(ranks, guard.store.multi_get(list(keys.values())))}
-    if number:  # all have read the call before, or they would not be here
+    if number:  # every rank has read the call before, or it would not be here
         guard.store.delete_key(f"{key}/{number - 1}/{me}")
     for rank, other in calls.items():
         if other["broken"]:
-            raise LostRank(f"the process group is of no use since rank {rank} {other['broken']}: lab.reset()", False)
+            raise LostRank(f"the process group is unusable since rank {rank} {other['broken']}: lab.reset()", False)
     _compare(calls)
 
 
 def _await(keys: dict[int, str], what: str) -> None:
-    """Until all keys are there, or it is clear that one will never be."""
-    guard, begin = _guard, time.monotonic()
+    """Until all keys are there, or it is clear that one never will be."""
+    guard, begin = _guard(), time.monotonic()
     while True:
         try:
             guard.store.wait(list(keys.values()), TURN)
@@ -125,16 +134,20 @@ def _await(keys: dict[int, str], what: str) -> None:
 def _check_news(late: list[int], keys: dict[int, str], what: str) -> None:
     for rank in late:
         news = _news(rank)
-        if news and not _guard.store.check([keys[rank]]):  # it did not come just before its end
-            failed = not news.startswith(("finished", "takes"))
-            without = "" if failed else " without it"
-            raise LostRank(f"{what}rank {rank} {news}{without}", failed) from None
+        if news and not _guard().store.check([keys[rank]]):  # it did not come just before its end
+            without = " without it" if news.startswith("finished") else ""
+            raise LostRank(f"{what}rank {rank} {news}{without}", _is_failure(news)) from None
 
 
 def _news(rank: int) -> str:
-    """What became of a rank in this cell; empty while it runs."""
-    key = f"over/{_guard.cell}/{rank}"
-    return _guard.news.get(key).decode() if _guard.news.check([key]) else ""
+    """How a rank left this cell; empty while it runs."""
+    guard = _guard()
+    key = f"over/{guard.cell}/{rank}"
+    return guard.news.get(key).decode() if guard.news.check([key]) else ""
+
+
+def _is_failure(news: str) -> bool:
+    return bool(news) and not news.startswith(("finished", "takes"))
 
 
 def _compare(calls: dict[int, dict[str, Any]]) -> None:
@@ -166,7 +179,7 @@ def _say(call: dict[str, Any]) -> str:
 
 
 class Flight:
-    """A collective or message under way: torch's Work, with a wait that Control-C and bad news interrupt."""
+    """A collective or message under way: torch's Work, with a wait that Control-C and bad news can interrupt."""
 
     def __init__(self, work: Any, what: str, peers: list[int], ready: float = 0.0, p2p: bool = False) -> None:
         self._work, self._what, self._peers, self._ready, self._p2p = work, what, peers, ready, p2p
@@ -177,11 +190,11 @@ class Flight:
         return getattr(self._work, name)
 
     def arrives(self, moment: Callable[[], float]) -> None:
-        """The wait ends no sooner than at the moment that this function will tell then."""
+        """The wait ends no sooner than the moment that this function gives when it is called then."""
         self._arrived = moment
 
     def source(self) -> int:
-        """Of a message that has come: from which rank of the group; -1 where the backend does not tell."""
+        """For a message that has come: which rank of the group sent it; -1 where the backend does not say."""
         return self._work._source_rank() if "from rank None" in self._what else -1
 
     def wait(self, timeout: timedelta | None = None) -> bool:
@@ -190,9 +203,9 @@ class Flight:
         try:
             (self._wait_for_message if self._p2p else self._wait_in_turns)(timeout)
         except BaseException as error:
-            if _guard is not None and not _guard.broken:
+            if _current is not None and not _current.broken:
                 verb = "was interrupted in" if isinstance(error, KeyboardInterrupt) else "failed in"
-                _guard.broken = f"{verb} {self._what}"
+                _current.broken = f"{verb} {self._what}"
             raise
         network.sleep_until(self._arrived())
         self._waited = True
@@ -202,19 +215,20 @@ class Flight:
         begin = time.monotonic()
         while True:
             try:
-                if is_through(self._work, TURN):
+                if finished_within(TURN, self._work):
                     return
             except RuntimeError as error:
                 raise LostRank(f"{self._what} failed: {error}", True) from None
             now = time.monotonic()
             if timeout and now > begin + timeout.total_seconds():
-                raise LostRank(f"{self._what} failed: not through after {timeout.total_seconds():g} s", True)
+                raise LostRank(f"{self._what} failed: not finished after {timeout.total_seconds():g} s", True)
             if now > begin + GRACE:
                 self._look(failed_only=True)
 
     def _wait_for_message(self, timeout: timedelta | None) -> None:
-        """gloo closes all connections when the wait for a message times out, so it is another thread that waits."""
-        begin, errors = time.monotonic(), []
+        """Wait in another thread: gloo closes all connections when the wait for a message times out."""
+        begin = time.monotonic()
+        errors: list[Exception] = []
         thread = threading.Thread(target=self._block, args=(timeout, errors), daemon=True)
         thread.start()
         while thread.is_alive():
@@ -233,28 +247,19 @@ class Flight:
     def _look(self, failed_only: bool) -> None:
         for rank in self._peers:
             news = _news(rank)
-            failed = bool(news) and not news.startswith(("finished", "takes"))
-            if failed or (news and not failed_only):
-                raise LostRank(f"{self._what} waits for rank {rank}, which {news}", failed)
+            if _is_failure(news) or (news and not failed_only):
+                raise LostRank(f"{self._what} waits for rank {rank}, which {news}", _is_failure(news))
 
 
-def _finish(result: Any, asynchronous: bool) -> Any:
-    """A flight for who wants to wait later, else nothing, when it is through."""
-    if asynchronous or result is None:
-        return result
-    result.wait()
-    return None
-
-
-# -- the functions of torch.distributed --------------------------------------------------------------------------------
+# -- what a call says --------------------------------------------------------------------------------------------------
 
 
 def _shape(tensor: Tensor) -> str:
-    return f"{tuple(tensor.shape)} {str(tensor.dtype).removeprefix('torch.')}"
+    return f"{tuple(tensor.shape)} {_dtype(tensor)}"
 
 
-def _bytes(*tensors: Tensor) -> int:
-    return sum(tensor.numel() * tensor.element_size() for tensor in tensors)
+def _dtype(tensor: Tensor) -> str:
+    return str(tensor.dtype).removeprefix("torch.")
 
 
 def _root(call: dict[str, Any], name: str, group: Any) -> str:
@@ -268,36 +273,39 @@ def _reduction(op: Any) -> str:
     return str(getattr(op, "op", op)).rpartition(".")[2]
 
 
-def _describe(name: str, call: dict[str, Any], group: Any) -> tuple[str, dict[str, list] | None, int]:
-    """What the ranks must agree on, in words; what each pair must agree on; bytes of the whole, all parts together."""
+def _describe(name: str, call: dict[str, Any], group: Any) -> tuple[str, Splits | None, int]:
+    """What the ranks must agree on, in words; what each pair must agree on; bytes, all parts together."""
     size = dist.get_world_size(group)
-    words, splits, payload = [], None, 0
+    words: list[str] = []
+    splits: Splits | None = None
+    payload = 0
     if name in ("all_reduce", "broadcast", "reduce"):
-        payload = _bytes(call["tensor"])
+        payload = nbytes(call["tensor"])
         words.append(_shape(call["tensor"]))
     elif name in ("gather", "scatter", "all_gather"):
-        payload = size * _bytes(call["tensor"])
+        payload = size * nbytes(call["tensor"])
         words.append(_shape(call["tensor"]))
         outputs = [_shape(tensor) for tensor in call.get("tensor_list") or []]
         if name == "all_gather" and outputs != size * words:
             words.append(f"into {len(outputs)} tensors, {', '.join(dict.fromkeys(outputs))}")
     elif "input_tensor" in call or (name.startswith("reduce_scatter_") and "input" in call):
-        input, output = call.get("input_tensor", call.get("input")), call.get("output_tensor", call.get("output"))
-        payload = max(_bytes(input), _bytes(output))
+        input = call["input_tensor"] if "input_tensor" in call else call["input"]
+        output = call["output_tensor"] if "output_tensor" in call else call["output"]
+        payload = max(nbytes(input), nbytes(output))
         words += [_shape(input), f"into {_shape(output)}"]
     elif name == "reduce_scatter":
-        payload = _bytes(*call["input_list"])
+        payload = nbytes(call["input_list"])
         words += [", ".join(map(_shape, call["input_list"])), f"into {_shape(call['output'])}"]
     elif name == "all_to_all_single":
-        payload = _bytes(call["input"])
+        payload = nbytes(call["input"])
         input, output = call["input"], call["output"]
-        words.append(f"rows of {tuple(input.shape[1:])} {str(input.dtype).removeprefix('torch.')}")
+        words.append(f"rows of {tuple(input.shape[1:])} {_dtype(input)}")
         splits = {
             "in": list(call.get("input_split_sizes") or size * [len(input) // size]),
             "out": list(call.get("output_split_sizes") or size * [len(output) // size]),
         }
     elif name == "all_to_all":
-        payload = _bytes(*call["input_tensor_list"])
+        payload = nbytes(call["input_tensor_list"])
         splits = {
             "in": [_shape(tensor) for tensor in call["input_tensor_list"]],
             "out": [_shape(tensor) for tensor in call["output_tensor_list"]],
@@ -310,177 +318,112 @@ def _describe(name: str, call: dict[str, Any], group: Any) -> tuple[str, dict[st
     return what, splits, payload
 
 
-def _direct(frame: Any) -> bool:
-    """Whether a call is none of ours: outside a guarded world, or from the engine or torch itself."""
-    name = frame.f_globals.get("__name__", "")
-    own = name.startswith("zerolab.lab") or not name.startswith(("zerolab.", "torch."))
-    return _guard is None or not own or not dist.is_initialized()
+# -- in place of torch's functions -------------------------------------------------------------------------------------
 
 
-def _line(frame: Any) -> str:
-    """Where the call stands: of interest if it is not what the others call."""
-    return f" (line {frame.f_lineno})"
+def _direct(call: Invocation) -> bool:
+    """Whether a call is not ours to check: it comes from the engine or torch, or from outside a guarded world."""
+    own = call.module.startswith("zerolab.lab") or not call.module.startswith(("zerolab.", "torch."))
+    return _current is None or not own or not dist.is_initialized()
 
 
-def _collective(original: Callable[..., Any]) -> Callable[..., Any]:
-    name, signature = original.__name__, inspect.signature(original)
-    steps = 2 if name == "all_reduce" else 1
-
-    @wraps(original)
-    def guarded(*args: Any, **options: Any) -> Any:
-        frame = sys._getframe(1)
-        if _direct(frame):
-            return original(*args, **options)
-        bound = signature.bind(*args, **options)
-        bound.apply_defaults()
-        group = bound.arguments.get("group") or dist.group.WORLD
-        if dist.get_rank(group) < 0:
-            return original(*args, **options)
-        what, splits, payload = _describe(name, bound.arguments, group)
-        agree({"op": name, "what": what, "splits": splits, "line": _line(frame)}, group)
-        if "async_op" not in bound.arguments or "gloo" not in dist.get_backend(group):
-            return original(*args, **options)
-        n = dist.get_world_size(group)
-        ready = network.collective(steps * payload * (n - 1) // n, steps * (n - 1))
-        asynchronous, bound.arguments["async_op"] = bound.arguments["async_op"], True
-        work = original(*bound.args, **bound.kwargs)
-        peers = [rank for rank in dist.get_process_group_ranks(group) if rank != dist.get_rank()]
-        return _finish(Flight(work, f"{name}{what}", peers, ready), asynchronous)
-
-    return guarded
+def _line(call: Invocation) -> str:
+    """Where the call is made: of interest if the others call something else."""
+    return f" (line {call.line})"
 
 
-def _new_group(original: Callable[..., Any]) -> Callable[..., Any]:
-    signature = inspect.signature(original)
+def _collective(call: Invocation) -> Any:
+    if _direct(call):
+        return call.proceed()
+    name, group = call.name, call.group
+    if dist.get_rank(group) < 0:
+        return call.proceed()
+    what, splits, payload = _describe(name, call.arguments, group)
+    agree({"op": name, "what": what, "splits": splits, "line": _line(call)}, group)
+    if "async_op" not in call.arguments or "gloo" not in dist.get_backend(group):
+        return call.proceed()
+    ready = network.delay.before(name, payload, dist.get_world_size(group))
+    asynchronous, work = call.asynchronous, call.start()
+    peers = [rank for rank in dist.get_process_group_ranks(group) if rank != dist.get_rank()]
+    flight = Flight(work, f"{name}{what}", peers, ready)
+    if asynchronous:
+        return flight
+    flight.wait()
+    return None
 
-    @wraps(original)
-    def guarded(*args: Any, **options: Any) -> Any:
-        frame = sys._getframe(1)
-        ranks = signature.bind(*args, **options).arguments.get("ranks")
-        if not _direct(frame) and not options.get("use_local_synchronization"):
-            what = f" of ranks {list(ranks)}" if ranks is not None else ""
-            agree({"op": "new_group", "what": what, "splits": None, "line": _line(frame)}, dist.group.WORLD)
-        return original(*args, **options)
 
-    return guarded
+def _new_group(call: Invocation) -> Any:
+    if not _direct(call) and not call.arguments.get("use_local_synchronization"):
+        ranks = call.arguments.get("ranks")
+        what = f" of ranks {list(ranks)}" if ranks is not None else ""
+        agree({"op": "new_group", "what": what, "splits": None, "line": _line(call)}, dist.group.WORLD)
+    return call.proceed()
 
 
-def _message(original: Callable[..., Any], asynchronous: bool) -> Callable[..., Any]:
+def _message(call: Invocation) -> Any:
     """isend, irecv, and what waits for them at once: send, recv."""
-    name = original.__name__
-    start = {"send": dist.isend, "recv": dist.irecv}.get(name, original)
-    signature = inspect.signature(start)
-
-    @wraps(original)
-    def guarded(*args: Any, **options: Any) -> Any:
-        if _direct(sys._getframe(1)):
-            return original(*args, **options)
-        bound = signature.bind(*args, **options)
-        bound.apply_defaults()
-        call = bound.arguments
-        group = call["group"] or dist.group.WORLD
-        if "gloo" not in dist.get_backend(group):
-            return original(*args, **options)
-        flight = _fly(start, call["tensor"], _peer(call, group), group, call["tag"])
-        if asynchronous or flight is None:
-            return flight
-        flight.wait()
-        if name == "send":
-            return None
-        source = flight.source()
-        return dist.get_global_rank(group, source) if source >= 0 else _peer(call, group)
-
-    return guarded
+    if _direct(call):
+        return call.proceed()
+    arguments, group = call.arguments, call.group
+    if "gloo" not in dist.get_backend(group):
+        return call.proceed()
+    sends, peer = "send" in call.name, _peer(arguments, group)
+    flight = _fly(sends, arguments["tensor"], peer, group, arguments["tag"])
+    if call.name.startswith("i") or flight is None:
+        return flight
+    flight.wait()
+    if sends:
+        return None
+    source = flight.source()
+    return dist.get_global_rank(group, source) if source >= 0 else peer
 
 
 def _peer(call: dict[str, Any], group: Any) -> int | None:
-    """The global rank that a message goes to or comes from; None: from anybody."""
+    """The global rank that a message goes to or comes from; None: from any."""
     side = "dst" if "dst" in call else "src"
     if call[f"group_{side}"] is not None:
         return dist.get_global_rank(group, call[f"group_{side}"])
     return call[side]
 
 
-def _fly(start: Callable[..., Any], tensor: Tensor, peer: int | None, group: Any, tag: int) -> Flight | None:
-    """Start a message. On an emulated link the sender leaves a note of when it begins, for the receiver."""
-    sends = start is _originals["isend"]
-    me, nbytes = dist.get_rank(), _bytes(tensor)
+def _fly(sends: bool, tensor: Tensor, peer: int | None, group: Any, tag: int) -> Flight | None:
+    """Start a message. On an emulated link the sender notes when it was sent, for the receiver."""
+    guard, me, size = _guard(), dist.get_rank(), nbytes(tensor)
     what = f"{'send' if sends else 'recv'} of {_shape(tensor)} {'to' if sends else 'from'} rank {peer}"
     peers = [peer] if peer is not None else [rank for rank in dist.get_process_group_ranks(group) if rank != me]
-    moment, key = 0.0, None
+    moment, key = 0.0, ""
     if network.on() and peer is not None:
         pair = (me, peer) if sends else (peer, me)
-        key = f"link/{_guard.cell}/{group.group_name}/{pair}/{tag}/{_count(group, pair, tag)}"
+        key = f"link/{guard.cell}/{group.group_name}/{pair}/{tag}/{_count(group, pair, tag)}"
         if sends:
-            begin, moment = network.send(nbytes)
-            _guard.store.set(key, repr(begin))
-    work = start(tensor, peer, group, tag)
+            begin, moment = network.send(size)
+            guard.store.set(key, repr(begin))
+    work = _interceptor.originals["isend" if sends else "irecv"](tensor, peer, group, tag)
     if work is None:
         return None
     flight = Flight(work, what, peers, moment, p2p=True)
     if key and not sends:
-        store = _guard.store
-        flight.arrives(lambda: network.receive(float(store.get(key)), nbytes))
+        flight.arrives(lambda: network.receive(float(guard.store.get(key)), size))
     return flight
 
 
 def _count(group: Any, pair: tuple[int, int], tag: int) -> int:
-    """Messages between two ranks arrive in the order in which they were sent: the number of this one in the cell."""
-    name = (group.group_name, pair, tag)
-    _guard.counts[name] += 1
-    return _guard.counts[name]
+    """The number of this message in the cell: between two ranks, messages arrive in the order they were sent in."""
+    guard, name = _guard(), (group.group_name, pair, tag)
+    guard.counts[name] += 1
+    return guard.counts[name]
 
 
-def _batch(original: Callable[..., Any]) -> Callable[..., Any]:
-    @wraps(original)
-    def guarded(p2p_op_list: list[Any]) -> list[Any]:
-        groups = [op.group or dist.group.WORLD for op in p2p_op_list]
-        if _direct(sys._getframe(1)) or any("gloo" not in dist.get_backend(group) for group in groups):
-            return original(p2p_op_list)
-        flights = [_fly(op.op, op.tensor, op.peer, group, op.tag) for op, group in zip(p2p_op_list, groups)]
-        return [flight for flight in flights if flight is not None]
-
-    return guarded
+def _batch(call: Invocation) -> Any:
+    ops = call.arguments["p2p_op_list"]
+    groups = [op.group or dist.group.WORLD for op in ops]
+    if _direct(call) or any("gloo" not in dist.get_backend(group) for group in groups):
+        return call.proceed()
+    isend = _interceptor.originals["isend"]
+    flights = [_fly(op.op is isend, op.tensor, op.peer, group, op.tag) for op, group in zip(ops, groups)]
+    return [flight for flight in flights if flight is not None]
 
 
-_COLLECTIVES = (
-    *("all_reduce", "broadcast", "reduce", "all_gather", "all_gather_into_tensor", "all_gather_single", "gather"),
-    *("scatter", "reduce_scatter", "reduce_scatter_tensor", "reduce_scatter_single", "all_to_all_single", "all_to_all"),
-    *("barrier", "monitored_barrier"),
-    *("all_gather_object", "broadcast_object_list", "gather_object", "scatter_object_list"),
-)
-_originals: dict[str, Callable[..., Any]] = {}
-
-
-def _install() -> None:
-    """Put the guarded functions in place, once."""
-    if _originals:
-        return
-    names = [name for name in (*_COLLECTIVES, "isend", "irecv", "send", "recv") if hasattr(dist, name)]
-    for name in (*names, "batch_isend_irecv", "new_group"):
-        _originals[name] = getattr(dist, name)
-    guarded: dict[str, Callable[..., Any]] = {}
-    for name, original in _originals.items():
-        if name in _COLLECTIVES:
-            guarded[name] = _collective(original)
-        elif name in ("isend", "irecv", "send", "recv"):
-            guarded[name] = _message(original, asynchronous=name.startswith("i"))
-    guarded["batch_isend_irecv"] = _batch(dist.batch_isend_irecv)
-    guarded["new_group"] = _new_group(dist.new_group)
-
-    class P2POp(dist.P2POp):
-        """torch's, which insists on its own isend and irecv."""
-
-        def __new__(cls, op: Callable[..., Any], *args: Any, **options: Any) -> P2POp:
-            return super().__new__(cls, _unwrap(op), *args, **options)
-
-        def __init__(self, op: Callable[..., Any], *args: Any, **options: Any) -> None:
-            super().__init__(_unwrap(op), *args, **options)
-
-    dist.P2POp = P2POp
-    for name, function in guarded.items():
-        setattr(dist, name, function)
-
-
-def _unwrap(op: Callable[..., Any]) -> Callable[..., Any]:
-    return next((_originals[name] for name in ("isend", "irecv") if op is getattr(dist, name)), op)
+_answers: dict[str, Answer] = dict.fromkeys((*COLLECTIVES, "monitored_barrier", *PICKLED), _collective)
+_answers |= dict.fromkeys(MESSAGES, _message)
+_interceptor = Interceptor(_answers | {"batch_isend_irecv": _batch, "new_group": _new_group})

@@ -1,6 +1,6 @@
-"""In a student's notebook: GPUs for its ranks, for ten minutes, asked of the classroom's broker (broker.py).
+"""In a student's notebook: borrow GPUs for its ranks, for ten minutes, from the classroom's broker (broker.py).
 
-The lease is the open socket. Ranks inherit it, so the broker sees it closed when the last of them is gone.
+The lease is the open socket. Ranks inherit it, so the broker sees it close when the last of them is gone.
 """
 
 from __future__ import annotations
@@ -14,33 +14,32 @@ from collections.abc import Callable
 from contextlib import suppress
 from typing import Any
 
-from zerolab.classroom.broker import MARK, _minutes
-
 SOCKET = "ZEROLAB_GPUS"  # where the broker listens for this student
-REHEARSAL = "ZEROLAB_GPUS_REHEARSAL"  # numbers are lent, and there are no GPUs: ranks stay on the CPU
+REHEARSAL = "ZEROLAB_GPUS_REHEARSAL"  # there are no GPUs, only numbers to lend: ranks stay on the CPU
+MARK = "ZEROLAB_LEASE"  # in the environment of a lease's ranks: which lease they belong to
 LONGEST_WAIT = 3600.0  # seconds in the queue
 
 
 class NoLease(RuntimeError):
-    """There are no GPUs for this notebook. It shows the sentence alone, without our frames."""
+    """There are no GPUs for this notebook, which shows this sentence alone, without our frames."""
 
     def _render_traceback_(self) -> list[str]:
         return [str(self)]
 
 
 def needed() -> bool:
-    """Whether this is a classroom, where a notebook has no GPU without asking."""
+    """Whether this is a classroom, where a notebook must ask for its GPUs."""
     return bool(os.environ.get(SOCKET))
 
 
 class Lease:
-    """GPUs of this notebook's ranks until `release`, or until `over` says why they were taken back."""
+    """GPUs for this notebook's ranks, until `release` or until `over` says why they were taken back."""
 
     def __init__(self, connection: socket.socket, gpus: list[str], name: str, seconds: float, rest: bytes) -> None:
         self.gpus, self.seconds = gpus, seconds
         self.rehearsal = bool(os.environ.get(REHEARSAL))
         self.over = ""
-        self.starting = threading.RLock()  # held while ranks start, so that none starts after the end
+        self.starting = threading.RLock()  # held while ranks start, so that none starts once the lease is over
         self._socket, self._name, self._rest, self._released = connection, name, rest, False
 
     def __str__(self) -> str:
@@ -48,21 +47,21 @@ class Lease:
 
     @property
     def fd(self) -> int:
-        """For the ranks to inherit."""
+        """The socket's file descriptor, for the ranks to inherit."""
         return self._socket.fileno()
 
     @property
     def environment(self) -> dict[str, str]:
-        """Of the ranks."""
+        """Variables for the ranks' environment."""
         return {MARK: self._name, "CUDA_VISIBLE_DEVICES": "" if self.rehearsal else ",".join(self.gpus)}
 
     def busy(self, yes: bool) -> None:
-        """A cell begins or ends on the ranks: the time without one is what counts as idle."""
-        with suppress(OSError):  # it is over, which the next cell will say
+        """Tell the broker that a cell begins or ends on the ranks. Only time without a cell counts as idle."""
+        with suppress(OSError):  # the lease is over; the next cell will say so
             self._socket.sendall(json.dumps({"busy": yes}).encode() + b"\n")
 
     def watch(self, end: Callable[[str], None]) -> None:
-        """From now on call `end(why)`, in a thread of its own, when the GPUs are taken back. It must end the ranks."""
+        """Call `end(why)`, on a thread of its own, if the GPUs are taken back. `end` must end the ranks."""
 
         def wait() -> None:
             with suppress(OSError, ValueError):
@@ -81,7 +80,7 @@ class Lease:
         threading.Thread(target=wait, name="lease", daemon=True).start()
 
     def release(self) -> None:
-        """Give the GPUs back, as far as this process is concerned; its ranks must have ended."""
+        """Close this process's end of the lease. Its ranks must have ended: they hold the lease open too."""
         self._released = True
         with suppress(OSError):
             self._socket.shutdown(socket.SHUT_RD)  # wakes the thread that reads
@@ -89,7 +88,7 @@ class Lease:
 
 
 def ask(gpus: int, timeout: float = LONGEST_WAIT, tell: Callable[[str], None] = print) -> Lease:
-    """Wait for so many GPUs, or for all there are if it is more, and say at which place of the queue."""
+    """Wait for this many GPUs (or for all, if there are fewer), telling the place in the queue. Raises NoLease."""
     connection = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
     deadline, rest = time.monotonic() + timeout, b""
     try:
@@ -114,7 +113,8 @@ def ask(gpus: int, timeout: float = LONGEST_WAIT, tell: Callable[[str], None] = 
                 tell(f"waiting: another notebook of yours {state}; lab.stop() there ends that")
             if "gpus" in answer:
                 lease = Lease(connection, answer["gpus"], answer["lease"], answer["seconds"], rest)
-                tell(f"{lease} for {_minutes(lease.seconds)}, and then until somebody waits; lab.stop() gives back")
+                length = minutes(lease.seconds)
+                tell(f"{lease} for {length}, then until somebody else waits; lab.stop() gives them back")
                 return lease
     except BaseException:  # KeyboardInterrupt too: out of the queue
         connection.close()
@@ -122,7 +122,7 @@ def ask(gpus: int, timeout: float = LONGEST_WAIT, tell: Callable[[str], None] = 
 
 
 def _next(connection: socket.socket, rest: bytes, deadline: float | None) -> tuple[dict[str, Any] | None, bytes]:
-    """The next message, None at the end, and what was read beyond it."""
+    """The next message (None at the end of the stream), and what was read beyond it."""
     while b"\n" not in rest:
         connection.settimeout(None if deadline is None else max(0.01, deadline - time.monotonic()))
         try:
@@ -134,3 +134,9 @@ def _next(connection: socket.socket, rest: bytes, deadline: float | None) -> tup
         rest += data
     line, _, rest = rest.partition(b"\n")
     return json.loads(line), rest
+
+
+def minutes(seconds: float) -> str:
+    """`10 minutes`, or `45 seconds` for less than one minute."""
+    number, unit = (seconds, "second") if seconds < 60 else (seconds / 60, "minute")
+    return f"{number:g} {unit}{'s' * (number != 1)}"

@@ -1,4 +1,4 @@
-"""`%%ranks`: a cell on every rank. `%%ranks 0,2`: on two of them. `%%ranks --timeout 30`: for at most 30 seconds."""
+"""`%%ranks` runs a cell on every rank, `%%ranks 0,2` on two of them, `%%ranks --timeout 30` for at most 30 seconds."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ class _Parser(argparse.ArgumentParser):
 
 
 def parse(line: str) -> tuple[list[int] | None, float | None]:
-    """The ranks that a line names (None: all), and the seconds that it allows."""
+    """The ranks that the line names (None: all), and the timeout in seconds."""
     parser = _Parser(prog="%%ranks", add_help=False, allow_abbrev=False)
     parser.add_argument("ranks", nargs="?", type=_numbers)
     parser.add_argument("--timeout", type=float)
@@ -39,7 +39,7 @@ def _numbers(text: str) -> list[int]:
 
 
 class Watch:
-    """Shows the last line of each rank while a cell runs that takes longer than two seconds, and takes it back."""
+    """Shows each rank's latest line while a cell runs longer than two seconds, and removes them at the end."""
 
     def __init__(self, first: float = 2.0, every: float = 0.5) -> None:
         self._next, self._every, self._shown = time.monotonic() + first, every, ""
@@ -66,7 +66,7 @@ class Watch:
 
 
 def _somebody_watches() -> bool:
-    """Whether a person might be asked for input: not where nbval or nbclient runs the cells, and keeps what shows."""
+    """Whether a person may be watching: not when nbval or nbclient runs the cells and records their output."""
     return bool(getattr(getattr(get_ipython(), "kernel", None), "_allow_stdin", False))
 
 

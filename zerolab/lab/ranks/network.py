@@ -2,9 +2,9 @@
 
     lab.link("200 MB/s, 50 us")
 
-Loopback has no wires, so on a laptop nothing that depends on bandwidth or latency shows. With a link set, a collective
-is not complete before its messages would be through: `messages` x latency + bytes sent / bandwidth after it was issued,
-or after the link is free, for each rank has one link and what it issues queues there. Data and bytes stay real.
+Loopback has no wires, so on a laptop nothing shows that depends on bandwidth or latency. With a link set, a collective
+does not finish before its messages would have arrived: `messages` x latency + bytes sent / bandwidth after it was
+issued, or after the link is free: each rank has one link, and what it issues queues there. Data and bytes stay real.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ import re
 import time
 from typing import NamedTuple
 
+from zerolab.comm.record import Observer, bytes_sent, observers, passes
 from zerolab.lab.ranks.report import Misused
 
 _BANDWIDTH = {"kb/s": 1e3, "mb/s": 1e6, "gb/s": 1e9, "kbit/s": 125.0, "mbit/s": 125e3, "gbit/s": 125e6}
@@ -32,13 +33,12 @@ class Link(NamedTuple):
 
 def parse(text: str) -> Link:
     """`200 MB/s, 50 us`: kB/s, MB/s, GB/s or kbit/s, Mbit/s, Gbit/s, decimal; us, ms or s."""
-    parts = [part.strip() for part in text.split(",")]
-    found = [re.fullmatch(r"(\d+(?:\.\d+)?)\s*(\S+)", part) for part in parts]
-    units = [match.group(2).lower() if match else "" for match in found]
-    if len(parts) != 2 or units[0] not in _BANDWIDTH or units[1] not in _LATENCY or float(found[0].group(1)) == 0:
+    number = r"(\d+(?:\.\d+)?)\s*([^\s,]+)"
+    match = re.fullmatch(rf"{number}\s*,\s*{number}", text.strip())
+    fast, late = (match[2].lower(), match[4].lower()) if match else ("", "")
+    if not match or fast not in _BANDWIDTH or late not in _LATENCY or float(match[1]) == 0:
         raise Misused(f'{text!r} is not a link: write a bandwidth and a latency, such as "200 MB/s, 50 us"')
-    bandwidth, latency = float(found[0].group(1)), float(found[1].group(1))
-    return Link(bandwidth * _BANDWIDTH[units[0]], latency * _LATENCY[units[1]], text)
+    return Link(float(match[1]) * _BANDWIDTH[fast], float(match[3]) * _LATENCY[late], text)
 
 
 # -- on a rank ---------------------------------------------------------------------------------------------------------
@@ -47,18 +47,34 @@ _link: Link | None = None
 _free = {"out": 0.0, "in": 0.0}  # when each direction of this rank's link is free, on the clock of time.perf_counter
 
 
-def use(text: str | None) -> None:
-    """On a rank: delay the engine's collectives and (guard.py) torch.distributed's from now on."""
-    global _link
-    from zerolab.comm import collectives as comm
+class _Delay(Observer):
+    """Makes collectives as slow as if they ran as rings over the link."""
 
+    def before(self, op: str, payload: int, size: int) -> float:
+        return collective(bytes_sent(op, payload, size), passes(op) * (size - 1))
+
+
+delay = _Delay()
+
+
+def use(text: str | None) -> None:
+    """On a rank: from now on, delay the engine's collectives and (guard.py) torch.distributed's."""
+    global _link
     _link = parse(text) if text else None
     _free.update({"out": 0.0, "in": 0.0})
-    comm.emulated_link = collective if _link else None
+    if delay in observers:
+        observers.remove(delay)
+    if _link:
+        observers.append(delay)
 
 
 def on() -> bool:
     return _link is not None
+
+
+def current() -> str | None:
+    """On a rank: the emulated link, as it was asked for."""
+    return _link.text if _link else None
 
 
 def collective(sent: int, messages: int) -> float:
@@ -72,7 +88,7 @@ def collective(sent: int, messages: int) -> float:
 
 
 def send(sent: int) -> tuple[float, float]:
-    """Issue a message: when it begins and when it has left."""
+    """Issue a message: when it is sent, and when it has left."""
     if _link is None:
         return 0.0, 0.0
     begin = max(time.perf_counter(), _free["out"])
@@ -81,7 +97,7 @@ def send(sent: int) -> tuple[float, float]:
 
 
 def receive(begin: float, sent: int) -> float:
-    """When a message has arrived that began at `begin`; those that come at the same time queue."""
+    """When a message that was sent at `begin` has arrived; messages that come at the same time queue."""
     if _link is None:
         return 0.0
     _free["in"] = max(begin, _free["in"]) + _link.seconds(sent)
@@ -91,29 +107,3 @@ def receive(begin: float, sent: int) -> float:
 def sleep_until(moment: float) -> None:
     while (left := moment - time.perf_counter()) > 0:
         time.sleep(left)
-
-
-# -- in the notebook ---------------------------------------------------------------------------------------------------
-
-_ASK = "?"
-
-
-def link(text: str | None = _ASK) -> None:
-    """`link("200 MB/s, 50 us")` emulates such a network on the live ranks, `link(None)` none; `link()` says which."""
-    from zerolab.lab.ranks import session
-
-    ranks = session.need()
-    if text != _ASK:
-        ranks.link(text)
-    print(f"emulated link: {ranks.emulated}" if ranks.emulated else "no emulated link: as fast as this machine is")
-
-
-def current() -> str | None:
-    """The link that is emulated on the live ranks, in the words in which it was set, for titles of pictures."""
-    from zerolab.lab.ranks import session
-
-    ranks = session.current()
-    return ranks.emulated if ranks else (_link.text if _link else None)
-
-
-link.current = current  # lab.link.current()

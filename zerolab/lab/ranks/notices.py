@@ -1,4 +1,4 @@
-"""What the classroom has to say of a process that it ended: a small file for each, in the student's home."""
+"""Why the classroom ended a process: a small file for each, in the student's home."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ FOLDER = "ZEROLAB_NOTICES"  # in a lab's environment
 
 
 def write(folder: Path, pid: int, text: str, of_notebook: bool = False) -> None:
-    """Say why the process `pid` is about to be ended. A notebook's own is shown by the next one."""
-    with suppress(OSError):  # the student may have done anything to the folder
+    """Note why the process `pid` is about to be ended. The student's next notebook shows a notebook's notice."""
+    with suppress(OSError):  # who knows what the student has done to the folder
         (folder / (f"notebook{pid}" if of_notebook else f"{pid}")).write_text(text)
 
 
 def of(pid: int) -> str:
-    """Why the process `pid` was ended, "" if the classroom has not done it."""
+    """Why the classroom ended the process `pid`; "" if it did not."""
     if folder := os.environ.get(FOLDER):
         with suppress(OSError):
             return (Path(folder) / str(pid)).read_text()
@@ -24,7 +24,7 @@ def of(pid: int) -> str:
 
 
 def show() -> None:
-    """Print what became of this student's earlier notebooks, once."""
+    """Print, once, why the classroom ended earlier notebooks of this student."""
     if folder := os.environ.get(FOLDER):
         for file in sorted(Path(folder).glob("notebook*")):
             with suppress(OSError):

@@ -1,8 +1,8 @@
-"""One rank of the lab: `python -m zerolab.lab.ranks.rank -f FILE`, an IPython kernel that `session.start` starts.
+"""One rank of the lab: `python -m zerolab.lab.ranks.rank -f FILE`, an IPython kernel that live.py starts.
 
-It ends with the process that started it, however that ends: a thread looks for the parent twice a second, and on Linux
-the system kills this process too if it hangs in C. An engine of an ipyparallel cluster (cluster.py) is a rank from
-`adopt` to `release`, and is left as it was.
+It ends when the process that started it ends, for whatever reason. A thread checks for the parent twice a second; on
+Linux the system also kills this process, even while it hangs in C. An engine of an ipyparallel cluster (cluster.py) is
+a rank from `adopt` to `release`, which leaves the engine as it was.
 """
 
 from __future__ import annotations
@@ -29,25 +29,25 @@ from types import TracebackType
 from typing import Any
 
 MIME = "application/x-zerolab"  # values on their way to the notebook: base64 of a pickle
-TARGET = "zerolab"  # and those on their way from it: the data of a message of Jupyter's comms
+TARGET = "zerolab"  # the Jupyter comm that brings values from the notebook
 
 _inbox: list[str] = []
 
 
 def main() -> None:
     parent = int(os.environ["ZEROLAB_PARENT"])
-    # The signal comes when the *thread* ends that started this process: right only if that was the main thread.
+    # The signal comes when the *thread* that started this process ends, so this is right only for the main thread.
     if sys.platform == "linux" and os.environ.get("ZEROLAB_PARENT_THREAD") == "main":
         ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG
     threading.Thread(target=_end_with, args=(parent,), daemon=True).start()
 
-    import torch  # before the kernel answers: who asked for it waits for the answer
+    import torch  # now, before the kernel answers: whoever started it waits for that answer
     from ipykernel.kernelapp import IPKernelApp
     from traitlets.config import Config
 
     torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "1")))
     config = Config()
-    config.HistoryManager.enabled = False  # its database is for one writer
+    config.HistoryManager.enabled = False  # its database allows only one writer
     config.IPKernelApp.log_level = "ERROR"
     app = IPKernelApp.instance(config=config)
     app.initialize(sys.argv[1:])
@@ -56,12 +56,14 @@ def main() -> None:
 
 
 def _prepare(shell: Any) -> None:
-    """What a shell needs to be a rank's."""
+    """Turn a shell into that of a rank."""
     import torch
 
     import zerolab
 
-    sys.modules["ipywidgets"] = None  # a widget would have nobody to talk to: tqdm.auto and others print instead
+    # A widget here would have no browser to talk to. Without ipywidgets, tqdm.auto and others print instead.
+    modules: dict[str, Any] = sys.modules
+    modules["ipywidgets"] = None
     warnings.filterwarnings("ignore", "IProgress not found")
     warnings.filterwarnings("ignore", "To exit: use", UserWarning)
     shell.set_custom_exc((Exception, KeyboardInterrupt), _show_failure)
@@ -79,18 +81,18 @@ def _end_with(parent: int) -> None:
 
 
 def join(address: str, port: int, world: int, timeout: float, device: str, link: str | None) -> None:
-    """Leave the process group, if there is one, and join a fresh one: `world` is a number that never comes twice."""
+    """Leave the process group, if there is one, and join a fresh one. `world` is a number that is never used twice."""
     import torch
     import torch.distributed as dist
     from IPython import get_ipython
 
     from zerolab.lab.ranks import guard, network
-    from zerolab.world import processes
+    from zerolab.world.environment import init, meet_in
 
     _leave()
     store = dist.TCPStore(address, port, wait_for_workers=False, timeout=timedelta(seconds=timeout))
-    processes._stores = (dist.PrefixStore(f"world {world}, group {group}", store) for group in itertools.count())
-    place = processes.init(timeout)
+    meet_in(dist.PrefixStore(f"world {world}, group {group}", store) for group in itertools.count())
+    place = init(timeout)
     if device == "shared":
         place = torch.device("cuda", int(os.environ["LOCAL_RANK"]) % torch.cuda.device_count())
         torch.cuda.set_device(place)
@@ -112,12 +114,12 @@ def _leave() -> None:
 
 
 def _arrived(comm: Any, message: dict[str, Any]) -> None:
-    """Values from the notebook, in a message that is signed with this kernel's key: `take` will unpack them."""
+    """Keep values from the notebook for `take` to unpack. Their message is signed with this kernel's key."""
     _inbox.append(message["content"]["data"]["values"])
 
 
 def take() -> None:
-    """Put the values that have arrived, names and all, into the user's namespace."""
+    """Put the values that have arrived into the user's namespace, under their names."""
     from IPython import get_ipython
 
     get_ipython().push(pickle.loads(base64.b64decode(_inbox.pop())), interactive=False)
@@ -142,15 +144,15 @@ def give(name: str) -> None:
 
 # -- an engine of a cluster, for a while -------------------------------------------------------------------------------
 
-# Which rank a process is; Slurm last: mpirun in a Slurm job passes on the number of the daemon that started it.
+# Variables that hold a process's rank. Slurm's comes last: mpirun in a Slurm job passes on its daemon's number.
 SCHEDULER = ("RANK", "OMPI_COMM_WORLD_RANK", "PMI_RANK", "SLURM_PROCID")
-_lent: dict[str, Any] = {}  # how the engine was before it became a rank
+_lent: dict[str, Any] = {}  # the engine's state from before it became a rank
 _store: Any = None
 
 
 def describe(gpus: bool) -> dict[str, Any]:
-    """Who this engine is; gpus: look for them as well, which makes CUDA begin."""
-    release()  # of a notebook that has gone without a word
+    """Who this engine is. gpus: count them too, which initializes CUDA."""
+    release()  # the notebook that used it before may have gone without a word
     import torch
 
     return {
@@ -169,12 +171,12 @@ def _nccl() -> bool:
 
 
 def serve(towards: str) -> tuple[str, int]:
-    """Open the store of the ranks here: its address as seen from the host `towards`, and its port."""
+    """Open the ranks' store here. Returns its address as seen from the host `towards`, and its port."""
     global _store
     import torch.distributed as dist
 
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-        probe.connect((towards, 9))  # sends nothing: only asks which way it would go
+        probe.connect((towards, 9))  # sends nothing, only finds the route
         address = probe.getsockname()[0]
     listener = socket.create_server((address, 0))
     port = listener.getsockname()[1]
@@ -183,7 +185,7 @@ def serve(towards: str) -> tuple[str, int]:
 
 
 def adopt(world: dict[str, str]) -> None:
-    """This engine is a rank from now on: `world` is what torchrun would set in its environment."""
+    """Make this engine a rank. `world` is what torchrun would set in its environment."""
     import torch
     from IPython import get_ipython
 
@@ -197,7 +199,7 @@ def adopt(world: dict[str, str]) -> None:
 
 
 def release() -> None:
-    """This engine is nobody's rank any more. Variables are kept."""
+    """Make this engine nobody's rank again. Variables are kept."""
     global _store
     _store = None
     if not _lent:
@@ -205,10 +207,10 @@ def release() -> None:
     import torch
     from IPython import get_ipython
 
-    from zerolab.world import processes
+    from zerolab.world.environment import meet_in
 
     _leave()
-    processes._stores = None
+    meet_in(None)
     shell = get_ipython()
     shell.set_custom_exc((), None)
     shell.kernel.comm_manager.unregister_target(TARGET, _arrived)
@@ -230,9 +232,9 @@ def release() -> None:
 
 
 def _show_failure(shell: Any, kind: type, error: BaseException, trace: TracebackType, tb_offset: Any = None) -> list:
-    """What the notebook shows of an exception: the frames of the learner's own lines, and the last one.
+    """What the notebook shows of an exception: the frames of the learner's own lines, and the last frame.
 
-    Sent as the message's traceback: first what report.py needs to know, as JSON, then the frames.
+    It travels as the message's traceback: first what report.py needs to know, as JSON, then the frames.
     """
     shown = [_syntax(error)] if isinstance(error, SyntaxError) and error.text else _frames(shell, trace)
     about = {"consequence": bool(getattr(error, "consequence", False)), "time": time.time()}
@@ -242,15 +244,16 @@ def _show_failure(shell: Any, kind: type, error: BaseException, trace: Traceback
 
 
 def _syntax(error: SyntaxError, above: int = 0) -> str:
-    """Where in the cell, and the line with a mark under the place. `above`: lines of the cell that were left out."""
-    mark = " " * (max(error.offset or 1, 1) - 1 - (len(error.text) - len(error.text.lstrip())))
-    return f"  line {(error.lineno or 1) + above} of the cell\n    {error.text.strip()}\n    {mark}^"
+    """The line of the cell, with a mark under the error. `above`: how many lines of the cell were left out."""
+    text = error.text or ""
+    mark = " " * (max(error.offset or 1, 1) - 1 - (len(text) - len(text.lstrip())))
+    return f"  line {(error.lineno or 1) + above} of the cell\n    {text.strip()}\n    {mark}^"
 
 
 def _frames(shell: Any, trace: TracebackType) -> list[str]:
     summary = [frame for frame in traceback.extract_tb(trace) if "IPython/core/" not in frame.filename]
     own = [frame for frame in summary if not _foreign(frame.filename)]
-    if summary and summary[-1] not in own and not summary[-1].filename.endswith("lab/guard.py"):
+    if summary and summary[-1] not in own and not summary[-1].filename.endswith("lab/ranks/guard.py"):
         own = own[-7:] + summary[-1:]
     lines = []
     for frame in own[-8:]:
@@ -263,7 +266,7 @@ def _frames(shell: Any, trace: TracebackType) -> list[str]:
 
 
 def _shown(path: str) -> str:
-    """A file's name without the machine's folders: of a package from the package on, else seen from here."""
+    """A file's name without the machine's folders: from the package on, or else relative to here."""
     installed = path.rpartition("site-packages/")
     if installed[1]:
         return installed[2]
@@ -272,10 +275,10 @@ def _shown(path: str) -> str:
 
 
 def _foreign(path: str) -> bool:
-    """Whether a file is not the learner's: of an installed package, of Python, or of this package."""
+    """Whether a file is not the learner's, but belongs to an installed package, to Python, or to this package."""
     package = str(Path(__file__).parents[2])
     return path.startswith((package, sys.prefix, sys.base_prefix, "<")) or "site-packages" in path
 
 
-if __name__ == "__main__":  # the notebook calls the imported module, which has its own _inbox
+if __name__ == "__main__":  # run the imported module, whose _inbox is the one that the notebook's calls use
     importlib.import_module("zerolab.lab.ranks.rank").main()

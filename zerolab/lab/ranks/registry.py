@@ -1,4 +1,4 @@
-"""Which notebooks have live ranks on this machine: one small file for each, so that a second notebook can say so."""
+"""Which notebooks on this machine have live ranks: one small file for each, so that a second notebook can say so."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from jupyter_core.paths import jupyter_runtime_dir
 
 @dataclass
 class Entry:
-    """A notebook's kernel and its ranks; a process is known by its id and the time it was made, as ids come again."""
+    """A notebook's kernel and its ranks. Ids of processes are reused, so each comes with the time it was created."""
 
     file: Path
     notebook: tuple[int, float]
@@ -38,7 +38,7 @@ def _made(pid: int) -> float | None:
 
 
 def write(pids: list[int]) -> None:
-    """Note the ranks of this process. Where nothing can be written, no other notebook will know of them."""
+    """Note this process's ranks. If the note cannot be written, other notebooks will not know of them."""
     ranks = [(pid, made) for pid in pids if (made := _made(pid)) is not None]
     entry = {"notebook": (os.getpid(), _made(os.getpid())), "ranks": ranks}
     file = _folder() / f"{os.getpid()}.json"
@@ -55,7 +55,7 @@ def remove() -> None:
 
 
 def others() -> list[Entry]:
-    """The other notebooks with ranks that live; what is left of notebooks that are gone is cleared away."""
+    """The other notebooks with living ranks. Removes the files of notebooks that are gone."""
     found = []
     for file in sorted(_folder().glob("*.json")):
         try:
@@ -73,7 +73,7 @@ def others() -> list[Entry]:
 
 
 def stop(entry: Entry) -> int:
-    """Kill the ranks of another notebook; how many there were."""
+    """Kill the ranks of another notebook. Returns how many there were."""
     pids = entry.living()
     for pid in pids:
         with suppress(ProcessLookupError, PermissionError):

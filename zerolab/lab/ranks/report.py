@@ -1,4 +1,4 @@
-"""What a cell on all ranks shows: output in rank order, equal output once, and which rank failed first, and why."""
+"""What a cell on all ranks shows: its output in rank order, equal output only once, and which rank failed first."""
 
 from __future__ import annotations
 
@@ -12,25 +12,25 @@ from typing import Any
 # An output: ("stdout" | "stderr", text) or ("display", (data, metadata)), data by MIME type.
 Output = tuple[str, Any]
 
-# What a rank raises because of what became of another one: the engine's CommError, and what gloo says.
+# What a rank raises because another one failed: the engine's CommError, and what gloo says.
 _CONSEQUENCE = re.compile(
     r"Connection (closed|reset|refused)|Timed out|timed out|Broken pipe|Application timeout|Another rank stopped"
 )
-# After these the ranks may not be at the same collective. After a CollectiveError they are: nothing was sent.
+# After these, the ranks may be at different collectives. After a CollectiveError they are not: nothing was sent.
 _OUT_OF_STEP = re.compile(r"LostRank|CommError|Dist\w*Error")
-_SOURCE = re.compile(r"\[/\S*/gloo/\S+\] | \(\d+\.py, line \d+\)$")  # where in gloo's source, in a cell's own file
+_SOURCE = re.compile(r"\[/\S*/gloo/\S+\] | \(\d+\.py, line \d+\)$")  # a place in gloo's source or in a cell's file
 _ANSI = re.compile(r"\x1b\[[0-9;]*m")
 
 
 @dataclass
 class Failure:
-    """What became of a rank. kind: "raised", "died", or "interrupted". time: seconds since the epoch."""
+    """How a cell failed on a rank. kind: "raised", "died", or "interrupted". time: seconds since the epoch."""
 
     kind: str
     message: str
-    trace: str = ""  # the frames, from the outermost
+    trace: str = ""  # the frames, outermost first
     time: float = 0.0
-    consequence: bool = False  # of another rank's failure, as far as one can tell
+    consequence: bool = False  # it probably failed because another rank did
 
     @property
     def summary(self) -> str:
@@ -44,11 +44,11 @@ class Result:
     rank: int
     outputs: list[Output] = field(default_factory=list)
     failure: Failure | None = None
-    seconds: float | None = None  # that it took, when it is done
+    seconds: float | None = None  # how long it took; None until it is done
 
     @property
     def text(self) -> str:
-        """All that it printed, and the plain text of what it displayed."""
+        """Everything that it printed, and the plain text of what it displayed."""
         return "".join(
             data if kind in ("stdout", "stderr") else data[0].get("text/plain", "") + "\n"
             for kind, data in self.outputs
@@ -61,30 +61,30 @@ class Result:
 
 
 class Plain(Exception):
-    """An error of which a notebook shows the sentence alone: a traceback would be of our frames."""
+    """An error that a notebook shows as one sentence. Its traceback would hold only our own frames."""
 
     def _render_traceback_(self) -> list[str]:
         return [str(self)]
 
 
 class Misused(Plain, ValueError):
-    """Something was asked that cannot be done."""
+    """What was asked for cannot be done."""
 
 
 class RankFailure(RuntimeError):
-    """A cell failed on a rank: `rank` is the first that did; `results` has what became of all of them, by rank."""
+    """A cell failed. `rank` is the rank that failed first; `results` holds every rank's result."""
 
     def __init__(self, message: str, rank: int | None, results: dict[int, Result]) -> None:
         super().__init__(message)
         self.rank, self.results = rank, results
 
     def _render_traceback_(self) -> list[str]:
-        """What a notebook shows in place of a traceback: its frames would be ours."""
+        """What a notebook shows in place of a traceback, which would hold only our own frames."""
         return [f"RankFailure: {self}"]
 
 
 def raised(content: dict[str, Any], now: float) -> Failure:
-    """The failure that a kernel's error message tells of; the first line of its traceback is what rank.py knows."""
+    """The failure in a kernel's error message. The first line of its traceback is what rank.py adds, as JSON."""
     name, value, lines = content.get("ename", ""), content.get("evalue", ""), list(content.get("traceback", []))
     about: dict[str, Any] = {}
     if lines and lines[0].startswith('{"consequence"'):
@@ -92,40 +92,40 @@ def raised(content: dict[str, Any], now: float) -> Failure:
     consequence = about.get("consequence", False) or bool(_CONSEQUENCE.search(value))
     kind = "interrupted" if name == "KeyboardInterrupt" else "raised"
     if name == "SystemExit" or (kind == "interrupted" and not about):
-        lines = []  # IPython's own: advice, or where in IPython the interrupt came
+        lines = []  # these are IPython's own: advice, or where in IPython the interrupt arrived
     value = _SOURCE.sub("", value)
     if "is not registered, please create group" in value:
-        value = "this belongs to a process group that is gone: build anew what was sharded before lab.reset()"
+        value = "this belongs to a process group that is gone: rebuild what was sharded before lab.reset()"
     message = f"{name}: {value}" if value else name
     return Failure(kind, message, _ANSI.sub("", "\n".join(lines)), about.get("time", now), consequence)
 
 
 def failure(results: dict[int, Result], size: int, hint: str) -> RankFailure | None:
-    """The error that tells what went wrong on which rank: first the one that failed first, then the others."""
+    """The error to raise, if any: what went wrong on which rank, beginning with the rank that failed first."""
     failed = {rank: result.failure for rank, result in results.items() if result.failure}
     if not failed:
         return None
-    # A death comes before what was raised because of it, though this process notices it last.
+    # A death comes before the errors that it caused, even though this process notices it last.
     order = {"died": 0, "raised": 1, "interrupted": 2}
     first = min(failed, key=lambda r: (failed[r].consequence, order[failed[r].kind], failed[r].time, r))
     same = [rank for rank in failed if _key(failed[rank]) == _key(failed[first])]
-    lines = [f"{_who(same, size)} {_did(failed[first], len(same) > 1)}"]
+    lines = [f"{who(same, size)} {_did(failed[first], len(same) > 1)}"]
     places: dict[str, list[int]] = {}
     for rank in sorted(same, key=lambda rank: (rank != first, rank)):
         places.setdefault(failed[rank].trace, []).append(rank)
     for trace, ranks in places.items():
         if trace:
-            lines += [f"{_who(ranks, size)}:"] * (len(places) > 1) + [trace]
+            lines += [f"{who(ranks, size)}:"] * (len(places) > 1) + [trace]
     rest: dict[str, list[int]] = {}
     for rank in sorted(results.keys() - set(same)):
         other = results[rank].failure
         rest.setdefault(_shorten(_did(other, False, short=True)) if other else "finished the cell", []).append(rank)
-    lines += [f"{_who(ranks, size)}: {what}" for what, ranks in rest.items()]
+    lines += [f"{who(ranks, size)}: {what}" for what, ranks in rest.items()]
     return RankFailure("\n".join([*lines, hint] if hint else lines), first, results)
 
 
 def out_of_step(results: dict[int, Result]) -> bool:
-    """Whether the ranks may miss each other from now on: not after a mistake of the learner's that nobody met."""
+    """Whether the ranks may now be at different collectives. A learner's mistake that no other rank met is harmless."""
     failures = [result.failure for result in results.values() if result.failure]
     return any(
         failure.kind != "raised"
@@ -136,12 +136,12 @@ def out_of_step(results: dict[int, Result]) -> bool:
 
 
 def _key(failure: Failure) -> tuple[str, str]:
-    """Failures with the same key are the same: addresses in memory do not count."""
+    """Failures with equal keys count as the same. Memory addresses are ignored."""
     return failure.kind, re.sub(r"\b0x[0-9a-f]+", "0x...", failure.message)
 
 
 def _did(failure: Failure, many: bool, short: bool = False) -> str:
-    """What a rank, or many, did; `short`: in one line, with the innermost of its own lines."""
+    """What one rank or many did. `short`: in one line, with the innermost line of the learner's code."""
     if failure.kind == "raised":
         return f"raised {failure.summary if short else failure.message}"
     if failure.kind == "interrupted":
@@ -150,7 +150,7 @@ def _did(failure: Failure, many: bool, short: bool = False) -> str:
 
 
 def _place(trace: str) -> str:
-    """The innermost line of the cell in a trace, else the innermost."""
+    """The innermost line of the cell in a trace, or else the innermost line."""
     lines = [line.strip() for line in trace.splitlines()]
     frames = list(zip(lines[::2], lines[1::2]))
     chosen = [frame for frame in frames if " of the cell" in frame[0]] or frames
@@ -162,7 +162,8 @@ def _shorten(text: str, most: int = 200) -> str:
     return text if len(text) <= most else text[: most - 4] + " ..."
 
 
-def _who(ranks: Iterable[int], size: int) -> str:
+def who(ranks: Iterable[int], size: int) -> str:
+    """`rank 2`, `ranks 0, 2`, or `all 4 ranks`."""
     ranks = sorted(ranks)
     if len(ranks) == size > 1:
         return f"all {size} ranks"
@@ -173,12 +174,12 @@ def _who(ranks: Iterable[int], size: int) -> str:
 
 
 def _returned(text: str) -> str:
-    """The text as a terminal would leave it: a carriage return lets the rest of a line be written over."""
+    """The text as a terminal would leave it: after a carriage return, a line is overwritten."""
     if "\r" not in text:
         return text
     lines = []
     for line in text.replace("\r\n", "\n").split("\n"):
-        ended = line.endswith("\r")  # a progress bar may write over this later: keep the mark
+        ended = line.endswith("\r")  # a progress bar may overwrite this line later: keep the mark
         shown = ""
         for part in line.split("\r"):
             shown = part + shown[len(part) :]
@@ -187,7 +188,7 @@ def _returned(text: str) -> str:
 
 
 def show(results: dict[int, Result], size: int) -> None:
-    """Print and display what the ranks did, in rank order; ranks with the same output together."""
+    """Print and display what the ranks did, in rank order. Ranks with the same output share one entry."""
     groups: list[tuple[list[int], Result]] = []
     for rank in sorted(results):
         for ranks, result in groups:
@@ -198,14 +199,13 @@ def show(results: dict[int, Result], size: int) -> None:
             groups.append(([rank], results[rank]))
     for ranks, result in groups:
         if result.outputs:
-            _show(_who(ranks, size), result.outputs)
+            _show(who(ranks, size), result.outputs)
     sys.stdout.flush()
 
 
-def _show(who: str, outputs: list[Output]) -> None:
+def _show(header: str, outputs: list[Output]) -> None:
     from IPython.display import display
 
-    header = who
     for kind, data in outputs:
         stream = sys.stderr if kind == "stderr" else sys.stdout
         if kind == "display":

@@ -1,507 +1,34 @@
-"""Live ranks: `start(4)` gives four IPython kernels that are one process group; `%%ranks` runs a cell on all of them.
-
-Each rank is a process of its own (rank.py), told who it is by the variables that torchrun sets. This process holds the
-store where they meet, sends them cells, collects what they print, and tells ranks that wait for another one what has
-become of it (guard.py). Everything listens on the loopback interface only.
-
-The processes may also be the engines of an ipyparallel cluster: `start(backend="ipyparallel")`, see cluster.py.
-"""
+"""What a notebook calls: `start(4)` starts live ranks (live.py), and the other functions use them until `stop()`."""
 
 from __future__ import annotations
 
 import atexit
-import base64
-import io
-import itertools
-import json
 import os
-import pickle
-import shutil
-import signal
-import socket
-import subprocess
-import sys
-import tempfile
-import threading
-import time
-import uuid
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import nullcontext, suppress
-from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import torch.distributed as dist
-import zmq
-from jupyter_client.blocking import BlockingKernelClient
 
-from zerolab.lab.ranks import lease, network, notices, registry, report, turns
-from zerolab.lab.ranks.rank import MIME, TARGET
-from zerolab.lab.ranks.report import Failure, Misused, Plain, RankFailure, Result
+from zerolab.lab.ranks import cluster, lease, network, notices, registry
+from zerolab.lab.ranks.live import ON_GPUS, CannotTravel, NoRanks, Session
+from zerolab.lab.ranks.report import Misused, RankFailure, who
 
-GROUP_TIMEOUT = 15.0  # seconds until a collective fails that not every rank takes part in
-START_TIMEOUT = 90.0
-INTERRUPT_TIMEOUT = GROUP_TIMEOUT + 2.0  # a rank that has not reacted to an interrupt by then is killed
-PATIENCE = 5.0  # for so long the others may go on when one has failed
-# Of the environment: the server's tokens, which a cell would show to all, and what names another network or world.
-NOT_FOR_RANKS = ("JPY_", "JUPYTER_TOKEN", "JUPYTERHUB_", "GLOO_", "SLURM_")
-
-ON_GPUS = "on a GPU each, talking through NCCL: times are real, and the order of sums is NCCL's own."
+__all__ = [
+    "CannotTravel",
+    "NoRanks",
+    "RankFailure",
+    "Session",
+    "current",
+    "link",
+    "need",
+    "pull",
+    "push",
+    "reset",
+    "size",
+    "start",
+    "stop",
+]
 
 _current: Session | None = None
-
-
-class NoRanks(Plain, RuntimeError):
-    """There are no ranks to do it."""
-
-
-class CannotTravel(Plain, TypeError):
-    """A value that cannot be sent from one process to another."""
-
-
-@dataclass
-class _Rank:
-    """The process of one rank, and the sockets to its kernel."""
-
-    number: int
-    process: subprocess.Popen
-    file: Path  # where the kernel writes its ports and its key
-    client: BlockingKernelClient | None = None
-    taken: str = ""  # why its GPU was taken back, and it with it
-
-    def connect(self) -> bool:
-        """Connect, if the kernel is there already."""
-        try:
-            json.loads(self.file.read_text())
-        except (FileNotFoundError, ValueError):
-            return False
-        self.client = BlockingKernelClient(connection_file=str(self.file))
-        self.client.load_connection_file()
-        self.client.start_channels(stdin=False, hb=False, control=False)
-        self.file.unlink()
-        return True
-
-    def send(self, code: str, silent: bool = False) -> str:
-        """Send a cell: the id of its message, which the answers name."""
-        return self.client.execute(
-            code, silent=silent, store_history=False, allow_stdin=False, stop_on_error=not silent
-        )
-
-    def deliver(self, content: dict[str, Any]) -> None:
-        """Send what opens a comm, with values in it."""
-        self.client.shell_channel.send(self.client.session.msg("comm_open", content))
-
-    @property
-    def sockets(self) -> list[Any]:
-        """Something can be read from them when there are messages."""
-        return [self.client.iopub_channel.socket, self.client.shell_channel.socket]
-
-    def messages(self) -> Iterator[tuple[str | None, str, dict[str, Any]]]:
-        """What the kernel has sent so far: to which message it is an answer, of what type, and the content."""
-        for socket_ in self.sockets:
-            while True:
-                try:
-                    _, answer = self.client.session.recv(socket_, zmq.NOBLOCK)
-                except zmq.Again:
-                    break
-                if answer is None:
-                    break
-                yield answer["parent_header"].get("msg_id"), answer["header"]["msg_type"], answer["content"]
-
-    def close(self) -> None:
-        if self.client is not None:
-            self.client.stop_channels()
-            self.client = None
-
-    def kill(self) -> None:
-        with suppress(ProcessLookupError):
-            os.killpg(self.process.pid, signal.SIGKILL)  # what it started, too
-        self.process.wait(10.0)
-        self.close()
-
-    def interrupt(self) -> None:
-        with suppress(ProcessLookupError):
-            self.process.send_signal(signal.SIGINT)
-
-    @property
-    def fate(self) -> str | None:
-        """How the process ended; None while it lives."""
-        code = self.process.poll()
-        if code is None:
-            return None
-        if code >= 0:
-            return f"exited with code {code}"
-        if why := self.taken or notices.of(self.process.pid):
-            return f"was ended: {why}"
-        cause = " (out of memory, or by hand)" if code == -signal.SIGKILL else ""
-        return f"was killed by {signal.Signals(-code).name}{cause}"
-
-
-class Session:
-    """`size` live ranks. `start` makes it."""
-
-    _revival = "lab.reset() restarts the dead"
-
-    def __init__(self, size: int, device: str, lent: lease.Lease | None = None) -> None:
-        self.size, self.device = size, device  # device: "cpu", "nccl" or "shared"
-        self._lease = lent  # of its GPUs, in a classroom
-        self.emulated: str | None = None  # the emulated link, as it was written
-        self._ranks: dict[int, Any] = {}  # of _Rank, or what offers the same
-        self._cells, self._worlds = itertools.count(1), itertools.count()
-        self._open()
-        if lent is not None:
-            lent.watch(self._lose)
-
-    def _open_store(self) -> None:
-        # TCPStore's own socket listens on all interfaces, and a port only looked up may be lost again.
-        listener = socket.create_server(("127.0.0.1", 0))
-        self._address, self._port, fd = "127.0.0.1", listener.getsockname()[1], listener.detach()
-        self._store = dist.TCPStore(self._address, self._port, None, True, wait_for_workers=False, master_listen_fd=fd)
-
-    def _open(self) -> None:
-        self._open_store()
-        self._folder = Path(tempfile.mkdtemp(prefix="zerolab-"))  # for this user only
-        self._log = (self._folder / "log").open("w+b")
-
-    def __repr__(self) -> str:
-        return f"<{self.size} live rank{'s' * (self.size > 1)}>" if self._ranks else "<ranks that were stopped>"
-
-    def _ipython_display_(self) -> None:
-        """Nothing, where a notebook would show what `lab.start` returns: it has said all already."""
-
-    # -- running -------------------------------------------------------------------------------------------------------
-
-    def run(
-        self,
-        code: str,
-        ranks: Iterable[int] | None = None,
-        timeout: float | None = None,
-        show: bool = False,
-        watch: Callable[[dict[int, Result]], None] | None = None,
-    ) -> list[Result]:
-        """Run `code` as a cell on all ranks, or on some; what each did, in rank order.
-
-        show: print and display it here. watch: is called with what there is so far, several times a second.
-        After `timeout` seconds the cell is interrupted.
-
-        Raises RankFailure if it failed on a rank, was interrupted or took too long.
-        """
-        return self._run(code, ranks, timeout, show, watch)
-
-    def _call(
-        self, function: str, *args: Any, ranks: Iterable[int] | None = None, timeout: float | None = None
-    ) -> list:
-        """Call a function of ours on the ranks; its lines are of no interest in a failure."""
-        module, _, name = function.partition(".")
-        text = ", ".join(map(repr, args))
-        code = f"from zerolab.lab import {module} as _module; _module.{name}({text}); del _module"
-        return self._run(code, ranks, timeout, traces=False)
-
-    def _run(
-        self,
-        code: str,
-        ranks: Iterable[int] | None,
-        timeout: float | None,
-        show: bool = False,
-        watch: Callable[[dict[int, Result]], None] | None = None,
-        traces: bool = True,
-    ) -> list[Result]:
-        chosen = self._choose(ranks)
-        cell = next(self._cells)
-        for rank in set(range(self.size)) - set(chosen):
-            self._note(cell, rank, "takes no part in this cell")
-        before = f"from zerolab.lab import guard as _guard; _guard.begin({cell}, {self.size}); del _guard"
-        for rank in chosen:
-            self._ranks[rank].send(before, silent=True)
-        try:
-            if self._lease is not None:
-                self._lease.busy(True)
-            results, reason = self._collect(chosen, code, cell, timeout, watch)
-        finally:
-            if self._lease is not None:
-                self._lease.busy(False)
-        if show:
-            report.show(results, self.size)
-        for result in results.values():
-            if result.failure and not traces:
-                result.failure.trace = ""
-        dead = [rank for rank in results if self._ranks[rank].fate]
-        hint = self._hint(bool(dead)) if report.out_of_step(results) else ""
-        error = report.failure(results, self.size, hint)
-        if error is not None:
-            raise RankFailure(f"{reason}{error}", error.rank, results)
-        return [results[rank] for rank in chosen]
-
-    def _choose(self, ranks: Iterable[int] | None) -> list[int]:
-        self._must_live()
-        chosen = sorted(set(range(self.size) if ranks is None else ranks))
-        if not chosen or not set(chosen) <= set(range(self.size)):
-            raise Misused(f"ranks {', '.join(map(str, chosen)) or '(none)'}: there are ranks 0 to {self.size - 1}")
-        if dead := [f"rank {rank} {self._ranks[rank].fate}" for rank in chosen if self._ranks[rank].fate]:
-            raise RankFailure(f"{', '.join(dead)}: {self._revival}", None, {})
-        return chosen
-
-    def _hint(self, dead: bool) -> str:
-        """What to do after a failure, the last line of its message."""
-        return "lab.reset() gives fresh process groups" + (" and restarts the dead" if dead else ", variables are kept")
-
-    def _must_live(self) -> None:
-        if not self._ranks:
-            raise NoRanks("these ranks were stopped: lab.start(4) starts new ones")
-        self._must_hold()
-
-    def _must_hold(self) -> None:
-        """Its GPUs, if they are lent."""
-        if self._lease is not None and self._lease.over:
-            raise NoRanks(self._lease.over)
-
-    def _note(self, cell: int, rank: int, what: str) -> None:
-        """For ranks that wait for this one (guard.py): it will not come, and why."""
-        self._store.set(f"over/{cell}/{rank}", what)
-
-    def _collect(
-        self,
-        ranks: list[int],
-        code: str,
-        cell: int,
-        timeout: float | None,
-        watch: Callable[[dict[int, Result]], None] | None,
-    ) -> tuple[dict[int, Result], str]:
-        """Send the cell, and gather what comes until every rank is done, dead, or was interrupted and did not react."""
-        results = {rank: Result(rank) for rank in ranks}
-        begin = time.monotonic()
-        waiting = {rank: (self._ranks[rank].send(code), {"reply", "idle"}) for rank in ranks}
-        poller, deadline, reason = zmq.Poller(), None, ""
-        limit = begin + timeout if timeout is not None else None
-        for rank in ranks:
-            for readable in self._ranks[rank].sockets:
-                poller.register(readable, zmq.POLLIN)
-        while waiting:
-            try:
-                poller.poll(100)
-                for rank in list(waiting):
-                    dead = self._ranks[rank].fate  # asked before reading: what it sent before its death is there
-                    self._receive(rank, results[rank], *waiting[rank])
-                    if dead and waiting[rank][1]:
-                        results[rank].failure = Failure("died", dead, time=time.time())
-                    if dead or not waiting[rank][1]:
-                        del waiting[rank]
-                        results[rank].seconds = time.monotonic() - begin
-                        self._tell(cell, results[rank])
-                        if results[rank].failure and (limit is None or limit > time.monotonic() + PATIENCE):
-                            limit, timeout = time.monotonic() + PATIENCE, None
-                if watch is not None:
-                    watch(results)
-                now = time.monotonic()
-                if deadline is None and limit is not None and now > limit:
-                    if timeout is not None:
-                        reason = f"the cell took longer than {timeout:g} s and was interrupted\n"
-                    deadline = now + INTERRUPT_TIMEOUT
-                    self._interrupt(waiting)
-                if deadline is not None and now > deadline:
-                    for rank in waiting:
-                        stubborn = f"did not react to the interrupt within {INTERRUPT_TIMEOUT:g} s: killed"
-                        results[rank].failure = Failure("died", stubborn, time=time.time())
-                        self._ranks[rank].kill()
-                    break
-            except KeyboardInterrupt:
-                reason = "interrupted\n"
-                deadline = deadline or time.monotonic() + INTERRUPT_TIMEOUT
-                self._interrupt(waiting)
-        return results, reason
-
-    def _receive(self, rank: int, result: Result, message: str, missing: set[str]) -> None:
-        """Read what the rank's kernel has sent; `missing` loses what has come of the end of the cell."""
-        for answered, kind, content in self._ranks[rank].messages():
-            if answered != message:
-                continue
-            if kind == "execute_reply":
-                missing.discard("reply")
-                if content["status"] == "aborted" and result.failure is None:
-                    result.failure = Failure("interrupted", "was interrupted", time=time.time())
-            elif kind == "status" and content["execution_state"] == "idle":
-                missing.discard("idle")
-            elif kind == "stream":
-                result.write(content["name"], content["text"])
-            elif kind in ("display_data", "execute_result"):
-                content["data"].pop("application/vnd.jupyter.widget-view+json", None)  # has no other end here
-                result.outputs.append(("display", (content["data"], content.get("metadata", {}))))
-            elif kind == "error":
-                result.failure = report.raised(content, time.time())
-
-    def _tell(self, cell: int, result: Result) -> None:
-        if result.failure is None:
-            self._note(cell, result.rank, "finished the cell")
-        elif result.failure.kind == "raised":
-            self._note(cell, result.rank, f"raised {result.failure.summary}")
-        else:
-            self._note(cell, result.rank, result.failure.summary)
-
-    def _interrupt(self, ranks: Iterable[int]) -> None:
-        for rank in ranks:
-            self._ranks[rank].interrupt()
-
-    # -- values --------------------------------------------------------------------------------------------------------
-
-    def push(self, ranks: Iterable[int] | None = None, **values: Any) -> None:
-        """Copy values to variables of these names on the ranks."""
-        buffer = io.BytesIO()
-        try:
-            pickle.dump(values, buffer)
-        except Exception as error:
-            raise CannotTravel(f"{', '.join(values)} cannot be sent to the ranks: {error}") from error
-        data = base64.b64encode(buffer.getvalue()).decode()
-        for rank in self._choose(ranks):
-            self._ranks[rank].deliver({"comm_id": uuid.uuid4().hex, "target_name": TARGET, "data": {"values": data}})
-        self._call("rank.take", ranks=ranks)
-
-    def pull(self, name: str, ranks: Iterable[int] | None = None) -> list[Any]:
-        """The value of a variable on each rank, copied."""
-        values = []
-        for result in self._call("rank.give", name, ranks=ranks):
-            data = next(data[0][MIME] for kind, data in result.outputs if kind == "display" and MIME in data[0])
-            try:
-                values.append(pickle.loads(base64.b64decode(data)))  # from our own process: its key signed it
-            except Exception as error:
-                text = f"rank {result.rank}: {name!r} cannot be rebuilt here, where its class is not defined: {error}"
-                raise CannotTravel(text) from error
-        return values
-
-    def link(self, text: str | None) -> None:
-        """Emulate a network on the ranks from now on (network.py), or none."""
-        if text is not None:
-            network.parse(text)
-            if self.device == "nccl":
-                raise Misused("a link is emulated on gloo only; these ranks talk through NCCL, on real links")
-        self._call("network.use", text)
-        self.emulated = text
-
-    # -- the ranks' lives ----------------------------------------------------------------------------------------------
-
-    def _launch(self, ranks: Iterable[int]) -> None:
-        """Start the processes of these ranks, side by side, and wait for their kernels."""
-        ranks = list(ranks)
-        try:
-            with turns.turn():
-                deadline = time.monotonic() + START_TIMEOUT
-                with self._lease.starting if self._lease is not None else nullcontext():
-                    self._must_hold()
-                    for rank in ranks:
-                        self._ranks[rank] = self._spawn(rank)
-                registry.write([rank.process.pid for rank in self._ranks.values()])
-                self._wait(ranks, deadline, lambda rank: self._ranks[rank].connect())
-                self._wait(ranks, deadline, self._answers)
-        except BaseException:  # KeyboardInterrupt too
-            self.stop()
-            raise
-
-    def _spawn(self, rank: int) -> _Rank:
-        file = self._folder / f"rank{rank}.json"
-        file.unlink(missing_ok=True)
-        process = subprocess.Popen(
-            # The address again: an IPython profile may name another, and the command line wins.
-            [sys.executable, "-m", "zerolab.lab.ranks.rank", "-f", str(file), "--ip=127.0.0.1"],
-            env=self._environment(rank),
-            stdin=subprocess.DEVNULL,
-            stdout=self._log,
-            stderr=self._log,
-            start_new_session=True,  # Control-C in a terminal is for the notebook, which passes it on
-            pass_fds=[self._lease.fd] if self._lease is not None else [],
-        )
-        return _Rank(rank, process, file)
-
-    def _lose(self, why: str) -> None:
-        """The GPUs were taken back, says another thread: the ranks end, and what they do fails with this reason."""
-        for rank in list(self._ranks.values()):
-            rank.taken = why
-            if rank.process.poll() is None:
-                with suppress(ProcessLookupError):
-                    os.killpg(rank.process.pid, signal.SIGKILL)
-
-    def _environment(self, rank: int) -> dict[str, str]:
-        rest = {name: value for name, value in os.environ.items() if not name.startswith(NOT_FOR_RANKS)}
-        if self.device == "cpu":
-            rest["CUDA_VISIBLE_DEVICES"] = ""
-        world = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": self.size, "LOCAL_WORLD_SIZE": self.size}
-        meet = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": self._port, "OMP_NUM_THREADS": 1}
-        if self._lease is not None:
-            rest |= self._lease.environment
-        main = threading.current_thread() is threading.main_thread()
-        # init_process_group of somebody's own shall meet at our store and not open one at its port.
-        ours = {"ZEROLAB_PARENT": os.getpid(), "TORCHELASTIC_USE_AGENT_STORE": True}
-        ours["ZEROLAB_PARENT_THREAD"] = "main" if main else "other"
-        quiet = {"TORCH_CPP_LOG_LEVEL": "ERROR", "PYTHONUNBUFFERED": "1"}  # what the C++ side warns of says little
-        return rest | {name: str(value) for name, value in (world | meet | ours | quiet).items()}
-
-    def _wait(self, ranks: list[int], deadline: float, ready: Callable[[int], bool]) -> None:
-        waiting = set(ranks)
-        while waiting:
-            for rank in sorted(waiting):
-                if fate := self._ranks[rank].fate:
-                    raise RuntimeError(f"rank {rank} {fate} at its start:\n{self._last_log()}")
-            waiting -= {rank for rank in waiting if ready(rank)}
-            if time.monotonic() > deadline:
-                names = ", ".join(map(str, sorted(waiting)))
-                raise RuntimeError(f"rank {names}: not ready within {START_TIMEOUT:g} s\n{self._last_log()}")
-            time.sleep(0.02)
-
-    def _answers(self, rank: int) -> bool:
-        """Whether the kernel's output reaches us: what it publishes before the socket is connected is lost."""
-        client = self._ranks[rank].client
-        client.kernel_info()
-        return bool(client.iopub_channel.socket.poll(50))
-
-    def _last_log(self) -> str:
-        self._log.seek(max(0, self._log.tell() - 3000))
-        return self._log.read().decode(errors="replace").strip()
-
-    def _join(self) -> None:
-        """Every rank into a fresh process group."""
-        world = next(self._worlds)
-        where = (self._address, self._port, world)
-        self._call("rank.join", *where, GROUP_TIMEOUT, self.device, self.emulated, timeout=60.0)
-
-    def reset(self) -> list[int]:
-        """Fresh process groups, variables kept; dead ranks start again, empty: which ones, is returned."""
-        self._must_live()
-        fresh: set[int] = set()
-        while True:
-            dead = [rank for rank in range(self.size) if self._ranks[rank].fate or self._ranks[rank].client is None]
-            for rank in dead:
-                self._ranks[rank].kill()
-            if dead:
-                self._launch(dead)
-            fresh |= set(dead)
-            try:
-                self._join()
-                return sorted(fresh)
-            except RankFailure:
-                died = {rank for rank in range(self.size) if self._ranks[rank].fate}  # meanwhile
-                if not died or died & fresh:
-                    raise
-
-    def stop(self) -> None:
-        """End all processes; an engine of a cluster only ends being a rank."""
-        global _current
-        self._end()
-        self._ranks = {}
-        if _current is self:
-            _current = None
-
-    def _end(self) -> None:
-        for rank in self._ranks.values():
-            with suppress(ProcessLookupError):
-                os.killpg(rank.process.pid, signal.SIGKILL)
-        for rank in self._ranks.values():
-            rank.kill()
-        self._log.close()
-        shutil.rmtree(self._folder, ignore_errors=True)
-        registry.remove()
-        if self._lease is not None:
-            self._lease.release()
-
-
-# -- what a notebook calls ---------------------------------------------------------------------------------------------
 
 
 def start(
@@ -512,64 +39,60 @@ def start(
     profile: str | None = None,
     connection: str | os.PathLike | None = None,
 ) -> Session:
-    """Start live ranks (4 if it is not said how many), in place of this notebook's earlier ones; say on what they run.
+    """Start live ranks, four by default, in place of this notebook's earlier ones, and say what they run on.
 
-    device: "cpu"; "cuda": a GPU for each rank if there are as many, else several ranks share one; "auto": a GPU for
-    each rank if CUDA_VISIBLE_DEVICES names as many, else the CPU. In a classroom "cuda" waits until GPUs are
-    lent to this notebook. stop_others: end other notebooks' ranks first.
+    device: "cpu"; "cuda": one GPU per rank if there are enough, else several ranks share one; "auto": one GPU per
+    rank if CUDA_VISIBLE_DEVICES names enough of them, else the CPU. In a classroom, "cuda" waits until this notebook is
+    lent GPUs. stop_others: first end the ranks of other notebooks.
 
-    backend: "local", or "ipyparallel": the engines of a cluster that runs already (Slurm, SSH, MPI), all of them if
-    `ranks` is not given, are the ranks that their scheduler says (cluster.py). profile: the cluster's IPython profile;
-    connection: its ipcontroller-...-client.json, where that is not in the profile or has an id in its name.
+    backend: "local", or "ipyparallel" to use the engines of a running cluster (Slurm, SSH, MPI) as ranks. Each engine
+    gets the rank that its scheduler gave it (cluster.py); without `ranks`, all engines are used. profile: the cluster's
+    IPython profile. connection: its ipcontroller-...-client.json, if it is not in the profile or has an id in its name.
     """
     global _current
     if backend not in ("local", "ipyparallel"):
         raise Misused(f'backend={backend!r}, but must be "local" or "ipyparallel"')
     if backend == "local" and (profile or connection):
-        raise Misused('profile and connection are of a cluster: write backend="ipyparallel" with them')
-    if ranks is None and backend == "local":
-        ranks = 4
-    if ranks is None:
-        pass  # as many as the cluster has engines
-    elif not isinstance(ranks, int) or isinstance(ranks, bool) or not 1 <= ranks <= 64:
+        raise Misused('profile and connection describe a cluster: add backend="ipyparallel"')
+    if ranks is not None and (not isinstance(ranks, int) or isinstance(ranks, bool) or not 1 <= ranks <= 64):
         raise Misused(f"ranks={ranks!r}, but must be a whole number from 1 to 64")
     if device not in ("auto", "cpu", "cuda"):
         raise Misused(f'device={device!r}, but must be "auto", "cpu" or "cuda"')
-    lent = None
-    if backend == "local" and not (device == "cuda" and lease.needed()):
-        kind, says = _choose_device(ranks, device)
+    leased = backend == "local" and device == "cuda" and lease.needed()
+    number = 4 if ranks is None else ranks
+    if backend == "local" and not leased:
+        kind, says = _choose_device(number, device)
     stop()
     notices.show()
     _mention_others(stop_others)
-    if backend == "local":
-        if device == "cuda" and lease.needed():
-            lent = lease.ask(ranks)
-            kind, says = _choose_leased(ranks, lent)
-        session = Session(ranks, kind, lent)
-        session._launch(range(ranks))
+    live: Session
+    if backend == "ipyparallel":
+        live, says = cluster.find(ranks, device, profile, connection)
     else:
-        from zerolab.lab.ranks import cluster
-
-        session, says = cluster.find(ranks, device, profile, connection)
+        lent = lease.ask(number) if leased else None
+        if lent is not None:
+            kind, says = _choose_leased(number, lent)
+        live = Session(number, kind, lent)
+        live.launch(range(number))
     try:
-        session._join()
+        live.join()
     except BaseException:
-        session.stop()
+        live.stop()
         raise
-    _current = session
-    print(f"{session.size} rank{'s' * (session.size > 1)} {says}")
-    return session
+    _current = live
+    print(f"{live.size} rank{'s' * (live.size > 1)} {says}")
+    return live
 
 
 def _choose_device(ranks: int, device: str) -> tuple[str, str]:
-    """On what the ranks run, and the end of the sentence that says so."""
+    """What the ranks run on, and the end of the sentence that says so."""
     import torch
 
     gpus = torch.cuda.device_count() if device != "cpu" else 0
     if device == "cuda" and not gpus:
         raise NoRanks('device="cuda", but torch sees no GPU here: leave it out to run on the CPU')
     if device == "auto" and not os.environ.get("CUDA_VISIBLE_DEVICES"):
-        gpus = 0  # on a shared machine nobody said that these are ours
+        gpus = 0  # the machine may be shared, and nobody said that these GPUs are ours
     if gpus >= ranks and dist.is_nccl_available():
         return "nccl", ON_GPUS
     if device == "cuda":
@@ -579,9 +102,9 @@ def _choose_device(ranks: int, device: str) -> tuple[str, str]:
 
 
 def _choose_leased(ranks: int, lent: lease.Lease) -> tuple[str, str]:
-    """The same, of GPUs that are lent. This process sees none."""
+    """The same for GPUs that are lent. This process sees none of them."""
     if lent.rehearsal:
-        return "cpu", f"on the CPU, as this classroom is a rehearsal without GPUs (leased: {lent})."
+        return "cpu", f"on the CPU, because this classroom is a rehearsal without GPUs (leased: {lent})."
     if len(lent.gpus) >= ranks and dist.is_nccl_available():
         return "nccl", ON_GPUS
     return "shared", f"share {lent}, talking through gloo: bytes are real, times are not."
@@ -593,52 +116,78 @@ def _mention_others(stop_others: bool) -> None:
         if stop_others:
             print(f"stopped {registry.stop(entry)} ranks of another notebook (process {pid})")
         else:
-            who = f"another notebook (process {pid}) has {many} live rank{'s' * (many > 1)}"
-            print(f"{who}; to stop them: lab.stop() there, or lab.start(..., stop_others=True) here")
+            other = f"another notebook (process {pid}) has {many} live rank{'s' * (many > 1)}"
+            print(f"{other}; to stop them: lab.stop() there, or lab.start(..., stop_others=True) here")
 
 
 def current() -> Session | None:
-    """This notebook's live ranks, if there are any."""
-    return _current
+    """This notebook's live ranks, if it has any."""
+    return None if _current is None or _current.stopped else _current
 
 
 def need() -> Session:
-    if _current is None:
+    """This notebook's live ranks. Raises NoRanks if it has none."""
+    live = current()
+    if live is None:
         raise NoRanks("there are no live ranks: lab.start(4) starts four")
-    return _current
+    return live
 
 
 def stop() -> None:
-    """End this notebook's ranks, if there are any."""
-    if _current is not None:
-        _current.stop()
+    """End this notebook's ranks, if it has any."""
+    if (live := current()) is not None:
+        live.stop()
 
 
 def reset() -> None:
-    """Fresh process groups: variables are kept, dead ranks are restarted, and it is said whose variables are gone."""
-    session = need()
-    fresh = session.reset()
-    kept = sorted(set(range(session.size)) - set(fresh))
+    """Give the ranks fresh process groups and restart the dead ones. Variables are kept, except on restarted ranks."""
+    live = need()
+    fresh = live.reset()
+    kept = sorted(set(range(live.size)) - set(fresh))
     print("fresh process groups; models sharded before belong to the old ones: build them again")
     if fresh:
-        print(f"restarted, their variables are gone: {report._who(fresh, session.size)}")
+        print(f"restarted, their variables are gone: {who(fresh, live.size)}")
     if kept and fresh:
-        print(f"variables kept: {report._who(kept, session.size)}")
+        print(f"variables kept: {who(kept, live.size)}")
 
 
 def push(**values: Any) -> None:
-    """`push(x=3)`: x is 3 on every rank."""
+    """`push(x=3)` sets x to 3 on every rank."""
     need().push(**values)
 
 
 def pull(name: str, rank: int | None = None) -> Any:
-    """The values of a variable on all ranks, in rank order, or that of one rank."""
+    """The value of a variable on every rank, as a list in rank order, or its value on one rank."""
     return need().pull(name) if rank is None else need().pull(name, [rank])[0]
 
 
 def size() -> int:
-    """How many ranks are live: 0 before `start`."""
-    return _current.size if _current is not None else 0
+    """The number of live ranks: 0 before `start`."""
+    live = current()
+    return 0 if live is None else live.size
 
+
+_ASK = "?"
+
+
+class _Linker:
+    """`link("200 MB/s, 50 us")` emulates such a network on the live ranks, `link(None)` ends that, `link()` says which.
+
+    network.py says what an emulated link does.
+    """
+
+    def __call__(self, text: str | None = _ASK) -> None:
+        live = need()
+        if text != _ASK:
+            live.link(text)
+        print(f"emulated link: {live.emulated}" if live.emulated else "no emulated link: as fast as this machine is")
+
+    def current(self) -> str | None:
+        """The emulated link of the live ranks, as it was asked for; plots put it in their titles."""
+        live = current()
+        return network.current() if live is None else live.emulated
+
+
+link = _Linker()
 
 atexit.register(stop)

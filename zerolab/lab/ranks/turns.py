@@ -1,6 +1,6 @@
-"""Ranks start in turns in a classroom: when twenty notebooks start four each at once, all would be late.
+"""In a classroom, notebooks take turns to start their ranks: if twenty start four each at once, all of them time out.
 
-A turn is a lock on a file, which the kernel frees when its process dies.
+A turn is a lock on a file, which the system frees when the process dies.
 """
 
 from __future__ import annotations
@@ -12,12 +12,12 @@ from contextlib import contextmanager
 from pathlib import Path
 
 FOLDER = "ZEROLAB_TURNS"  # in a lab's environment: where the files are
-PATIENCE = 2.0  # seconds until it is said that there are others
+PATIENCE = 2.0  # seconds of waiting before we say why
 LONGEST_WAIT = 600.0
 
 
 def make(folder: Path, turns: int) -> None:
-    """So many at once."""
+    """Make the files for this many turns at once."""
     folder.mkdir()
     for number in range(turns):
         (folder / str(number)).touch(0o600)
@@ -25,14 +25,14 @@ def make(folder: Path, turns: int) -> None:
 
 @contextmanager
 def turn(timeout: float = LONGEST_WAIT, tell: Callable[[str], None] = print) -> Iterator[None]:
-    """Wait for a turn and have it. After `timeout` it goes on without, as where there is no classroom."""
+    """Wait for a turn and hold it. After `timeout` go on without one; so do notebooks outside a classroom, at once."""
     names = sorted(Path(os.environ.get(FOLDER) or "/nowhere").glob("*"))
     files = [os.open(name, os.O_RDWR | os.O_CLOEXEC) for name in names]
     try:
         begin, told = time.monotonic(), False
         while files and time.monotonic() < begin + timeout and not any(map(_lock, files)):
             if not told and time.monotonic() > begin + PATIENCE:
-                tell("other notebooks start their ranks: yours follow in turn")
+                tell("other notebooks are starting their ranks; yours are next in line")
                 told = True
             time.sleep(0.1)
         yield
@@ -42,7 +42,7 @@ def turn(timeout: float = LONGEST_WAIT, tell: Callable[[str], None] = print) -> 
 
 
 def _lock(file: int) -> bool:
-    import fcntl  # there is no classroom where there is none
+    import fcntl  # only where classrooms run: Windows has none
 
     try:
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)

@@ -7,17 +7,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from zerolab.lab.exercises.catalogue import (
-    Exercise,
-    Traffic,
-    World,
-    Wrong,
-    check_tensor,
-    compare,
-    edit,
-    forgot_to_return,
-)
 from zerolab.lab.exercises.checks import values
+from zerolab.lab.exercises.checks.values import check_tensor, compare, forgot_to_return
+from zerolab.lab.exercises.exercise import Exercise, World, Wrong
+from zerolab.lab.exercises.spy import Traffic
 
 E = 4  # elements in a chunk
 
@@ -28,14 +21,14 @@ def check_calls(calls: list[Traffic], world: World, chunk_bytes: int) -> None:
     foreign = [call.op for call in calls if call.op != "exchange"]
     if foreign:
         raise Wrong(
-            f"{foreign[0]} was called", "a collective does the work that the ring is to do: use exchange() only"
+            f"{foreign[0]} was called", "a collective did the work that the ring is meant to do: use exchange() only"
         )
     sizes = [call.payload for call in calls]
     if any(size != chunk_bytes for size in sizes):
         size = next(size for size in sizes if size != chunk_bytes)
         raise Wrong(
-            f"an exchange sent {size} bytes where a chunk has {chunk_bytes}",
-            "extra traffic: one round moves one chunk (1/N of the whole), not everything",
+            f"an exchange sent {size} bytes, and a chunk has {chunk_bytes}",
+            "extra traffic: one round moves one chunk (1/N of the tensor), not everything",
         )
     if len(calls) != N - 1:
         raise Wrong(f"{len(calls)} exchanges, not {N - 1}", round_count(len(calls), N))
@@ -54,34 +47,32 @@ def check_reduce_scatter(answer: Any, world: World) -> None:
     with world.record() as calls:
         got = answer.ring_reduce_scatter([values.share(b, rank) for b in bases], rank, N, world.spy.exchange)
     if isinstance(got, (list, tuple)):
-        raise Wrong(f"the result is a {type(got).__name__} of {len(got)}", f"only one chunk was asked: number {rank}")
+        raise Wrong(f"the result is a {type(got).__name__} of {len(got)}", f"return one chunk only, number {rank}")
     check_tensor("the result", got, (E,))
 
     def explain(got: Tensor) -> str:
         if len(calls) != N - 1:
             return round_count(len(calls), N)
         if torch.allclose(got * N, values.total(bases[rank], N)):
-            return "averaged (divided by N), but the sum was asked"
+            return "averaged (divided by N), but the exercise asks for the sum"
         for number, b in enumerate(bases):
             shares = values.contributions(got, b, N)
             if shares == [1.0] * N:
                 return (
-                    f"off by one chunk: this is the finished sum of chunk {number}, and rank {rank} owns chunk {rank}; "
-                    "shift the chunk that the first round sends"
+                    f"off by one chunk: this is the finished sum of chunk {number}, but rank {rank} owns chunk {rank}; "
+                    "start the first round with another chunk"
                 )
             if shares is not None and number != rank:
                 return f"this is chunk {number} ({values.in_words(shares)}), but rank {rank} owns chunk {rank}"
             if shares is not None and sorted(shares)[-2:] == [0.0, 1.0]:
                 return (
-                    f"only {values.in_words(shares)} to chunk {number} is in it: add what comes in to the own chunk, "
+                    f"only {values.in_words(shares)} to chunk {number} is in it: add your own chunk to what comes in, "
                     "and pass on the sum"
                 )
             if shares is not None:
-                return f"{values.in_words(shares)} to chunk {number} is in it, where every rank's is wanted once"
+                return f"chunk {number} holds {values.in_words(shares)}; it should hold every rank's exactly once"
         if N > 2 and calls[0].to == (rank - 1) % N:
-            return (
-                "different chunks were added up: the ring turns to the left, the numbers are those of one to the right"
-            )
+            return "different chunks were added up: you send left, but the chunk numbers are for a ring to the right"
         return "contributions to different chunks were added up: what comes in belongs to another chunk"
 
     compare(f"chunk {rank}", got, values.total(bases[rank], N), explain)
@@ -90,9 +81,8 @@ def check_reduce_scatter(answer: Any, world: World) -> None:
 
 def round_count(calls: int, N: int) -> str:
     if abs(calls - N + 1) == 1:
-        return (
-            f"one round too {'few' if calls < N - 1 else 'many'}: a ring of N ranks needs N-1 rounds, here were {calls}"
-        )
+        few = "few" if calls < N - 1 else "many"
+        return f"one round too {few}: a ring of N ranks needs N-1 rounds, and you made {calls}"
     return f"{calls} rounds, but a ring of {N} ranks needs {N - 1}"
 
 
@@ -103,18 +93,16 @@ def check_all_gather(answer: Any, world: World) -> None:
     with world.record() as calls:
         got = answer.ring_all_gather(mine, rank, N, world.spy.exchange)
     if not isinstance(got, (list, tuple)):
-        likely = forgot_to_return(got) or "the chunks were put together: a list with one tensor per rank was asked"
+        likely = forgot_to_return(got) or "return a list with one tensor per rank, not the chunks joined together"
         raise Wrong(f"the result is a {type(got).__name__}, not a list of tensors", likely)
     if len(got) != N:
-        raise Wrong(f"the list has {len(got)} chunks, not {N}", "one chunk per rank is wanted, the own one included")
+        raise Wrong(f"the list has {len(got)} chunks, not {N}", "the list needs one chunk per rank, your own included")
     empty = [place for place, chunk in enumerate(got) if not isinstance(chunk, Tensor)]
     if empty:
         fewer = len(calls) < N - 1
         raise Wrong(
             f"place {empty[0]} of the list holds {got[empty[0]]!r}",
-            round_count(len(calls), N)
-            if fewer
-            else "off by one place: a chunk that came in was stored over another one",
+            round_count(len(calls), N) if fewer else "off by one place: an incoming chunk overwrote another one",
         )
 
     def whose(chunk: Tensor) -> int | None:
@@ -128,11 +116,11 @@ def check_all_gather(answer: Any, world: World) -> None:
         if len(set(owners)) == 1 and N > 1:
             return f"the same chunk (rank {owners[0]}'s) in every place: one tensor, N times in the list"
         if owners == [(rank - i) % N for i in range(N)] or owners == [(rank + i) % N for i in range(N)]:
-            return f"all chunks are there, but in the order of their arrival, {owners}: rank order was asked"
+            return f"all chunks are there, but in order of arrival, {owners}: put them in rank order"
         if None not in owners and len(set(owners)) == N:
-            return f"all chunks are there, but in the wrong places, {owners}: count again whose chunk arrives when"
+            return f"all chunks are there, but in the wrong places, {owners}: work out again whose chunk arrives when"
         if None not in owners and len(set(owners)) < N:
-            return "each round sent the own chunk again: pass on what came in the round before"
+            return "each round sent your own chunk again: pass on what came in the round before"
         if any(torch.equal(chunk, a + b) for a in shares for b in shares):
             return "chunks were added up: an all-gather adds nothing"
         return ""
@@ -154,9 +142,9 @@ def ring_reduce_scatter(chunks: list[Tensor], rank: int, world_size: int, exchan
     """The sum over all ranks of chunk number `rank`.
 
     chunks: this rank's contribution to each of the N chunks.
-    exchange(tensor, to, source): sends `tensor` to rank `to`, returns what rank `source` sends here in this round.
+    exchange(tensor, to, source): sends `tensor` to rank `to` and returns what rank `source` sends in this round.
 
-    Every rank talks to its two neighbours only, in N-1 rounds of one chunk each.
+    Each rank talks to its two neighbours only, in N-1 rounds of one chunk each.
     """
     raise Todo("01.1")
 '''
@@ -175,105 +163,6 @@ def ring_reduce_scatter(chunks: list[Tensor], rank: int, world_size: int, exchan
     return partial
 '''
 
-REDUCE_SCATTER_INTO_CHUNKS = """\
-def ring_reduce_scatter(chunks, rank, world_size, exchange):
-    for step in range(world_size - 1):
-        send = (rank - step - 1) % world_size
-        add = (rank - step - 2) % world_size
-        chunks[add] += exchange(chunks[send], (rank + 1) % world_size, (rank - 1) % world_size)
-    return chunks[rank]
-"""
-
-REDUCE_SCATTER_LEFTWARDS = """\
-import torch
-
-
-def ring_reduce_scatter(chunks, rank, world_size, exchange):
-    whole = torch.stack(list(chunks))  # (N, S)
-    for distance in range(1, world_size):  # the ring turned round: to the left
-        passing = (rank + distance) % world_size
-        received = exchange(whole[passing], to=(rank - 1) % world_size, source=(rank + 1) % world_size)
-        whole[(passing + 1) % world_size] += received
-    return whole[rank].clone()
-"""
-
-REDUCE_SCATTER_MUTANTS = {
-    "the other way round, numbers kept": (
-        edit(REDUCE_SCATTER, "to=right, source=left", "to=left, source=right"),
-        "the ring turns to the left",
-    ),
-    "returns another chunk": (
-        edit(REDUCE_SCATTER_INTO_CHUNKS, "return chunks[rank]", "return chunks[rank - 1]"),
-        "owns chunk",
-    ),
-    "off by one chunk": (
-        edit(REDUCE_SCATTER, "chunks[(rank - 1) % world_size]", "chunks[rank]", "rank - 2 - step", "rank - 1 - step"),
-        "off by one chunk",
-    ),
-    "passes on without adding": (
-        edit(REDUCE_SCATTER, "received + chunks[(rank - 2 - step) % world_size]", "received"),
-        "only rank",
-    ),
-    "one round too few": (edit(REDUCE_SCATTER, "range(world_size - 1)", "range(world_size - 2)"), "one round too few"),
-    "one round too many": (edit(REDUCE_SCATTER, "range(world_size - 1)", "range(world_size)"), "one round too many"),
-    "averages": (edit(REDUCE_SCATTER, "return partial", "return partial / world_size"), "averaged"),
-    "adds the own chunk twice": (
-        edit(REDUCE_SCATTER, "received + chunks", "received + 2 * chunks"),
-        "where every rank's is wanted once",
-    ),
-    "adds to another chunk": (
-        edit(REDUCE_SCATTER, "rank - 2 - step", "rank - 3 - step"),
-        "different chunks were added",
-    ),
-    "wrong neighbour": (edit(REDUCE_SCATTER, "source=left", "source=right"), "neighbours are mixed up"),
-    "skips the modulo": (
-        edit(REDUCE_SCATTER, "right, left = (rank + 1) % world_size", "right, left = rank + 1"),
-        "did you take % N?",
-    ),
-    "sends everything in every round": (
-        """\
-import torch
-
-
-def ring_reduce_scatter(chunks, rank, world_size, exchange):
-    mine = torch.cat(list(chunks))
-    total, passing = mine.clone(), mine
-    for _ in range(world_size - 1):
-        passing = exchange(passing, (rank + 1) % world_size, (rank - 1) % world_size)
-        total += passing
-    return total.view(world_size, -1)[rank]
-""",
-        "extra traffic",
-    ),
-    "straight to the owners, no ring": (
-        """\
-def ring_reduce_scatter(chunks, rank, world_size, exchange):
-    total = chunks[rank].clone()
-    for d in range(1, world_size):
-        to, source = (rank + d) % world_size, (rank - d) % world_size
-        total += exchange(chunks[to], to, source)
-    return total
-""",
-        "talks to",
-    ),
-    "a collective instead": (
-        """\
-import torch
-import torch.distributed as dist
-
-
-def ring_reduce_scatter(chunks, rank, world_size, exchange):
-    whole = torch.stack(list(chunks))
-    dist.all_reduce(whole)
-    for _ in range(world_size - 1):
-        exchange(whole[0], (rank + 1) % world_size, (rank - 1) % world_size)
-    return whole[rank]
-""",
-        "a collective does the work",
-    ),
-    "returns nothing": (edit(REDUCE_SCATTER, "return partial", "chunks[rank] = partial"), "`return` is missing"),
-}
-
 
 # ---------------------------------------------------------------------- 01.2
 
@@ -287,7 +176,7 @@ def ring_all_gather(chunk: Tensor, rank: int, world_size: int, exchange) -> list
 
     chunk: what this rank has. exchange(tensor, to, source): as before.
 
-    Every rank talks to its two neighbours only, in N-1 rounds of one chunk each.
+    Each rank talks to its two neighbours only, in N-1 rounds of one chunk each.
     """
     raise Todo("01.2")
 '''
@@ -307,92 +196,6 @@ def ring_all_gather(chunk: Tensor, rank: int, world_size: int, exchange) -> list
     return chunks
 '''
 
-ALL_GATHER_LEFTWARDS = """\
-def ring_all_gather(chunk, rank, world_size, exchange):
-    arrived = [chunk]  # of rank, rank + 1, rank + 2, ...
-    while len(arrived) < world_size:
-        arrived.append(exchange(arrived[-1], to=(rank - 1) % world_size, source=(rank + 1) % world_size))
-    return [arrived[(other - rank) % world_size] for other in range(world_size)]
-"""
-
-ALL_GATHER_INTO_ONE = """\
-import torch
-
-
-def ring_all_gather(chunk, rank, world_size, exchange):
-    whole = torch.empty(world_size, *chunk.shape)
-    whole[rank] = chunk
-    at = rank
-    for _ in range(world_size - 1):
-        received = exchange(whole[at], (rank + 1) % world_size, (rank - 1) % world_size)
-        at = (at - 1) % world_size
-        whole[at] = received
-    return list(whole)
-"""
-
-ALL_GATHER_MUTANTS = {
-    "shifted by one": (edit(ALL_GATHER, "return chunks", "return chunks[1:] + chunks[:1]"), "in the wrong places"),
-    "adds": (edit(ALL_GATHER, "= passing\n    return", "= passing + chunk\n    return"), "adds nothing"),
-    "sends the own chunk every round": (
-        edit(ALL_GATHER, "passing = exchange(passing", "passing = exchange(chunk"),
-        "each round sent the own chunk again",
-    ),
-    "order of arrival": (
-        edit(ALL_GATHER, "chunks[rank] =", "chunks[0] =", "(rank - 1 - step) % world_size", "step + 1"),
-        "order of their arrival",
-    ),
-    "off by one place": (edit(ALL_GATHER, "rank - 1 - step", "rank - step"), "off by one place"),
-    "one round too few": (edit(ALL_GATHER, "range(world_size - 1)", "range(world_size - 2)"), "one round too few"),
-    "one round too many": (edit(ALL_GATHER, "range(world_size - 1)", "range(world_size)"), "one round too many"),
-    "the same tensor in every place": (
-        edit(ALL_GATHER, "return chunks", "return [passing] * world_size"),
-        "the same chunk",
-    ),
-    "forgets its own": (
-        edit(ALL_GATHER, "return chunks", "return chunks[:rank] + chunks[rank + 1 :]"),
-        "the own one included",
-    ),
-    "wrong neighbour": (edit(ALL_GATHER, "source=left", "source=right"), "neighbours are mixed up"),
-    "straight to everyone, no ring": (
-        """\
-def ring_all_gather(chunk, rank, world_size, exchange):
-    chunks = [chunk] * world_size
-    for d in range(1, world_size):
-        source = (rank - d) % world_size
-        chunks[source] = exchange(chunk, (rank + d) % world_size, source)
-    return chunks
-""",
-        "talks to",
-    ),
-    "sends everything in every round": (
-        """\
-import torch
-
-
-def ring_all_gather(chunk, rank, world_size, exchange):
-    whole = torch.zeros(world_size, *chunk.shape)
-    whole[rank] = chunk
-    for _ in range(world_size - 1):
-        received = exchange(whole, (rank + 1) % world_size, (rank - 1) % world_size)
-        whole = torch.maximum(whole, received)
-    return list(whole)
-""",
-        "extra traffic",
-    ),
-    "a collective instead": (
-        """\
-import torch
-import torch.distributed as dist
-
-
-def ring_all_gather(chunk, rank, world_size, exchange):
-    chunks = [torch.empty_like(chunk) for _ in range(world_size)]
-    dist.all_gather(chunks, chunk)
-    return chunks
-""",
-        "a collective does the work",
-    ),
-}
 
 EXERCISES = [
     Exercise(
@@ -402,14 +205,12 @@ EXERCISES = [
         check=check_reduce_scatter,
         stub=REDUCE_SCATTER_STUB,
         reference=REDUCE_SCATTER,
-        alternatives=(REDUCE_SCATTER_INTO_CHUNKS, REDUCE_SCATTER_LEFTWARDS),
-        mutants=REDUCE_SCATTER_MUTANTS,
         hints=(
-            "Follow one chunk: which rank starts it on its way, so that after N-1 rounds it ends where it belongs?",
-            "Chunk r ends at rank r, having come from rank r-1 in the last round. So rank r+1 sent it first: "
+            "Follow one chunk: which rank must send it first, so that it is home after N-1 rounds?",
+            "Chunk r ends at rank r, coming from rank r-1 in the last round. So rank r+1 sends it first: "
             "in the first round rank r sends chunk r-1.",
-            "In round s (from 0) rank r sends what it has of chunk r-1-s, receives what there is of chunk r-2-s, and "
-            "adds its own chunk r-2-s to it. All numbers % N.",
+            "In round s (from 0) rank r sends its partial sum of chunk r-1-s, receives that of chunk r-2-s, and "
+            "adds its own chunk r-2-s. All numbers % N.",
         ),
         exports=("ring_reduce_scatter",),
     ),
@@ -420,14 +221,12 @@ EXERCISES = [
         check=check_all_gather,
         stub=ALL_GATHER_STUB,
         reference=ALL_GATHER,
-        alternatives=(ALL_GATHER_LEFTWARDS, ALL_GATHER_INTO_ONE),
-        mutants=ALL_GATHER_MUTANTS,
         hints=(
-            "In the first round you have one chunk to send. And in the second? What has just come in.",
-            "What comes from the left neighbour in the first round is the neighbour's own chunk; in the second round "
-            "it is that of the neighbour's neighbour.",
-            "In round s (from 0) rank r receives the chunk of rank r-1-s, % N: store it there, and send it in the "
-            "next round.",
+            "In the first round you have one chunk to send. In the second, send the one that has just come in.",
+            "In the first round your left neighbour sends its own chunk; in the second, the chunk of its own left "
+            "neighbour.",
+            "In round s (from 0) rank r receives the chunk of rank r-1-s, % N. Store it in that place, and send it in "
+            "the next round.",
         ),
         exports=("ring_all_gather",),
     ),

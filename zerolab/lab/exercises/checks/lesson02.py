@@ -7,7 +7,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from zerolab.lab.exercises.catalogue import Exercise, World, Wrong, check_tensor, edit
+from zerolab.lab.exercises.checks.values import check_tensor
+from zerolab.lab.exercises.exercise import Exercise, World, Wrong
 
 SHAPES = ((5,), (2, 2), (3, 2))  # 15 elements: no multiple of 2 or 4
 EVEN = ((4, 3), (12,))  # 24 elements: a multiple of 1, 2, 3 and 4
@@ -36,10 +37,11 @@ def _check(answer: Any, N: int, shapes: tuple[tuple[int, ...], ...], dtype: torc
     case = f"{numel} elements, N={N}"
     _check_flat(flat, size, numel, N, dtype, case)
     if len(views) != len(params):
-        raise Wrong(f"{len(views)} views for {len(params)} parameters", "one view for each parameter is wanted")
+        raise Wrong(f"{len(views)} views for {len(params)} parameters", "return one view for each parameter")
     shapes_found = [tuple(view.shape) for view in views]
     if shapes_found != list(shapes) and sorted(shapes_found) == sorted(shapes):
-        raise Wrong(f"the views have the shapes {shapes_found}", "the views are in another order than the parameters")
+        likely = "the views are in a different order from the parameters"
+        raise Wrong(f"the views have the shapes {shapes_found}", likely)
     offset = 0
     for i, (view, param) in enumerate(zip(views, params, strict=True)):
         what = f"view {i} ({case})"
@@ -47,7 +49,7 @@ def _check(answer: Any, N: int, shapes: tuple[tuple[int, ...], ...], dtype: torc
         if view.untyped_storage().data_ptr() != flat.untyped_storage().data_ptr():
             raise Wrong(
                 f"{what} has memory of its own, {view.untyped_storage().nbytes()} bytes",
-                "a copy, not a view: writing to it would not change the flat buffer; cut it out of `flat` itself",
+                "a copy, not a view: writing to it would not change the flat buffer; slice `flat` itself",
             )
         at = view.storage_offset() - flat.storage_offset()
         if at != offset:
@@ -72,9 +74,9 @@ def _check_flat(flat: Any, size: int, numel: int, N: int, dtype: torch.dtype, ca
         check_tensor(what, flat, (size,), dtype)
     if flat.numel() != size:
         likely = {
-            numel: f"no padding: {numel} does not cut into {N} equal shards",
-            numel + N - numel % N: "padding where none was needed: N - numel % N is N, not 0, where numel divides by N",
-            numel * N: "N times the parameters: one buffer of all elements is wanted, not one per rank",
+            numel: f"no padding: {numel} elements do not divide into {N} equal shards",
+            numel + N - numel % N: "padding where none was needed: N - numel % N is N, not 0, when N divides numel",
+            numel * N: "N times the parameters: make one buffer of all elements, not one per rank",
         }.get(flat.numel(), f"pad to the next multiple of {N}, and no further")
         raise Wrong(f"{what} has {flat.numel()} elements, not {size}", likely)
     check_tensor(what, flat, (size,), dtype)
@@ -83,7 +85,7 @@ def _check_flat(flat: Any, size: int, numel: int, N: int, dtype: torch.dtype, ca
         raise Wrong(f"{what} requires a gradient", likely)
     held = flat.untyped_storage().nbytes()
     if held != size * dtype.itemsize:
-        raise Wrong(f"{what} keeps {held} bytes, not {size * dtype.itemsize}", "flat is a part of something larger")
+        raise Wrong(f"{what} keeps {held} bytes, not {size * dtype.itemsize}", "flat is a slice of something larger")
 
 
 def _lost(view: Tensor, param: Tensor) -> str:
@@ -92,7 +94,7 @@ def _lost(view: Tensor, param: Tensor) -> str:
     if not view.any():
         return "values were not copied: the buffer is still zero"
     if torch.equal(view.flatten().sort().values, param.detach().flatten().sort().values):
-        return "the elements are in another order than in the parameter"
+        return "the elements are in a different order from the parameter's"
     return "another parameter's values are here: the copies overlap"
 
 
@@ -101,11 +103,11 @@ def _is_zero(tail: Tensor) -> bool:
 
 
 class _nan_in_fresh_memory:
-    """torch.empty() gives NaN, so that what was never written shows."""
+    """Makes torch.empty() return NaN, so that memory that was never written shows."""
 
     def __enter__(self) -> None:
         self.before = torch.are_deterministic_algorithms_enabled()
-        torch.use_deterministic_algorithms(True, warn_only=True)  # which fills what torch.empty() gives
+        torch.use_deterministic_algorithms(True, warn_only=True)  # this fills what torch.empty() returns
 
     def __exit__(self, *exception: object) -> None:
         torch.use_deterministic_algorithms(self.before)
@@ -118,11 +120,11 @@ from zerolab.lab.exercises import Todo
 
 
 def flat_buffer(params: list[Tensor], world_size: int) -> tuple[Tensor, list[Tensor]]:
-    """One flat buffer that holds all of `params`, and a view into it for each of them.
+    """One flat buffer that holds all of `params`, and a view into it for each parameter.
 
-    flat: (size,), the parameters' elements one after the other, then zeros up to the next multiple of `world_size`;
-        same dtype and device as the parameters, and no gradient.
-    views: one for each parameter, of its shape, in the same memory as `flat`.
+    flat: (size,), all elements of the parameters in order, then zeros up to the next multiple of `world_size`.
+        Same dtype and device as the parameters; needs no gradient.
+    views: one for each parameter, in its shape and in the memory of `flat`.
     """
     raise Todo("02.1")
 '''
@@ -145,77 +147,6 @@ def flat_buffer(params: list[Tensor], world_size: int) -> tuple[Tensor, list[Ten
     return flat, views
 """
 
-FLAT_BUFFER_CAT = """\
-import torch
-
-
-def flat_buffer(params, world_size):
-    with torch.no_grad():
-        flat = torch.cat([param.reshape(-1) for param in params])
-        padding = -len(flat) % world_size
-        flat = torch.cat([flat, flat.new_zeros(padding)])
-    pieces = flat.split([param.numel() for param in params] + [padding])
-    return flat, [piece.view_as(param) for piece, param in zip(pieces, params)]
-"""
-
-FLAT_BUFFER_STRIDED = """\
-import torch
-import torch.nn.functional as F
-
-
-def flat_buffer(params, world_size):
-    ends = torch.tensor([param.numel() for param in params]).cumsum(0).tolist()
-    flat = torch.empty(ends[-1] + (world_size - ends[-1] % world_size) % world_size, dtype=params[0].dtype)
-    flat[ends[-1] :] = 0
-    views = []
-    for end, param in zip(ends, params):
-        view = flat.as_strided(param.shape, param.stride(), end - param.numel())
-        view.copy_(param.data)
-        views.append(view)
-    return flat, views
-"""
-
-FLAT_BUFFER_MUTANTS = {
-    "rounded down": (edit(FLAT_BUFFER, "-(-numel // world_size)", "numel // world_size"), "rounded up, not down"),
-    "in reverse": (edit(FLAT_BUFFER, "for param in params:", "for param in reversed(params):"), "in another order"),
-    "no padding": (
-        edit(FLAT_BUFFER, "-(-numel // world_size) * world_size  # rounded up", "numel"),
-        "no padding",
-    ),
-    "padding where none is needed": (
-        edit(
-            FLAT_BUFFER, "-(-numel // world_size) * world_size  # rounded up", "numel + world_size - numel % world_size"
-        ),
-        "padding where none was needed",
-    ),
-    "one buffer for each rank": (
-        edit(FLAT_BUFFER, "-(-numel // world_size) * world_size  # rounded up", "numel * world_size"),
-        "N times the parameters",
-    ),
-    "copies, not views": (edit(FLAT_BUFFER, "views.append(view)", "views.append(view.clone())"), "a copy, not a view"),
-    "the parameters themselves as views": (
-        edit(FLAT_BUFFER, "views.append(view)", "views.append(param.detach())"),
-        "a copy, not a view",
-    ),
-    "values not copied": (edit(FLAT_BUFFER, "        view.copy_(param.detach())\n", ""), "values were not copied"),
-    "padding not zero": (edit(FLAT_BUFFER, "torch.zeros", "torch.empty"), "the padding is not zero"),
-    "flat views": (
-        edit(FLAT_BUFFER, ".view(param.shape)", "", "copy_(param.detach())", "copy_(param.detach().flatten())"),
-        "use view",
-    ),
-    "no offset": (edit(FLAT_BUFFER, "        offset += param.numel()\n", ""), "wrong offset"),
-    "offset of one dimension": (
-        edit(FLAT_BUFFER, "offset += param.numel()", "offset += param.shape[0]"),
-        "wrong offset",
-    ),
-    "always float32": (edit(FLAT_BUFFER, "dtype=params[0].dtype, ", ""), "the dtype of the input was not kept"),
-    "with the autograd graph": (
-        edit(FLAT_BUFFER_CAT, "with torch.no_grad():", "with torch.enable_grad():"),
-        "autograd graph",
-    ),
-    "returns nothing": (edit(FLAT_BUFFER, "    return flat, views\n", ""), "`return` is missing"),
-    "returns the buffer alone": (edit(FLAT_BUFFER, "return flat, views", "return flat"), "return flat, views"),
-}
 
 EXERCISES = [
     Exercise(
@@ -225,20 +156,18 @@ EXERCISES = [
         check=check_flat_buffer,
         stub=FLAT_BUFFER_STUB,
         reference=FLAT_BUFFER,
-        alternatives=(FLAT_BUFFER_CAT, FLAT_BUFFER_STRIDED),
-        mutants=FLAT_BUFFER_MUTANTS,
         hints=(
-            "A slice of a tensor, and .view() of it, share its memory; .clone(), torch.cat() and indexing with a list "
-            "make new memory.",
-            "numel rounded up to a multiple of N is -(-numel // N) * N. Make the buffer with torch.zeros, so that the "
-            "padding is zero.",
+            "A slice of a tensor and .view() share its memory; .clone(), torch.cat() and indexing with a list make "
+            "new memory.",
+            "numel rounded up to a multiple of N is -(-numel // N) * N. With torch.zeros the padding is zero from the "
+            "start.",
             "For each parameter: view = flat[offset : offset + p.numel()].view(p.shape); view.copy_(p.detach()); "
             "offset += p.numel().",
         ),
         exports=("flat_buffer",),
         errors={
             "is invalid for input of size": "a slice of the buffer is too short: is the size rounded up, not down?",
-            "in-place operation": "a view was written to with the autograd graph on: detach() the parameter",
+            "in-place operation": "a view was written to while autograd was recording: detach() the parameter",
         },
     ),
 ]

@@ -1,4 +1,4 @@
-"""Lesson 04: ZeRO-1. A reduce-scatter on a bare tensor, then a stage whose optimizer sees a slice."""
+"""Lesson 04: ZeRO-1. A reduce-scatter on a bare tensor, then a stage whose optimizer sees only slices."""
 
 from __future__ import annotations
 
@@ -11,33 +11,35 @@ from torch import Tensor, nn
 import zerolab
 from zerolab.engine.layout import Layout
 from zerolab.engine.unit import Unit
-from zerolab.lab.exercises.catalogue import Exercise, Traffic, World, Wrong, check_tensor, compare, edit
 from zerolab.lab.exercises.checks import values
 from zerolab.lab.exercises.checks.lesson03 import INPUT, Block, gradients_alone, make_model, mean_explained
+from zerolab.lab.exercises.checks.values import check_tensor, compare
+from zerolab.lab.exercises.exercise import Exercise, World, Wrong
+from zerolab.lab.exercises.spy import Traffic
 from zerolab.measure import model_states
 
-ALL_REDUCE = "an all-reduce where a reduce-scatter was asked: its own shard is all that a rank needs, half the bytes"
+ALL_REDUCE = "an all-reduce instead of a reduce-scatter: a rank needs only its own shard, which is half the bytes"
 
 
 def check_moved(what: str, calls: list[Traffic], world: World, payload: int, likely: str) -> None:
-    """A reduce-scatter, and an all-gather, move (N-1)/N of the payload, and no more."""
+    """A reduce-scatter or an all-gather moves (N-1)/N of the payload, and no more."""
     N = world.world_size
     sent, allowed = sum(call.sent for call in calls), payload * (N - 1) / N
     if sent > allowed:
         ops = ", ".join(dict.fromkeys(call.op for call in calls))
-        times = f"{sent / allowed:.2f} x the {allowed:,.0f} that are needed" if allowed else "with nobody to send to"
+        times = f"{sent / allowed:.2f} x the {allowed:,.0f} needed" if allowed else "with nobody to send to"
         raise Wrong(f"{what}: {sent:,.0f} bytes were sent per rank, {times} ({ops})", likely)
 
 
 def check_waited(calls: list[Traffic], world: World) -> None:
     if world.world_size > 1 and (lost := world.unwaited(calls)):
-        raise Wrong(lost, "a forgotten wait: the result was right by luck, and will not be on a slower network")
+        raise Wrong(lost, "a forgotten wait: the result was right by luck, and would be wrong on a slower network")
 
 
 def explained(
     base: Tensor, world: World, calls: list[Traffic], suspects: list[tuple[Tensor, str]]
 ) -> Callable[[Tensor], str]:
-    """As for a mean over the ranks; but whatever is there, a wait that was forgotten is the first suspect."""
+    """As `mean_explained`, but a forgotten wait is always the first suspect."""
     named = mean_explained(base, world, calls, suspects)
     lost = world.unwaited(calls)
     return lambda got: f"a forgotten wait: {lost}, so nothing had arrived" if lost else named(got)
@@ -46,11 +48,11 @@ def explained(
 # ---------------------------------------------------------------------- 04.1
 
 SHARD = 5
-SWAPPED = "the output comes first, and is a tensor of its own: dist.all_to_all_single(received, flat)"
-OVER_ELEMENTS = "the mean was taken over elements, not over ranks: view(N, S) has a row for each rank, over dim=0"
-OWN_SHARDS = "this rank's own shards were added up, and nothing that came from the others: they are in `received`"
+SWAPPED = "the output comes first, and it is a separate tensor: dist.all_to_all_single(received, flat)"
+OVER_ELEMENTS = "the mean was taken over elements, not over ranks: view(N, S) has a row per rank, so use dim=0"
+OWN_SHARDS = "this rank's own shards were added up: what the other ranks sent is in `received`"
 DIFFERENT_SHARDS = (
-    "different shards were added up, rank 0's first, rank 1's second: add up everyone's shard r on rank r"
+    "different shards were added up, rank 0's first and rank 1's second: on rank r, add up every rank's shard r"
 )
 
 
@@ -62,23 +64,23 @@ def check_reduce_scatter(answer: Any, world: World) -> None:
         got = answer.reduce_scatter_mean(flat, rank, N)
     exchanged = bool(calls) and all(call.op == "all_to_all_single" for call in calls)
     if exchanged and not torch.equal(flat, values.share(base, rank)):
-        raise Wrong("`flat` holds other numbers after the all-to-all than before", SWAPPED)
+        raise Wrong("the all-to-all changed `flat`", SWAPPED)
     if isinstance(got, Tensor) and N > 1 and got.numel() == N * SHARD:
         raise Wrong(
-            f"it returns {got.numel()} elements", "the whole mean, where one shard, of flat.numel() / N, was asked"
+            f"it returns {got.numel()} elements", "the full mean: return one shard, of flat.numel() / N elements"
         )
     if isinstance(got, Tensor) and got.numel() in (1, N):
-        raise Wrong(f"it returns {got.numel()} elements, where a shard has {SHARD}", OVER_ELEMENTS)
+        raise Wrong(f"it returns {got.numel()} elements, and a shard has {SHARD}", OVER_ELEMENTS)
     check_tensor("what it returns", got, (SHARD,))
     check_moved("a flat tensor", calls, world, 4 * base.numel(), _why_so_much(calls))
     shards = base.view(N, SHARD)
     mean = values.total(base, N).view(N, SHARD) / N
-    others = [(mean[r], f"another rank's slice: this is the mean of shard {r}") for r in range(N) if r != rank]
+    others = [(mean[r], f"another rank's shard: this is the mean of shard {r}") for r in range(N) if r != rank]
     transposed = torch.stack([values.share(base, r).view(N, SHARD)[rank] for r in range(N)]).flatten()
     mixed = transposed.view(SHARD, N)
-    likely = "rows and columns are mixed up: view(N, S), and sum over the N"
+    likely = "rows and columns are mixed up: view(N, S), then sum over the N rows"
     others += [(how(mixed, 1), likely) for how in (torch.mean, torch.sum)]
-    own_shards = sum(values.share(base, r).view(N, SHARD)[r] for r in range(N))
+    own_shards = torch.stack([values.share(base, r).view(N, SHARD)[r] for r in range(N)]).sum(dim=0)
     others += [(how(flat.view(N, SHARD), 0), OWN_SHARDS) for how in (torch.mean, torch.sum) if N > 1]
     others += [(own_shards / k, DIFFERENT_SHARDS) for k in dict.fromkeys((1, N)) if N > 1]
     compare("its shard", got, mean[rank], explained(shards[rank], world, calls, others))
@@ -90,9 +92,7 @@ def _why_so_much(calls: list[Traffic]) -> str:
     if "all_reduce" in ops or {"broadcast", "all_to_all_single"} <= ops:
         return ALL_REDUCE
     if any(op.startswith("all_gather") for op in ops):
-        return (
-            "every rank sends everything to everyone, and most of it is thrown away: send each shard to its owner alone"
-        )
+        return "every rank sends everything to every rank, and most of it is wasted: send each shard to its owner only"
     return "extra traffic: one reduce-scatter, or one all_to_all_single, is enough"
 
 
@@ -107,7 +107,7 @@ def reduce_scatter_mean(flat: Tensor, rank: int, world_size: int) -> Tensor:
     """The mean over all ranks of this rank's shard of `flat`: (N * S,) -> (S,).
 
     Shard r is elements r * S to (r + 1) * S.
-    dist.all_to_all_single(received, flat) sends shard r to rank r, and puts what comes from rank r in place r.
+    dist.all_to_all_single(received, flat) sends shard r to rank r, and stores what rank r sends in place r.
     """
     raise Todo("04.1")
 '''
@@ -124,113 +124,18 @@ def reduce_scatter_mean(flat: Tensor, rank: int, world_size: int) -> Tensor:
     return received.view(world_size, -1).sum(dim=0) / world_size
 """
 
-REDUCE_SCATTER_ASYNC = """\
-import torch
-from torch.distributed import all_to_all_single
-
-
-def reduce_scatter_mean(flat, rank, world_size):
-    received = torch.empty(flat.numel())
-    work = all_to_all_single(received, flat / world_size, async_op=True)
-    work.wait()
-    return sum(received.split(flat.numel() // world_size))
-"""
-
-REDUCE_SCATTER_BY_REDUCES = """\
-import torch.distributed as dist
-
-
-def reduce_scatter_mean(flat, rank, world_size):
-    shards = [shard.clone() for shard in flat.chunk(world_size)]
-    for owner, shard in enumerate(shards):
-        dist.reduce(shard, dst=owner)
-    return shards[rank] / world_size
-"""
-
-_SUM = "received.view(world_size, -1).sum(dim=0)"
-
-REDUCE_SCATTER_MUTANTS = {
-    "all-reduce": (
-        """\
-import torch.distributed as dist
-
-
-def reduce_scatter_mean(flat, rank, world_size):
-    dist.all_reduce(flat)
-    return flat.chunk(world_size)[rank] / world_size
-""",
-        "an all-reduce where a reduce-scatter was asked",
-    ),
-    "gathers everything": (
-        """\
-import torch
-import torch.distributed as dist
-
-
-def reduce_scatter_mean(flat, rank, world_size):
-    flats = [torch.empty_like(flat) for _ in range(world_size)]
-    dist.all_gather(flats, flat)
-    return torch.stack(flats).mean(dim=0).chunk(world_size)[rank]
-""",
-        "every rank sends everything to everyone",
-    ),
-    "sum for mean": (edit(REDUCE_SCATTER, " / world_size", ""), "summed over ranks"),
-    "divided twice": (edit(REDUCE_SCATTER, "(received, flat)", "(received, flat / world_size)"), "divided by N twice"),
-    "the whole": (edit(REDUCE_SCATTER, _SUM, "received"), "the whole mean, where one shard"),
-    "its own part alone": (
-        edit(REDUCE_SCATTER, f"{_SUM} / world_size", "received.view(world_size, -1)[rank]"),
-        "the rank's own gradient",
-    ),
-    "sums over the elements": (
-        edit(REDUCE_SCATTER, _SUM, "received.view(-1, world_size).sum(dim=1)"),
-        "rows and columns are mixed up",
-    ),
-    "another rank's slice": (
-        edit(
-            REDUCE_SCATTER_BY_REDUCES, "dst=owner", "dst=(owner + 1) % world_size", "shards[rank]", "shards[rank - 1]"
-        ),
-        "another rank's slice",
-    ),
-    "forgotten wait": (
-        edit(REDUCE_SCATTER_ASYNC, "    work.wait()\n", "", "torch.empty(flat.numel())", "flat.clone()"),
-        "a forgotten wait",
-    ),
-    "nothing returned": (edit(REDUCE_SCATTER, "return ", "mean = "), "`return` is missing"),
-    "the mean over elements": (
-        edit(REDUCE_SCATTER, f"{_SUM} / world_size", "received.view(world_size, -1).mean(dim=1)"),
-        "taken over elements, not over ranks",
-    ),
-    "input and output swapped": (
-        edit(REDUCE_SCATTER, "(received, flat)", "(flat, received)"),
-        "the output comes first",
-    ),
-    "looks at what it sent": (edit(REDUCE_SCATTER, "received.view", "flat.view"), "this rank's own shards"),
-    "room for one shard": (
-        edit(REDUCE_SCATTER, "torch.empty_like(flat)", "torch.empty(flat.numel() // world_size)"),
-        "room for a shard from every rank",
-    ),
-    "everyone's own shard": (
-        edit(
-            REDUCE_SCATTER_BY_REDUCES,
-            "    for owner, shard in enumerate(shards):\n        dist.reduce(shard, dst=owner)\n",
-            "    dist.all_reduce(shards[rank])\n",
-        ),
-        "different shards were added up",
-    ),
-}
-
 
 # ---------------------------------------------------------------------- 04.2
 
 
 def owned(layout: Layout, flat: Tensor, rank: int, owner: int | None = None) -> Tensor:
-    """The elements of the model (no padding) in the shard of `owner`, seen through the slices of `rank`."""
+    """The elements (without padding) of the shard of `owner`, seen through the slices of `rank`."""
     shard = layout.shard(flat, rank if owner is None else owner)
     return torch.cat([view.flatten() for view in layout.slices(shard, rank)])
 
 
 def flat_of(layout: Layout, tensors: list[Tensor]) -> Tensor:
-    """`tensors`, one for each parameter, laid out flat, with zeros where there is padding."""
+    """`tensors`, one for each parameter, laid out flat, with zeros for padding."""
     flat = torch.zeros(layout.size)
     for view, tensor in zip(layout.views(flat), tensors, strict=True):
         view.copy_(tensor)
@@ -238,7 +143,7 @@ def flat_of(layout: Layout, tensors: list[Tensor]) -> Tensor:
 
 
 def check_class(cls: Any, name: str, base: type, methods: tuple[str, ...]) -> None:
-    """Raises Wrong unless the learner's class extends `base` and has `methods` of its own."""
+    """Raises Wrong unless the learner's class extends `base` and overrides `methods`."""
     if not isinstance(cls, type) or not issubclass(cls, base):
         likely = f"it must begin with `class {name}(zerolab.{base.__name__}):`"
         raise Wrong(f"{name} is not a subclass of zerolab.{base.__name__}", likely)
@@ -255,44 +160,44 @@ def check_zero1(answer: Any, world: World) -> None:
     model = make_model()
     zero = answer.MyZero1(model, units=[Block])
     before = [unit.full.clone() for unit in zero.units]
-    for unit, whole in zip(zero.units, before, strict=True):
-        check_slices(unit, whole, world)
+    for unit, full in zip(zero.units, before, strict=True):
+        check_slices(unit, full, world)
     check_gradients(zero, model, world)
     check_step(zero, model, before, world)
     check_training(answer.MyZero1, zerolab.Zero1, world)
 
 
-def check_slices(unit: Unit, whole: Tensor, world: World) -> None:
-    """What the optimizer sees: this rank's slice of each parameter, in the storage that the step has to change."""
+def check_slices(unit: Unit, full: Tensor, world: World) -> None:
+    """What the optimizer sees must be this rank's slice of each parameter, in the storage that it is to change."""
     layout, rank = unit.layout, world.rank
-    seen, want = sum(param.numel() for param in unit.params), len(owned(layout, whole, rank))
+    seen, want = sum(param.numel() for param in unit.params), len(owned(layout, full, rank))
     if world.world_size > 1 and seen == layout.numel:
-        likely = "the optimizer sees whole parameters, and will keep state for all of them: give it this rank's slices"
-        raise Wrong(f"unit {unit.name}: the optimizer is given all {seen} elements, not this rank's {want}", likely)
+        likely = "the optimizer sees full parameters, and will keep state for all of them: give it this rank's slices"
+        raise Wrong(f"unit {unit.name}: the optimizer gets all {seen} elements, not this rank's {want}", likely)
     kept = unit.master.numel()
     if kept != layout.shard_size:
-        likely = "unit.master is still the whole: keep_shard() returns this rank's shard, and makes it the master"
+        likely = "unit.master still holds everything: keep_shard() makes this rank's shard the master, and returns it"
         raise Wrong(f"unit {unit.name}: unit.master has {kept} elements, not {layout.shard_size}", likely)
-    shapes = [tuple(view.shape) for view in layout.slices(layout.shard(whole, rank), rank)]
+    shapes = [tuple(view.shape) for view in layout.slices(layout.shard(full, rank), rank)]
     if world.world_size > 1 and [tuple(param.shape) for param in unit.params] != shapes:
-        got = ", ".join(str(tuple(param.shape)) for param in unit.params)
+        given = ", ".join(str(tuple(param.shape)) for param in unit.params)
         raise Wrong(
-            f"unit {unit.name}: the optimizer is given the shapes {got}, not {', '.join(map(str, shapes))}",
-            "another rank's slice: layout.slices(shard, rank) wants the rank whose shard it is, self.rank",
+            f"unit {unit.name}: the optimizer gets the shapes {given}, not {', '.join(map(str, shapes))}",
+            "another rank's slice: layout.slices(shard, rank) takes the rank that owns the shard, self.rank",
         )
     got = torch.cat([param.detach().flatten() for param in unit.params])
-    compare(f"unit {unit.name}, what the optimizer sees", got, owned(layout, whole, rank), _whose(unit, whole, world))
+    compare(f"unit {unit.name}, what the optimizer sees", got, owned(layout, full, rank), _whose(unit, full, world))
     if any(param.untyped_storage()._cdata != unit.master.untyped_storage()._cdata for param in unit.params):
         likely = (
-            "copies: the optimizer would change them and not the model. Give it views, as layout.slices() makes them"
+            "copies: the optimizer would change them and not the model. Give it views, which layout.slices() returns"
         )
-        raise Wrong(f"unit {unit.name}: what the optimizer sees does not lie in unit.master", likely)
+        raise Wrong(f"unit {unit.name}: what the optimizer sees is not in unit.master", likely)
 
 
-def _whose(unit: Unit, whole: Tensor, world: World) -> Callable[[Tensor], str]:
+def _whose(unit: Unit, full: Tensor, world: World) -> Callable[[Tensor], str]:
     def explain(got: Tensor) -> str:
         for r in range(world.world_size):
-            if torch.equal(got, owned(unit.layout, whole, world.rank, r)):
+            if torch.equal(got, owned(unit.layout, full, world.rank, r)):
                 return f"another rank's slice: this is rank {r}'s"
         return "another rank's slice"
 
@@ -300,7 +205,7 @@ def _whose(unit: Unit, whole: Tensor, world: World) -> Callable[[Tensor], str]:
 
 
 def forward(model: nn.Module, world: World) -> Tensor:
-    """Rank r's gradients will be 16**r times those of `gradients_alone`."""
+    """A loss for which rank r's gradients are 16**r times those of `gradients_alone`."""
     return 12.0 * 16.0**world.rank * model(INPUT).sum()
 
 
@@ -309,7 +214,7 @@ def payload_of(zero: zerolab.Engine) -> int:
 
 
 def check_gradients(zero: Any, model: nn.Module, world: World) -> None:
-    """After a backward each parameter has the mean of this rank's slice, and nothing else was sent."""
+    """After a backward each parameter's gradient is the mean of this rank's slice, and nothing else was sent."""
     check_no_gather(model, world, "a forward before any step")
     loss = forward(model, world)
     with world.record() as calls:
@@ -322,9 +227,9 @@ def check_gradients(zero: Any, model: nn.Module, world: World) -> None:
 def check_means(
     zero: Any, world: World, calls: list[Traffic], when: str, times: float, lost: dict[float, str] | None = None
 ) -> None:
-    """The gradients of each unit against the mean over the ranks of `times` those of one backward.
+    """Compare each unit's gradients with the mean over the ranks of `times` those of one backward.
 
-    lost: which mistake it is if they are another multiple of it.
+    lost: another multiple -> the mistake that it comes from.
     """
     N, rank, alone = world.world_size, world.rank, gradients_alone()
     for unit in zero.units:
@@ -346,7 +251,7 @@ def check_means(
 
 
 def check_step(zero: Any, model: nn.Module, before: list[Tensor], world: World) -> None:
-    """After a step every rank's forward sees every rank's new values, and each was sent once."""
+    """After a step every rank's forward sees every rank's new values, and each value was sent once."""
     optimizer, alone, N = torch.optim.SGD(model.parameters(), lr=0.25), gradients_alone(), world.world_size
     with world.record() as calls:
         optimizer.step()
@@ -357,7 +262,7 @@ def check_step(zero: Any, model: nn.Module, before: list[Tensor], world: World) 
         grads = flat_of(layout, [alone[name] for name in unit.names])
         want, got = old - 0.25 * values.total(grads, N) / N, unit.full.detach()
         _compare_weights(unit, got, want, old, calls, world)
-    likely = "extra traffic: what has to travel after a step is one all-gather of each unit's new parameters"
+    likely = "extra traffic: after a step, one all-gather of each unit's new parameters is enough"
     check_moved("one step", calls, world, payload_of(zero), likely)
     check_waited(calls, world)
     check_no_gather(model, world, "a second forward after the same step")
@@ -367,7 +272,7 @@ def check_no_gather(model: nn.Module, world: World, when: str) -> None:
     with world.record() as calls, torch.no_grad():
         model(INPUT)
     if sum(call.sent for call in calls):
-        likely = "gathered in every forward: once after a step is enough, for the whole parameters stay"
+        likely = "gathered in every forward: once after a step is enough, since the full parameters stay"
         raise Wrong(f"{calls[0].op} was called in {when}", likely)
 
 
@@ -379,23 +284,25 @@ def _compare_weights(unit: Unit, got: Tensor, want: Tensor, old: Tensor, calls: 
             return f"a forgotten wait: {lost}"
         if not torch.allclose(mine, theirs):
             if torch.equal(mine, owned(layout, old, rank)):
-                return "this rank's own slice is as before the step: what the optimizer changed was overwritten"
-            return "this rank's own slice is wrong: it was overwritten by something else than its new values"
+                return "this rank's own slice is as it was before the step: the optimizer's update was overwritten"
+            return "this rank's own slice is wrong: it was overwritten with something other than its new values"
         rest = [owned(layout, got, rank, r) for r in range(world.world_size) if r != rank]
         was = [owned(layout, old, rank, r) for r in range(world.world_size) if r != rank]
         if all(torch.equal(a, b) for a, b in zip(rest, was)):
-            return "the other ranks' slices are as before the step: nobody gathers, and the ranks' weights drift apart"
-        return "not every rank's new slice arrived, or not in its place: rank r's shard belongs in place r of unit.full"
+            return "the other ranks' slices are as before the step: without a gather the ranks' weights drift apart"
+        return (
+            "a rank's new slice did not arrive, or is in the wrong place: rank r's shard goes to place r of unit.full"
+        )
 
     pick = torch.cat([torch.arange(slot.offset, slot.end) for slot in unit.layout.slots])
     compare(f"unit {unit.name}, parameters after a step", got[pick], want[pick], explain)
     if unit.full.untyped_storage()._cdata != unit.full_params[0].untyped_storage()._cdata:
-        likely = "unit.full was replaced, and forward reads views of the old one: gather into unit.full itself"
-        raise Wrong(f"unit {unit.name}: after a step unit.full is another tensor than the one forward reads", likely)
+        likely = "unit.full was replaced, but forward reads views of the old one: gather into unit.full itself"
+        raise Wrong(f"unit {unit.name}: after a step unit.full is not the tensor that forward reads", likely)
 
 
 def check_training(theirs: type, stage: type, world: World) -> None:
-    """Three steps of Adam beside the package's stage: the same numbers, at most the same bytes held and sent."""
+    """Three steps of Adam against the package's stage: the same numbers, and no more bytes held or sent."""
     (ours, held, sent), (wanted, may_hold, may_send) = (_train(cls, world) for cls in (theirs, stage))
     for category, likely in TOO_MUCH.items():
         if held[category] > may_hold[category]:
@@ -408,14 +315,14 @@ def check_training(theirs: type, stage: type, world: World) -> None:
 
 
 TOO_MUCH = {
-    "parameters": "a copy of the slice is kept beside the whole parameters: give the optimizer views of them",
-    "gradients": "whole gradients are still there: when the reduction is over, let go of all but this rank's slice",
+    "parameters": "a copy of the slice is kept besides the full parameters: give the optimizer views of them",
+    "gradients": "full gradients are still there: after the reduction, keep only this rank's slice",
     "optimizer": "the optimizer keeps state for more than this rank's slice",
 }
 
 
 def _train(cls: type, world: World) -> tuple[dict[str, Tensor], dict[str, int], float]:
-    """Parameters after three steps, model states when the last backward has returned, bytes sent."""
+    """Parameters after three steps, model states after the last backward, bytes sent."""
     model = make_model()
     zero = cls(model, units=[Block])
     optimizer = torch.optim.Adam(model.parameters(), lr=0.125)
@@ -427,12 +334,12 @@ def _train(cls: type, world: World) -> tuple[dict[str, Tensor], dict[str, int], 
             optimizer.step()
         with torch.no_grad():
             model(INPUT)
-    whole = {
+    full = {
         name: view.clone()
         for unit in zero.units
         for name, view in zip(unit.names, unit.layout.views(unit.full.detach()), strict=True)
     }
-    return whole, held, sum(call.sent for call in calls)
+    return full, held, sum(call.sent for call in calls)
 
 
 ZERO1_STUB = '''\
@@ -448,23 +355,23 @@ class MyZero1(zerolab.DDP):
     stage = 1
 
     def optimizer_params(self, unit: Unit) -> list[Tensor]:
-        """What the optimizer shall update: this rank's slice of each parameter, and nothing else.
+        """What the optimizer updates: this rank's slice of each parameter, and nothing else.
 
-        unit.keep_shard() returns this rank's shard of the flat parameters, (S,), and makes it unit.master.
-        unit.layout.slices(shard, rank) are views of what `rank` owns of each parameter.
+        unit.keep_shard() makes this rank's shard of the flat parameters, (S,), the unit.master, and returns it.
+        unit.layout.slices(shard, rank) returns a view for each parameter, of the part that `rank` owns.
         """
         raise Todo("04.2")
 
     def reduce(self, unit: Unit):
         """Leave in unit.bucket.grad, (S,), the mean over the ranks of this rank's shard of unit.bucket.full, (N * S,).
 
-        unit.layout.shard(flat, self.rank) is a view of the shard; self.comm.reduce_scatter(output, input, unit.name)
-        starts what you wrote in 04.1. Return what has a wait(), or None if the mean is there already.
+        unit.layout.shard(flat, self.rank) is a view of the shard. self.comm.reduce_scatter(output, input, unit.name)
+        starts what you wrote in 04.1: return it, since it has a wait(), or None if the mean is already there.
         """
         raise Todo("04.2")
 
     def after_step(self, unit: Unit) -> None:
-        """The optimizer has changed unit.master, (S,), on every rank another. Forward reads unit.full, (N * S,).
+        """The optimizer has changed unit.master, (S,), which differs on every rank. Forward reads unit.full, (N * S,).
 
         self.comm.all_gather(output, input, unit.name) starts an all-gather.
         """
@@ -491,191 +398,25 @@ class MyZero1(zerolab.DDP):
         self.comm.all_gather(unit.full, unit.master.to(unit.full.dtype), unit.name).wait()
 """
 
-ZERO1_LAZY = """\
-from zerolab import DDP
-
-
-class MyZero1(DDP):
-    stage = 1
-
-    def optimizer_params(self, unit):
-        return unit.layout.slices(unit.keep_shard(), self.rank)
-
-    def reduce(self, unit):
-        unit.bucket.grad = unit.layout.shard(unit.bucket.full, self.rank)
-        self.comm.reduce_scatter(unit.bucket.grad, unit.bucket.full, unit.name).wait()
-
-    def after_step(self, unit):
-        self.stale.append(unit)
-
-    def pre_forward(self, unit):
-        self.gather_stale(until=unit)
-"""
-
-ZERO1_BY_HAND = """\
-import torch
-import torch.distributed as dist
-import zerolab
-
-
-class MyZero1(zerolab.DDP):
-    stage = 1
-
-    def optimizer_params(self, unit):
-        return unit.layout.slices(unit.keep_shard(), self.rank)
-
-    def reduce(self, unit):
-        received = torch.empty_like(unit.bucket.full)
-        dist.all_to_all_single(received, unit.bucket.full, group=self.comm.group)
-        unit.bucket.grad = received.view(self.world_size, -1).sum(dim=0) / self.world_size
-
-    def after_step(self, unit):
-        unit.gather()
-"""
-
-_PARAMS = "unit.layout.slices(unit.keep_shard(), self.rank)"
-_REDUCE = "return self.comm.reduce_scatter(unit.bucket.grad, unit.bucket.full, unit.name)"
-_GATHER = "self.comm.all_gather(unit.full, unit.master.to(unit.full.dtype), unit.name).wait()"
-_HAND = "received.view(self.world_size, -1).sum(dim=0) / self.world_size"
-
-ZERO1_MUTANTS = {
-    "whole parameters": (
-        edit(ZERO1, f"return {_PARAMS}", "return unit.layout.views(unit.master)"),
-        "the optimizer sees whole parameters",
-    ),
-    "keep_shard forgotten": (edit(ZERO1, "unit.keep_shard()", "unit.shard"), "unit.master is still the whole"),
-    "another rank's parameters": (
-        edit(ZERO1, "unit.keep_shard(), self.rank", "unit.keep_shard(), (self.rank + 1) % self.world_size"),
-        "another rank's slice",
-    ),
-    "copies for the optimizer": (
-        edit(ZERO1, _PARAMS, f"[view.clone() for view in {_PARAMS}]"),
-        "copies: the optimizer would change them",
-    ),
-    "a copy of the shard": (
-        edit(
-            ZERO1,
-            f"return {_PARAMS}",
-            "unit.master = unit.shard = unit.shard.clone()\n        return unit.layout.slices(unit.master, self.rank)",
-        ),
-        "a copy of the slice is kept beside the whole parameters",
-    ),
-    "all-reduce": (
-        edit(ZERO1, _REDUCE, "return self.comm.all_reduce(unit.bucket.full, unit.name)"),
-        "an all-reduce where a reduce-scatter was asked",
-    ),
-    "gathers the gradient": (
-        edit(
-            ZERO1,
-            _REDUCE,
-            "self.comm.reduce_scatter(unit.bucket.grad, unit.bucket.full, unit.name).wait()\n"
-            "        return self.comm.all_gather(unit.bucket.full, unit.bucket.grad, unit.name)",
-        ),
-        "an all-reduce where a reduce-scatter was asked",
-    ),
-    "sum for mean": (edit(ZERO1_BY_HAND, _HAND, _HAND.removesuffix(" / self.world_size")), "summed over ranks"),
-    "divided twice": (
-        edit(ZERO1, _REDUCE, _REDUCE.removeprefix("return ") + ".wait()\n        unit.bucket.grad /= self.world_size"),
-        "divided by N twice",
-    ),
-    "not reduced": (edit(ZERO1, f"        {_REDUCE}\n", ""), "the rank's own gradient: nothing was sent"),
-    "forgotten wait": (edit(ZERO1, _REDUCE, _REDUCE.removeprefix("return ")), "a forgotten wait"),
-    "another rank's gradient": (
-        edit(
-            ZERO1_BY_HAND,
-            f"unit.bucket.grad = {_HAND}",
-            "shards = [shard.clone() for shard in unit.bucket.full.chunk(self.world_size)]\n"
-            "        for owner, shard in enumerate(shards):\n"
-            "            dist.reduce(shard, dst=(owner + 1) % self.world_size)\n"
-            "        unit.bucket.grad = shards[self.rank - 1] / self.world_size",
-            "        dist.all_to_all_single(received, unit.bucket.full, group=self.comm.group)\n",
-            "",
-        ),
-        "another rank's slice",
-    ),
-    "unit.bucket.grad not set": (
-        edit(ZERO1, "unit.bucket.grad = ", "mine = ", "scatter(unit.bucket.grad", "scatter(mine"),
-        "did not say in unit.bucket.grad",
-    ),
-    "nobody gathers": (edit(ZERO1, _GATHER, "pass"), "the ranks' weights drift apart"),
-    "gather not waited for": (edit(ZERO1, f"{_GATHER}", _GATHER.removesuffix(".wait()")), "a forgotten wait"),
-    "gathers in every forward": (
-        edit(
-            ZERO1,
-            "def after_step",
-            f"def pre_forward(self, unit):\n        {_GATHER.replace('whole,', 'whole.data,')}\n\n    def after_step",
-        ),
-        "gathered in every forward",
-    ),
-    "gathers at the wrong places": (
-        edit(
-            ZERO1,
-            _GATHER,
-            "shards = [torch.empty_like(unit.master) for _ in range(self.world_size)]\n"
-            "        dist.all_gather(shards, unit.master)\n"
-            "        unit.full.copy_(torch.cat(shards[::-1]))",
-            "import zerolab\n",
-            "import torch\nimport torch.distributed as dist\nimport zerolab\n",
-        ),
-        "this rank's own slice is wrong",
-    ),
-    "unit.full replaced": (
-        edit(
-            ZERO1,
-            _GATHER,
-            "whole = unit.full.clone()\n"
-            "        self.comm.all_gather(whole, unit.master, unit.name).wait()\n"
-            "        unit.full = whole",
-        ),
-        "unit.full was replaced",
-    ),
-    "the work for the gradient": (
-        edit(
-            ZERO1,
-            "unit.bucket.grad = unit.layout.shard(unit.bucket.full, self.rank)\n        return self",
-            "unit.bucket.grad = self",
-            "reduce_scatter(unit.bucket.grad,",
-            "reduce_scatter(unit.layout.shard(unit.bucket.full, self.rank),",
-        ),
-        "what can be waited for",
-    ),
-    "one flat tensor for the optimizer": (
-        edit(ZERO1, _PARAMS, "[unit.keep_shard()]"),
-        "one tensor for each parameter",
-    ),
-    "whole and shard swapped": (
-        edit(ZERO1, _GATHER, "self.comm.all_gather(unit.master, unit.full, unit.name).wait()"),
-        "the output comes first",
-    ),
-    "the function of 04.1": (
-        edit(ZERO1, _REDUCE, "unit.bucket.grad = reduce_scatter_mean(unit.bucket.full, self.rank, self.world_size)"),
-        "a file of its own",
-    ),
-    "nothing of its own": (
-        "import zerolab\n\n\nclass MyZero1(zerolab.Zero1):\n    stage = 1\n",
-        "write your own",
-    ),
-}
-
 
 ERRORS = {
-    "left no unit.bucket.grad": "reduce() was not called, or did not say in unit.bucket.grad where the mean is",
-    "was replaced after sharding": "the optimizer was given copies: give it views into unit.master",
-    "storage of size": "unit.bucket.grad must have the size of unit.master: this rank's shard, (S,)",
+    "left no unit.bucket.grad": "reduce() was not called, or did not leave the mean in unit.bucket.grad",
+    "was replaced after sharding": "the optimizer got copies: give it views into unit.master",
+    "storage of size": "unit.bucket.grad must be as long as unit.master: this rank's shard, (S,)",
     "modified by an inplace operation": "unit.full was written to between forward and backward: gather after the step",
-    "The size of tensor": "the whole (N * S,) and a shard (S,) were mixed up",
-    "is invalid for input of size": "the whole and a shard were mixed up: reduce_scatter fills a shard from "
-    "a whole, all_gather a whole from shards, and the output comes first",
+    "The size of tensor": "the full tensor, (N * S,), and a shard, (S,), were mixed up",
+    "is invalid for input of size": "the full tensor and a shard were mixed up: reduce_scatter fills a shard "
+    "from a full tensor, all_gather a full tensor from shards, and the output comes first",
     "name 'reduce_scatter_mean' is not": "each exercise is a file of its own: use self.comm.reduce_scatter(), or copy "
     "your function into this cell",
-    "'Pending' object": "reduce_scatter() returns something to wait for: return it; unit.bucket.grad is the output",
-    "out=list": "layout.slices() is a list of views; unit.bucket.grad is one flat tensor, made by layout.shard()",
+    "'Pending' object": "reduce_scatter() returns something to wait for: return that; unit.bucket.grad is its output",
+    "out=list": "layout.slices() is a list of views; unit.bucket.grad is one flat tensor, so use layout.shard()",
     "'NoneType' object is not iterable": "optimizer_params() returns nothing: `return` is missing",
     "zip() argument 2 is": "optimizer_params() must return one tensor for each parameter: layout.slices(shard, rank)",
-    "must be Tensor, not NoneType": "there is no tensor: after a step unit.bucket.grad may be gone; unit.master is "
-    "what travels",
-    "in->size == out->size": "`received` must have room for a shard from every rank: as many elements as `flat`",
-    "stuck in reduce: not through": "in dist.reduce() all ranks must name the same dst: a call for each owner",
+    "must be Tensor, not NoneType": "there is no tensor here: after a step unit.bucket.grad may be gone; what travels "
+    "is unit.master",
+    "in->size == out->size": "`received` needs room for a shard from every rank: as many elements as `flat`",
+    "stuck in reduce: not finished": "all ranks must pass the same dst to dist.reduce(): make one call for each owner",
 }
 FIRST_RANK = "the result reached rank 0 only: each rank needs the mean of its own shard"
 
@@ -687,12 +428,10 @@ EXERCISES = [
         check=check_reduce_scatter,
         stub=REDUCE_SCATTER_STUB,
         reference=REDUCE_SCATTER,
-        alternatives=(REDUCE_SCATTER_ASYNC, REDUCE_SCATTER_BY_REDUCES),
-        mutants=REDUCE_SCATTER_MUTANTS,
         hints=(
-            "received = torch.empty_like(flat), then dist.all_to_all_single(received, flat): now `received` holds what "
-            "each rank has for *this* rank's shard, one after the other.",
-            "received.view(world_size, -1) has a row for each rank. Its mean over the rows is what is asked.",
+            "received = torch.empty_like(flat), then dist.all_to_all_single(received, flat): now `received` holds "
+            "every rank's contribution to *this* rank's shard, in rank order.",
+            "received.view(world_size, -1) has a row for each rank. You want the mean over the rows.",
             "return received.view(world_size, -1).sum(dim=0) / world_size",
         ),
         exports=("reduce_scatter_mean",),
@@ -706,14 +445,12 @@ EXERCISES = [
         check=check_zero1,
         stub=ZERO1_STUB,
         reference=ZERO1,
-        alternatives=(ZERO1_LAZY, ZERO1_BY_HAND),
-        mutants=ZERO1_MUTANTS,
         hints=(
             "optimizer_params(): return unit.layout.slices(unit.keep_shard(), self.rank).",
             "reduce(): unit.bucket.grad = unit.layout.shard(unit.bucket.full, self.rank), then return "
             "self.comm.reduce_scatter(unit.bucket.grad, unit.bucket.full, unit.name).",
-            "after_step(): self.comm.all_gather(unit.full, unit.master, unit.name).wait(). Without the wait "
-            "forward may read what has not arrived.",
+            "after_step(): self.comm.all_gather(unit.full, unit.master, unit.name).wait(). Without the wait, forward "
+            "may read values that have not arrived.",
         ),
         exports=("MyZero1",),
         extends="Zero1",

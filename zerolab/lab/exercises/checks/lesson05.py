@@ -1,4 +1,4 @@
-"""Lesson 05: ZeRO-2. What is left of a unit's gradient once it is reduced, and when the rest goes."""
+"""Lesson 05: ZeRO-2. What a rank keeps of a unit's gradient after its reduction, and when the rest goes."""
 
 from __future__ import annotations
 
@@ -10,7 +10,6 @@ from torch import nn
 
 import zerolab
 from zerolab.engine.unit import Unit
-from zerolab.lab.exercises.catalogue import Exercise, World, Wrong, edit
 from zerolab.lab.exercises.checks.lesson03 import INPUT, Block, make_model
 from zerolab.lab.exercises.checks.lesson04 import (
     ERRORS,
@@ -25,8 +24,9 @@ from zerolab.lab.exercises.checks.lesson04 import (
     forward,
     payload_of,
 )
+from zerolab.lab.exercises.exercise import Exercise, World, Wrong
 
-TOO_LATE = "released too late: the peak is as high as in stage 1. Let each unit's gradient go as soon as it is reduced"
+TOO_LATE = "released too late: the peak is as high as in stage 1. Release each unit's gradient as soon as it is reduced"
 
 
 def check_zero2(answer: Any, world: World) -> None:
@@ -38,7 +38,7 @@ def check_zero2(answer: Any, world: World) -> None:
     except Wrong as wrong:
         if "own gradient: it was not reduced" not in wrong.likely:
             raise
-        likely = "released before the reduction is over: what was kept is the rank's own gradient, not yet the mean"
+        likely = "released before the reduction has finished: what was kept is the rank's own gradient, not the mean"
         raise Wrong(wrong.seen, likely, values_differ=True) from None
     zero.model.zero_grad()
     check_no_sync(zero, model, world)
@@ -47,13 +47,13 @@ def check_zero2(answer: Any, world: World) -> None:
 
 
 def check_no_sync(zero: Any, model: nn.Module, world: World) -> None:
-    """Two micro-batches, the first under no_sync: nothing is sent for it, and nothing of it is lost."""
+    """Two micro-batches, the first under no_sync, which sends nothing and must not be lost."""
     with world.record() as inside, zero.no_sync():
         forward(model, world).backward()
     if inside:
-        likely = "no_sync() was ignored: only reduce where self.reduces(unit) says so, as super().post_backward() does"
+        likely = "no_sync() was ignored: reduce only if self.reduces(unit), as super().post_backward() does"
         raise Wrong(f"{inside[0].op} was called inside no_sync()", likely)
-    kept = "what no_sync() kept back is lost: where self.reduces(unit) is False there is nothing to release yet"
+    kept = "what no_sync() kept back is lost: while self.reduces(unit) is False there is nothing to release yet"
     if any(unit.bucket.full is None for unit in zero.units):
         raise Wrong("unit.bucket.full is gone after a backward under no_sync()", kept)
     with world.record() as calls:
@@ -64,7 +64,7 @@ def check_no_sync(zero: Any, model: nn.Module, world: World) -> None:
 
 
 def check_released(cls: type, world: World) -> None:
-    """While backward goes on, the memory of at most one earlier unit's whole gradient is still there."""
+    """During backward at most one earlier unit's full gradient may still be in memory."""
     if world.world_size == 1:
         return
     earlier: list[weakref.ref[torch.UntypedStorage]] = []
@@ -82,10 +82,10 @@ def check_released(cls: type, world: World) -> None:
     Watched(model, units=[Block])
     model(INPUT).sum().backward()
     if left := alive(earlier):
-        much = f"the memory of {left} of 4 units' whole gradients is still there when backward has returned"
+        much = f"{left} of 4 units' full gradients are still in memory after backward"
         raise Wrong(much, TOO_MUCH["gradients"])
     if most > 1:
-        raise Wrong(f"up to {most} units' whole gradients were there at once, besides the one at work", TOO_LATE)
+        raise Wrong(f"up to {most} units' full gradients were in memory at once, besides the current one", TOO_LATE)
 
 
 def alive(storages: list[weakref.ref[torch.UntypedStorage]]) -> int:
@@ -104,11 +104,11 @@ class MyZero2(zerolab.Zero1):
     stage = 2
 
     def post_backward(self, unit: Unit) -> None:
-        """All gradients of `unit` are there. Reduce them as stage 1 does, then keep this rank's slice alone.
+        """All gradients of `unit` are complete. Reduce them as stage 1 does, then keep only this rank's slice.
 
-        super().post_backward(unit) starts the reduction, if self.reduces(unit): what can be waited for is then in
-        unit.bucket.reduction, and unit.bucket.grad is a view of unit.bucket.full, which it keeps alive.
-        unit.bucket.release() keeps a copy of the slice, as soon as the reduction is over, and lets the rest go.
+        super().post_backward(unit) starts the reduction, if self.reduces(unit). Then unit.bucket.reduction is what to
+        wait for, and unit.bucket.grad is a view of unit.bucket.full, which it keeps alive.
+        unit.bucket.release() copies the slice as soon as the reduction has finished, and lets the rest go.
         """
         raise Todo("05.1")
 '''
@@ -126,108 +126,13 @@ class MyZero2(zerolab.Zero1):
         unit.bucket.release()
 """
 
-ZERO2_WAITS = """\
-import zerolab
-
-
-class MyZero2(zerolab.Zero1):
-    stage = 2
-
-    def post_backward(self, unit):
-        if self.reduces(unit):
-            self.reduce(unit).wait()
-            unit.bucket.grad = unit.bucket.grad.clone()
-"""
-
-ZERO2_OWN_STORAGE = """\
-import torch
-import zerolab
-
-
-class MyZero2(zerolab.Zero1):
-    stage = 2
-
-    def post_backward(self, unit):
-        if not self.reduces(unit):
-            return
-        full = unit.bucket.full
-        unit.bucket.grad = torch.empty(unit.layout.shard_size, dtype=full.dtype, device=full.device)
-        unit.bucket.reduction = self.comm.reduce_scatter(unit.bucket.grad, unit.bucket.full, unit.name)
-"""
-
-_SUPER = "super().post_backward(unit)"
-_RELEASE = "unit.bucket.release()"
-
-ZERO2_MUTANTS = {
-    "keeps the whole gradient": (edit(ZERO2, f"        {_RELEASE}\n", ""), "whole gradients are still there"),
-    "releases before it reduces": (
-        edit(ZERO2, f"        {_SUPER}\n        {_RELEASE}", f"        {_RELEASE}\n        {_SUPER}"),
-        "whole gradients are still there",
-    ),
-    "throws away what is to be reduced": (
-        edit(ZERO2, f"        {_SUPER}\n        {_RELEASE}", f"        unit.bucket.full = None\n        {_SUPER}"),
-        "before it was reduced",
-    ),
-    "copies the slice too early": (
-        edit(
-            ZERO2, _RELEASE, "if unit.bucket.grad is not None:\n            unit.bucket.grad = unit.bucket.grad.clone()"
-        ),
-        "released before the reduction is over",
-    ),
-    "a view of the whole": (
-        edit(
-            ZERO2_WAITS, "unit.bucket.grad = unit.bucket.grad.clone()", "unit.bucket.grad = unit.bucket.grad.detach()"
-        ),
-        "whole gradients are still there",
-    ),
-    "releases all of them at the end": (
-        edit(
-            ZERO2,
-            _RELEASE,
-            "if unit is self.units[0]:\n            for each in self.units:\n                each.bucket.release()",
-        ),
-        "released too late",
-    ),
-    "loses what no_sync kept back": (
-        edit(ZERO2, _RELEASE, f"{_RELEASE}\n        unit.bucket.full = None"),
-        "what no_sync() kept back is lost",
-    ),
-    "ignores no_sync": (
-        edit(ZERO2_WAITS, "if self.reduces(unit):", "if unit.bucket.full is not None:"),
-        "no_sync() was ignored",
-    ),
-    "never reduces": (edit(ZERO2, f"        {_SUPER}\n", ""), "reduce() was not called"),
-    "all-reduce": (
-        edit(
-            ZERO2_WAITS,
-            "self.reduce(unit).wait()\n            unit.bucket.grad = unit.bucket.grad.clone()",
-            "self.comm.all_reduce(unit.bucket.full, unit.name).wait()\n"
-            "            unit.bucket.grad = unit.layout.shard(unit.bucket.full, self.rank).clone()",
-        ),
-        "an all-reduce where a reduce-scatter was asked",
-    ),
-    "forgotten wait": (
-        edit(ZERO2_OWN_STORAGE, "unit.bucket.reduction = ", "", "torch.empty(", "torch.zeros("),
-        "a forgotten wait",
-    ),
-    "divided twice": (
-        edit(ZERO2_WAITS, "unit.bucket.grad.clone()", "unit.bucket.grad / self.world_size"),
-        "divided by N twice",
-    ),
-    "no reduction to wait for": (
-        edit(ZERO2, _RELEASE, "unit.bucket.reduction.wait()\n        unit.bucket.grad = unit.bucket.grad.clone()"),
-        "unit.bucket.reduction is None where nothing was reduced",
-    ),
-    "releases the parameters": (edit(ZERO2, _RELEASE, "unit.release()"), "lets the *parameters* go"),
-    "nothing of its own": ("import zerolab\n\n\nclass MyZero2(zerolab.Zero1):\n    stage = 2\n", "write your own"),
-}
 
 ERRORS5 = {  # before those of lesson 04, which are about stage 1's methods
-    "object has no attribute 'wait'": "unit.bucket.reduction is None where nothing was reduced, under no_sync: look at "
+    "object has no attribute 'wait'": "unit.bucket.reduction is None where nothing was reduced, under no_sync(): check "
     "self.reduces(unit) first",
-    "no attribute 'bucket.full'": "`del` takes the attribute itself away, and the engine asks for it: it may be None",
-    "for storage of size 0": "unit.release() lets the *parameters* go, which is lesson 06: here unit.bucket.release()",
-    "killed by SIG": "memory went that was still read: the reduction has only been started when super() returns",
+    "no attribute 'full'": "`del` removes the attribute itself, which the engine reads: set it to None instead",
+    "for storage of size 0": "unit.release() lets the *parameters* go, which is lesson 06: use unit.bucket.release()",
+    "killed by SIG": "memory was released while it was read: when super() returns, the reduction has only started",
 }
 
 EXERCISES = [
@@ -238,17 +143,15 @@ EXERCISES = [
         check=check_zero2,
         stub=ZERO2_STUB,
         reference=ZERO2,
-        alternatives=(ZERO2_WAITS, ZERO2_OWN_STORAGE),
-        mutants=ZERO2_MUTANTS,
         hints=(
             "Stage 1 does nearly everything: call super().post_backward(unit) first.",
-            "The reduction may still be reading the whole gradient when super() returns. unit.bucket.release() knows "
-            "that, and waits for it in its own time.",
-            "Two lines: super().post_backward(unit), then unit.bucket.release(). Under no_sync it finds nothing.",
+            "The reduction may still be reading the full gradient when super() returns. unit.bucket.release() knows "
+            "that, and waits when it has to.",
+            "Two lines: super().post_backward(unit), then unit.bucket.release(). Under no_sync it finds nothing to do.",
         ),
         exports=("MyZero2",),
         extends="Zero2",
         first_rank_only=FIRST_RANK,
-        errors=ERRORS5 | ERRORS | {"NoneType": "the gradient was let go before it was reduced: first super()"},
+        errors=ERRORS5 | ERRORS | {"NoneType": "the gradient was released before it was reduced: call super() first"},
     ),
 ]

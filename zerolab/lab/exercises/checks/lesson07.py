@@ -8,7 +8,6 @@ from torch.optim import SGD
 
 import zerolab
 from zerolab.engine.unit import Unit
-from zerolab.lab.exercises.catalogue import Exercise, World, Wrong, edit
 from zerolab.lab.exercises.checks.lesson06 import (
     ALL_AT_ONCE,
     DIED,
@@ -20,85 +19,86 @@ from zerolab.lab.exercises.checks.lesson06 import (
     check_class,
     check_flag,
     check_training,
+    full_bytes,
     in_words,
     inputs,
-    whole_bytes,
 )
-from zerolab.measure.ledger import Ledger, ledger
+from zerolab.lab.exercises.exercise import Exercise, World, Wrong
+from zerolab.measure.traffic import Ledger, ledger
 from zerolab.measure.watch import watched
 
-AGAIN = "post_forward() let it go: pre_backward() must gather it again (torch would say: storage of size 0)"
-TOO_EARLY = "it was there, and was released before its backward was over"
-LET_GO = "it was there, and pre_backward() let it go: backward needs it now. What is there, gather() leaves"
-NEVER = "post_backward() does not release the whole parameters, of which backward has no more need"
-LATE = "released after the reduction was started, so both need memory at once: first unit.release(), then super()"
-NOT_ALWAYS = "post_backward() is also called where nothing is reduced (under no_sync, or frozen): release there too"
+AGAIN = "post_forward() released it: pre_backward() must gather it again (torch would say: storage of size 0)"
+TOO_EARLY = "it was gathered, but released before its backward was over"
+LET_GO = "it was gathered, and pre_backward() released it: backward needs it now (gather() keeps what is there)"
+NEVER = "post_backward() does not release the full parameters, which backward no longer needs"
+LATE = "released after the reduction started, so both need memory at once: first unit.release(), then super()"
+NOT_ALWAYS = "post_backward() also runs when nothing is reduced (no_sync, frozen units): release then too"
 ROOT = "the root stays from its forward to its reduction, and no longer: post_backward() must release it too"
-OLD = "the optimizer has changed the shards, so what is gathered is old: after_step() must release it"
-STALE = "Zero2.after_step() puts units in self.stale, all of which are gathered when the next forward begins"
-WHOLE_GRAD = "the whole gradient is kept: super().post_backward(unit) reduces it, and keeps this rank's slice"
+OLD = "the optimizer has changed the shards, so gathered parameters are out of date: after_step() must release them"
+STALE = "Zero2.after_step() puts units in self.stale, and the next forward begins by gathering all of those"
+FULL_GRAD = "the full gradient is kept: super().post_backward(unit) reduces it and keeps only this rank's slice"
 
 
 class Eyes:
-    """Looks at what is gathered at each of the engine's calls in a backward."""
+    """Looks at what is gathered at each of the engine's calls during backward."""
 
-    def __init__(self, zero: zerolab.Zero2, book: Ledger) -> None:
+    def __init__(self, zero: Any, book: Ledger) -> None:  # a Zero2, whose reduce() is replaced
         self.zero, self.book = zero, book
         self.blocks = [unit for unit in zero.units if unit not in zero.root]
-        self.late: set[str] = set()  # units that were still whole when their reduction began
-        self.kept: set[str] = set()  # units that were there when backward came to them
+        self.late: set[str] = set()  # units that were still gathered when their reduction began
+        self.kept: set[str] = set()  # units that were gathered when backward reached them
         reduce = zero.reduce
 
         def reduce_and_look(unit: Unit) -> Any:
-            if whole_bytes(unit):
+            if full_bytes(unit):
                 self.late.add(unit.name)
             return reduce(unit)
 
         zero.reduce = reduce_and_look
 
     def before(self, point: str, unit: Unit) -> None:
-        if point == "pre_backward" and whole_bytes(unit):
+        if point == "pre_backward" and full_bytes(unit):
             self.kept.add(unit.name)
-        if point == "post_backward" and not whole_bytes(unit):
-            raise Wrong(f"backward has gone through {unit.name}, whose whole parameters have no memory", TOO_EARLY)
+        if point == "post_backward" and not full_bytes(unit):
+            raise Wrong(f"backward has passed {unit.name}, but its full parameters have no memory", TOO_EARLY)
 
     def after(self, point: str, unit: Unit) -> None:
-        held = whole_bytes(unit)
+        held = full_bytes(unit)
         if point == "pre_backward":
             if not held:
                 calls = [c for c in self.book.calls if c.unit == unit.name and c.phase == "backward"]
-                seen = f"backward begins with {unit.name}, and its whole parameters have no memory"
+                seen = f"backward reaches {unit.name}, but its full parameters have no memory"
                 likely = TOO_EARLY if calls else LET_GO if unit.name in self.kept else AGAIN
                 raise Wrong(seen, likely)
-            gathered = [other.name for other in self.blocks if whole_bytes(other)]
+            gathered = [other.name for other in self.blocks if full_bytes(other)]
             if len(gathered) > 3:
-                raise Wrong(f"when backward comes to {unit.name}, {in_words(gathered)} are gathered", ALL_AT_ONCE)
+                raise Wrong(f"when backward reaches {unit.name}, {in_words(gathered)} are gathered", ALL_AT_ONCE)
         check_flag(unit)
         if point == "post_backward":
             if held:
                 likely = NEVER if unit in self.blocks else ROOT
-                raise Wrong(f"after post_backward() {unit.name} still holds {held} bytes of whole parameters", likely)
+                raise Wrong(f"after post_backward() {unit.name} still holds {held} bytes of full parameters", likely)
             if unit.name in self.late:
-                raise Wrong(f"{unit.name} is still whole when its gradient is reduced", LATE)
+                raise Wrong(f"{unit.name} is still gathered when its gradient is reduced", LATE)
 
 
 def check_gone(zero: zerolab.Zero2, when: str, likely: str) -> None:
-    kept = [unit.name for unit in zero.units if whole_bytes(unit)]
+    kept = [unit.name for unit in zero.units if full_bytes(unit)]
     if kept:
-        raise Wrong(f"{when} the whole parameters of {in_words(kept)} are there", likely)
+        raise Wrong(f"{when} the full parameters of {in_words(kept)} are in memory", likely)
 
 
 def check_calls(zero: zerolab.Zero2, book: Ledger) -> None:
-    """One gather of each block in forward and one in backward, one of the root; one reduce-scatter of each unit."""
+    """Two gathers of each block (forward, backward), one of the root, and one reduce-scatter of each unit."""
     for unit in zero.units:
         ops = [call.op for call in book.calls if call.unit == unit.name and not call.control]
         gathers, reductions = ops.count("all_gather"), len(ops) - ops.count("all_gather")
         want = 1 if unit in zero.root else 2
         if gathers > want:
-            likely = "more traffic than 3Ψ - Ψ_root: gather each block once in backward, and the root not at all"
+            likely = "more traffic than 3Ψ - Ψ_root: in backward, gather each block once and the root not at all"
             raise Wrong(f"{unit.name} was gathered {gathers} times in a step, not {want}", likely)
         if reductions != 1:
-            raise Wrong(f"{unit.name}: {reductions} reductions in a step", "post_backward() reduces a unit once")
+            raise Wrong(f"{unit.name}: {reductions} reductions in a step", "post_backward() must reduce a unit once")
 
 
 def check_backward(answer: Any, world: World) -> None:
@@ -106,7 +106,9 @@ def check_backward(answer: Any, world: World) -> None:
     cls = type("Zero3", (answer.MyZero3, Forward), {"stage": 3})
     zero = cls(Model(), units=[Block])
     optimizer = SGD(zero.model.parameters(), lr=0.5)
-    check_gone(zero, "before the first forward", "optimizer_params() is the forward's matter (06.2): leave it alone")
+    check_gone(
+        zero, "before the first forward", "optimizer_params() belongs to the forward half (06.2): leave it alone"
+    )
 
     with ledger(zero) as book:
         eyes = Eyes(zero, book)
@@ -118,9 +120,9 @@ def check_backward(answer: Any, world: World) -> None:
         for param in unit.params:
             held = 0 if param.grad is None else param.grad.untyped_storage().size()
             if held > unit.layout.shard_size * 4:
-                raise Wrong(f"{unit.name}: a gradient is a view of {held} bytes, where a shard has fewer", WHOLE_GRAD)
+                raise Wrong(f"{unit.name}: a gradient is a view of {held} bytes, more than a shard has", FULL_GRAD)
 
-    zero.model(inputs(world, 0))  # the root stays for a backward that does not come
+    zero.model(inputs(world, 0))  # the root stays for a backward that never comes
     optimizer.step()
     check_gone(zero, "after the optimizer's step", OLD)
     if zero.stale:
@@ -142,18 +144,18 @@ from zerolab.lab.exercises import Todo
 
 class MyZero3(zerolab.Zero2):
     def pre_backward(self, unit: Unit) -> None:
-        """Backward has come to `unit`: its whole parameters must be there."""
+        """Runs before the backward of `unit`, which needs its full parameters."""
         raise Todo("07.1")
 
     def post_backward(self, unit: Unit) -> None:
-        """Backward has passed `unit`: let its parameters go, and do what ZeRO-2 does with the gradient.
+        """Backward has passed `unit`: release its parameters, and do what ZeRO-2 does with the gradient.
 
         In which order? The reduction needs memory.
         """
         raise Todo("07.1")
 
     def after_step(self, unit: Unit) -> None:
-        """The optimizer has changed the shards: what is still gathered is old."""
+        """The optimizer has changed the shards: whatever is still gathered is out of date."""
         raise Todo("07.1")
 '''
 
@@ -174,114 +176,6 @@ class MyZero3(zerolab.Zero2):
         unit.release()
 """
 
-BACKWARD_BY_HAND = """\
-from zerolab import Zero2
-
-
-class MyZero3(Zero2):
-    def pre_backward(self, unit):
-        if not unit.gathered:
-            unit.start_gather()
-            unit.gather()
-
-    def post_backward(self, unit):
-        unit.release()
-        if self.reduces(unit):
-            unit.bucket.reduction = self.reduce(unit)
-        unit.bucket.release()
-
-    def after_step(self, unit):
-        if unit.full.untyped_storage().size():
-            unit.release()
-"""
-
-BACKWARD_PREFETCHED = """\
-from zerolab import Zero2
-
-
-class MyZero3(Zero2):
-    def pre_backward(self, unit):
-        unit.gather()
-        blocks = [each for each in self.units if each not in self.root]
-        if unit in blocks and (place := blocks.index(unit)) > 0:
-            blocks[place - 1].start_gather()
-
-    def post_backward(self, unit):
-        unit.release()
-        Zero2.post_backward(self, unit)
-
-    def after_step(self, unit):
-        self.stale.clear()
-        unit.release()
-"""
-
-_PRE = "    def pre_backward(self, unit: Unit) -> None:\n        unit.gather()\n"
-_POST = "        unit.release()\n        super().post_backward(unit)\n"
-_AFTER = "    def after_step(self, unit: Unit) -> None:\n        unit.release()\n"
-
-BACKWARD_MUTANTS = {
-    "does not gather again": (edit(BACKWARD, _PRE, _PRE.replace("unit.gather()", "pass")), "must gather it again"),
-    "gathers the root only": (
-        edit(BACKWARD, _PRE, _PRE.replace("unit.gather()", "[each.gather() for each in self.root]")),
-        "must gather it again",
-    ),
-    "releases too early": (edit(BACKWARD, _PRE, _PRE + "        unit.release()\n"), "pre_backward() let it go"),
-    "pre_backward lets go": (
-        edit(BACKWARD, _PRE, _PRE.replace("gather", "release")),
-        "pre_backward() let it go",
-    ),
-    "gathers all at the start": (
-        edit(BACKWARD, _PRE, _PRE.replace("unit.gather()", "[each.gather() for each in self.units]")),
-        "all units are gathered at once",
-    ),
-    "never releases": (edit(BACKWARD, _POST, "        super().post_backward(unit)\n"), "does not release the whole"),
-    "releases after the reduction": (
-        edit(BACKWARD, _POST, "        super().post_backward(unit)\n        unit.release()\n"),
-        "first unit.release()",
-    ),
-    "keeps the root": (
-        edit(
-            BACKWARD,
-            "        unit.release()\n        super",
-            "        unit in self.root or unit.release()\n        super",
-        ),
-        "the root stays from its forward to its reduction, and no longer",
-    ),
-    "releases only what is reduced": (
-        edit(
-            BACKWARD,
-            "        unit.release()\n        super",
-            "        self.reduces(unit) and unit.release()\n        super",
-        ),
-        "where nothing is reduced",
-    ),
-    "does not reduce": (
-        edit(BACKWARD, "        super().post_backward(unit)\n", ""),
-        "super().post_backward(unit) is missing",
-    ),
-    "keeps the whole gradient": (
-        edit(
-            BACKWARD,
-            "super().post_backward(unit)",
-            "if self.reduces(unit):\n            unit.bucket.reduction = self.reduce(unit)",
-        ),
-        "the whole gradient is kept",
-    ),
-    "gathers again when it is over": (
-        edit(BACKWARD, _POST, _POST + "        unit.gather()\n"),
-        "does not release the whole",
-    ),
-    "keeps what is old": (edit(BACKWARD, _AFTER, _AFTER.replace("unit.release()", "pass")), "is old"),
-    "gathers after the step": (
-        edit(BACKWARD, _AFTER, _AFTER.replace("unit.release()", "unit.gather()")),
-        "after_step() must release it",
-    ),
-    "after the step as ZeRO-2": (
-        edit(BACKWARD, _AFTER, _AFTER + "        super().after_step(unit)\n"),
-        "when the next forward begins",
-    ),
-    "nothing of its own": ("import zerolab\n\n\nclass MyZero3(zerolab.Zero3):\n    pass\n", "write your own"),
-}
 
 ERRORS = {
     "'Unit' object has no attribute": MEMBERS,
@@ -300,13 +194,11 @@ EXERCISES = [
         check=check_backward,
         stub=BACKWARD_STUB,
         reference=BACKWARD,
-        alternatives=(BACKWARD_BY_HAND, BACKWARD_PREFETCHED),
-        mutants=BACKWARD_MUTANTS,
         hints=(
-            "Each method is one line or two, of unit.gather(), unit.release() and super().post_backward(unit).",
-            "post_backward(): backward has no more need of the parameters, so they go first; then "
-            "super().post_backward(unit) reduces the gradient and keeps a slice.",
-            "pre_backward(): unit.gather(). after_step(): unit.release(), and not super().after_step(unit).",
+            "Each method is one or two lines, from unit.gather(), unit.release() and super().post_backward(unit).",
+            "post_backward(): backward no longer needs the parameters, so release them first; then "
+            "super().post_backward(unit) reduces the gradient and keeps this rank's slice.",
+            "pre_backward(): unit.gather(). after_step(): unit.release(), not super().after_step(unit).",
         ),
         exports=("MyZero3",),
         extends="Zero3",

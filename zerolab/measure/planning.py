@@ -1,9 +1,10 @@
-"""What will fit: the formulas for every stage side by side, for a run that has not begun."""
+"""What will fit: the formulas of all stages side by side, for a run that has not begun."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeVar
 
 import torch
 
@@ -17,15 +18,17 @@ if TYPE_CHECKING:
 
 STAGES = ("DDP", "Zero1", "Zero2", "Zero3")
 PRECISIONS = {"fp32": KEEP, "bf16": Precision(torch.bfloat16)}
-OPTIMIZERS = {"adam": ADAM_BYTES, "momentum": 4, "sgd": 0}  # bytes of state for each parameter
+OPTIMIZERS = {"adam": ADAM_BYTES, "momentum": 4, "sgd": 0}  # bytes of state per parameter
+
+Choice = TypeVar("Choice")
 
 
 @dataclass
 class Row:
-    """One stage. Bytes per rank: `states` by category when backward returns, `moved` sent in a step.
+    """One stage. Bytes per rank: `states` by category when backward returns, `moved` what it sends in a step.
 
-    `fits`: whether states and activations are at most the memory. `largest`: parameters of the largest model whose
-    states and the same activations are. Both None where no memory was given.
+    fits: whether states and activations fit in the memory. largest: parameters of the largest model whose states fit
+    beside the same activations. Both are None if no memory was given.
     """
 
     stage: int
@@ -48,16 +51,18 @@ def plan(
     optimizer: str = "adam",
     activations: float = 0,
 ) -> list[Row]:
-    """The four stages of one run. memory, activations: bytes per rank.
+    """One row per stage. memory, activations: bytes per rank. precision, optimizer: see PRECISIONS, OPTIMIZERS.
 
-    Not counted: what is gathered and on its way in the middle of a step (two units or so, see `simulate`), and what
+    Not counted: gathered parameters and buckets in the middle of a step (about two units, see `simulate`), and what
     the framework takes for itself (about 1 GB on a GPU).
+
+    Raises ValueError for an unknown name, for sizes below 1, and if activations leave no memory.
     """
-    settings, kept = _named("precision", precision, PRECISIONS), _named("optimizer", optimizer, OPTIMIZERS)
+    settings, kept = _choose("precision", precision, PRECISIONS), _choose("optimizer", optimizer, OPTIMIZERS)
     if not (parameters >= 1 and ranks >= 1):
         raise ValueError(f"parameters and ranks must be 1 or more, not {parameters} and {ranks}")
     if activations < 0 or (memory is not None and memory <= activations):
-        raise ValueError(f"of {in_bytes(memory or 0)} per GPU, activations of {in_bytes(activations)} leave nothing")
+        raise ValueError(f"activations of {in_bytes(activations)} leave nothing of {in_bytes(memory or 0)} per GPU")
     rows = []
     for stage in range(len(STAGES)):
         states = state_bytes(stage, ranks, round(parameters), settings, optimizer_bytes=kept)
@@ -73,15 +78,15 @@ def plan(
 
 
 def table(rows: list[Row], title: str) -> Table:
-    """For rich: a line for each stage."""
+    """A table for rich, one line per stage."""
     with_memory = rows[0].fits is not None
     if rows[0].activations:
-        title += f"\ntotal with activations of {in_bytes(rows[0].activations)}"
+        title += f"\ntotal includes activations of {in_bytes(rows[0].activations)}"
     names = [*CATEGORIES, "total", "sent", *(["fits", "largest"] if with_memory else [])]
     result = new_table(title, ["stage"], names)
     for row in rows:
         cells = [in_bytes(size) for size in (*row.states.values(), row.total, row.moved)]
-        if with_memory:
+        if row.largest is not None:
             cells += ["yes" if row.fits else "no", in_parameters(row.largest)]
         result.add_row(f"{row.stage} {STAGES[row.stage]}", *cells)
     return result
@@ -93,7 +98,7 @@ def in_parameters(count: float) -> str:
 
 
 def read_parameters(text: str) -> float:
-    """The number that "7.5e9", "7.5B", "124M" or "1T" says; ValueError if it says none."""
+    """The number in "7.5e9", "7.5B", "124M" or "1T". Raises ValueError for anything else."""
     letters = {"K": 1e3, "M": 1e6, "B": 1e9, "T": 1e12}
     scale = letters.get(text[-1:].upper(), 1)
     try:
@@ -102,10 +107,10 @@ def read_parameters(text: str) -> float:
             return value
     except ValueError:
         pass
-    raise ValueError(f"{text!r} is no number of parameters; write 7.5e9, 7.5B, 124M or 1T")
+    raise ValueError(f"{text!r} is not a number of parameters; write 7.5e9, 7.5B, 124M or 1T")
 
 
-def _named(what: str, name: str, choices: dict) -> object:
+def _choose(what: str, name: str, choices: Mapping[str, Choice]) -> Choice:
     if name not in choices:
         raise ValueError(f"unknown {what} {name!r}: choose from {', '.join(choices)}")
     return choices[name]

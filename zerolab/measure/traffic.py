@@ -4,9 +4,9 @@ with ledger(zero) as book:
     loss = model(x, y)
     loss.backward()
     optimizer.step()
-book.moved                   # bytes that this rank sent, as a ring would send them
-book.totals("unit")          # the same by unit, or by "op", "phase", "step", "link"
-rich.print(book.table())     # line by line; book.table("op") adds up
+book.moved                   # bytes this rank sent, counted as in a ring
+book.totals("unit")          # summed by unit, or by "op", "phase", "step", "link"
+rich.print(book.table())     # one line per call; book.table("op") prints sums
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from zerolab.comm.collectives import Call
+from zerolab.comm.record import Call
 from zerolab.engine.engine import Engine
 from zerolab.measure.units import in_bytes, in_seconds
 from zerolab.measure.units import table as new_table
@@ -29,12 +29,12 @@ KEYS = ("op", "unit", "phase", "step", "link")
 
 @dataclass
 class Total:
-    """What some collectives add up to; see `zerolab.Call` for the units."""
+    """The sum of some collectives, in the units of `zerolab.Call`."""
 
     calls: int = 0
     payload: int = 0
     sent: int = 0
-    seconds: float = 0.0  # from issue to end; several may be under way at once
+    seconds: float = 0.0  # from issue to end; calls that overlap all count
     waited: float = 0.0
 
     def add(self, call: Call) -> None:
@@ -47,7 +47,7 @@ class Total:
 
 @dataclass
 class Ledger:
-    """The calls of one rank, in the order in which it issued them. Messages about the run are marked `control`."""
+    """The calls of one rank, in the order it issued them. Control messages are marked `control`."""
 
     rank: int
     world_size: int
@@ -55,13 +55,16 @@ class Ledger:
 
     @property
     def moved(self) -> int:
-        """Bytes that this rank sends when the collectives run as rings; without messages about the run."""
+        """Bytes this rank sent, each collective counted as in a ring. Control messages are left out."""
         return sum(call.sent for call in self.calls if not call.control)
 
     def totals(self, by: str, control: bool = False) -> dict[Any, Total]:
-        """Sums by "op", "unit", "phase", "step" or "link", in order of appearance; with `control`, messages too."""
+        """Sums by "op", "unit", "phase", "step" or "link", in order of appearance.
+
+        control: count control messages too. Raises ValueError for any other `by`.
+        """
         if by not in KEYS:
-            raise ValueError(f"totals by what? {by!r} is none of {', '.join(KEYS)}")
+            raise ValueError(f"cannot total by this: {by!r} is none of {', '.join(KEYS)}")
         result: dict[Any, Total] = {}
         for call in self.calls:
             if control or not call.control:
@@ -69,7 +72,7 @@ class Ledger:
         return result
 
     def table(self, by: str | None = None) -> Table:
-        """For rich: a line for each call, or, with `by`, for each total."""
+        """A table for rich: one line per call, or one per total if `by` is given."""
         title = f"rank {self.rank} of {self.world_size}: {in_bytes(self.moved)} sent"
         numbers = ["payload", "sent", "under way", "waited"]
         if by is not None:
@@ -90,12 +93,12 @@ class Ledger:
 
 
 def duration(call: Call) -> float | None:
-    """Seconds from issue to end; None for a call that has no end."""
+    """Seconds from issue to end; None if the call has not ended."""
     return None if call.end is None else call.end - call.start
 
 
 @contextmanager
 def ledger(zero: Engine) -> Iterator[Ledger]:
-    """Record every collective that this rank issues inside the block. Costs some microseconds a call."""
+    """Record every collective this rank issues inside the block. This costs a few microseconds per call."""
     with zero.comm.record() as calls:
         yield Ledger(zero.rank, zero.world_size, calls)

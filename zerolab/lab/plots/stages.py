@@ -1,4 +1,4 @@
-"""The ladder: four stages, a bar for each rank, and with each stage one colour shrinks."""
+"""The ladder: four stages with a bar for each rank; at every stage one more colour shrinks."""
 
 from __future__ import annotations
 
@@ -11,21 +11,21 @@ import zerolab
 from zerolab.lab.plots.style import COLOURS, GREY, HATCHES, INK, above, frame, legend, many, patches, plain
 from zerolab.measure import CATEGORIES
 
-WIDEST = 16  # ranks; beyond them their bars would be lines
+WIDEST = 16  # ranks; with more, the bars would be lines
 
 
 def ladder(report: dict[str, Any], precision: str = "fp32", learner: bool = False) -> tuple[Figure, str]:
-    """For each stage the model states that each rank holds, and ticks where the formula says.
+    """The model states that each rank holds at each stage, with ticks where the formula puts them.
 
-    report: what `zerolab demo --json` writes; precision: of that run. learner: whose code ran: a learner's bars are
-    solid, the package's hatched. Megabytes are decimal. Ranks beyond the sixteenth are left out.
+    report: what `zerolab demo --json` writes. precision: that run's. learner: whether the learner's code ran; its bars
+    are solid, the package's hatched. Megabytes are decimal. Ranks beyond the sixteenth are left out.
     """
     stages, ranks = report["stages"], report["ranks"]
     totals = [sum(result["state_bytes"].values()) / 1e6 for result in stages.values()]
     sentence = _sentence(report, totals)
     millions = f"{report['parameters'] / 1e6:.1f} million parameters"
     subtitle = f"A GPT of {millions} trained with Adam in {precision} on {many(ranks, 'rank')}, a bar for each"
-    figure = frame("The ladder: each stage shares out one thing more", subtitle, sentence)
+    figure = frame("The ladder: each stage shards one more thing", subtitle, sentence)
     axes = figure.add_axes((0.085, 0.26, 0.885, 0.565))
     plain(axes, grid="y")
     for x, result in enumerate(stages.values()):
@@ -64,7 +64,7 @@ def ladder(report: dict[str, Any], precision: str = "fp32", learner: bool = Fals
 
 
 def _formula(axes: Any, x: float, result: dict[str, Any], highest: float) -> None:
-    """Ticks where the formula ends each category, and the category's size on the bars where there is room."""
+    """Ticks where each category should end by the formula, and the category's size where the bars have room."""
     end = 0.0
     for category in CATEGORIES:
         height = result["formula_bytes"][category] / 1e6
@@ -77,9 +77,9 @@ def _formula(axes: Any, x: float, result: dict[str, Any], highest: float) -> Non
 
 
 def _stage(stage: str, ranks: int, precision: str) -> str:
-    """The stage, its class, and what it is the first to divide among the ranks."""
+    """The stage, its class, and what it is the first to shard."""
     first = "optimizer state" if precision == "fp32" else "optimizer, masters"
-    shares = ("everything whole", f"{first} ÷ {ranks}", f"and gradients ÷ {ranks}", f"and parameters ÷ {ranks}")
+    shares = ("everything in full", f"{first} ÷ {ranks}", f"and gradients ÷ {ranks}", f"and parameters ÷ {ranks}")
     return f"stage {stage}\n{zerolab.STAGES[int(stage)].__name__}\n{shares[int(stage)]}"
 
 

@@ -6,10 +6,10 @@ from collections.abc import Mapping, Sequence
 
 from matplotlib.figure import Figure
 
-from zerolab.lab.plots.style import GREY, INK, frame, legend, plain
+from zerolab.lab.plots.style import GREY, INK, Look, frame, legend, plain
 
-# Wide and pale first, thin and dark later: curves that lie on each other are all seen.
-LOOKS = (
+# Wide and pale first, thin and dark later, so that curves on top of each other can all be seen.
+LOOKS: tuple[Look, ...] = (
     {"color": "#56B4E9", "linewidth": 7.0, "alpha": 0.55},
     {"color": INK, "linewidth": 1.5, "linestyle": "--"},
     {"color": "#D55E00", "linewidth": 1.6, "marker": "o", "markersize": 3.5},
@@ -20,9 +20,9 @@ LOOKS = (
 def curves(
     values: Mapping[str, Sequence[float]], title: str, subtitle: str, y: str, sentence: str = ""
 ) -> tuple[Figure, str]:
-    """`values[name][step]`, up to four curves. sentence: what to see; default: where each curve begins and ends."""
+    """Up to four curves `values[name][step]`. sentence: what to see; default: where each curve begins and ends."""
     if not 1 <= len(values) <= len(LOOKS):
-        raise ValueError(f"{len(values)} curves: from 1 to {len(LOOKS)} can be told apart")
+        raise ValueError(f"{len(values)} curves: give 1 to {len(LOOKS)}, as more cannot be told apart")
     ends = [f"{name} from {series[0]:.2f} to {series[-1]:.2f}" for name, series in values.items()]
     sentence = sentence or f"{y.capitalize()}: {'; '.join(ends)}."
     figure = frame(title, subtitle, sentence, (9.0, 4.6))

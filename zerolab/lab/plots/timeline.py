@@ -1,4 +1,4 @@
-"""The skyline: memory through one step, a panel for each stage, all on one scale."""
+"""The skyline: memory through one step, with a panel for each stage, all on one scale."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from zerolab.lab.plots.style import (
     scale_of,
     whose,
 )
-from zerolab.measure.timeline import Timeline
+from zerolab.measure.allocations import Timeline
 from zerolab.measure.units import in_bytes
 
 ORDER = ("parameters", "optimizer", "gradients", "gathered parameters", "communication", "other", "activations")
@@ -31,11 +31,10 @@ PHASES = ("forward", "backward", "step")
 
 
 def skyline(lines: Sequence[Timeline], learner: bool | Sequence[bool] = False) -> tuple[Figure, str]:
-    """Panels from one rank's `measure.timeline` of a step at each stage: bytes by kind, and what the peak is made of.
+    """One rank's `measure.timeline` of a step at each stage: bytes by kind, and what the peak is made of.
 
-    The course of a step is cut into its phases, each as wide as in the other panels; within a phase, x counts
-    allocations and releases. learner: whose code ran, in all panels or in each: a learner's areas are solid, the
-    package's hatched.
+    A phase of the step is equally wide in all panels; within a phase, x counts allocations and releases. learner:
+    whether the learner's code ran, in all panels or in each. Its areas are solid, the package's hatched.
     """
     if not lines:
         raise ValueError("no timeline to draw")
@@ -99,17 +98,17 @@ def _panel(axes: Any, line: Timeline, top: float, scale: Scale, learner: bool) -
     x = xs[line.peak_moment - line.before]
     made_of = [f"{LABELS.get(kind, kind)} {in_bytes(size)}" for kind, size in _largest(line)]
     axes.plot([x], [line.peak / scale.bytes], marker="v", color=INK, markersize=6, zorder=6)
-    text = f"peak {in_bytes(line.peak)}: {made_of[0]},\n{', '.join(made_of[1:])}"  # two lines that half a page holds
+    text = f"peak {in_bytes(line.peak)}: {made_of[0]},\n{', '.join(made_of[1:])}"  # two lines, to fit in half a page
     axes.text(0.03, 0.97 * top, text, fontsize=8, color=INK, va="top", zorder=7)
 
 
 def _largest(line: Timeline) -> list[tuple[str, int]]:
-    """The three kinds that most of the peak is made of."""
+    """The three kinds that make up most of the peak."""
     return sorted(line.by_kind().items(), key=lambda item: -item[1])[:3]
 
 
 def _course(line: Timeline) -> tuple[list[float], list[float]]:
-    """The place of every moment of the block between 0 and 3, and where the phases begin and end."""
+    """The x of every moment, from 0 to 3, and where the phases begin and end."""
     phases = [event.phase for event in line.events[line.before :]]
     edges = [0]
     for phase in PHASES[1:]:

@@ -8,16 +8,21 @@ from typing import Any
 from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 
-from zerolab.lab.plots.style import GREY, INK, frame, legend, plain
+from zerolab.lab.plots.style import GREY, INK, Look, frame, legend, plain
 
-# One look for each stage: by colour, by marker and by line.
-LOOKS = (("#1a1a1a", "s", "-"), ("#56B4E9", "^", "--"), ("#009E73", "o", "-."), ("#D55E00", "D", ":"))
+# One look per stage: a colour, a marker and a line style.
+LOOKS: tuple[Look, ...] = (
+    {"color": "#1a1a1a", "marker": "s", "linestyle": "-"},
+    {"color": "#56B4E9", "marker": "^", "linestyle": "--"},
+    {"color": "#009E73", "marker": "o", "linestyle": "-."},
+    {"color": "#D55E00", "marker": "D", "linestyle": ":"},
+)
 NAMES = ("DDP", "Zero1", "Zero2", "Zero3")
 Rows = list[dict[str, Any]]
 
 
 def scaling(report: dict[str, Any]) -> tuple[Figure, str]:
-    """report: of `zerolab scaling`."""
+    """report: what `zerolab scaling --json` writes."""
     sentence = _sentence(report)
     figure = frame("How a step grows", "the engine's own time, a step's on real ranks, and bytes", sentence, (9.0, 8.4))
     left, right, low, high, size = 0.09, 0.58, 0.20, 0.56, (0.38, 0.24)
@@ -37,14 +42,11 @@ def scaling(report: dict[str, Any]) -> tuple[Figure, str]:
         plainly = [row for row in rows if row["stage"] == 0]
         axes.plot([row[key] for row in plainly], [1e3 * row["floor"] for row in plainly], color=GREY, linewidth=1)
         axes.set(xscale="log", yscale="log")
-    axes = _axes(figure, (right, low, *size), "kB that a rank sends in a step", "ranks (large: real; small: simulated)")
+    axes = _axes(figure, (right, low, *size), "kB that a rank sends in a step", "ranks (large: real, small: simulated)")
     _lines(axes, report["simulated"], "ranks", lambda row: row["sent"] / 1e3, markersize=3)
     _lines(axes, report["ranks"], "ranks", lambda row: row["sent"] / 1e3, markersize=7, linewidth=0)
     axes.set(xscale="log")
-    handles = [
-        Line2D([], [], color=colour, marker=marker, linestyle=line, label=name)
-        for name, (colour, marker, line) in zip(NAMES, LOOKS)
-    ]
+    handles = [Line2D([], [], label=name, **look) for name, look in zip(NAMES, LOOKS)]
     legend(figure, handles, loc="upper center", bbox_to_anchor=(0.5, 0.90), ncols=4, borderpad=0.0)
     return figure, sentence
 
@@ -58,10 +60,13 @@ def _axes(figure: Figure, place: tuple[float, float, float, float], title: str, 
 
 
 def _lines(axes: Any, rows: Rows, x: str, y: Callable[[dict[str, Any]], float], **keywords: Any) -> None:
-    for stage, (colour, marker, line) in enumerate(LOOKS):
+    for stage, look in enumerate(LOOKS):
         mine = [row for row in rows if row["stage"] == stage]
-        look = {"color": colour, "marker": marker, "linestyle": line, "markersize": 5, "linewidth": 1.4}
-        axes.plot([row[x] for row in mine], [y(row) for row in mine], **(look | keywords))
+        axes.plot(
+            [row[x] for row in mine],
+            [y(row) for row in mine],
+            **({"markersize": 5, "linewidth": 1.4} | look | keywords),
+        )
 
 
 def _sentence(report: dict[str, Any]) -> str:
@@ -73,8 +78,8 @@ def _sentence(report: dict[str, Any]) -> str:
     sent = {row["stage"]: row["sent"] / 1e3 for row in report["simulated"] if row["ranks"] == largest}
     return (
         f"The engine adds at most {most('link', 'forward')} µs to a small unit's forward and "
-        f"{most('link', 'backward')} µs to its backward, to a transformer block's, which has 12 parameters, "
+        f"{most('link', 'backward')} µs to its backward; for a transformer block, with its 12 parameters, "
         f"{most('block', 'forward')} and {most('block', 'backward')} µs. "
-        f"More units cost as much each, times {min(ratios):.2f} to {max(ratios):.2f}. "
-        f"Of {largest:,} ranks each sends {sent[0]:.0f} kB a step in stage 0 and {sent[3]:.0f} kB in stage 3."
+        f"With more units, each costs {min(ratios):.2f} to {max(ratios):.2f} times as much. "
+        f"On {largest:,} ranks, each sends {sent[0]:.0f} kB per step in stage 0 and {sent[3]:.0f} kB in stage 3."
     )

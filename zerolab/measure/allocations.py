@@ -1,4 +1,4 @@
-"""The memory timeline: every allocation and every release of a step, by category, unit and phase.
+"""The memory timeline: every allocation and release of a step, by kind, unit and phase.
 
     with timeline(zero, optimizer) as line:
         loss = model(x, y)
@@ -6,21 +6,21 @@
         optimizer.step()
         optimizer.zero_grad()
     line.peak                    # bytes
-    line.parts()                 # what the peak was made of, by name
+    line.parts()                 # what the peak consists of, by kind and unit
     line.curve("gradients")      # bytes at every moment
 
-How: a `TorchDispatchMode` sees the result of every operation, on the CPU, on CUDA, and with fake tensors alike. A
-storage that it has not seen is a new buffer; a weak reference tells when it goes; `resize_` of a storage is watched.
-So what is counted are storages of tensors. The allocator sees more: what a kernel needs for itself and gives back
-before it returns, and what gloo allocates in its own threads; and on CUDA it rounds each block up to 512 bytes. The
-tests bound the difference at the peak at 5 % (`tests/test_timeline.py`).
+A `TorchDispatchMode` sees the result of every operation: on the CPU, on CUDA, and with fake tensors. A storage it has
+not seen before is a new buffer; a weak reference reports when the storage goes away; `resize_` of a storage is watched.
 
-What a buffer is, it may tell only later: that a tensor was a gradient is known when autograd hands it to a parameter,
-that it was optimizer state when the step is over. So categories are given when the block ends, for all of a buffer's
-life.
+So the timeline counts storages of tensors. The allocator sees a little more: workspace that a kernel frees before it
+returns, and what gloo allocates in its own threads. On CUDA it also rounds each block up to 512 bytes. The tests hold
+the difference at the peak below 5 % (`tests/measure/test_timeline.py`).
 
-Every operation passes through Python. A step of the demonstration's GPT takes 1.1 to 1.6 times as long with it
-(`pytest -k timeline_costs -rP` measures), one of a model with smaller operations more: do not measure times inside.
+Sometimes it becomes clear only later what a buffer was: a gradient, when autograd hands it to a parameter; optimizer
+state, when the step is over. So each buffer gets its kind when the block ends, and that kind counts for all its life.
+
+Every operation goes through Python. A step of the demo's GPT takes 1.1 to 1.6 times as long
+(`pytest -k timeline_costs -rP` measures it), and more if a model's operations are smaller. Don't time anything inside.
 """
 
 from __future__ import annotations
@@ -34,6 +34,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from itertools import accumulate
 from typing import Any, NamedTuple
+from unittest.mock import patch
 
 import torch
 from torch import Tensor
@@ -46,22 +47,24 @@ from zerolab.engine.unit import Unit
 from zerolab.measure.watch import watched
 
 KINDS = (
-    "parameters",  # what a rank keeps: shards, masters, and whole parameters that stay
-    "gathered parameters",  # whole parameters that come and go
-    "gradients",  # of parameters: on the way, accumulated, reduced
+    "parameters",  # what a rank keeps: shards, masters, and full parameters that are never released
+    "gathered parameters",  # full parameters, from gather to release
+    "gradients",  # of parameters: in buckets, accumulated, reduced
     "optimizer",  # optimizer state
-    "activations",  # what forward leaves for backward, and the gradients of it
-    "communication",  # copies that collectives are made from, or arrive in
+    "activations",  # what forward saves for backward, and their gradients
+    "communication",  # copies that collectives send from or receive into
     "other",  # buffers, inputs, temporaries of the optimizer's step
 )
 
-
 NOWHERE = ("", 0, "")
+
+# The modules of the engine that allocate for one unit.
+OF_A_UNIT = ("zerolab.engine.unit", "zerolab.engine.bucket", "zerolab.engine.accumulation")
 
 
 @dataclass
 class Buffer:
-    """One storage: what it is (`kind`), of which unit, made where (`site`: file, line, function) and by what."""
+    """One storage: its kind, its unit, and where it was made: `phase`, `operation`, `site` (file, line, function)."""
 
     kind: str
     unit: str
@@ -73,7 +76,7 @@ class Buffer:
 
 
 class Event(NamedTuple):
-    """At `seconds` since the beginning, in `phase` and at work on `unit`, buffer `buffer` came to have `nbytes`."""
+    """At `seconds` after the start, in `phase` and while working on `unit`, `buffer` grew or shrank to `nbytes`."""
 
     seconds: float
     phase: str
@@ -83,7 +86,7 @@ class Event(NamedTuple):
 
 
 class Part(NamedTuple):
-    """A part of the memory at one moment: all buffers of one kind and unit."""
+    """All buffers of one kind and unit at one moment: how many bytes, how many buffers."""
 
     kind: str
     unit: str
@@ -93,29 +96,29 @@ class Part(NamedTuple):
 
 @dataclass
 class Timeline:
-    """What one rank allocated and released, in order. A moment is a number of events: 0 is the beginning."""
+    """What one rank allocated and released, in order. Moment m is the moment after m events; 0 is the start."""
 
     rank: int
     world_size: int
     stage: int
     buffers: list[Buffer] = field(default_factory=list)
     events: list[Event] = field(default_factory=list)
-    before: int = 0  # how many of the first events tell what was there when the block began
+    before: int = 0  # the first so many events describe what was there when the block began
     closed: bool = False
 
     @property
     def peak(self) -> int:
-        """The most bytes in use at one moment."""
+        """The most bytes in use at any moment."""
         return max(self.curve())
 
     @property
     def peak_moment(self) -> int:
-        """When that was, for the first time."""
+        """The first moment at which the peak was reached."""
         curve = self.curve()
         return self.before + curve.index(max(curve))
 
     def curve(self, kind: str | None = None) -> list[int]:
-        """Bytes in use after each event of the block, of one kind or of all. The first is what was there before."""
+        """Bytes in use after each event, of one kind or of all. The first value is what was there before the block."""
         self._check_closed()
         if kind is not None and kind not in KINDS:
             raise ValueError(f"{kind!r} is none of {', '.join(KINDS)}")
@@ -129,7 +132,7 @@ class Timeline:
         return totals[self.before :]
 
     def alive(self, moment: int) -> dict[int, int]:
-        """The buffers that have memory at `moment`: {number in `buffers`: bytes}."""
+        """The buffers that have memory at `moment`, as {index in `buffers`: bytes}."""
         self._check_closed()
         if not 0 <= moment <= len(self.events):
             raise ValueError(f"moment {moment} is not between 0 and {len(self.events)}")
@@ -139,7 +142,7 @@ class Timeline:
         return {number: nbytes for number, nbytes in sizes.items() if nbytes}
 
     def parts(self, moment: int | None = None) -> list[Part]:
-        """What the memory at `moment` (default: the peak) is made of, the largest first."""
+        """What memory consists of at `moment` (default: at the peak), the largest part first."""
         sums: dict[tuple[str, str], list[int]] = {}
         for number, nbytes in self.alive(self.peak_moment if moment is None else moment).items():
             buffer = self.buffers[number]
@@ -148,7 +151,7 @@ class Timeline:
         return sorted(parts, key=lambda part: -part.nbytes)
 
     def by_kind(self, moment: int | None = None) -> dict[str, int]:
-        """Bytes of each kind at `moment` (default: the peak)."""
+        """Bytes of each kind at `moment` (default: at the peak)."""
         totals = dict.fromkeys(KINDS, 0)
         for part in self.parts(moment):
             totals[part.kind] += part.nbytes
@@ -156,18 +159,18 @@ class Timeline:
 
     def _check_closed(self) -> None:
         if not self.closed:
-            raise RuntimeError("the timeline is still open: look at it after its `with` block")
+            raise RuntimeError("the timeline is still open: read it after its `with` block")
 
 
-_open: list[Any] = []  # the recorder at work in this process
+_open: list[Any] = []  # the recorder that is running in this process, if any
 
 
 @contextmanager
 def timeline(zero: Engine, optimizer: Optimizer) -> Iterator[Timeline]:
-    """Record the block, usually one step. Not in parallel with another one in the same process."""
+    """Record a block, usually one step. RuntimeError if another timeline is open in this process."""
     if _open:
         raise RuntimeError(
-            f"rank {zero.rank}: a timeline is open already. They cannot be nested; leave the other `with` block first"
+            f"rank {zero.rank}: a timeline is open already. They cannot be nested: leave the other `with` block first"
         )
     recorder = _Recorder(zero, optimizer)
     _open.append(recorder)
@@ -180,7 +183,7 @@ def timeline(zero: Engine, optimizer: Optimizer) -> Iterator[Timeline]:
 
 
 class _Recorder(TorchDispatchMode):
-    """Sees every operation; `line` is what it makes of them."""
+    """Sees every operation, and writes `line`."""
 
     def __init__(self, zero: Engine, optimizer: Optimizer) -> None:
         super().__init__()
@@ -188,10 +191,10 @@ class _Recorder(TorchDispatchMode):
         self.line = Timeline(zero.rank, zero.world_size, zero.stage)
         self.device = zero.comm.device.type
         self.begin = time.perf_counter()
-        self._known: dict[int, tuple[int, weakref.ref[torch.UntypedStorage]]] = {}  # identity -> number of the buffer
+        self._known: dict[int, tuple[int, weakref.ref[torch.UntypedStorage]]] = {}  # identity -> index of the buffer
         self._sizes: list[int] = []
-        self._kinds: dict[int, tuple[str, str]] = {}  # what was found out about a buffer: kind and unit
-        self._at_work: list[Unit] = []  # in forward: the units whose calls are under way
+        self._kinds: dict[int, tuple[str, str]] = {}  # what we learned about a buffer: kind and unit
+        self._at_work: list[Unit] = []  # units in the middle of their forward, outermost first
         self._in_backward: Unit | None = None
 
     @contextmanager
@@ -199,10 +202,10 @@ class _Recorder(TorchDispatchMode):
         self._note_states()
         self.line.before = len(self.line.events)
         handles = [
-            whole.register_hook(partial(self._note_gradient, unit))
+            full.register_hook(partial(self._note_gradient, unit))
             for unit in self.zero.units
-            for whole in unit.full_params
-            if whole.requires_grad
+            for full in unit.full_params
+            if full.requires_grad
         ]
         try:
             with watched(self.zero, self._before, self._after), self._watched_resizes(), self:
@@ -213,7 +216,7 @@ class _Recorder(TorchDispatchMode):
 
     @contextmanager
     def _watched_resizes(self) -> Iterator[None]:
-        """`storage.resize_` is no operation that the dispatcher sees, so it is replaced meanwhile."""
+        """The dispatcher does not see `storage.resize_`, so replace the method for the length of the block."""
         plain = torch.UntypedStorage.resize_
 
         def resize(storage: torch.UntypedStorage, size: int) -> Any:
@@ -222,21 +225,18 @@ class _Recorder(TorchDispatchMode):
                 self._resized(self._known[storage._cdata][0], storage.nbytes())
             return result
 
-        torch.UntypedStorage.resize_ = resize
-        try:
+        with patch.object(torch.UntypedStorage, "resize_", resize):
             yield
-        finally:
-            torch.UntypedStorage.resize_ = plain
 
     def close(self) -> None:
-        """The block is over: now it is known what everything was."""
+        """The block is over, so now we know what everything was."""
         self._note_states()
         for number, (kind, unit) in self._kinds.items():
             self.line.buffers[number].kind, self.line.buffers[number].unit = kind, unit
         self._known.clear()
         self.line.closed = True
 
-    # -- what is seen --------------------------------------------------------------------------------------------
+    # -- what happens --------------------------------------------------------------------------------------------
 
     def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -264,7 +264,7 @@ class _Recorder(TorchDispatchMode):
         self._resized(number, nbytes)
 
     def _see_old(self, storage: torch.UntypedStorage, tensor: Tensor) -> None:
-        """A storage that was there before the block, for instance the batch: put it at the beginning."""
+        """A storage from before the block, for example the batch: insert it at the start."""
         buffer = Buffer("other", "", "before", "", NOWHERE, tuple(tensor.shape), _name(tensor.dtype))
         number = self._add(storage, buffer)
         self._sizes[number] = storage.nbytes()
@@ -290,10 +290,10 @@ class _Recorder(TorchDispatchMode):
             now = time.perf_counter() - self.begin
             self.line.events.append(Event(now, self.zero.comm.phase, self._unit(), number, nbytes))
 
-    # -- what it is ----------------------------------------------------------------------------------------------
+    # -- what a buffer is -----------------------------------------------------------------------------------------
 
     def _describe(self, operation: str, tensor: Tensor) -> Buffer:
-        """A first guess, from who asked for it: the nearest caller that is not torch."""
+        """A first guess, from the code that asked for the memory."""
         phase = self.zero.comm.phase
         kind, unit, site = _caller()
         if kind is None:
@@ -320,23 +320,19 @@ class _Recorder(TorchDispatchMode):
             self._in_backward = None
 
     def _note_gradient(self, unit: Unit, grad: Tensor) -> None:
-        """Autograd hands over the gradient of a parameter."""
+        """Autograd has just computed the gradient of a full parameter."""
         self._note(grad, "gradients", unit.name)
 
     def _note_states(self) -> None:
-        """What the engine and the optimizer keep."""
+        """Label what the engine and the optimizer keep."""
         for unit in self.zero.units:
             for tensor in (unit.master, unit.shard, *unit.params):
                 self._note(tensor, "parameters", unit.name)
             kind = "gathered parameters" if self.zero.stage == 3 else "parameters"
             self._note(unit.full, kind, unit.name)
-            for tensor in (
-                unit.bucket.full,
-                unit.bucket.kept_memory,
-                unit.bucket.grad,
-                *(param.grad for param in unit.params),
-            ):
-                self._note(tensor, "gradients", unit.name)
+            bucket = unit.bucket
+            for gradient in (bucket.full, bucket.kept_memory, bucket.grad, *(param.grad for param in unit.params)):
+                self._note(gradient, "gradients", unit.name)
             for param in unit.params:
                 for value in self.optimizer.state.get(param, {}).values():
                     self._note(value, "optimizer", unit.name)
@@ -361,10 +357,10 @@ def _name(dtype: torch.dtype) -> str:
 
 
 def _caller() -> tuple[str | None, str, tuple[str, int, str]]:
-    """Who asked for memory: the kind that this tells, if it does, the unit, and the line of the nearest caller.
+    """Which code asked for memory: the kind this implies, if any; the unit; the file, line and function.
 
-    A buffer that `Unit` asks for is a gradient, except for the copy that a gather sends; and what `Comm` asks for
-    serves a collective. Callers inside torch, and here, are passed over.
+    What a unit or a bucket allocates is a gradient, except for the copy that a gather sends. What `comm` allocates
+    serves a collective. Frames of torch and of these instruments are skipped.
     """
     frame = sys._getframe(1)
     while frame.f_back is not None and frame.f_globals.get("__name__", "").startswith(("torch", "zerolab.measure")):
@@ -374,8 +370,9 @@ def _caller() -> tuple[str | None, str, tuple[str, int, str]]:
     module = frame.f_globals.get("__name__", "")
     if module.startswith("zerolab.comm."):
         return "communication", str(frame.f_locals.get("unit", "")), site
-    if module in ("zerolab.engine.unit", "zerolab.engine.bucket"):
-        asks = frame.f_locals.get("self")  # a Unit, or the Bucket of one
-        unit = getattr(asks, "unit", asks)
+    if module in OF_A_UNIT:
+        owner = frame.f_locals.get("self")  # a Unit, its Bucket, or what that keeps back
+        bucket = getattr(owner, "bucket", owner)
+        unit = getattr(bucket, "unit", None)
         return "communication" if code.co_name == "start_gather" else "gradients", getattr(unit, "name", ""), site
     return None, "", site

@@ -1,4 +1,4 @@
-"""What a collective costs: its time over its size, and the line of latency and bandwidth through it."""
+"""What a collective costs: its time at each size, and the line of latency and bandwidth through the points."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ class Fit(NamedTuple):
 
 
 def fit_cost(times: Mapping[int, Sequence[float]]) -> Fit:
-    """The line through {bytes: seconds of several runs}: least squares of relative errors, on the median of each size.
+    """Fit a line to {bytes: seconds of several runs}: least squares of the relative errors, on each size's median.
 
     Raises ValueError for fewer than two sizes, or where larger messages did not take longer.
     """
@@ -40,7 +40,7 @@ def fit_cost(times: Mapping[int, Sequence[float]]) -> Fit:
 
 
 def cost(times: Mapping[int, Sequence[float]], what: str) -> tuple[Figure, str]:
-    """Every run a dot, both scales logarithmic; the fitted line, and where latency and bandwidth cost the same.
+    """A dot for every run, on logarithmic scales; the fitted line, and where latency and bandwidth cost the same.
 
     times: {bytes: seconds of several runs}. what: what was timed, such as "all-reduce on 4 ranks".
     """
@@ -48,7 +48,7 @@ def cost(times: Mapping[int, Sequence[float]], what: str) -> tuple[Figure, str]:
     even = fit.latency * fit.bandwidth
     sentence = (
         f"An {what}" if what[0] in "aeiou" else f"A {what}"
-    ) + f" takes {in_seconds(fit.latency)} however small it is, and 1 second more for every {in_bytes(fit.bandwidth)}; "
+    ) + f" takes {in_seconds(fit.latency)}, however small, and another second for every {in_bytes(fit.bandwidth)}; "
     sentence += f"below {in_bytes(even)} most of its time is latency."
     figure = frame("What a collective costs", what, sentence, (9.0, 4.9))
     axes = figure.add_axes((0.09, 0.3, 0.88, 0.52))

@@ -1,4 +1,4 @@
-"""Bars of memory by category, one beside the other: what a parameter costs, or a rank holds."""
+"""Bars of memory by category, side by side: what a parameter costs, or what a rank holds."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 
 from matplotlib.figure import Figure
 
-from zerolab.lab.plots.style import COLOURS, GREY, HATCHES, INK, above, frame, legend, patches, plain, whose
+from zerolab.lab.plots.style import COLOURS, GREY, HATCHES, INK, Look, above, frame, legend, patches, plain, whose
 
 
 def stacks(
@@ -16,9 +16,9 @@ def stacks(
     unit: str,
     learner: bool | Sequence[bool] = False,
 ) -> tuple[Figure, str]:
-    """`bars[name][category]`, stacked in the order of the first bar's categories; `unit` is that of the numbers.
+    """`bars[name][category]`, stacked in the order of the first bar's categories. unit: the unit of the numbers.
 
-    learner: whose code ran, for all bars or for each: a learner's bars are solid, the package's hatched.
+    learner: whether the learner's code ran, for all bars or for each. Its bars are solid, the package's hatched.
     """
     if not bars:
         raise ValueError("no bars to draw")
@@ -39,7 +39,7 @@ def stacks(
             if height <= 0:
                 continue
             hatch = None if yours[x] else HATCHES[category]
-            look = {"color": COLOURS[category], "edgecolor": "white", "linewidth": 0.4, "hatch": hatch}
+            look: Look = {"color": COLOURS[category], "edgecolor": "white", "linewidth": 0.4, "hatch": hatch}
             axes.bar(x, height, 0.62, bottom, zorder=2, **look)
             if height > 0.06 * highest:
                 box = {"boxstyle": "round,pad=0.16", "facecolor": "white", "edgecolor": "none"}

@@ -1,4 +1,4 @@
-"""Who holds what: which part of the model's flat storage this rank holds now, for each category."""
+"""Who holds what: which elements of the model's flat storage this rank holds now, by category."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ from zerolab.measure.formulas import CATEGORIES
 
 
 class Extent(NamedTuple):
-    """Elements `start` to `end` of the flat storage: all units end to end, in the order in which they were made."""
+    """Elements [start, end) of the flat storage: all units end to end, in the order they were made."""
 
     start: int
     end: int
 
 
 class Holdings(NamedTuple):
-    """What `rank` holds of `size` elements, `units` being (name, first element, end) of each unit."""
+    """What `rank` holds of `size` elements. units: (name, start, end) of each; extents: by category."""
 
     stage: int
     rank: int
@@ -29,30 +29,29 @@ class Holdings(NamedTuple):
     extents: dict[str, list[Extent]]
 
     def share(self, category: str) -> float:
-        """How much of the flat storage this rank holds, from 0 to 1."""
+        """The fraction of the flat storage that this rank holds, from 0 to 1."""
         return sum(extent.end - extent.start for extent in self.extents[category]) / self.size
 
 
 def holdings(zero: Engine, optimizer: Optimizer) -> Holdings:
-    """Read from the live storages which elements are held: {"parameters", "gradients", "optimizer"}.
+    """Look at the live storages: which elements of "parameters", "gradients" and "optimizer" does this rank hold?
 
-    Call it when backward has returned, to see gradients too. A storage that was released holds nothing. Optimizer state
-    covers the elements of its parameter (padding has none, which leaves gaps of at most 15 bytes).
+    Call it after backward, while there are gradients. A released storage holds nothing. Optimizer state covers the
+    elements of its parameter; padding has none, which leaves gaps of at most 15 bytes.
     """
     units: list[tuple[str, int, int]] = []
     found: dict[str, list[Extent]] = {category: [] for category in CATEGORIES}
     base = 0
     for unit in zero.units:
-        for tensor in (unit.full, unit.master):
-            found["parameters"] += _held(zero, unit, tensor, base)
-        for tensor in (unit.bucket.full, unit.bucket.grad, *(param.grad for param in unit.params)):
-            found["gradients"] += _held(zero, unit, tensor, base)
-        first = 0 if unit.master.numel() == unit.layout.size else unit.layout.bounds(unit.rank)[0]
-        origin = base + first - unit.master.storage_offset()
+        found["parameters"] += _held(unit, unit.full, base) + _held(unit, unit.master, base)
+        for gradient in (unit.bucket.full, unit.bucket.grad, *(param.grad for param in unit.params)):
+            found["gradients"] += _held(unit, gradient, base)
+        first = unit.layout.bounds(unit.rank)[0] if unit.sharded else 0
+        origin = base + first - int(unit.master.storage_offset())
         for param in unit.params:
             state = optimizer.state.get(param, {})
             if param.numel() and any(isinstance(x, Tensor) and x.shape == param.shape for x in state.values()):
-                start = origin + param.storage_offset()
+                start = origin + int(param.storage_offset())
                 found["optimizer"].append(Extent(start, start + param.numel()))
         units.append((unit.name, base, base + unit.layout.size))
         base += unit.layout.size
@@ -60,8 +59,8 @@ def holdings(zero: Engine, optimizer: Optimizer) -> Holdings:
     return Holdings(zero.stage, zero.rank, base, units, merged)
 
 
-def _held(zero: Engine, unit: Unit, tensor: Tensor | None, base: int) -> list[Extent]:
-    """Where the storage of `tensor` lies in the model, if the unit begins at `base`: the whole unit or this shard."""
+def _held(unit: Unit, tensor: Tensor | None, base: int) -> list[Extent]:
+    """What the storage of `tensor` covers: nothing, this rank's shard, or the full unit, which begins at `base`."""
     elements = 0 if tensor is None else tensor.untyped_storage().nbytes() // tensor.element_size()
     if elements == 0:
         return []
@@ -72,7 +71,7 @@ def _held(zero: Engine, unit: Unit, tensor: Tensor | None, base: int) -> list[Ex
 
 
 def _merge(extents: list[Extent]) -> list[Extent]:
-    """The same elements in extents that neither overlap nor touch, in order."""
+    """The same elements, in order, as extents that neither overlap nor touch."""
     result: list[Extent] = []
     for start, end in sorted(extents):
         if result and start <= result[-1].end:

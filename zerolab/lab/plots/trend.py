@@ -29,10 +29,10 @@ def fit_line(points: Mapping[int, float]) -> Line:
 
 
 def growth(measured: Mapping[str, Mapping[int, float]], quantity: str, title: str, subtitle: str) -> tuple[Figure, str]:
-    """`measured[category][quantity]`, in bytes: a dot for each measurement, a line through those of one category.
+    """`measured[category][quantity]` in bytes: a dot for each measurement, and a line through each category's dots.
 
-    A line that is the sum of several, "parameters and optimizer", has the colour of the first.
-    quantity: what the x axis counts, in the plural, such as "tokens".
+    A category that combines several, such as "parameters and optimizer", has the colour of the first. quantity: what
+    the x axis counts, in the plural, such as "tokens".
     """
     lines = {category: fit_line(points) for category, points in measured.items()}
     sentence = " ".join(_said(category, line, quantity) for category, line in lines.items())
@@ -69,4 +69,4 @@ def _said(category: str, line: Line, quantity: str) -> str:
     if abs(line.slope) < 1:
         return f"{category.capitalize()}: {start}, however many {quantity}."
     singular = quantity.removesuffix("s")
-    return f"{category.capitalize()}: {in_bytes(line.slope)} for each {singular}, and {start} besides."
+    return f"{category.capitalize()}: {in_bytes(line.slope)} per {singular}, plus {start}."

@@ -1,4 +1,4 @@
-"""The Gantt chart of a step: for each rank what it computed, and the collectives that were under way meanwhile."""
+"""The Gantt chart of a step: what each rank computed, and which collectives were running meanwhile."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ from typing import Any
 from matplotlib.figure import Figure
 from matplotlib.patches import Patch
 
-from zerolab.lab.plots.style import COLOURS, GREY, frame, legend, many, plain
-from zerolab.measure.trace import Trace, intersection, length, union
+from zerolab.lab.plots.style import COLOURS, GREY, Look, frame, legend, many, plain
+from zerolab.measure.spans import Trace, intersection, length, union
 from zerolab.measure.units import in_seconds
 
 PHASES = {"forward": ("#d4d4d4", ""), "backward": ("#8a8a8a", ""), "step": ("#d4d4d4", "////")}
@@ -19,10 +19,10 @@ WAIT = "#1a1a1a"
 
 
 def gantt(traces: Sequence[Trace]) -> tuple[Figure, str]:
-    """From every rank's `measure.trace` of the same step, on one clock: above what it computes, below what it sends.
+    """Every rank's `measure.trace` of the same step, on one clock: above what the rank computes, below what it sends.
 
-    Messages about the run (`control`) are left out. A black bar below is a wait: the rank stands still for a
-    collective. The score is the mean of the ranks' `overlap`.
+    Control messages are left out. A black bar below is a wait: the rank stands still for a collective. The score is the
+    mean of the ranks' `overlap`.
     """
     if not traces:
         raise ValueError("no trace to draw")
@@ -30,7 +30,7 @@ def gantt(traces: Sequence[Trace]) -> tuple[Figure, str]:
     sentence = _sentence(traces)
     height = 2.3 + 0.72 * len(traces)
     score = mean(trace.overlap for trace in traces)
-    subtitle = f"{many(len(traces), 'rank')}, one step; overlap {score:.2f} (0: all stand still; 1: all compute)"
+    subtitle = f"{many(len(traces), 'rank')}, one step; overlap {score:.2f} (0: all stand still, 1: all compute)"
     figure = frame("Who computes, and what travels meanwhile", subtitle, sentence, (9.0, height))
     axes = figure.add_axes((0.08, 1.28 / height, 0.89, (height - 2.5) / height))
     plain(axes, grid="x")
@@ -40,7 +40,11 @@ def gantt(traces: Sequence[Trace]) -> tuple[Figure, str]:
             _bar(axes, begin, span.start, span.end, row + 0.08, 0.42, facecolor=colour, hatch=hatch, edgecolor="white")
         for call in trace.calls:
             if not call.control and call.end is not None:
-                look = {"facecolor": COLOURS["communication"], "hatch": OPS.get(call.op, ""), "edgecolor": "white"}
+                look: Look = {
+                    "facecolor": COLOURS["communication"],
+                    "hatch": OPS.get(call.op, ""),
+                    "edgecolor": "white",
+                }
                 _bar(axes, begin, call.start, call.end, row + 0.52, 0.22, **look)
         for start, end in trace.waits:
             _bar(axes, begin, start, end, row + 0.77, 0.12, facecolor=WAIT, edgecolor="none")
@@ -61,7 +65,7 @@ def _legend(figure: Figure, traces: Sequence[Trace], height: float) -> None:
     ops = {call.op for trace in traces for call in trace.calls if not call.control}
     handles = [Patch(facecolor=c, hatch=h, edgecolor=GREY, label=phase) for phase, (c, h) in PHASES.items()]
     for op in sorted(ops):
-        look = {"facecolor": COLOURS["communication"], "hatch": OPS.get(op, ""), "edgecolor": "white"}
+        look: Look = {"facecolor": COLOURS["communication"], "hatch": OPS.get(op, ""), "edgecolor": "white"}
         handles.append(Patch(label=op.replace("_", "-"), **look))
     handles.append(Patch(facecolor=WAIT, label="stands still"))
     place = {"loc": "upper center", "bbox_to_anchor": (0.52, 1 - 0.85 / height), "ncols": len(handles)}
@@ -73,7 +77,7 @@ def _moments(trace: Trace) -> list[tuple[float, float]]:
 
 
 def _sentence(traces: Sequence[Trace]) -> str:
-    """How much of the time that backward's collectives take passes while the rank goes on."""
+    """How much of backward's collective time passes while the ranks keep computing."""
     still, total = 0.0, 0.0
     for trace in traces:
         calls = [call for call in trace.calls if call.phase == "backward" and not call.control and call.end is not None]
@@ -83,6 +87,6 @@ def _sentence(traces: Sequence[Trace]) -> str:
     waits = in_seconds(mean(length(trace.waits) for trace in traces))
     share = f"{100 * (1 - still / total):.0f} % of" if total else "none of"
     return (
-        f"{share} the time of backward's collectives passed while the rank computed on; in the whole step a rank "
-        f"stood still {waits} for others."
+        f"{share} the time of backward's collectives passed while the ranks kept computing; over the whole step, a "
+        f"rank stood still for {waits}."
     ).capitalize()

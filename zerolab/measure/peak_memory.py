@@ -1,14 +1,14 @@
-"""The most memory that this rank had in use at one moment of a step.
+"""Peak memory: the most bytes this rank had in use at any moment of a step.
 
-On CUDA the allocator knows: `torch.cuda.max_memory_allocated`, everything that lies on the device.
+On CUDA the allocator knows: `torch.cuda.max_memory_allocated` counts everything on the device.
 
-On the CPU torch keeps no such number, but its profiler reports every allocation and every release with size and time.
-The largest running sum of these, on top of the model states that were there before, is the peak. It contains
-what torch allocates in the thread of the step and in gloo's threads on its behalf: activations, gradients,
-temporary buffers (gloo's all-gather has one). It misses what does not come from torch's allocator (Python itself,
-workspaces of oneDNN, sockets), tensors that were there before and are no model states (the text, the batch if it was
-made before), and the release of what was there before: torch warns if that happens, and the peak is then too high.
-So let the gradients go at the end of a step, as the training loop does, not at the beginning of the next.
+On the CPU torch keeps no such number, but its profiler reports the size and time of every allocation and release. The
+peak is the largest running sum of these, plus the model states that existed before. It includes what torch allocates
+in the thread of the step and in gloo's threads: activations, gradients, temporary buffers (gloo's all-gather has one).
+It misses memory that torch's allocator does not hand out (Python itself, oneDNN's workspaces, sockets) and tensors
+that existed before and are not model states, such as the text. Nor does it see such a tensor released inside the
+block: torch then warns, and the peak is too high. So free the gradients at the end of a step, as the training loop
+does, rather than at the start of the next.
 """
 
 from __future__ import annotations
@@ -29,16 +29,16 @@ from zerolab.measure.states import model_states
 
 @dataclass
 class Peak:
-    """`bytes`: the peak, known when the block is over."""
+    """`bytes` is the peak, filled in when the block ends."""
 
     bytes: int = 0
 
 
 @contextmanager
 def peak(zero: Engine, optimizer: Optimizer) -> Iterator[Peak]:
-    """Measure the block, usually one step: `with peak(zero, optimizer) as p: ...`, then `p.bytes`.
+    """Measure a block, usually one step: `with peak(zero, optimizer) as p: ...`, then read `p.bytes`.
 
-    The block runs slower than usual, so do not measure its time.
+    The block runs slower than usual, so do not time it.
     """
     result = Peak()
     device = zero.comm.device
@@ -50,7 +50,7 @@ def peak(zero: Engine, optimizer: Optimizer) -> Iterator[Peak]:
         result.bytes = torch.cuda.max_memory_allocated(device)
     else:
         before = sum(model_states(zero, optimizer).values())
-        # The profiler's library writes lines about itself to stderr; it looks at this before it is first used.
+        # Keeps the profiler's library from logging to stderr. It reads this once, before its first use.
         os.environ.setdefault("KINETO_LOG_LEVEL", "99")
         with profile(activities=[ProfilerActivity.CPU], profile_memory=True, acc_events=True) as profiler:
             yield result
@@ -58,9 +58,9 @@ def peak(zero: Engine, optimizer: Optimizer) -> Iterator[Peak]:
 
 
 def peak_of(build: Callable[[], Callable[[], Any]], device: torch.device, steps: int = 3) -> int:
-    """The allocator's peak in bytes in the last of `steps` steps, of whatever `build` builds: any library's.
+    """The allocator's peak, in bytes, during the last of `steps` steps. Works for any library, not only zerolab.
 
-    build: makes model and optimizer, and returns a function that makes a step. Everything that it allocates counts.
+    build: makes model and optimizer, and returns a function that runs one step. All that it allocates counts.
     """
     if device.type == "cuda":
         step = build()
@@ -83,8 +83,9 @@ LAST = "zerolab: the last step"
 
 
 def _highest_sum(profiler: profile, since: str | None = None) -> int:
-    """The highest running sum of the bytes allocated and released while the profiler was on, or `since` an event."""
-    events = list(profiler.profiler.kineto_results.events())
+    """The highest running sum of bytes allocated and released while the profiler ran; `since`: from this event on."""
+    assert profiler.profiler is not None and profiler.profiler.kineto_results is not None, "the profiler has run"
+    events: list[Any] = profiler.profiler.kineto_results.events()  # Any: torch's stubs lack nbytes()
     first = next((event.start_ns() for event in events if event.name() == since), 0)
     total = highest = 0
     for event in sorted((e for e in events if e.name() == "[memory]"), key=lambda event: event.start_ns()):

@@ -2,9 +2,9 @@
 
     with trace(zero, optimizer) as record:
         one step
-    record.overlap    # 0: it stood still for every collective; 1: it computed through all of them
+    record.overlap    # 0: this rank waited for every collective; 1: it never waited
 
-Times are seconds on the clock of `time.perf_counter`, which on Linux all processes of a machine share: the traces of
+Times are seconds of `time.perf_counter`. On Linux all processes of a machine share that clock, so the traces of
 several ranks can be drawn on one axis. On CUDA they are the host's times, not the device's.
 """
 
@@ -18,14 +18,14 @@ from typing import Any, NamedTuple
 
 from torch.optim import Optimizer
 
-from zerolab.comm.collectives import Call
+from zerolab.comm.record import Call
 from zerolab.engine.engine import Engine
 from zerolab.engine.unit import Unit
 from zerolab.measure.watch import watched
 
 
 class Span(NamedTuple):
-    """This rank was at work on `unit` in `phase` ("forward", "backward", "step") from `start` to `end`."""
+    """From `start` to `end` this rank worked on `unit` in `phase`: "forward", "backward" or "step"."""
 
     phase: str
     unit: str
@@ -35,7 +35,7 @@ class Span(NamedTuple):
 
 @dataclass
 class Trace:
-    """One rank's block. `spans` do not overlap; `calls` may, and their `waits` lie inside or between the spans."""
+    """One rank's record. `spans` never overlap; `calls` may, and their `waits` lie inside or between spans."""
 
     rank: int
     world_size: int
@@ -44,24 +44,24 @@ class Trace:
 
     @property
     def under_way(self) -> list[tuple[float, float]]:
-        """The intervals in which some collective of the stage (no message about the run) was under way."""
+        """When at least one collective was under way, as intervals. Control messages do not count."""
         return union((call.start, call.end) for call in self.calls if call.end is not None and not call.control)
 
     @property
     def waits(self) -> list[tuple[float, float]]:
-        """The intervals in which this rank stood still for one of them."""
+        """When this rank waited for one of them, as intervals."""
         return union(wait for call in self.calls if not call.control for wait in call.waits)
 
     @property
     def overlap(self) -> float:
-        """The share of the time with a collective under way in which this rank did not stand still; 1 without any."""
+        """Of the time with a collective under way, the fraction that this rank did not spend waiting; 1 if none ran."""
         total = length(self.under_way)
         return 1.0 - length(intersection(self.under_way, self.waits)) / total if total else 1.0
 
 
 @contextmanager
 def trace(zero: Engine, optimizer: Optimizer) -> Iterator[Trace]:
-    """Record the block, usually one step."""
+    """Record a block, usually one step."""
     with zero.comm.record() as calls:
         spans = _Spans()
         result = Trace(zero.rank, zero.world_size, spans.done, calls)
@@ -79,13 +79,13 @@ def trace(zero: Engine, optimizer: Optimizer) -> Iterator[Trace]:
 
 
 class _Spans:
-    """Cuts the time into spans: each of the engine's calls ends one, and most begin another."""
+    """Cuts time into spans: each override point that the engine calls ends a span, and most begin another."""
 
     def __init__(self) -> None:
         self.done: list[Span] = []
         self._now: tuple[str, str, float] | None = None
-        self._forward: list[Unit] = []  # the units whose forward is under way, the outermost first
-        self._backward: list[Unit] = []  # the same of backward
+        self._forward: list[Unit] = []  # units in the middle of their forward, outermost first
+        self._backward: list[Unit] = []  # units in the middle of their backward
 
     def begin(self, phase: str, unit: str) -> None:
         self.stop()
@@ -121,7 +121,7 @@ Intervals = list[tuple[float, float]]
 
 
 def union(intervals: Iterable[Any]) -> Intervals:
-    """The same points in intervals that do not overlap, in order."""
+    """The same points, in order, as intervals that do not overlap."""
     result: Intervals = []
     for start, end in sorted(intervals):
         if result and start <= result[-1][1]:
@@ -132,10 +132,11 @@ def union(intervals: Iterable[Any]) -> Intervals:
 
 
 def intersection(one: Intervals, other: Intervals) -> Intervals:
-    """The points that lie in both; each as `union` gives it."""
+    """The points that lie in both. Each argument is a result of `union`."""
     pairs = ((max(a[0], b[0]), min(a[1], b[1])) for a in one for b in other)
     return [(start, end) for start, end in pairs if start < end]
 
 
 def length(intervals: Intervals) -> float:
+    """The total length of intervals that do not overlap."""
     return sum(end - start for start, end in intervals)

@@ -1,8 +1,8 @@
-"""One rank of a cluster that does not exist: the real engine, unchanged, on tensors that have no memory.
+"""One rank of a cluster that does not exist: the real engine, unchanged, on tensors without memory.
 
-torch's fake tensors have a shape, a dtype and a storage of some size, but no bytes; its fake process group has as many
-ranks as one likes and moves nothing. A training step runs through both as it would on rank 0 of `world_size`. Sizes
-are real then, and values are not there at all. What the ranks agree on in messages is taken as agreed.
+torch's fake tensors have a shape, a dtype and a storage with a size, but no bytes. Its fake process group has as many
+ranks as you like and sends nothing. A training step runs on both as it would on rank 0 of `world_size`: sizes are
+real, values do not exist, and whatever the ranks would check with each other counts as agreed.
 """
 
 from __future__ import annotations
@@ -20,18 +20,18 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 import zerolab
 from zerolab.engine.engine import Engine
 from zerolab.engine.precision import Precision
-from zerolab.measure.ledger import Ledger, ledger
+from zerolab.measure.allocations import Timeline, timeline
 from zerolab.measure.states import model_states
-from zerolab.measure.timeline import Timeline, timeline
+from zerolab.measure.traffic import Ledger, ledger
 
 BACKENDS = ("nccl", "gloo")
 
 
 @dataclass
 class Simulation:
-    """One step of rank 0, the last one simulated.
+    """The last simulated step of rank 0.
 
-    states: bytes held when backward returns, as `model_states` gives them. parameters: of the whole model.
+    states: bytes held when backward returns, as `model_states` counts them. parameters: elements of the full model.
     """
 
     stage: int
@@ -57,14 +57,16 @@ def simulate(
 ) -> Simulation:
     """Train for `steps` steps as rank 0 of `world_size`, and record the last one.
 
-    model_fn: makes the model; of any size, since no memory is taken. stage: 0 to 3, or a class such as a learner's.
-    inputs: makes the arguments of one forward, in a tuple. loss: from what the model returns to the scalar to
-    differentiate; left out, the model returns it. backend: whose way of doing collectives: with gloo a reduce-scatter
-    needs a buffer to receive in. Two steps, since the optimizer makes its state in the first.
+    model_fn: makes the model, of any size: it takes no memory.
+    stage: 0 to 3, or a class, for example a learner's.
+    inputs: makes the arguments of one forward, as a tuple.
+    loss: turns the model's output into the scalar to differentiate; without it, the output is that scalar.
+    backend: "nccl" or "gloo". With gloo a reduce-scatter needs an extra buffer to receive into.
+    steps: at least 2, because the optimizer makes its state in the first.
 
-    Raises ValueError for what no cluster could run either, RuntimeError where a process group exists already.
+    Raises ValueError for arguments that no cluster could run, RuntimeError if this process has a process group.
     """
-    check(stage, world_size, steps, backend)
+    _check(stage, world_size, steps, backend)
     with _fake_cluster(world_size):
         model = model_fn()
         parameters = sum(param.numel() for param in model.parameters())
@@ -88,11 +90,11 @@ def simulate(
         return Simulation(zero.stage, world_size, parameters, states, line, book)
 
 
-def check(stage: Any, world_size: int, steps: int, backend: str) -> None:
-    """Refuse nonsense before anything is built."""
+def _check(stage: Any, world_size: int, steps: int, backend: str) -> None:
+    """Refuse impossible arguments before anything is built."""
     is_class = isinstance(stage, type) and issubclass(stage, Engine)
     if not is_class and stage not in range(len(zerolab.STAGES)):
-        raise ValueError(f"stage must be 0, 1, 2 or 3, or a class made from one of zerolab's, not {stage!r}")
+        raise ValueError(f"stage must be 0, 1, 2 or 3, or a subclass of zerolab's stages, not {stage!r}")
     if not isinstance(world_size, int) or world_size < 1:
         raise ValueError(f"world_size must be a whole number of ranks, 1 or more, not {world_size!r}")
     if steps < 2:
@@ -106,7 +108,7 @@ def _fake_cluster(world_size: int) -> Iterator[None]:
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
     if dist.is_initialized():
-        raise RuntimeError("simulate() needs a process without a process group: run it outside of the ranks")
+        raise RuntimeError("simulate() needs a process without a process group: call it outside the ranks")
     dist.init_process_group("fake", rank=0, world_size=world_size, store=FakeStore())
     try:
         with FakeTensorMode():

@@ -1,0 +1,87 @@
+"""Lesson 02: other right answers, and the mistakes that the checks must name."""
+
+from __future__ import annotations
+
+from zerolab.lab.exercises.checks.lesson02 import FLAT_BUFFER
+
+from .sources import edit
+
+FLAT_BUFFER_CAT = """\
+import torch
+
+
+def flat_buffer(params, world_size):
+    with torch.no_grad():
+        flat = torch.cat([param.reshape(-1) for param in params])
+        padding = -len(flat) % world_size
+        flat = torch.cat([flat, flat.new_zeros(padding)])
+    pieces = flat.split([param.numel() for param in params] + [padding])
+    return flat, [piece.view_as(param) for piece, param in zip(pieces, params)]
+"""
+
+FLAT_BUFFER_STRIDED = """\
+import torch
+import torch.nn.functional as F
+
+
+def flat_buffer(params, world_size):
+    ends = torch.tensor([param.numel() for param in params]).cumsum(0).tolist()
+    flat = torch.empty(ends[-1] + (world_size - ends[-1] % world_size) % world_size, dtype=params[0].dtype)
+    flat[ends[-1] :] = 0
+    views = []
+    for end, param in zip(ends, params):
+        view = flat.as_strided(param.shape, param.stride(), end - param.numel())
+        view.copy_(param.data)
+        views.append(view)
+    return flat, views
+"""
+
+FLAT_BUFFER_MUTANTS = {
+    "rounded down": (edit(FLAT_BUFFER, "-(-numel // world_size)", "numel // world_size"), "rounded up, not down"),
+    "in reverse": (edit(FLAT_BUFFER, "for param in params:", "for param in reversed(params):"), "in a different order"),
+    "no padding": (
+        edit(FLAT_BUFFER, "-(-numel // world_size) * world_size  # rounded up", "numel"),
+        "no padding",
+    ),
+    "padding where none is needed": (
+        edit(
+            FLAT_BUFFER, "-(-numel // world_size) * world_size  # rounded up", "numel + world_size - numel % world_size"
+        ),
+        "padding where none was needed",
+    ),
+    "one buffer for each rank": (
+        edit(FLAT_BUFFER, "-(-numel // world_size) * world_size  # rounded up", "numel * world_size"),
+        "N times the parameters",
+    ),
+    "copies, not views": (edit(FLAT_BUFFER, "views.append(view)", "views.append(view.clone())"), "a copy, not a view"),
+    "the parameters themselves as views": (
+        edit(FLAT_BUFFER, "views.append(view)", "views.append(param.detach())"),
+        "a copy, not a view",
+    ),
+    "values not copied": (edit(FLAT_BUFFER, "        view.copy_(param.detach())\n", ""), "values were not copied"),
+    "padding not zero": (edit(FLAT_BUFFER, "torch.zeros", "torch.empty"), "the padding is not zero"),
+    "flat views": (
+        edit(FLAT_BUFFER, ".view(param.shape)", "", "copy_(param.detach())", "copy_(param.detach().flatten())"),
+        "use view",
+    ),
+    "no offset": (edit(FLAT_BUFFER, "        offset += param.numel()\n", ""), "wrong offset"),
+    "offset of one dimension": (
+        edit(FLAT_BUFFER, "offset += param.numel()", "offset += param.shape[0]"),
+        "wrong offset",
+    ),
+    "always float32": (edit(FLAT_BUFFER, "dtype=params[0].dtype, ", ""), "must keep the input's dtype"),
+    "with the autograd graph": (
+        edit(FLAT_BUFFER_CAT, "with torch.no_grad():", "with torch.enable_grad():"),
+        "autograd graph",
+    ),
+    "returns nothing": (edit(FLAT_BUFFER, "    return flat, views\n", ""), "`return` is missing"),
+    "returns the buffer alone": (edit(FLAT_BUFFER, "return flat, views", "return flat"), "return flat, views"),
+}
+
+RIGHT = {
+    "02.1": (FLAT_BUFFER_CAT, FLAT_BUFFER_STRIDED),
+}
+
+WRONG = {
+    "02.1": FLAT_BUFFER_MUTANTS,
+}

@@ -1,0 +1,24 @@
+"""`zerolab plan`: what each stage holds and moves by the formulas, which ones fit, and the largest model that does."""
+
+from __future__ import annotations
+
+from zerolab.measure import planning
+from zerolab.measure.units import in_bytes
+
+
+def run(parameters: float, ranks: int, memory: int | None, precision: str, optimizer: str, activations: int) -> int:
+    """Print the plan. Exit status: 1 if `memory` (bytes of a GPU) is given and no stage fits in it.
+
+    Raises ValueError if the plan makes no sense.
+    """
+    import rich
+
+    rows = planning.plan(parameters, ranks, memory, precision, optimizer, activations)
+    model = f"{planning.in_parameters(parameters)} parameters, {ranks} ranks"
+    rich.print(planning.table(rows, f"{model}, {precision}, {optimizer}: bytes per rank"))
+    print("Not counted: the units in flight (see zerolab simulate), and what torch itself needs.")
+    if memory is None:
+        return 0
+    fitting = [planning.STAGES[row.stage] for row in rows if row.fits]
+    print(f"In {in_bytes(memory)} per GPU " + (f"it fits with {', '.join(fitting)}." if fitting else "no stage fits."))
+    return 0 if fitting else 1

@@ -1,0 +1,215 @@
+"""`load`: match the manifest with this model and optimizer, read what this rank owns, and only then change anything."""
+
+from __future__ import annotations
+
+import os
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from zerolab.checkpoint.files import DTYPES, NAMES, CheckpointError, Pieces
+from zerolab.checkpoint.manifest import read_manifest
+from zerolab.checkpoint.state import (
+    buffers,
+    check_idle,
+    flat,
+    from_json,
+    generators,
+    names_by_id,
+    names_in_groups,
+    on_all_ranks,
+    parameters,
+    set_group_values,
+)
+from zerolab.engine.engine import Engine
+from zerolab.engine.layout import Slot
+from zerolab.engine.unit import Unit
+
+
+def load(path: str | Path, zero: Engine, optimizer: Optimizer) -> dict[str, Any]:
+    """Load what `save` wrote, at any world size and stage, into the same model and the same kind of optimizer.
+
+    All ranks must call it. Each reads and checks only the slices it needs, and nothing changes until all ranks have
+    done so. The optimizer's groups must hold the same parameters as when it was saved; hyperparameters become the
+    saved ones, but foreach, fused and capturable stay as they are here. At the same world size each rank gets back its
+    own buffers and random number generators; at another, every rank gets the first rank's buffers.
+
+    Returns the extras. Raises `CheckpointError` on every rank, with nothing changed, if anything is missing, damaged,
+    or from another model.
+    """
+    comm = zero.comm
+    phase, comm.phase = comm.phase, "load"
+    try:
+        loading = _Loading(Path(os.path.abspath(path)), zero, optimizer)
+        checksums = on_all_ranks(comm, "reading of a checkpoint", loading.read)
+        if len(set(checksums)) > 1:
+            raise CheckpointError(
+                f"{path}: the ranks see different checkpoints there; all must see the same file system"
+            )
+        loading.write()
+        return loading.content["extra"]
+    finally:
+        comm.phase = phase
+
+
+class _Loading:
+    """One rank's part of a load: `read` collects and checks, `write` changes the model and the optimizer."""
+
+    def __init__(self, path: Path, zero: Engine, optimizer: Optimizer) -> None:
+        self.path, self.zero, self.optimizer = path, zero, optimizer
+
+    def read(self) -> str:
+        """Read all this rank needs; return the checksum of the manifest."""
+        check_idle(self.zero)
+        self.folder, self.content, checksum = read_manifest(self.path)
+        self.pieces = Pieces(self.folder, self.content["files"], self.content["pieces"], self.content["chunk"])
+        self._match_parameters()
+        self._match_groups()
+        self.parameters = [self._read_parameter(unit, slot) for unit, slot, _ in parameters(self.zero)]
+        self.states = [self._read_state(unit, slot) for unit, slot, _ in parameters(self.zero)]
+        self.own = self._read_own()
+        return checksum
+
+    @torch.no_grad()
+    def write(self) -> None:
+        step_on_device = {  # torch's optimizers want `step` on the device for these parameters
+            id(param)
+            for group in self.optimizer.param_groups
+            for param in group["params"]
+            if group.get("capturable") or group.get("fused")
+        }
+        for (_, _, param), values, state in zip(parameters(self.zero), self.parameters, self.states, strict=True):
+            flat(param, param).copy_(values)
+            self.optimizer.state.pop(param, None)
+            if state:
+                self.optimizer.state[param] = self._placed(param, state, id(param) not in step_on_device)
+        for group, saved in zip(self.optimizer.param_groups, self.groups, strict=True):
+            set_group_values(group, saved["values"])
+        for name, buffer in buffers(self.zero).items():
+            buffer.copy_(self.own[f"buffers/{name}"].view(buffer.shape))
+        if "generators/cpu" in self.own:
+            torch.set_rng_state(self.own["generators/cpu"])
+        if "generators/cuda" in self.own:
+            torch.cuda.set_rng_state(self.own["generators/cuda"], self.zero.comm.device)
+        for unit in self.zero.units:
+            self.zero.master_changed(unit)
+        self.zero.comm.step = self.content["step"]
+
+    # -- does the checkpoint fit this model and optimizer? -------------------------------------------------------
+
+    def _match_parameters(self) -> None:
+        """Find each of the model's parameters in the checkpoint, by any of its names; none may be left over there."""
+        entry_of = {name: entry for entry in self.content["parameters"].values() for name in entry["names"]}
+        names_of = names_by_id(self.zero.model)
+        self.entries: dict[str, dict[str, Any]] = {}
+        for _, slot, param in parameters(self.zero):
+            entry = entry_of.get(slot.name)
+            if entry is None:
+                raise CheckpointError(f"{self.folder}: has no parameter {slot.name} ({self._other_model()})")
+            if sorted(entry["names"]) != sorted(names_of[id(param)]):
+                there, here = " = ".join(entry["names"]), " = ".join(names_of[id(param)])
+                raise CheckpointError(
+                    f"{self.folder}: {slot.name} is tied differently: {there} in the checkpoint, {here} in this model"
+                )
+            self.entries[slot.name] = entry
+            if tuple(entry["shape"]) != slot.shape:
+                shapes = f"has shape {tuple(entry['shape'])}, in this model {slot.shape}"
+                raise CheckpointError(f"{self.folder}: {slot.name} {shapes} ({self._other_model()})")
+            if entry["dtype"] != NAMES[param.dtype]:
+                raise CheckpointError(
+                    f"{self.folder}: {slot.name} was saved as {DTYPES[entry['dtype']]} but is {param.dtype} here; use "
+                    "the same Precision(master=...), or load_model_weights into the model before sharding it"
+                )
+        used = {entry["names"][0] for entry in self.entries.values()}
+        if unused := sorted(self.content["parameters"].keys() - used):
+            raise CheckpointError(
+                f"{self.folder}: has a parameter {unused[0]} that this model lacks ({self._other_model()})"
+            )
+
+    def _other_model(self) -> str:
+        return f"saved from {self.content['model']}, this is {type(self.zero.model).__name__}"
+
+    def _match_groups(self) -> None:
+        """Find, for each of the optimizer's parameter groups, the saved group with the same parameters."""
+        kind = type(self.optimizer).__name__
+        if kind != self.content["optimizer"]:
+            raise CheckpointError(
+                f"{self.folder}: was saved with {self.content['optimizer']}, this optimizer is {kind}"
+            )
+        saved = {frozenset(group["names"]): group for group in self.content["groups"]}
+        self.groups = []
+        for number, names in enumerate(names_in_groups(self.zero, self.optimizer)):
+            there = frozenset(self.entries[name]["names"][0] for name in names)
+            if there not in saved:
+                raise CheckpointError(
+                    f"{self.folder}: the optimizer's parameter group {number} ({len(names)} parameters, the first is "
+                    f"{names[0] if names else 'missing'}) was not saved as one group"
+                )
+            self.groups.append(saved[there])
+        if len(self.groups) != len(self.content["groups"]):
+            raise CheckpointError(
+                f"{self.folder}: was saved with {len(self.content['groups'])} parameter groups, this optimizer has "
+                f"{len(self.groups)}"
+            )
+
+    # -- what this rank reads ------------------------------------------------------------------------------------
+
+    def _read_parameter(self, unit: Unit, slot: Slot) -> Tensor:
+        return self._read(unit, slot, "parameters", self.entries[slot.name]["dtype"])
+
+    def _read_state(self, unit: Unit, slot: Slot) -> dict[str, Any]:
+        """The optimizer's state of one parameter: flat tensors, and numbers."""
+        state = self.entries[slot.name]["state"]
+        elements = {key: self._read(unit, slot, f"optimizer/{key}", dtype) for key, dtype in state["elements"].items()}
+        return elements | {key: from_json(number) for key, number in state["numbers"].items()}
+
+    def _read(self, unit: Unit, slot: Slot, kind: str, dtype: str) -> Tensor:
+        """This rank's elements of a tensor that has the shape of a parameter: flat, in the memory order of `slot`."""
+        entry = self.entries[slot.name]
+        start, stop = 0, slot.numel
+        if unit.sharded:
+            start, stop = (i - slot.offset for i in unit.layout.owned(slot, unit.rank))
+        read = partial(self.pieces.read, f"{kind}/{entry['names'][0]}", DTYPES[dtype])
+        if tuple(entry["stride"]) == slot.stride:
+            return read(start, stop)
+        # Saved in another memory order (channels_last then or now): a slice here is scattered there.
+        full = read(0, slot.numel).as_strided(slot.shape, entry["stride"])
+        return flat(full, torch.empty_strided(slot.shape, slot.stride, device="meta"))[start:stop]
+
+    def _placed(self, param: nn.Parameter, state: dict[str, Any], step_on_host: bool) -> dict[str, Any]:
+        """The state as the optimizer keeps it: the parameter's shape and device, but `step` on the host if asked."""
+        placed = {}
+        for key, value in state.items():
+            if isinstance(value, Tensor) and value.dim() == 1:
+                value = value.as_strided(param.size(), param.stride())
+            if isinstance(value, Tensor) and not (key == "step" and step_on_host):
+                value = value.to(param.device)
+            placed[key] = value
+        return placed
+
+    def _read_own(self) -> dict[str, Tensor]:
+        """This rank's buffers and generators; at another world size, the first rank's buffers."""
+        same = self.content["world_size"] == self.zero.world_size
+        rank = self.zero.rank if same else 0
+        here, saved = buffers(self.zero), self.content["buffers"]
+        if different := sorted(here.keys() ^ saved.keys()):
+            where = "the checkpoint" if different[0] in saved else "this model"
+            raise CheckpointError(f"{self.folder}: only {where} has a buffer {different[0]} ({self._other_model()})")
+        own = {}
+        for name, buffer in here.items():
+            ours, theirs = (list(buffer.shape), NAMES.get(buffer.dtype)), (saved[name]["shape"], saved[name]["dtype"])
+            if ours != theirs:
+                raise CheckpointError(
+                    f"{self.folder}: buffer {name} is {theirs} in the checkpoint, {ours} in this model"
+                )
+            there = f"rank {rank}/buffers/{name}"
+            own[f"buffers/{name}"] = self.pieces.read(there, buffer.dtype, 0, buffer.numel())
+        for name, state in generators(self.zero).items():
+            there = f"rank {rank}/generators/{name}"
+            if same and there in self.content["pieces"]:
+                own[f"generators/{name}"] = self.pieces.read(there, torch.uint8, 0, state.numel())
+        return own

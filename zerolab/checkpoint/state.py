@@ -1,0 +1,144 @@
+"""What save and load both know of a model and its optimizer: names, flat elements, numbers, buffers, generators."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from zerolab.checkpoint.files import DTYPES, NAMES, CheckpointError
+from zerolab.comm.collectives import Comm
+from zerolab.engine.engine import Engine
+from zerolab.engine.full import own_state_dict
+from zerolab.engine.layout import Slot
+from zerolab.engine.unit import Unit
+
+# Entries of a parameter group that are not saved: tensors, and the choice of implementation, which is this program's.
+NOT_SAVED = {"params", "param_names", "foreach", "fused", "capturable", "differentiable"}
+
+
+def on_all_ranks(comm: Comm, what: str, work: Callable[[], Any]) -> list[Any]:
+    """The results of `work()` on every rank, which must be JSON. If it fails on one rank, all ranks raise."""
+    result = problem = cause = None
+    try:
+        result = work()
+    except Exception as error:
+        cause, problem = error, str(error) if isinstance(error, CheckpointError) else f"{type(error).__name__}: {error}"
+    rows = comm.exchange([problem, result], what)
+    for rank, (problem, _) in enumerate(rows):
+        if problem is not None:
+            raise CheckpointError(f"rank {rank}: {problem}") from cause
+    return [result for _, result in rows]
+
+
+def check_idle(zero: Engine) -> None:
+    """Raise `CheckpointError` unless parameters are at rest: no forward, backward or `full_parameters()` is running."""
+    if not zero.is_idle():
+        raise CheckpointError("a checkpoint cannot be saved or loaded inside forward, backward or full_parameters()")
+
+
+# -- parameters -----------------------------------------------------------------------------------------------------
+
+
+def parameters(zero: Engine) -> Iterator[tuple[Unit, Slot, nn.Parameter]]:
+    """Every parameter, with its unit and its place there."""
+    for unit in zero.units:
+        for slot, param in zip(unit.layout.slots, unit.params, strict=True):
+            yield unit, slot, param
+
+
+def names_by_id(model: nn.Module) -> dict[int, list[str]]:
+    """All names of each parameter, by the parameter's `id`. Tied weights have several."""
+    names: dict[int, list[str]] = {}
+    for name, param in model.named_parameters(remove_duplicate=False):
+        names.setdefault(id(param), []).append(name)
+    return names
+
+
+def flat(tensor: Tensor, like: Tensor) -> Tensor:
+    """The elements of `tensor` in the memory order of `like`, which has its shape: (numel,), a view if possible."""
+    tensor = tensor.detach()
+    if tensor.stride() != like.stride():
+        tensor = torch.empty_strided(like.size(), like.stride(), dtype=tensor.dtype, device=tensor.device).copy_(tensor)
+    return tensor.as_strided((tensor.numel(),), (1,))
+
+
+# -- the optimizer --------------------------------------------------------------------------------------------------
+
+
+def names_in_groups(zero: Engine, optimizer: Optimizer) -> list[list[str]]:
+    """The names of the parameters in each of the optimizer's groups."""
+    name_of = {id(param): slot.name for _, slot, param in parameters(zero)}
+    for number, group in enumerate(optimizer.param_groups):
+        for place, param in enumerate(group["params"]):
+            if id(param) not in name_of:
+                raise CheckpointError(
+                    f"{type(optimizer).__name__} holds a parameter (group {number}, number {place}) that does not "
+                    f"belong to this {type(zero).__name__}: build the optimizer from model.parameters() after "
+                    "sharding, one per model"
+                )
+    return [[name_of[id(param)] for param in group["params"]] for group in optimizer.param_groups]
+
+
+def group_values(group: dict[str, Any]) -> dict[str, Any]:
+    """The hyperparameters of a parameter group, as JSON."""
+    values: dict[str, Any] = {}
+    for key, value in group.items():
+        if key not in NOT_SAVED:
+            many = isinstance(value, tuple | list)
+            values[key] = [to_json(key, v)["value"] for v in value] if many else to_json(key, value)["value"]
+    return values
+
+
+def set_group_values(group: dict[str, Any], values: dict[str, Any]) -> None:
+    """The reverse of `group_values`. What is a tensor or a tuple in this program stays one."""
+    for key, saved in values.items():
+        now = group.get(key)
+        if isinstance(now, Tensor):
+            now.fill_(saved)
+        elif isinstance(now, tuple):
+            group[key] = tuple(saved)
+        else:
+            group[key] = saved
+
+
+def to_json(what: str, value: Any) -> dict[str, Any]:
+    """One number or string of the optimizer as {"value"}, with its "dtype" if it is a tensor; `what` names it."""
+    if isinstance(value, Tensor) and value.dim() == 0 and value.dtype in NAMES:
+        return {"value": value.item(), "dtype": NAMES[value.dtype]}
+    if value is None or isinstance(value, bool | int | float | str):
+        return {"value": value}
+    kind = f"shape {tuple(value.shape)}" if isinstance(value, Tensor) else f"type {type(value).__name__}"
+    raise CheckpointError(
+        f"optimizer state {what} has {kind}: it is neither one number nor one per element, so it cannot be saved"
+    )
+
+
+def from_json(saved: dict[str, Any]) -> Any:
+    """The reverse of `to_json`."""
+    return torch.tensor(saved["value"], dtype=DTYPES[saved["dtype"]]) if "dtype" in saved else saved["value"]
+
+
+# -- what each rank has for itself ----------------------------------------------------------------------------------
+
+
+def buffers(zero: Engine) -> dict[str, Tensor]:
+    """The buffers that a state dict contains, by name."""
+    names = {name for name, _ in zero.model.named_parameters(remove_duplicate=False)}
+    own = own_state_dict(zero)
+    found = {name: buffer for name, buffer in zero.model.named_buffers() if name in own}
+    aliases = {name for name, _ in zero.model.named_buffers(remove_duplicate=False)}
+    if strange := sorted(own.keys() - names - aliases):
+        raise CheckpointError(f"the model's {strange[0]} is neither parameter nor buffer; pass it to save as an extra")
+    return found
+
+
+def generators(zero: Engine) -> dict[str, Tensor]:
+    """The states of torch's random number generators on this rank."""
+    states = {"cpu": torch.get_rng_state()}
+    if zero.comm.device.type == "cuda":
+        states["cuda"] = torch.cuda.get_rng_state(zero.comm.device)
+    return states

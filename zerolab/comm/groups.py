@@ -1,0 +1,101 @@
+"""Groups of ranks that make collectives together, and how their threads end with the process."""
+
+from __future__ import annotations
+
+import atexit
+import os
+from contextlib import suppress
+from datetime import timedelta
+from typing import NamedTuple
+from weakref import WeakKeyDictionary, WeakSet
+
+import torch
+import torch.distributed as dist
+
+from zerolab.comm.flight import Log, log_of
+from zerolab.comm.flight import stop as stop_flight_recorder
+
+with suppress(ImportError):  # its defaults keep the process group they find at import for good: so import it now
+    import torch.distributed.nn.functional
+
+
+class Group(NamedTuple):
+    """Ranks that make a collective together: torch's group, this rank's number in it, and how many they are.
+
+    `link`: with a mesh, "inside" a shard group or "between" its replicas, as in `Call`."""
+
+    handle: dist.ProcessGroup
+    rank: int
+    size: int
+    log: Log
+    link: str = ""
+
+
+_control_groups: WeakKeyDictionary[dist.ProcessGroup, dist.ProcessGroupGloo] = WeakKeyDictionary()
+_mesh_groups: WeakKeyDictionary[dist.ProcessGroup, dict[tuple[int, int], tuple[Group, Group]]] = WeakKeyDictionary()
+_holders: WeakSet[object] = WeakSet()
+_process = 0  # the process that made the groups; a fork of it has none of their threads
+
+
+def group_of(handle: dist.ProcessGroup, link: str = "") -> Group:
+    return Group(handle, dist.get_rank(handle), dist.get_world_size(handle), log_of(handle), link)
+
+
+def control_group(handle: dist.ProcessGroup) -> dist.ProcessGroupGloo:
+    """A gloo group of the same ranks for messages about the run, made once for each group.
+
+    `dist.new_group` will not do: it names groups by how many this process is in, which may differ between ranks.
+    """
+    if handle not in _control_groups:
+        store = dist.PrefixStore(f"zerolab/control/{handle.group_name}", dist.distributed_c10d._get_default_store())
+        rank, size = dist.get_rank(handle), dist.get_world_size(handle)
+        _control_groups[handle] = dist.ProcessGroupGloo(store, rank, size, _timeout_of(handle))
+    return _control_groups[handle]
+
+
+def mesh_groups(everyone: Group, mesh: tuple[int, int]) -> tuple[Group, Group]:
+    """This rank's shard group, which shares one replica, and its replicate group, which holds the same shard of each.
+
+    Made once for each mesh. Every rank takes part in making every group, even one it is not in.
+    """
+    known = _mesh_groups.setdefault(everyone.handle, {})
+    if mesh not in known:
+        replicas, size = mesh
+        rows = [list(range(first, first + size)) for first in range(0, replicas * size, size)]
+        columns = [list(column) for column in zip(*rows, strict=True)]
+        timeout = _timeout_of(everyone.handle)
+        made = [[dist.new_group(ranks, timeout=timeout) for ranks in lines] for lines in (rows, columns)]
+        replica, place = divmod(everyone.rank, size)
+        known[mesh] = group_of(made[0][replica], "inside"), group_of(made[1][place], "between")
+    return known[mesh]
+
+
+def _timeout_of(handle: dist.ProcessGroup) -> timedelta:
+    backend = handle._get_backend(torch.device("cuda" if "nccl" in dist.get_backend(handle) else "cpu"))
+    return backend.options._timeout
+
+
+def hold(holder: object) -> None:
+    """Remember an object that holds groups: when the process ends, its attributes are cleared."""
+    global _process
+    _process = os.getpid()
+    _holders.add(holder)
+
+
+@atexit.register
+def _let_go() -> None:
+    """End the threads that work for this package: one that wants the interpreter after its end aborts the process.
+
+    gloo's threads do: a finished collective is dropped a little later, tensors and all, by the thread that ran it
+    (pytorch issue 190489). The threads end with their groups, and this file knows who holds groups. A collective that
+    is still under way, because something failed, is waited for until its group's timeout, as torch does.
+    """
+    stop_flight_recorder()
+    if os.getpid() != _process:
+        return
+    for holder in list(_holders):
+        vars(holder).clear()
+    _control_groups.clear()
+    _mesh_groups.clear()
+    if dist.is_initialized() and "nccl" not in dist.get_backend_config():
+        dist.destroy_process_group()

@@ -1,0 +1,80 @@
+"""What an exercise is, and what its check sees and raises.
+
+A check is a function `check(answer, world)` that runs on every rank of a disposable pool. `answer` is the module made
+from the learner's cell. It raises `Wrong` at the first difference it finds: in the results, in the memory they hold or
+in the calls that were made. It never looks at the source.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+from zerolab.lab.exercises.spy import Spy, Traffic
+
+
+class Todo(Exception):
+    """An exercise that is not written yet."""
+
+    def __init__(self, exercise: str = "") -> None:
+        which = f"exercise {exercise}" if exercise else "this exercise"
+        check = f' and lab.check("{exercise}")' if exercise else ""
+        super().__init__(f"{which} is not written yet: replace `raise Todo(...)` with your code, run the cell{check}")
+
+
+class Wrong(Exception):
+    """The first difference that a check found on this rank.
+
+    seen: what, where and by how much. likely: the mistake behind it, if it is a known one. tip: where to read on.
+    """
+
+    def __init__(self, seen: str, likely: str = "", tip: str = "", values_differ: bool = False) -> None:
+        super().__init__(seen)
+        self.seen, self.likely, self.tip, self.values_differ = seen, likely, tip, values_differ
+
+
+@dataclass(frozen=True)
+class Exercise:
+    """One exercise of the course.
+
+    stub, reference: the cell as the learner finds it, and the course's own answer.
+    exports: the names that the answer defines; `mine(id)` returns the first.
+    extends: the class of zerolab whose methods the answer overrides ("DDP"), for `mine(DDP)`.
+    section: the heading of the lesson to read again. first_rank_only: what to say if only rank 0 is right.
+    """
+
+    id: str
+    title: str
+    section: str
+    check: Callable[[Any, World], None]
+    stub: str
+    reference: str
+    hints: tuple[str, ...]
+    exports: tuple[str, ...]
+    extends: str = ""
+    first_rank_only: str = ""
+    errors: dict[str, str] = field(default_factory=dict)  # part of a Python error -> the mistake behind it
+
+
+@dataclass
+class World:
+    """What a check knows about the rank it runs on."""
+
+    rank: int
+    world_size: int
+    spy: Spy
+
+    @contextmanager
+    def record(self) -> Iterator[list[Traffic]]:
+        """The calls to torch.distributed, and the exchanges, that the block makes."""
+        with self.spy.record() as calls:
+            yield calls
+
+    def unwaited(self, calls: list[Traffic]) -> str:
+        """The asynchronous calls that nobody waited for, in words; "" if there are none."""
+        lost = [call.op for call in calls if not call.waited]
+        if not lost:
+            return ""
+        return f"{lost[0]} was started {'once' if len(lost) == 1 else f'{len(lost)} times'} without waiting for it"

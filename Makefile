@@ -1,7 +1,7 @@
 SHELL := bash
 .SHELLFLAGS := -euo pipefail -c
 .DEFAULT_GOAL := help
-.PHONY: help lab bench demo test test-lessons test-fast gpu lessons format clean
+.PHONY: help lab bench demo test test-lessons test-fast lint gpu lessons format clean
 
 PYTHON ?= python3
 VENV ?= .venv
@@ -9,6 +9,11 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 # make demo ARGS="--ranks 2 --steps 5"; the test targets hand ARGS to pytest
 ARGS ?=
+# Files of tests run side by side where there are cores for it: a test has up to four ranks. What is not slow, and
+# notebooks, are indifferent to what runs beside them and mostly wait for ranks, so there it is always two at least.
+CORES := $(shell nproc 2>/dev/null || getconf _NPROCESSORS_ONLN)
+WORKERS ?= $(shell echo $$(( $(CORES) < 4 ? 1 : $(CORES) / 2 )))
+ATLEAST2 = $(if $(filter 1,$(WORKERS)),2,$(WORKERS))
 
 help:
 	@sed -n 's/^\([a-z-]*\):.*## /\1\t/p' $(MAKEFILE_LIST) | while IFS=$$'\t' read -r target what; \
@@ -39,26 +44,22 @@ bench: $(STAMP) ## step times and peaks beside torch and DeepSpeed
 demo: $(STAMP) ## train a small GPT at every stage and compare
 	@$(BIN)/zerolab demo $(ARGS)
 
-test: $(STAMP) ## lint, format check and every test
-	$(BIN)/ruff check .
-	$(BIN)/ruff format --check .
-	$(BIN)/python -m pytest $(ARGS)
+test: lint ## lint, types and every test
+	$(BIN)/python -m pytest $(if $(filter-out 1,$(WORKERS)),-n $(WORKERS) --dist loadfile) $(ARGS)
 	@$(MAKE) --no-print-directory test-lessons
 
-# Both folders at the same time, since a notebook mostly waits for its ranks to start. Each begins without answers, as its
-# notebooks did when they were built, and with an IPython profile of its own: kernels of both would share one history file.
 # A kernel that starts on a busy machine, or one that was paused, may need more than the usual minute.
 test-lessons: $(STAMP) ## every notebook, as a learner gets it and as solved
-	@$(MAKE) --no-print-directory -j2 $(if $(filter output-sync,$(.FEATURES)),--output-sync) nbval-lessons nbval-solutions
+	$(BIN)/python -m pytest -p tests.notebooks --nbval-lax --nbval-current-env --timeout 300 \
+	    --nbval-kernel-startup-timeout 300 -n $(ATLEAST2) --dist loadfile lessons solutions
 
-nbval-%:
-	@own=$$(mktemp -d); \
-	ZEROLAB_MY=$$own/my IPYTHONDIR=$$own/ipython $(BIN)/python -m pytest --nbval-lax --nbval-current-env \
-	    --timeout 300 --nbval-kernel-startup-timeout 300 $* && rc=0 || rc=$$?; \
-	rm -rf $$own; exit $$rc
+test-fast: lint ## what an edit breaks first, in four minutes
+	$(BIN)/python -m pytest -m 'not slow' -n $(ATLEAST2) --dist loadfile $(ARGS)
 
-test-fast: $(STAMP) ## the tests of the package alone
-	$(BIN)/python -m pytest -m 'not slow' $(ARGS)
+lint: $(STAMP)
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
 
 # Builds nothing, so that it runs without a network: the first of .venv and python3 that sees a device is
 # taken, with the package from here. Only files with a gpu test are collected: the others may import what

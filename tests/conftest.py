@@ -5,20 +5,18 @@ from __future__ import annotations
 import sys
 import threading
 import time
-from collections.abc import Iterator
-from pathlib import Path
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
 
 import pytest
 import torch
+from jobs_common import ROOMS
 
 import zerolab
 
-# So that the ranks can import the functions of the tests, in whatever room these are.
-HERE = Path(__file__).parent
-sys.path[:0] = [
-    str(HERE),
-    *(str(room) for room in sorted(HERE.iterdir()) if room.is_dir() and room.name != "__pycache__"),
-]
+# So that tests and ranks can import the functions of the tests, whichever room these are in.
+sys.path[:0] = map(str, ROOMS)
 
 
 @pytest.fixture(scope="session")
@@ -26,6 +24,27 @@ def ranks() -> Iterator[zerolab.Ranks]:
     """`ranks.run(function, *args, ranks=n)`: the function's results on the first n of four ranks, one thread each."""
     with zerolab.Ranks(4, threads=1) as pool:
         yield pool
+
+
+@pytest.fixture
+def lent(ranks: zerolab.Ranks, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A program under test gets these ranks where it would start some, one thread each, for itself."""
+
+    @contextmanager
+    def lend(size: int, threads: int) -> Iterator[Lent]:
+        assert threads == 1
+        yield Lent(ranks, size)
+
+    if not torch.cuda.is_available():  # there it might hide the GPUs from its own, or give each one
+        monkeypatch.setattr(zerolab, "Ranks", lend)
+
+
+class Lent:
+    def __init__(self, pool: zerolab.Ranks, ranks: int) -> None:
+        self.pool, self.ranks = pool, ranks
+
+    def run(self, fn: Callable, *args: Any, ranks: int | None = None, **options: float) -> list:
+        return self.pool.run(fn, *args, ranks=ranks or self.ranks, **options)
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

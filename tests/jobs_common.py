@@ -1,12 +1,19 @@
 """What several test files need on the ranks: a small model, its data, one process to compare with, caught errors."""
 
+import os
 import time
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+
+ROOT = Path(__file__).resolve().parents[1]
+ROOMS = [folder for folder in sorted((ROOT / "tests").iterdir()) if folder.is_dir() and folder.name != "__pycache__"]
+ROOMS.insert(0, ROOT / "tests")
+PYTHONPATH = os.pathsep.join(map(str, [ROOT, *ROOMS]))  # for a program that imports zerolab and modules of the tests
 
 WORDS = 11
 

@@ -24,7 +24,7 @@ os.environ["CUBLASLT_WORKSPACE_SIZE"] = "128"
 import pytest
 import torch
 import torch.distributed as dist
-from test_invariants import BF16, Block, Model, batch, train_alone
+from reference import BF16, Block, Model, batch, train_alone
 from torch import Tensor
 
 import zerolab

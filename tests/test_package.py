@@ -332,7 +332,7 @@ def test_ci_runs_make_test():
 
 def test_the_gpu_tests_need_torch_and_pytest_only():
     """`make gpu` builds nothing: a machine with a GPU may have no more than these, and no network."""
-    files = [path for path in (ROOT / "tests").glob("test_*.py") if re.search(r"(mark\.|@)gpu\b", path.read_text())]
+    files = [path for path in (ROOT / "tests").rglob("test_*.py") if re.search(r"(mark\.|@)gpu\b", path.read_text())]
     extras = [Requirement(line).name for lines in EXTRAS.values() for line in lines]
     missing = {name.replace("-", "_").lower() for name in extras} - {"pytest", "zerolab"} | {"safetensors", "psutil"}
     program = f"""

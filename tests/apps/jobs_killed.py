@@ -1,6 +1,6 @@
 """`zerolab train` under torchrun, of which a rank is killed in every life but the last.
 
-    torchrun --max-restarts KILLS ... tests/jobs_killed.py KILLS DIARY DIR [arguments of zerolab.train]
+    torchrun --max-restarts KILLS ... jobs_killed.py KILLS DIARY DIR [arguments of zerolab.train]
 
 saves to DIR. Who dies, and when, follows from the number of the restart: at a random moment after a random number of
 steps, at a random moment from the start of the process on, or within a save: just before one of the things that it does

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -52,7 +53,7 @@ def check_stages(report: dict[str, Any]) -> None:
 
 
 @pytest.mark.parametrize(("n", "precision"), [(1, "fp32"), (2, "bf16"), (3, "fp32"), (4, "bf16")])
-def test_every_stage_is_one_process(n: int, precision: str) -> None:
+def test_every_stage_is_one_process(lent: None, n: int, precision: str) -> None:
     report, problems = measure_ladder(n, 3, precision=precision, device="cpu", sizes=SMALL)
     assert problems == []
     assert report.keys() == {"ranks", "steps", "parameters", "stages"}
@@ -93,7 +94,7 @@ class GathersAgain(zerolab.Zero3):
         unit.release()
 
 
-def test_a_wrong_engine_is_noticed() -> None:
+def test_a_wrong_engine_is_noticed(lent: None) -> None:
     classes = (Sums, Alone, Hoards, GathersAgain)
     report, problems = measure_ladder(2, 3, device="cpu", classes=classes, sizes=SMALL)
     assert [result["bitwise_equal"] for result in report["stages"].values()] == [False, False, True, True]
@@ -117,7 +118,7 @@ class OneRankDiffers(zerolab.DDP):
             unit.params[-1].data.view(-1).view(torch.int32)[-1] ^= 1
 
 
-def test_every_rank_is_compared() -> None:
+def test_every_rank_is_compared(lent: None) -> None:
     report, problems = measure_ladder(2, 2, [0], device="cpu", classes=(OneRankDiffers,), sizes=SMALL)
     assert report["stages"]["0"]["bitwise_equal"] is False
     assert any("rank 1 ends" in problem for problem in problems)
@@ -134,7 +135,7 @@ def test_exit_status_says_what_is_wrong(monkeypatch: pytest.MonkeyPatch, capsys:
     assert "WRONG" not in capsys.readouterr().out
 
 
-def test_some_stages() -> None:
+def test_some_stages(lent: None) -> None:
     report, problems = measure_ladder(2, 2, [3, 1, 3], "bf16", "cpu", sizes=SMALL)
     psi = report["parameters"]
     assert problems == [] and list(report["stages"]) == ["3", "1"]
@@ -220,8 +221,8 @@ def test_extras_are_imported_only_when_they_are_used() -> None:
         code = f"import sys, {code}; print(*sys.modules)"
         return set(subprocess.run([sys.executable, "-c", code], capture_output=True, text=True).stdout.split())
 
-    by_torch = imported("torch")  # which takes tqdm and numpy where it finds them
-    ours = imported("zerolab.measure, zerolab.cli, zerolab.apps.demo")
+    with ThreadPoolExecutor() as threads:  # torch takes tqdm and numpy where it finds them
+        by_torch, ours = threads.map(imported, ("torch", "zerolab.measure, zerolab.cli, zerolab.apps.demo"))
     assert "zerolab.apps.demo" in ours
     assert not {"rich", "tqdm", "matplotlib", "numpy"} & (ours - by_torch)
 

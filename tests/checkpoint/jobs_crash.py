@@ -1,6 +1,6 @@
 """Saves that are killed: before each operation on the file system in turn, and in the middle of a file.
 
-    python tests/jobs_crash.py FOLDER
+    python jobs_crash.py FOLDER
 
 prints where each death was, and which of the two checkpoints loads afterwards. Every save and every load runs in a
 process of its own, forked from one that has done nothing but import.

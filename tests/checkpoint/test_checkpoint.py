@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import pickle
 import re
 import resource
@@ -19,6 +20,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
+from jobs_common import PYTHONPATH
 from safetensors.torch import load_file, load_model
 from torch import Tensor, nn
 from zoo import CASES, WORDS, Block, Case, Stack, alone, noise, words
@@ -174,7 +176,7 @@ def expected(ranks: zerolab.Ranks) -> dict[int, dict[str, Any]]:
     return {n: ranks.run(truth, Mixed(), n, ranks=1)[0] for n in range(1, 5)}
 
 
-@pytest.mark.parametrize("m", [1, 2, 3, 4])
+@pytest.mark.parametrize("m", [1, 2, *(pytest.param(m, marks=pytest.mark.slow) for m in (3, 4))])
 def test_saved_at_n_loaded_at_m(ranks, saved, expected, m):
     jobs = [(f"{n}-{stage}", target) for n in range(1, 5) for stage in range(4) for target in range(4)]
     results = ranks.run(load_all, Mixed(), saved.folder, jobs, ranks=m, timeout=60)
@@ -197,6 +199,7 @@ def five(folder: str, jobs: list[tuple[str, int]]) -> list[Held]:
     return [result[0] for result in load_all(Mixed(), folder, jobs)]
 
 
+@pytest.mark.slow
 def test_five_ranks(ranks, saved, expected, tmp_path):
     """Saved at 1 to 5 and loaded at 5, saved at 5 and loaded at 1 to 4; every stage into every stage."""
     folder = str(shutil.copytree(saved.folder, tmp_path / "five"))
@@ -633,10 +636,13 @@ def test_another_memory_order(ranks, tmp_path):
 # -- crashes --------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_a_save_killed_at_every_moment(tmp_path):
     """One process. After each death either the old checkpoint or the new one loads, and nothing piles up."""
     command = [sys.executable, str(Path(__file__).parent / "jobs_crash.py"), str(tmp_path)]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=100)
+    done = subprocess.run(
+        command, env=os.environ | {"PYTHONPATH": PYTHONPATH}, capture_output=True, text=True, timeout=100
+    )
     said = [json.loads(line) for line in done.stdout.splitlines()]
     assert done.returncode == 0 and said[-1] == {"left": ["checkpoint"]}, done.stdout + done.stderr
     loaded = [line["loaded"] for line in said if "loaded" in line]
@@ -672,6 +678,7 @@ def one_step(path: str) -> bool:
     return zerolab.load(path, again, other)["number"] == 1 and same(held(zero, optimizer), held(again, other))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("rank", "death"), [(1, "writing"), (1, "1"), (0, "8")])
 def test_a_rank_that_dies_while_all_save(ranks, tmp_path, rank, death):
     path = tmp_path / "checkpoint"
@@ -706,6 +713,7 @@ def read_so_far() -> int:
     return int(Path("/proc/self/io").read_text().split("rchar: ")[1].split()[0])
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not Path("/proc/self/io").exists(), reason="needs /proc")
 def test_a_rank_reads_what_it_needs(ranks, tmp_path):
     mib = 1 << 20
@@ -853,6 +861,7 @@ def load_damaged(good: str, other: str, folder: str, examples: int) -> dict[str,
     return counts
 
 
+@pytest.mark.slow
 def test_damaged_checkpoints(ranks, saved, tmp_path):
     """None loads with wrong numbers, none crashes the process, and nothing in them is executed."""
     good, other = f"{saved.folder}/2-3", f"{saved.folder}/2-0"

@@ -14,7 +14,7 @@ from datetime import timedelta
 from pathlib import Path
 
 import torch
-from test_invariants import batch, build
+from reference import batch, build
 from torch import nn
 
 import zerolab

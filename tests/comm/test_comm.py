@@ -225,12 +225,19 @@ def job_missing(op, absent):
         "gather": lambda: comm.all_gather(flat, flat[:100_000].clone(), "blocks.1").wait(),
         "broadcast": lambda: comm.broadcast(flat, "blocks.1"),
     }
-    caught = None if comm.rank == absent else attempt(calls[op])
-    time.sleep(0 if comm.rank != absent else 4)
+    store = dist.distributed_c10d._get_default_store()
+    if comm.rank == absent:  # and alive until the others have waited long enough
+        store.wait([f"caught/{rank}" for rank in range(n) if rank != absent])
+        return None
+    caught = attempt(calls[op])
+    store.set(f"caught/{comm.rank}", "")
     return caught
 
 
-@pytest.mark.parametrize("op", ["reduce-scatter", "all-reduce", "gather", "broadcast"])
+SLOW = [pytest.param(op, marks=pytest.mark.slow) for op in ("all-reduce", "gather", "broadcast")]
+
+
+@pytest.mark.parametrize("op", ["reduce-scatter", *SLOW])
 def test_a_missing_rank_is_an_error_in_time(ranks, op):
     results = ranks.run(job_missing, op, 0, ranks=3, timeout=60, group_timeout=20)
     for rank, caught in enumerate(results[1:], 1):
@@ -360,10 +367,12 @@ def job_slow_and_strange(deviates):
     return attempt(gathers, comm, SKIPS_B[1:] if deviates == comm.rank else PASS[1:])
 
 
+@pytest.mark.slow
 def test_a_slow_rank_is_waited_for(ranks):
     assert ranks.run(job_slow_and_strange, -1, ranks=2, timeout=60, group_timeout=20) == [None, None]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("deviates", [0, 1])
 def test_a_slow_rank_and_another_order(ranks, deviates):
     all_say(ranks.run(job_slow_and_strange, deviates, ranks=2, timeout=60, group_timeout=20), "CommError", within=7)
@@ -415,6 +424,7 @@ def job_reduces_where_others_gather():
     return caught or Caught("nothing", f"gathered {out}", 0)
 
 
+@pytest.mark.slow
 def test_a_gather_does_not_meet_a_reduction(ranks):
     all_say(ranks.run(job_reduces_where_others_gather, ranks=2, timeout=60, group_timeout=20), "CommError", within=9)
 
@@ -496,6 +506,7 @@ for stage in range(4):
 """
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("script", [OLDER_TORCH, NEWER_TORCH, FAKE], ids=["older", "newer", "fake"])
 def test_in_a_process_of_its_own(script):
     environment = os.environ | {

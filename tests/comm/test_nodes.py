@@ -18,7 +18,8 @@ from pathlib import Path
 import psutil
 import pytest
 import torch
-from test_invariants import train_alone
+from jobs_common import PYTHONPATH
+from reference import train_alone
 from test_launch import ROOT, wait_until
 from test_mesh import alone_in_tree_order
 
@@ -48,11 +49,11 @@ class Host:
         where += ["--master-addr", master.address, "--master-port", port, "--local-addr", self.address]
         command = ["ip", "netns", "exec", self.name, sys.executable, "-m", "torch.distributed.run", *where]
         env = os.environ | {"GLOO_SOCKET_IFNAME": "eth", "OMP_NUM_THREADS": "1", "TORCH_CPP_LOG_LEVEL": "ERROR"}
-        env["PYTHONPATH"] = os.pathsep.join([str(ROOT), str(ROOT / "tests")])
+        env["PYTHONPATH"] = PYTHONPATH
         self.log = log
         with log.open("w") as file:
             self.process = subprocess.Popen(
-                [*map(str, command), str(ROOT / "tests" / "jobs_nodes.py"), *map(str, arguments)],
+                [*map(str, command), str(Path(__file__).with_name("jobs_nodes.py")), *map(str, arguments)],
                 env=env,
                 stdout=file,
                 stderr=file,

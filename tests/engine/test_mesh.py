@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 from jobs_common import rank_ordered_mean
-from test_invariants import BF16, Model, batch, build, step
+from reference import BF16, Model, batch, build, step
 from torch import Tensor, nn
 
 import zerolab
@@ -16,7 +16,7 @@ from zerolab.engine.precision import KEEP
 from zerolab.measure import between_bytes, ledger, model_states, moved_bytes
 
 STEPS = 3
-MESHES = [(2, 2), (4, 1), (1, 4), (2, 1), (1, 3)]
+MESHES = [(2, 2), *(pytest.param(mesh, marks=pytest.mark.slow) for mesh in ((4, 1), (1, 4), (2, 1))), (1, 3)]
 
 
 def alone_in_tree_order(mesh: tuple[int, int], precision: zerolab.Precision | None) -> dict[str, Tensor]:
@@ -130,6 +130,7 @@ def everything(stage: int, folder: str) -> None:
     assert scaler.get_scale() == 2.0**9
 
 
+@pytest.mark.slow
 def test_what_else_a_mesh_must_do(ranks, tmp_path: Path):
     for stage in (1, 2, 3):
         ranks.run(everything, stage, str(tmp_path), ranks=4)

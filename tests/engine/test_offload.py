@@ -9,12 +9,14 @@ from typing import Any
 
 import pytest
 import torch
-from test_invariants import BF16, Model, batch, build, step, train_alone
+from reference import BF16, Model, batch, build, step, train_alone
 from torch import Tensor
 
 import zerolab
 from zerolab.engine.precision import KEEP
 from zerolab.measure import host_state_bytes, model_states, state_bytes, timeline
+
+pytestmark = pytest.mark.slow
 
 Trained = tuple[dict[str, Tensor], list[Any]]
 

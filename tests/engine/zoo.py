@@ -135,6 +135,15 @@ def sharded(case: Case, stage: int, **options: Any) -> tuple[dict[str, Tensor], 
     return zero.full_state_dict(), losses
 
 
+def attempt(function: Any) -> str:
+    """The error that `function` ends with: class and message."""
+    try:
+        function()
+    except Exception as error:
+        return f"{type(error).__name__}: {error}"
+    return "no error"
+
+
 # -- models ---------------------------------------------------------------------------------------------------------
 
 

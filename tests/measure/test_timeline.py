@@ -47,7 +47,7 @@ def kept_books(stage):
     return book, psi, sum(unit.layout.size for unit in zero.root)
 
 
-@pytest.mark.parametrize("n", [1, 3])
+@pytest.mark.parametrize("n", [3, *(pytest.param(n, marks=pytest.mark.slow) for n in (1,))])
 def test_the_ledger_adds_up(ranks, n):
     from rich.console import Console
 
@@ -90,6 +90,7 @@ def slowed(stage):
     return median(ratios)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("stage", [0, 3])
 def test_what_a_timeline_costs(ranks, stage):
     """The documented 1.1 to 1.6 times is for an idle machine; these bounds allow for a busy one."""
@@ -111,7 +112,7 @@ def peaks(stage, precision):
 
 
 @pytest.mark.parametrize("precision", [None, BF16], ids=["fp32", "bf16"])
-@pytest.mark.parametrize("n", [1, 4])
+@pytest.mark.parametrize("n", [1, *(pytest.param(n, marks=pytest.mark.slow) for n in (4,))])
 def test_the_timeline_agrees_with_the_allocator(ranks, n, precision):
     for stage in range(4):
         for line, allocated, states in ranks.run(peaks, stage, precision, ranks=n):
@@ -235,6 +236,7 @@ def hidden_share(record):
     return (length(behind) - length(intersection(behind, record.waits))) / length(under_way)
 
 
+@pytest.mark.slow
 def test_reductions_run_while_backward_computes(ranks):
     everyone = ranks.run(traced, 2, ranks=4)
     # A rank that always comes last waits for nobody, so a single score may reach 1. Take each rank's best step, the one
@@ -273,6 +275,7 @@ def test_the_next_unit_is_gathered_while_one_computes(ranks, stage):
         assert all(torch.equal(one, other) for one, other in zip(state, state_2, strict=True))
 
 
+@pytest.mark.slow
 def test_the_overlap_score_can_be_bad(ranks):
     for records in ranks.run(traced, Impatient, ranks=4):
         assert min(hidden_share(record) for record in records) < 0.1

@@ -10,7 +10,10 @@ from test_launch import finish, free_port, python
 
 JOBS = Path(__file__).with_name("jobs_exit.py")
 
-pytestmark = pytest.mark.skipif(not sys.platform.startswith("linux"), reason="needs /proc to see threads")
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.skipif(not sys.platform.startswith("linux"), reason="needs /proc to see threads"),
+]
 
 
 def two_ranks(*arguments: object) -> list[subprocess.Popen]:

@@ -16,6 +16,7 @@ import jobs_launch
 import psutil
 import pytest
 import torch
+from jobs_common import PYTHONPATH
 
 from zerolab.world.environment import first_host, init, read_place
 from zerolab.world.processes import Patience, RankError, Ranks, launch
@@ -29,8 +30,7 @@ NO_WORLD = ("RANK", "WORLD_SIZE", "LOCAL_", "MASTER_", "GROUP_", "ROLE_", "TORCH
 def environment(**variables: object) -> dict[str, str]:
     """This process's environment without any trace of a world, and `variables`."""
     rest = {name: value for name, value in os.environ.items() if not name.startswith(NO_WORLD)}
-    rest["PYTHONPATH"] = os.pathsep.join([str(ROOT), str(ROOT / "tests")])
-    return rest | {name: str(value) for name, value in variables.items()}
+    return rest | {"PYTHONPATH": PYTHONPATH} | {name: str(value) for name, value in variables.items()}
 
 
 def python(*args: object, **variables: object) -> subprocess.Popen:
@@ -179,6 +179,7 @@ def test_nothing_starts_before_the_first_run_and_only_results_stay_after_close()
     assert torch.equal(back["big"], big) and not back["big"].is_shared()
 
 
+@pytest.mark.slow
 def test_output_in_whole_lines_and_no_noise_even_when_never_closed() -> None:
     """GLOO_SOCKET_IFNAME names a cluster's network. It must not be used here, where that network does not exist."""
     process = python(JOBS, "prints", PYTHONUNBUFFERED="1", GLOO_SOCKET_IFNAME="cluster0")
@@ -224,6 +225,7 @@ def test_a_death_comes_before_those_who_noticed_it(two: Ranks, how: str, said: s
     assert "\nrank 0 " in str(error)
 
 
+@pytest.mark.slow
 def test_a_death_is_seen_though_an_heir_holds_the_pipe(two: Ranks) -> None:
     assert two.run(jobs_launch.echo, 1) == [1, 1]
     before = {process.pid for process, _ in two._processes}  # pools of other tests may be alive too
@@ -232,6 +234,7 @@ def test_a_death_is_seen_though_an_heir_holds_the_pipe(two: Ranks) -> None:
     assert not children() & before
 
 
+@pytest.mark.slow
 def test_a_hang_names_the_ranks_and_where_they_stand(two: Ranks) -> None:
     start = time.monotonic()
     error = fails(two, jobs_launch.hangs, timeout=2.0)
@@ -244,6 +247,7 @@ def test_a_hang_names_the_ranks_and_where_they_stand(two: Ranks) -> None:
     assert "zerolab" not in str(error)
 
 
+@pytest.mark.slow
 def test_a_collective_fails_after_the_group_timeout(two: Ranks) -> None:
     error = fails(two, jobs_launch.hangs, timeout=30.0, group_timeout=1.0)
     assert error.rank == 0 and "Timed out" in error.traceback
@@ -294,6 +298,7 @@ def test_a_process_that_is_killed_while_idle_is_replaced(two: Ranks) -> None:
     assert not children() & set(pids)
 
 
+@pytest.mark.slow
 def test_a_script_without_its_guard(tmp_path: Path) -> None:
     script = tmp_path / "unguarded.py"
     script.write_text("import zerolab\ndef f(): return 1\nprint(zerolab.launch(f, 2))\n")
@@ -302,10 +307,9 @@ def test_a_script_without_its_guard(tmp_path: Path) -> None:
     assert "at its start (scripts launch under `if __name__ == '__main__':`)" in err.splitlines()[-2] + err
 
 
+@pytest.mark.slow
 def test_a_prompt_can_launch_what_is_imported_but_not_what_it_defines() -> None:
     program = """
-import sys
-sys.path.insert(0, "tests")
 import jobs_launch, zerolab
 class Thing: pass
 def f(): pass
@@ -349,6 +353,7 @@ def hanging(*arguments: object) -> tuple[subprocess.Popen, list[psutil.Process]]
     return program, ranks
 
 
+@pytest.mark.slow
 def test_no_rank_outlives_a_parent_that_is_killed(tmp_path: Path) -> None:
     """Not even when a process that the parent forked has inherited its ends of the pipes, and lives on."""
     program, ranks = hanging(tmp_path / "told", "heir")
@@ -370,10 +375,12 @@ def interrupt(program: subprocess.Popen, ranks: list[psutil.Process]) -> str:
     return err
 
 
+@pytest.mark.slow
 def test_control_c(tmp_path: Path) -> None:
     assert interrupt(*hanging(tmp_path / "told")).count("Traceback") == 1
 
 
+@pytest.mark.slow
 def test_control_c_while_the_processes_start(tmp_path: Path) -> None:
     program = python(JOBS, "hang", tmp_path / "told")
     parent = psutil.Process(program.pid)
@@ -381,6 +388,7 @@ def test_control_c_while_the_processes_start(tmp_path: Path) -> None:
     interrupt(program, parent.children())
 
 
+@pytest.mark.slow
 def test_control_z_takes_none_of_the_time(tmp_path: Path) -> None:
     program = python(JOBS, "rest", tmp_path / "told")
     wait_until(lambda: (tmp_path / "told").exists() or program.poll() is not None, 60)
@@ -403,12 +411,14 @@ def worlds(processes: list[subprocess.Popen]) -> list[dict]:
     return sorted(found, key=lambda world: world["rank"])
 
 
+@pytest.mark.slow
 def test_a_world_of_one_needs_no_variable() -> None:
     (world,) = worlds([python(JOBS)])
     assert (world["rank"], world["size"], world["environment"]) == (0, 1, [])
     assert set(world["listening"]) <= set(LOCAL)
 
 
+@pytest.mark.slow
 def test_torchrun() -> None:
     start = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", 2)
     run = python(*start, JOBS, OMP_NUM_THREADS=1)
@@ -417,6 +427,7 @@ def test_torchrun() -> None:
     assert all(set(world["listening"]) <= set(LOCAL) for world in found)
 
 
+@pytest.mark.slow
 def test_srun() -> None:
     """Three tasks on two nodes (both here), as srun describes them."""
     tasks = [(0, 0, 0), (1, 1, 0), (2, 0, 1)]

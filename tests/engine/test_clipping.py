@@ -1,0 +1,119 @@
+"""Clipping by each norm, alone and with a loss scaler and accumulation, against one process."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn, optim
+from zoo import CASES, Block, build
+
+import zerolab
+
+PLAIN = CASES["plain"]
+
+
+def clipped(norm_type: float) -> list[tuple[float, dict[str, torch.Tensor], int]]:
+    results = []
+    for stage in range(4):
+        zero = zerolab.shard(build(PLAIN), stage, units=[Block])
+        optimizer = optim.SGD(zero.model.parameters(), lr=1.0)
+        (50 * PLAIN.loss(zero.model, zero.rank, 0)).backward()
+        with zero.comm.record() as calls:
+            norm = zero.clip_grad_norm_(0.5, norm_type)
+        optimizer.step()
+        results.append((norm.item(), zero.full_state_dict(), len(calls)))
+        zero.clip_grad_norm_(1.0, norm_type)
+    return results
+
+
+def clipped_alone(ranks: int, norm_type: float) -> tuple[float, dict[str, torch.Tensor]]:
+    model = build(PLAIN)
+    for rank in range(ranks):
+        (50 * PLAIN.loss(model, rank, 0) / ranks).backward()
+    norm = torch.nn.utils.clip_grad_norm_(model.parameters(), 0.5, norm_type)
+    optim.SGD(model.parameters(), lr=1.0).step()
+    return norm.item(), model.state_dict()
+
+
+@pytest.mark.parametrize(
+    "norm_type", [2.0, float("inf"), *(pytest.param(p, marks=pytest.mark.slow) for p in (1.0, 3.0))]
+)
+def test_clipping(ranks, norm_type):
+    for n in (1, 3):
+        norm, state = ranks.run(clipped_alone, n, norm_type, ranks=1)[0]
+        results = ranks.run(clipped, norm_type, ranks=n)
+        for stage in range(4):
+            assert len({result[stage][0] for result in results}) == 1, "the same on every rank"
+            for got, got_state, calls in (result[stage] for result in results):
+                assert got == pytest.approx(norm, rel=1e-5)
+                assert calls == (1 if stage else 0)
+                for key, value in state.items():
+                    torch.testing.assert_close(got_state[key], value, rtol=1e-4, atol=1e-6)
+
+
+# -- with a loss scaler, in float16 -----------------------------------------------------------------------------------
+
+
+P_NORMS = (1.0, 2.0, float("inf"))
+
+
+def scaled_and_clipped() -> list[Any]:
+    """float16, two micro-batches of which the first is kept back, unscaled, clipped by each p in turn."""
+    results = []
+    for stage in range(4):
+        zero = zerolab.shard(build(PLAIN), stage, units=[Block], precision=zerolab.Precision(torch.float16))
+        optimizer = torch.optim.SGD(zero.model.parameters(), lr=0.5)
+        scaler = zerolab.LossScaler(zero, init_scale=1024.0)
+        norms, calls = [], []
+        for step, p in enumerate(P_NORMS):
+            with zero.no_sync():
+                scaler.scale(PLAIN.loss(zero.model, zero.rank, 2 * step).float()).backward()
+            scaler.scale(PLAIN.loss(zero.model, zero.rank, 2 * step + 1).float()).backward()
+            scaler.unscale_(optimizer)
+            with zero.comm.record() as made:
+                norms.append(zero.clip_grad_norm_(0.1, p).item())
+            calls.append(len(made))
+            scaler.step(optimizer)
+            scaler.update()
+            optimizer.zero_grad()
+        results.append((norms, calls, scaler.get_scale(), zero.full_state_dict()))
+    return results
+
+
+def scaled_and_clipped_alone(ranks: int) -> tuple[list[float], dict[str, Tensor]]:
+    """Each rank's micro-batches are added in float32 and rounded to float16; so is the mean over the ranks."""
+    model, half = build(PLAIN), build(PLAIN).half()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
+    norms = []
+    for step, p in enumerate(P_NORMS):
+        for copy, param in zip(half.parameters(), model.parameters(), strict=True):
+            copy.data.copy_(param.data)
+        own = []
+        for rank in range(ranks):
+            parts = []
+            for micro in range(2):
+                half.zero_grad()
+                (1024.0 * PLAIN.loss(half, rank, 2 * step + micro).float()).backward()
+                parts.append([param.grad.float() for param in half.parameters()])
+            own.append([(a + b).half().float() for a, b in zip(*parts, strict=True)])
+        for param, grads in zip(model.parameters(), zip(*own, strict=True), strict=True):
+            param.grad = (sum(grads[1:], grads[0]) / ranks).half().float() / 1024.0
+        norms.append(nn.utils.clip_grad_norm_(model.parameters(), 0.1, p).item())
+        optimizer.step()
+    return norms, model.state_dict()
+
+
+@pytest.mark.parametrize("n", [2, *(pytest.param(n, marks=pytest.mark.slow) for n in (1, 3, 4))])
+def test_float16_kept_back_unscaled_and_clipped(ranks, n):
+    norms, state = ranks.run(scaled_and_clipped_alone, n, ranks=1)[0]
+    assert all(norm > 0.2 for norm in norms), "every step is clipped"
+    everyone = ranks.run(scaled_and_clipped, ranks=n, timeout=60)
+    for results in everyone:
+        for stage, (mine, calls, scale, got) in enumerate(results):
+            assert mine == everyone[0][stage][0], "the same on every rank"
+            assert mine == pytest.approx(norms, rel=1e-4)
+            assert calls == [1 if stage else 0] * 3 and scale == 1024.0, "at most one all-reduce"
+            for name, value in state.items():
+                torch.testing.assert_close(got[name], value, rtol=1e-3, atol=1e-5, msg=f"stage {stage}: {name}")

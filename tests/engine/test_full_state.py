@@ -1,0 +1,139 @@
+"""What the model shows: slices, full parameters to look at and edit, full state dicts, buffers."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from zoo import CASES, Block, Stack, attempt, build, words
+
+import zerolab
+
+PLAIN = CASES["plain"]
+
+
+def shown(stage: int) -> tuple[list[tuple[str, tuple[int, ...]]], dict[str, torch.Tensor], Any]:
+    torch.manual_seed(dist.get_rank())  # other values on every rank; the first's count
+    model = Stack()
+    model.register_buffer("count", torch.tensor([dist.get_rank()]))
+    model.register_buffer("flag", torch.tensor(dist.get_rank() == 0))
+    zero = zerolab.shard(model, stage, units=[Block])
+    shapes = [(name, tuple(p.shape)) for name, p in model.named_parameters()]
+    for p in model.parameters():  # touching is harmless
+        p.sum().item(), repr(p), p.detach().clone()
+    assert (zero.stage, zero.rank, zero.world_size, zero.model) == (
+        stage,
+        dist.get_rank(),
+        dist.get_world_size(),
+        model,
+    )
+    return shapes, zero.full_state_dict(), zero.full_state_dict(rank0_only=True)
+
+
+@pytest.mark.parametrize("n", [1, 3, 4])
+def test_slices_and_full_state_dict(ranks, n):
+    torch.manual_seed(0)
+    model = Stack()
+    model.register_buffer("count", torch.tensor([0]))
+    model.register_buffer("flag", torch.tensor(True))
+    expected = model.state_dict()
+    for stage in range(4):
+        total = dict.fromkeys(dict(model.named_parameters()), 0)
+        for rank, (shapes, state, on_first) in enumerate(ranks.run(shown, stage, ranks=n)):
+            assert [name for name, _ in shapes] == list(total)
+            for (name, shape), p in zip(shapes, model.parameters(), strict=True):
+                total[name] += shape[0] * (1 if stage else 0)
+                if stage:
+                    assert shape[1:] == (1,) * (p.dim() - 1)
+                else:
+                    assert shape == p.shape
+            assert list(state) == list(expected) and list(on_first) == (list(expected) if rank == 0 else [])
+            assert all(torch.equal(state[key], value) for key, value in expected.items())
+            model.load_state_dict(state, strict=True)
+        if stage:
+            assert total == {name: p.numel() for name, p in model.named_parameters()}
+
+
+def edit_and_load(stage: int) -> None:
+    zero = zerolab.shard(build(PLAIN), stage, units=[Block])
+    model, tokens = zero.model, words(0, 0, 2, 5)
+    before = zero.full_state_dict()
+    plain = build(PLAIN)
+    with zero.full_parameters():
+        assert all(torch.equal(p, q) for p, q in zip(model.parameters(), plain.parameters(), strict=True))
+        assert torch.equal(model(tokens), plain(tokens))
+        model.head.bias.fill_(zero.rank + 3.0)
+    after = zero.full_state_dict()
+    assert (after["head.bias"] == 3).all(), "the first rank's edit is kept"
+    assert all(torch.equal(after[key], before[key]) for key in before if key != "head.bias")
+    with pytest.raises(KeyError), zero.full_parameters():
+        model.head.bias.fill_(9.0)
+        raise KeyError
+    assert (zero.full_state_dict()["head.bias"] == 3).all(), "after an error nothing is kept"
+    plain.head.bias.data.fill_(3.0)
+    with torch.no_grad():
+        assert torch.equal(model(tokens), plain(tokens)), "the next forward sees the edit"
+
+    broken = {key: value for key, value in before.items() if key != "emb.weight"}
+    for state, what in (
+        (broken, "missing emb.weight"),
+        ({**before, "x": before["head.bias"]}, "unexpected x"),
+        ({**before, "head.bias": torch.zeros(3)}, "head.bias has shape"),
+    ):
+        assert what in attempt(lambda state=state: zero.load_full_state_dict(state if zero.rank == 0 else None))
+    assert (zero.full_state_dict()["head.bias"] == 3).all(), "and nothing was loaded"
+    zero.load_full_state_dict(before if zero.rank == 0 else None)
+    assert all(torch.equal(value, before[key]) for key, value in zero.full_state_dict().items())
+    with torch.no_grad():
+        assert torch.equal(model(tokens), build(PLAIN)(tokens))
+    if stage:
+        with torch.no_grad():  # an edit by hand of the slices is seen too
+            for p in model.parameters():
+                p.zero_()
+            assert not model(tokens).any()
+
+
+@pytest.mark.parametrize("n", [1, 2, 4])
+def test_editing_and_loading(ranks, n):
+    for stage in range(4):
+        ranks.run(edit_and_load, stage, ranks=n, timeout=60, group_timeout=20)
+
+
+# -- buffers ----------------------------------------------------------------------------------------------------------
+
+
+def same_buffers() -> list[Any]:
+    """BatchNorm's statistics after training, and after the first rank's were given to all, before the model goes on."""
+    case, results = CASES["batch norm, channels_last"], []
+    for stage in range(4):
+        zero = zerolab.shard(build(case), stage, units=case.units)
+        optimizer = case.optimizer(zero.model)
+        seen = []
+        for step in range(2):
+            case.loss(zero.model, zero.rank, step).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            seen.append({name: buffer.clone() for name, buffer in zero.model.named_buffers()})
+            zero.broadcast_buffers()
+            seen.append({name: buffer.clone() for name, buffer in zero.model.named_buffers()})
+        zero.model.eval()
+        with torch.no_grad():
+            seen.append(case.loss(zero.model, 0, 7))
+        results.append(seen)
+    return results
+
+
+@pytest.mark.parametrize("n", [1, 2, 4])
+def test_broadcast_buffers(ranks, n):
+    everyone = ranks.run(same_buffers, ranks=n)
+    for stage in range(4):
+        for own, equal in ((0, 1), (2, 3)):
+            first = everyone[0][stage][own]
+            for rank in range(n):
+                mine, after = everyone[rank][stage][own], everyone[rank][stage][equal]
+                assert all(torch.equal(after[name], first[name]) for name in first)
+                assert rank == 0 or not torch.equal(mine["1.running_mean"], first["1.running_mean"])
+        assert all(torch.equal(results[stage][4], everyone[0][stage][4]) for results in everyone)
+        assert int(everyone[0][stage][3]["1.num_batches_tracked"]) == 2

@@ -1,0 +1,152 @@
+"""The same numbers as one process: every model and use of the zoo, at every stage."""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+import pytest
+import torch
+from reference import BF16, train_alone, train_sharded
+from zoo import CASES, Expert, Mixture, MixtureBlock, alone, build, sharded
+
+import zerolab
+
+
+@pytest.mark.parametrize("precision", [None, BF16], ids=["fp32", "bf16"])
+@pytest.mark.parametrize("n", [1, 2, 4, *(pytest.param(n, marks=pytest.mark.slow) for n in (3,))])
+def test_every_stage_equals_one_process_bit_for_bit(ranks, n, precision):
+    expected, expected_losses = ranks.run(train_alone, n, precision, 4, ranks=1)[0]
+    for stage in range(4):
+        results = ranks.run(train_sharded, stage, precision, 4, ranks=n)
+        for rank, (state, losses) in enumerate(results):
+            assert losses == [row[rank] for row in expected_losses]
+            assert list(state) == list(expected)
+            for name, value in expected.items():
+                assert torch.equal(state[name], value), f"stage {stage}, rank {rank}, {name}"
+
+
+# -- every model and use of the zoo -----------------------------------------------------------------------------------
+
+
+def all_stages(name: str) -> dict[int, Any]:
+    return {stage: sharded(CASES[name], stage) for stage in CASES[name].stages}
+
+
+def one_process(name: str, sizes: tuple[int, ...]) -> Any:
+    """For one of the world sizes: this rank does one of these computations, while the others do theirs."""
+    return alone(CASES[name], sizes[torch.distributed.get_rank()])
+
+
+def compare(case, expected, results, rank: int) -> None:
+    state, losses = expected
+    tolerance = {"rtol": 0, "atol": 0} if case.exact else {"rtol": 1e-4, "atol": 1e-5}
+    for stage, (got, got_losses) in results.items():
+        assert list(got) == list(state), f"stage {stage}"
+        for key, value in state.items():
+            torch.testing.assert_close(got[key], value, **tolerance, msg=f"stage {stage}: {key} differs")
+        if case.exact:
+            assert got_losses == [row[rank] for row in losses], f"stage {stage}"
+
+
+FIRST = {"plain", "tied across units", "hugging face llama", "mixture of experts", "LoRA on a frozen bf16 base"}
+FIRST |= {"odd shapes", "two backwards", "freezing and thawing", "unused", "checkpoint nested, reentrant"}
+
+
+@pytest.mark.parametrize("name", [pytest.param(n, marks=[pytest.mark.slow] * (n not in FIRST)) for n in CASES])
+def test_equals_one_process(ranks, name):
+    sizes = (1, 2, 3, 4) if CASES[name].every_size else (2, 3)
+    for n, expected in zip(sizes, ranks.run(one_process, name, sizes, ranks=len(sizes)), strict=True):
+        for rank, results in enumerate(ranks.run(all_stages, name, ranks=n, timeout=60, group_timeout=20)):
+            compare(CASES[name], expected, results, rank)
+
+
+def in_a_group() -> Any:
+    case, rank = CASES["plain"], torch.distributed.get_rank()
+    groups = [torch.distributed.new_group([0, 2]), torch.distributed.new_group([1, 3])]
+    results = {stage: sharded(case, stage, group=groups[rank % 2]) for stage in range(4)}
+    return results, alone(case, 2)
+
+
+def test_a_group_of_some_ranks(ranks):
+    for rank, (results, expected) in enumerate(ranks.run(in_a_group, ranks=4)):
+        compare(CASES["plain"], expected, results, rank // 2)
+
+
+# -- experts as units: ranks that route differently -------------------------------------------------------------------
+
+
+class ExpertUnits(Mixture):
+    """The experts are units of their own. `agreed`: for so many steps all ranks choose the same ones."""
+
+    def __init__(self, agreed: int = 0) -> None:
+        super().__init__(units=(Expert, MixtureBlock))
+        self.agreed = agreed
+
+    def before(self, model, rank, step):
+        super().before(model, 0 if step < self.agreed else rank, 0)
+
+
+def with_expert_units() -> tuple[Any, list[Any]]:
+    case = ExpertUnits()
+    return [sharded(case, stage) for stage in (0, 1, 2)], alone(case, torch.distributed.get_world_size())
+
+
+@pytest.mark.parametrize("n", [2, 3])
+def test_ranks_that_route_differently_are_right_in_stages_0_to_2(ranks, n):
+    for rank, (results, expected) in enumerate(ranks.run(with_expert_units, ranks=n)):
+        compare(ExpertUnits, expected, dict(enumerate(results)), rank)
+
+
+def refusal(agreed: int) -> tuple[str, float]:
+    started = time.monotonic()
+    with pytest.raises(zerolab.CommError) as caught:
+        sharded(ExpertUnits(agreed), 3)
+    return str(caught.value), time.monotonic() - started
+
+
+@pytest.mark.parametrize("agreed", [0, 2])
+def test_ranks_that_route_differently_are_refused_in_stage_3(ranks, agreed):
+    """In the first pass, and in a later one; in seconds, on every rank, by name."""
+    for message, seconds in ranks.run(refusal, agreed, ranks=2, timeout=60, group_timeout=40):
+        assert seconds < 15
+        assert "experts." in message and "rank 0" in message and "rank 1" in message and "units=" in message
+
+
+# -- torch's own as the oracle ----------------------------------------------------------------------------------------
+
+
+def beside_torch(name: str) -> dict[str, dict[str, torch.Tensor]]:
+    from torch.distributed.fsdp import fully_shard
+    from torch.nn.parallel import DistributedDataParallel
+
+    case, results = CASES[name], {}
+
+    def train(model, rank: int):
+        optimizer = case.optimizer(model)
+        for step in range(case.steps):
+            case.loss(model, rank, step).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+
+    rank = torch.distributed.get_rank()
+    for stage in range(4):
+        results[f"stage {stage}"] = sharded(case, stage)[0]
+    model = DistributedDataParallel(build(case))
+    train(model, rank)
+    results["DDP"] = model.module.state_dict()
+    model = build(case)
+    for block in model.blocks:
+        fully_shard(block)
+    fully_shard(model)
+    train(model, rank)
+    results["FSDP2"] = {name: p.full_tensor() for name, p in model.state_dict().items()}
+    return results
+
+
+def test_equals_torch_ddp_and_fully_shard(ranks):
+    for results in ranks.run(beside_torch, "plain", ranks=2):
+        for stage in range(4):
+            for theirs in ("DDP", "FSDP2"):
+                for key, value in results[theirs].items():
+                    torch.testing.assert_close(results[f"stage {stage}"][key], value, rtol=1e-4, atol=1e-6)

@@ -1,0 +1,148 @@
+"""Every elementwise optimizer, parameter groups, schedules and closures, against one process."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import optim
+from zoo import CASES, Block, Case, Plain, alone, build, sharded
+
+import zerolab
+from zerolab import Precision
+
+PLAIN = CASES["plain"]
+
+
+ELEMENTWISE = ["ASGD", "SGD", "Adadelta", "Adagrad", "Adam", "Adamax", "AdamW", "NAdam", "RAdam", "RMSprop", "Rprop"]
+
+
+OPTIONS: dict[str, tuple[str, dict[str, Any]]] = {
+    **{name: (name, {}) for name in ELEMENTWISE},
+    **{f"{name}, foreach": (name, {"foreach": True}) for name in ELEMENTWISE},
+    **{f"{name}, maximize": (name, {"maximize": True}) for name in ("SGD", "Adam", "AdamW")},
+    "SGD, momentum": ("SGD", {"momentum": 0.9, "nesterov": True, "weight_decay": 0.1}),
+    "AdamW, amsgrad": ("AdamW", {"amsgrad": True}),
+    **{f"{name}, fused": (name, {"fused": True}) for name in ("SGD", "Adagrad", "Adam", "AdamW")},
+}
+
+
+class Optimized(Plain):
+    def __init__(self, name: str) -> None:
+        self.name = name
+        self.exact = "fused" not in name
+
+    def optimizer(self, model):
+        cls, options = OPTIONS[self.name]
+        return getattr(optim, cls)(model.parameters(), lr=0.01, **options)
+
+
+def every_optimizer(stage: int) -> dict[str, dict[str, torch.Tensor]]:
+    return {name: sharded(Optimized(name), stage)[0] for name in OPTIONS}
+
+
+def every_optimizer_alone(ranks: int) -> dict[str, dict[str, torch.Tensor]]:
+    return {name: alone(Optimized(name), ranks)[0] for name in OPTIONS}
+
+
+@pytest.fixture(scope="module")
+def expected(ranks: zerolab.Ranks) -> dict[str, dict[str, torch.Tensor]]:
+    return ranks.run(every_optimizer_alone, 3, ranks=1)[0]
+
+
+@pytest.mark.parametrize("stage", [3, *(pytest.param(stage, marks=pytest.mark.slow) for stage in (0, 1))])
+def test_every_elementwise_optimizer(ranks, expected, stage):
+    for results in ranks.run(every_optimizer, stage, ranks=3, timeout=100):
+        for name, state in results.items():
+            tolerance = {"rtol": 0, "atol": 0} if Optimized(name).exact else {"rtol": 1e-4, "atol": 1e-6}
+            for key, value in expected[name].items():
+                torch.testing.assert_close(state[key], value, **tolerance, msg=f"{name}: {key}")
+
+
+class Groups(Case):
+    """Weight decay for what has two dimensions, another rate by name, a schedule, and a closure."""
+
+    def optimizer(self, model):
+        decayed = [p for name, p in model.named_parameters() if p.dim() >= 2 and not name.startswith("head")]
+        others = [p for name, p in model.named_parameters() if p.dim() < 2 and not name.startswith("head")]
+        head = [p for name, p in model.named_parameters() if name.startswith("head")]
+        groups = [{"params": decayed, "weight_decay": 0.3}, {"params": others}, {"params": head, "lr": 0.05}]
+        optimizer = optim.AdamW(groups, lr=0.02, weight_decay=0.0)
+        schedule = optim.lr_scheduler.ExponentialLR(optimizer, 0.7)
+        optimizer.register_step_post_hook(lambda *_: schedule.step())
+        return optimizer
+
+
+def in_groups() -> tuple[Any, Any]:
+    case = Groups()
+    return {stage: sharded(case, stage)[0] for stage in range(4)}, alone(case, torch.distributed.get_world_size())[0]
+
+
+def test_parameter_groups_and_schedules(ranks):
+    for results, expected in ranks.run(in_groups, ranks=2):
+        for state in results.values():
+            assert all(torch.equal(state[key], value) for key, value in expected.items())
+
+
+def closures_and_several_optimizers(precision: Precision | None) -> list[tuple[Any, Any]]:
+    pairs = []
+    for stage in range(4):
+        states = []
+        for closure in (False, True):
+            zero = zerolab.shard(build(PLAIN), stage, units=[Block], precision=precision)
+            blocks = [p for name, p in zero.model.named_parameters() if name.startswith("blocks")]
+            rest = [p for name, p in zero.model.named_parameters() if not name.startswith("blocks")]
+            first, second = optim.SGD(blocks, lr=0.1), optim.SGD(rest, lr=0.1)
+            for step in range(3):
+
+                def compute(step=step, zero=zero, first=first, second=second):
+                    first.zero_grad()
+                    second.zero_grad()
+                    loss = PLAIN.loss(zero.model, zero.rank, step)
+                    loss.backward()
+                    return loss
+
+                if closure:
+                    first.step(compute)
+                    assert all(p.grad.dtype == p.dtype for p in rest)
+                else:
+                    compute()
+                    if precision:
+                        assert all(p.grad.dtype == torch.bfloat16 and p.dtype == torch.float32 for p in rest)
+                    first.step()
+                second.step()
+            states.append(zero.full_state_dict())
+        pairs.append(tuple(states))
+    return pairs
+
+
+@pytest.mark.parametrize("precision", [None, Precision()], ids=["fp32", "bf16"])
+def test_closures_and_several_optimizers(ranks, precision):
+    for pairs in ranks.run(closures_and_several_optimizers, precision, ranks=2):
+        for plain, with_closure in pairs:
+            assert all(torch.equal(plain[key], with_closure[key]) for key in plain)
+            assert all(torch.equal(plain[key], pairs[0][0][key]) for key in plain)
+
+
+def used_by_nobody() -> list[tuple[bool, bool, float]]:
+    """A parameter that no rank used has no gradient, and weight decay leaves it alone; one rank's use is enough."""
+    seen = []
+    for stage in range(4):
+        zero = zerolab.shard(CASES["mixture of experts"].model(), stage, units=CASES["mixture of experts"].units)
+        optimizer = optim.AdamW(zero.model.parameters(), lr=0.1, weight_decay=0.5)
+        CASES["mixture of experts"].before(zero.model, zero.rank, 0)  # block 0: rank 0 takes expert 0, rank 1 expert 1
+        before = zero.full_state_dict()
+        CASES["mixture of experts"].loss(zero.model, zero.rank, 0).backward()
+        names = dict(zero.model.named_parameters())
+        grads = [names[f"blocks.0.experts.{i}.layer.weight"].grad is not None for i in range(4)]
+        optimizer.step()
+        after = zero.full_state_dict()
+        same = [torch.equal(before[key], after[key]) for key in before if "blocks.0.experts" in key and "weight" in key]
+        seen.append((grads, same))
+    return seen
+
+
+def test_a_parameter_that_nobody_used(ranks):
+    for seen in ranks.run(used_by_nobody, ranks=2):
+        assert seen == [([True, True, False, False], [False, False, True, True])] * 4

@@ -1,0 +1,77 @@
+"""Mixed precision: which dtype is where and when."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import optim
+from zoo import CASES, Block, build
+
+import zerolab
+from zerolab import Precision
+
+PLAIN = CASES["plain"]
+
+
+def in_bf16() -> list[dict[str, Any]]:
+    seen = []
+    for stage in range(4):
+        dtypes: dict[str, Any] = {}
+        zero = zerolab.shard(build(CASES["batch norm, channels_last"]), stage, precision=Precision())
+        model = zero.model
+        params = list(model.parameters())
+        norms = {id(p) for module in (model[1], model[4]) for p in module.parameters()}
+        others = [p for p in params if id(p) not in norms]
+
+        def inside(module, args, dtypes=dtypes):
+            dtypes.update(inside=module.weight.dtype, activation=args[0].dtype)
+
+        def in_step(*_, dtypes=dtypes, params=params):
+            dtypes["step"] = {p.grad.dtype for p in params}
+
+        model[3].register_forward_pre_hook(inside)
+        optimizer = optim.AdamW(params)
+        optimizer.register_step_pre_hook(in_step)
+        CASES["batch norm, channels_last"].loss(model, zero.rank, 0).backward()
+        dtypes["outside"] = {p.dtype for p in params}
+        dtypes["buffer"] = model[1].running_mean.dtype
+        dtypes["waiting"] = {p.grad.dtype for p in others}
+        dtypes["waiting, batch norm"] = {p.grad.dtype for p in params if id(p) in norms}
+        optimizer.step()
+        dtypes["after the step"] = {p.grad.dtype for p in others}
+        optimizer.zero_grad()
+        CASES["batch norm, channels_last"].loss(model, zero.rank, 1).backward()
+        zero.clip_grad_norm_(1.0)
+        dtypes["clipped"] = {p.grad.dtype for p in params}
+        seen.append(dtypes)
+    return seen
+
+
+def test_dtypes_in_mixed_precision(ranks):
+    bf16, fp32 = torch.bfloat16, torch.float32
+    expected = {
+        "inside": bf16,
+        "activation": bf16,
+        "outside": {fp32},
+        "buffer": fp32,
+        "waiting": {bf16},
+        "waiting, batch norm": {fp32},
+        "step": {fp32},
+        "after the step": {bf16},
+        "clipped": {fp32},
+    }
+    for seen in ranks.run(in_bf16, ranks=2):
+        for dtypes in seen:
+            assert dtypes == expected
+
+
+def reduced_in(reduce: torch.dtype) -> list[torch.dtype]:
+    zero = zerolab.Zero2(build(PLAIN), units=[Block], precision=Precision(torch.bfloat16, reduce))
+    PLAIN.loss(zero.model, zero.rank, 0).backward()
+    return [p.grad.dtype for p in zero.model.parameters()]
+
+
+def test_the_reduce_dtype(ranks):
+    for dtype in (torch.float32, torch.bfloat16):
+        assert set(ranks.run(reduced_in, dtype, ranks=2)[0]) == {dtype}

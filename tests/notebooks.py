@@ -1,0 +1,26 @@
+"""A plugin of `make test-lessons`: each notebook begins without answers, as when it was built, and with an IPython
+profile of its own: kernels that run side by side would share one history file."""
+
+from __future__ import annotations
+
+import os
+import tempfile
+from pathlib import Path
+
+import pytest
+
+_folder: tempfile.TemporaryDirectory[str] | None = None
+
+
+@pytest.hookimpl(tryfirst=True)  # before nbval starts the notebook's kernel
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    global _folder
+    if _folder is None:
+        _folder = tempfile.TemporaryDirectory()
+    own = Path(_folder.name) / item.path.parent.name / item.path.stem
+    os.environ |= {"ZEROLAB_MY": str(own / "my"), "IPYTHONDIR": str(own / "ipython")}
+
+
+def pytest_unconfigure() -> None:
+    if _folder is not None:
+        _folder.cleanup()

@@ -52,6 +52,10 @@ def threads():
 def rejoin():
     """Leaves the group and joins a new one, twice."""
     for _ in range(2):
+        # Together: a rank that leaves early closes connections that others may still be using.
+        store = dist.distributed_c10d._get_default_store()
+        store.set(f"leaves/{dist.get_rank()}", "")
+        store.wait([f"leaves/{rank}" for rank in range(dist.get_world_size())])
         dist.destroy_process_group()
         init(20)
         one = torch.ones(1)

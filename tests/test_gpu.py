@@ -193,7 +193,7 @@ def test_each_ranks_allocator_holds_what_the_formula_says(ranks, how, n, precisi
 
 
 def offloaded(how: str) -> None:
-    """Compared here: whole parameters would have to travel to the test."""
+    """Compared here: full parameters would have to travel to the test."""
     device, group = place(how)
     for stage in (1, 2, 3):
         plain, held, _, nothing, _ = trained(stage, "fp32", device, group)

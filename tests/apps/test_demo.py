@@ -82,7 +82,7 @@ class Alone(zerolab.Zero1):
 
 
 class Hoards(zerolab.Zero2):
-    """Keeps whole gradients, as stage 1 does."""
+    """Keeps full gradients, as stage 1 does."""
 
     post_backward = zerolab.Zero1.post_backward
 

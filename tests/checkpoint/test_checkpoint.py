@@ -240,8 +240,8 @@ def interrupted(case: Case, stage: int, target: int, folder: str, precision: Any
     assert again.comm.step == 2 and rates.get_last_lr() == [0.005, 0.01]
     assert train(case, again, other, range(extra["step"], 4)) == losses
     assert zero.comm.step == again.comm.step
-    whole, there = zero.full_state_dict(), again.full_state_dict()
-    assert all(torch.equal(whole[key], there[key]) for key in whole)
+    full, there = zero.full_state_dict(), again.full_state_dict()
+    assert all(torch.equal(full[key], there[key]) for key in full)
 
 
 def interruptions(folder: str, precision: Any) -> None:
@@ -279,8 +279,8 @@ def with_optimizer(name: str, options: dict[str, Any], stage: int, target: int, 
     train(case, again, other, range(7, 8))  # load must replace what this leaves
     zerolab.load(folder, again, other)
     train(case, again, other, range(3, 5))
-    whole, there = zero.full_state_dict(), again.full_state_dict()
-    assert all(torch.equal(whole[key], there[key]) for key in whole), (name, options, stage, target)
+    full, there = zero.full_state_dict(), again.full_state_dict()
+    assert all(torch.equal(full[key], there[key]) for key in full), (name, options, stage, target)
     kinds = [
         {key: (value.dtype, value.dim()) for key, value in o.state[p].items() if isinstance(value, Tensor)}
         for o, p in ((optimizer, zero.units[0].params[0]), (other, again.units[0].params[0]))
@@ -325,17 +325,17 @@ def export(folder: str, stage: int) -> dict[str, Tensor]:
 
 def test_exported_weights(ranks, tmp_path):
     for stage in (0, 3):
-        whole = ranks.run(export, str(tmp_path), stage, ranks=2)[0]
+        full = ranks.run(export, str(tmp_path), stage, ranks=2)[0]
         file = tmp_path / f"{stage}.safetensors"
         assert set(tmp_path.glob(f"{stage}*")) == {file}, "no other file is left"
         read = load_file(file)
-        assert read.keys() == whole.keys() - {"head.weight"}, "tied weights once"
-        assert all(torch.equal(read[name], whole[name]) for name in read)
+        assert read.keys() == full.keys() - {"head.weight"}, "tied weights once"
+        assert all(torch.equal(read[name], full[name]) for name in read)
         library, own = Everything(), Everything()
         assert load_model(library, file) == (set(), [])
         zerolab.load_model_weights(file, own)
         for model in (library, own):
-            assert all(torch.equal(value, whole[name]) for name, value in model.state_dict().items())
+            assert all(torch.equal(value, full[name]) for name, value in model.state_dict().items())
 
 
 def other_models() -> dict[str, tuple[nn.Module, str]]:

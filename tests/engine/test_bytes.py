@@ -30,8 +30,8 @@ def held_after_backward(stage: int, precision: Precision | None) -> tuple[list[i
     gc.collect()
     params = list(zero.model.parameters())
     states = [t for state in optimizer.state.values() for t in state.values() if t.dim()]
-    wholes = [unit.full for unit in zero.units]
-    held = [storage_bytes(params + wholes), storage_bytes(p.grad for p in params), storage_bytes(states)]
+    full = [unit.full for unit in zero.units]
+    held = [storage_bytes(params + full), storage_bytes(p.grad for p in params), storage_bytes(states)]
     return held, sum(unit.layout.size for unit in zero.units)
 
 

@@ -37,23 +37,23 @@ def held_between(precision: zerolab.Precision | None) -> list[tuple[list[int], l
 @pytest.mark.parametrize("n", [2, *(pytest.param(n, marks=pytest.mark.slow) for n in (1, 3, 4))])
 @pytest.mark.parametrize("name", ["fp32", "bf16"])
 def test_bytes_of_accumulation(ranks, n, name):
-    """Under no_sync gradients are whole in every stage, and in float32 from the second micro-batch on; the backward
+    """Under no_sync gradients are full in every stage, and in float32 from the second micro-batch on; the backward
     that reduces them brings them back to what one backward holds. Reduced each time, they are held as after one
     backward; in bf16 they are then added up in float32, of what this rank updates (which has no padding)."""
-    whole, share = PADDED[name][n], PADDED[name][n] // n
+    full, share = PADDED[name][n], PADDED[name][n] // n
     size = 4 if name == "fp32" else 2
     everyone = ranks.run(held_between, BF16 if name == "bf16" else None, ranks=n)
     for stage in range(4):
-        mine = share if stage >= 2 else whole
+        mine = share if stage >= 2 else full
         for synchronised, kept_back, elements in (seen[stage] for seen in everyone):
             added = 4 * mine if name == "fp32" else 4 * elements
             assert synchronised == [size * mine, added, added], f"stage {stage}"
-            assert kept_back == [size * whole, 4 * whole, 4 * whole, size * mine], f"stage {stage}"
+            assert kept_back == [size * full, 4 * full, 4 * full, size * mine], f"stage {stage}"
         assert sum(seen[stage][2] for seen in everyone) == PARAMETERS * (1 if stage else n)
 
 
 def let_go() -> list[tuple[list[int], list[int]]]:
-    """Bytes of the whole gradients to which somebody else still refers: after a backward, and after one that ends a
+    """Bytes of the full gradients that something else still refers to: after a backward, and after one that ends a
     no_sync() in which parts of them were shown."""
     seen = []
     for stage in zerolab.STAGES:

@@ -131,7 +131,7 @@ def test_bytes_on_the_device_and_on_the_host(ranks, n, precision):
             assert psi - unpadded <= unpadded / 100
             assert 0.99 * expected["optimizer"] <= host["optimizer"] <= 1.01 * expected["optimizer"]
             assert (host["parameters"], host["gradients"]) == (expected["parameters"], expected["gradients"])
-            # All gradients there are: no whole one has stayed behind on the device.
+            # All gradients there are: no full one has stayed behind on the device.
             assert alive["gradients"] == host["gradients"], stage
             assert alive["parameters"] + alive["gathered parameters"] == device["parameters"] + host["parameters"]
 

@@ -90,7 +90,7 @@ class Skips(Case):
 
 
 def skipping(prefetch: bool) -> tuple[list[list[str]], list[int], dict[str, torch.Tensor]]:
-    """For each step the gathers of its forward, and how many units are whole when it is over."""
+    """For each step the gathers of its forward, and how many units are gathered when it is over."""
     case = Skips()
     zero = zerolab.Zero3(build_case(case), units=case.units)
     zero.prefetch = prefetch
@@ -130,8 +130,8 @@ def broken_off() -> list[Any]:
             with suppress(ZeroDivisionError):
                 train(zero, optimizer)
             handle.remove()
-            whole = sum(unit.full.untyped_storage().size() > 0 for unit in zero.units if unit not in zero.root)
-            assert whole <= 1
+            gathered = sum(unit.full.untyped_storage().size() > 0 for unit in zero.units if unit not in zero.root)
+            assert gathered <= 1
         train(zero, optimizer)
         results.append(zero.full_state_dict())
     return results

@@ -229,7 +229,7 @@ def test_closed_notebooks_leave_nothing_and_their_gpus_go_to_the_next(room: Room
     wait_until(lambda: not [each for each in room.processes() if "321" in _words(each)], 10.0)
     second.client.stop_channels()
     third = Notebook(room, room.handout()[1])
-    third.begin("from zerolab.classroom import notices\nnotices.show()")
+    third.begin("from zerolab.lab.ranks import notices\nnotices.show()")
     third.until("and all that it had started: each student may have 14 processes")
     third.close()
 

@@ -196,7 +196,7 @@ CELL = paper.Cell("128B", 256, 2, 263)
 
 
 @pytest.fixture(scope="module", autouse=True)
-def cell(request: pytest.FixtureRequest) -> Iterator[Future | None]:
+def simulated(request: pytest.FixtureRequest) -> Iterator[Future | None]:
     """Where the test of table 1 is asked for, its cell is simulated by another process while other tests run here."""
     if not any(item.name == "test_table_1_as_stored" for item in request.session.items):
         yield None
@@ -206,7 +206,7 @@ def cell(request: pytest.FixtureRequest) -> Iterator[Future | None]:
 
 
 @pytest.mark.slow
-def test_table_1_as_stored(cell):
+def test_table_1_as_stored(simulated):
     """`zerolab simulate --table1 --json docs/table1.json` made it in a few minutes. One cell is run again here."""
     stored = json.loads((Path(__file__).parents[2] / "docs" / "table1.json").read_text())["cells"]
     expected = paper.table_1()
@@ -216,7 +216,7 @@ def test_table_1_as_stored(cell):
         psi = {"7.5B": 7.5, "128B": 128, "1T": 1000}[cell["model"]]
         target = 14 * psi / cell["ranks"] if cell["stage"] == 3 else cell["paper_gb"]
         assert cell["engine_gb"] == pytest.approx(target, rel=0.01)
-    assert cell.result(100) == stored[expected.index(CELL)]
+    assert simulated.result(100) == stored[expected.index(CELL)]
 
 
 @pytest.mark.slow

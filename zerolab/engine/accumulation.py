@@ -45,7 +45,10 @@ class KeptBack:
         for i, param in enumerate(unit.params):
             if self.bucket.have[i]:
                 is_ours = param.grad is None
-                grad = param.grad = unit.part(i, mine) if param.grad is None else param.grad
+                if param.grad is None:
+                    param.show_grad(unit.part(i, mine))
+                grad = param.grad
+                assert grad is not None
                 self._shown[i] = Shown(grad, grad._version, is_ours)
 
     def resume(self) -> None:

@@ -132,13 +132,7 @@ class Bucket:
         mean, self.grad = self.grad, None
         for i, (param, is_used) in enumerate(zip(self.unit.params, used, strict=True)):
             if is_used:
-                new = self.unit.part(i, mean)
-                if param.grad is None:
-                    param.grad = new
-                elif param.grad.dtype == param.dtype:
-                    param.grad += new
-                else:  # a further micro-batch: from here on in full precision
-                    param.grad = param.grad.to(param.dtype) + new
+                param.receive(self.unit.part(i, mean))
 
     def end_backward(self) -> None:
         self.used = [False] * len(self.used)
@@ -156,14 +150,14 @@ class Bucket:
         for i, param in enumerate(self.unit.params):
             if param.grad is not None and param.grad.dtype != param.dtype:
                 self._promoted[i] = param.grad.dtype
-                param.grad = param.grad.to(param.dtype)
+                param.show_grad(param.grad.to(param.dtype))
 
     def demote(self) -> None:
         """After the step: gradients that stay are kept in the reduce dtype again."""
         for i, dtype in self._promoted.items():
             grad = self.unit.params[i].grad
             if grad is not None:
-                self.unit.params[i].grad = grad.to(dtype)
+                self.unit.params[i].show_grad(grad.to(dtype))
         self._promoted = {}
 
 

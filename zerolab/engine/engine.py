@@ -41,6 +41,7 @@ from zerolab.engine.partition import Part, agree_on_parts, modules_within, units
 from zerolab.engine.precision import KEEP, Precision
 from zerolab.engine.prefetch import Prefetcher
 from zerolab.engine.pytree import cast_floats, detached_from, grad_tensors, kept_by_modules
+from zerolab.engine.shown import ShownParameter, answer_for_all
 from zerolab.engine.unit import Unit
 
 USED, TRAINABLE, LATE = 1, 2, 4  # the bits that ranks exchange about each parameter after a backward
@@ -97,6 +98,8 @@ class Engine:
         self._depth = 0  # how many hooked calls are under way
         self._outermost: Any = None  # the frame of the first of them
         self._training = False  # whether that one began with gradients enabled
+        self.listeners: dict[int, ShownParameter] = {}  # parameters with hooks of the user's
+        self._versions: dict[Unit, int] = {}  # of the full parameters as a forward began
         self._held: list[Unit] = []  # units that stay gathered until backward ends
         self._reducing: deque[Unit] = deque()  # units whose reduction is under way
         self._stepping = False  # inside optimizer.step()
@@ -257,6 +260,7 @@ class Engine:
             step.mark_replaced(original, name)
             step.mark_full(full_param, name)
             step.mark_owned(param, self, unit)
+            param.belong(self, original)
         part.named.clear()
 
     def _materialise(self, modules: Iterable[nn.Module], init: Callable[[nn.Module], Any] | None) -> None:
@@ -315,6 +319,7 @@ class Engine:
                 self._backward.used(unit)
             self.pre_forward(unit)
             unit.show_full()
+            self._versions[unit] = unit.full._version
         if new and torch.is_grad_enabled() and not recompute:
             self._backward.call_begins(new, grad_tensors((args, kwargs), objects=False)[0])
         return args, kwargs
@@ -351,12 +356,25 @@ class Engine:
             else:  # a method that turns gradients off itself, such as generate(), has no backward either
                 with torch.set_grad_enabled(bool(tensors)):
                     self.post_forward(unit)
+            if not failed:
+                self._notice_writes(unit)
         if self._depth == 0:
             self._outermost = None
             self._prefetcher.end()
             if module is self.model and not failed:
                 self.gather_stale()  # another rank may have needed what this one did not
         return output
+
+    def _notice_writes(self, unit: Unit) -> None:
+        """Forward has ended. What it wrote into the masters every rank wrote; into a copy of them, it would be lost."""
+        if unit.full._version == self._versions[unit]:
+            return
+        if unit.full.untyped_storage()._cdata != unit.master.untyped_storage()._cdata:
+            raise RuntimeError(
+                f"rank {self.rank}: forward wrote into parameters of {unit.name}, but it sees a copy that does not last "
+                "(in stage 3, and where Precision computes in another dtype). Edit parameters outside of forward"
+            )
+        unit.version = unit.changes
 
     def _start_forward(self, module: nn.Module) -> None:
         """The outermost call begins: tidy up after an error, and notice parameters that were edited."""
@@ -370,7 +388,7 @@ class Engine:
 
     def _notice_edits(self) -> None:
         for unit in self.units:
-            if unit.master._version != unit.version:
+            if unit.changes != unit.version:
                 self.master_changed(unit)
 
     def master_changed(self, unit: Unit) -> None:
@@ -403,6 +421,9 @@ class Engine:
             raise NotImplementedError("backward(create_graph=True) through a sharded model is not supported")
         Variable._execution_engine.queue_callback(self._end_backward)
         self.in_backward = True
+        answer_for_all(True)  # an optimizer's step may have failed
+        for param in self.listeners.values():
+            param.drop()
         self.comm.phase = "backward"
         self._prefetcher.begin("backward")
         self._notice_edits()
@@ -477,6 +498,8 @@ class Engine:
         self._backward.end(keep_graph=torch._C._autograd._get_current_graph_task_keep_graph())
         self._held = []
         self.in_backward = False
+        for param in self.listeners.values():
+            param.deliver()
         if self._stepping:  # a closure: the optimizer goes on to use the gradients at once
             self.promote_grads(self.units)
 
@@ -539,9 +562,11 @@ class Engine:
         self._stepping = True
         self.comm.phase = "step"
         self.promote_grads(units)
+        answer_for_all(False)
 
     def after_optimizer(self, units: list[Unit]) -> None:
         self._stepping = False
+        answer_for_all(True)
         for unit in units:
             unit.bucket.demote()
             self.master_changed(unit)

@@ -21,7 +21,6 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 from torch.optim import Optimizer
 
@@ -51,15 +50,11 @@ class LossScaler(torch.amp.GradScaler):
     def _unscale_grads_(
         self, optimizer: Optimizer, inv_scale: Tensor, found_inf: Tensor, allow_fp16: bool
     ) -> dict[torch.device, Tensor]:
-        """Unscale in float32. The result, 0 or 1, is the maximum over the ranks; in stage 0 all ranks find the same."""
+        """Unscale in float32. Gradients in float32 answer GradScaler for all ranks (shown.py)."""
         units = self._units(optimizer)
         self.zero.check_grads_final(units)
         self.zero.promote_grads(units)
-        found = super()._unscale_grads_(optimizer, inv_scale, found_inf, allow_fp16)
-        if self.zero.stage > 0:
-            for flag in found.values():
-                flag.copy_(self.zero.comm.all_reduce_scalar(flag.to(self.zero.comm.device), dist.ReduceOp.MAX))
-        return found
+        return super()._unscale_grads_(optimizer, inv_scale, found_inf, allow_fp16)
 
     def _units(self, optimizer: Optimizer) -> list[Unit]:
         """The units of the model that `optimizer` updates."""

@@ -19,7 +19,7 @@ view of `master`: it is what the optimizer holds, and what the model shows outsi
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from enum import Enum, auto
 from functools import partial
 from typing import Any
@@ -32,6 +32,7 @@ from zerolab.comm.collectives import Comm
 from zerolab.engine.bucket import Bucket, on_host
 from zerolab.engine.layout import Layout
 from zerolab.engine.precision import Dtypes
+from zerolab.engine.shown import ShownParameter
 
 Site = tuple[nn.Module, str]  # a module and the name under which it holds a parameter
 OnGradient = Callable[["Unit", int], None]
@@ -76,7 +77,7 @@ class Unit:
         self.master: Tensor
         self.shard: Tensor
         self.full_params: list[nn.Parameter]
-        self.params: list[nn.Parameter]
+        self.params: list[ShownParameter]
         self._state = FullState.STALE
         self._gathering: Any = None  # the all-gather under way
 
@@ -125,20 +126,22 @@ class Unit:
 
     def adopt(self, tensors: list[Tensor], trainable: list[bool], on_gradient: OnGradient) -> None:
         """Make parameters of what the optimizer is to see, and show them."""
-        self.params = [nn.Parameter(t, requires_grad=r) for t, r in zip(tensors, trainable, strict=True)]
+        self.params = [ShownParameter(t, requires_grad=r) for t, r in zip(tensors, trainable, strict=True)]
+        self.aliases: list[Tensor] = []  # of `params`, handed out as `.data`
         self._on_gradient = on_gradient
         self._hooked = [False] * len(self.params)  # which of `full_params` report their gradients
-        self.version = self.master._version
         start = self.master.storage_offset()
         self._places = [(param.size(), param.stride(), param.storage_offset() - start) for param in self.params]
         for i, param in enumerate(self.params):
+            param.describe(self.names[i], self.aliases)
             param.grad_dtype = None  # a gradient may wait for the step in the reduce dtype, or in float32
             self._follow(i)
+        self.version = self.changes
         self.show(self.params)
 
     # -- what the model shows ------------------------------------------------------------------------------------
 
-    def show(self, tensors: list[nn.Parameter]) -> None:
+    def show(self, tensors: Sequence[nn.Parameter]) -> None:
         """Put `tensors` where the modules look for their parameters."""
         for module, attribute, i in self._plain_sites:
             module._parameters[attribute] = tensors[i]
@@ -170,7 +173,7 @@ class Unit:
         param, full = self.params[i], self.full_params[i]
         full.requires_grad_(param.requires_grad)
         if not self._hooked[i] and param.requires_grad:
-            param.register_hook(partial(_refuse_gradient, self.names[i]))
+            nn.Parameter.register_hook(param, partial(_refuse_gradient, self.names[i]))
             # The garbage collector cannot see what a hook in C++ holds, so the hook must not hold the unit.
             full.register_post_accumulate_grad_hook(partial(_pass_on, weakref.ref(self), i))
             self._hooked[i] = True
@@ -229,7 +232,12 @@ class Unit:
         """Any later change of the master is a new one."""
         # A backward through an older forward would mix old activations with new weights: autograd will refuse it.
         increment_version(self.full)
-        self.version = self.master._version
+        self.version = self.changes
+
+    @property
+    def changes(self) -> int:
+        """Grows with every write into the masters, `.data` included."""
+        return self.master._version + sum(alias._version for alias in self.aliases)
 
     def part(self, i: int, flat: Tensor) -> Tensor:
         """The part of `flat`, a tensor laid out as `master` is, that belongs to `params[i]`."""

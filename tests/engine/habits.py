@@ -1,0 +1,371 @@
+"""What people write in training scripts, and what happens to it at every stage.
+
+test_habits.py runs each habit on ranks and in one process and compares. `python tests/engine/habits.py` writes
+docs/habits.md from this file.
+"""
+
+from __future__ import annotations
+
+import ast
+import inspect
+import textwrap
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.utils import clip_grad_norm_, clip_grad_value_, clip_grads_with_norm_, get_total_norm
+
+import zerolab
+
+PAGE = Path(__file__).parents[2] / "docs" / "habits.md"
+WIDTH = 5
+
+
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.up = nn.Linear(WIDTH, 7)
+        self.down = nn.Linear(7, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.down(torch.tanh(self.up(x)))
+
+
+class Model(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(3, WIDTH)
+        self.blocks = nn.ModuleList(Block() for _ in range(2))
+        self.head = nn.Linear(WIDTH, 2, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.first(x)
+        for block in self.blocks:
+            x = block(x)
+        return self.head(x)
+
+
+def batch(rank: int, step: int) -> Tensor:
+    return torch.randn(4, 3, generator=torch.Generator().manual_seed(100 * step + rank), dtype=torch.float64)
+
+
+@dataclass
+class Script:
+    """A training script, on ranks with a sharded model (`zero`), or as one process that has all ranks' batches."""
+
+    model: Model
+    ranks: list[int]  # whose batches this process has
+    zero: Any = None
+    optimizer: Any = None
+    steps: int = 0
+    overflow_at: int = 0  # the step whose loss is infinite
+    seen: list[Any] = field(default_factory=list)  # values to compare
+
+    def shard(self, stage: int, **options: Any) -> None:
+        self.zero = zerolab.shard(self.model, stage, units=[Block], **options)
+
+    def loss(self) -> Tensor:
+        self.steps += 1
+        losses = [self.model(batch(rank, self.steps)).square().mean() for rank in self.ranks]
+        loss = sum(losses) / len(losses)
+        return loss * float("inf") if self.steps == self.overflow_at else loss
+
+    def backward(self) -> None:
+        self.loss().backward()
+
+    def step(self) -> None:
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+
+
+@dataclass
+class Habit:
+    title: str
+    run: Callable[[Script], None]
+    before: Callable[[Script], None] | None  # what the script does before the model is sharded
+    says: str  # what happens
+    refused: str | None  # the words of the error that refuses it
+    stages: tuple[int, ...]  # where it is refused
+    instead: str
+
+
+HABITS: list[Habit] = []
+
+
+def habit(
+    says: str,
+    before: Callable[[Script], None] | None = None,
+    refused: str | None = None,
+    stages: tuple[int, ...] = (0, 1, 2, 3),
+    instead: str = "",
+) -> Callable[[Callable[[Script], None]], Callable[[Script], None]]:
+    def enter(run: Callable[[Script], None]) -> Callable[[Script], None]:
+        title = (run.__doc__ or "").strip()
+        HABITS.append(Habit(title, run, before, says, refused, stages, instead))
+        return run
+
+    return enter
+
+
+# -- gradients -------------------------------------------------------------------------------------------------------
+
+
+@habit("The norm is that of all ranks' slices, the same on every rank. `zero.clip_grad_norm_(0.1)` is quicker.")
+def clip(script: Script) -> None:
+    """Clip with torch's function"""
+    for _ in range(2):
+        script.backward()
+        norm = clip_grad_norm_(script.model.parameters(), 0.1)
+        script.seen.append(norm)
+        script.step()
+
+
+@habit("Right, with any norm and with or without foreach.")
+def clip_variants(script: Script) -> None:
+    """Clip by another norm"""
+    for norm_type, foreach in [(1.0, None), (3.0, True), (float("inf"), False)]:
+        script.backward()
+        norm = clip_grad_norm_(script.model.parameters(), 0.1, norm_type, error_if_nonfinite=True, foreach=foreach)
+        script.seen.append(norm)
+        script.step()
+
+
+@habit("Right.")
+def clip_apart(script: Script) -> None:
+    """Clip a part of the model, or in two calls"""
+    script.backward()
+    script.seen.append(clip_grad_norm_(script.model.head.parameters(), 0.05))
+    norm = get_total_norm([p.grad for p in script.model.parameters() if p.grad is not None])
+    clip_grads_with_norm_(script.model.parameters(), 0.1, norm)
+    script.seen.append(norm)
+    script.step()
+
+
+@habit("Right: it works element by element.")
+def clip_values(script: Script) -> None:
+    """Clip values"""
+    script.backward()
+    clip_grad_value_(script.model.parameters(), 0.01)
+    script.step()
+
+
+@habit("Right. Torch still finds the norm of all ranks.")
+def scale_grads(script: Script) -> None:
+    """Scale or replace gradients by hand, then clip"""
+    script.backward()
+    for p in script.model.parameters():
+        p.grad = p.grad / 2
+    script.seen.append(clip_grad_norm_(script.model.parameters(), 0.1))
+    script.step()
+
+
+def _overflow(script: Script) -> None:
+    script.overflow_at = 2
+
+
+@habit(
+    "Right: all ranks skip the step if any rank's slice overflows. With `Precision(torch.float16)` gradients wait in "
+    "float16, and torch refuses them by name: use `zerolab.LossScaler(zero)`.",
+    before=_overflow,
+)
+def grad_scaler(script: Script) -> None:
+    """Scale the loss with torch's GradScaler"""
+    scaler = torch.amp.GradScaler("cpu", init_scale=4.0, growth_interval=1)
+    for _ in range(3):
+        loss = script.loss()
+        scaler.scale(loss).backward()
+        scaler.unscale_(script.optimizer)
+        clip_grad_norm_(script.model.parameters(), 0.1)
+        scaler.step(script.optimizer)
+        scaler.update()
+        script.optimizer.zero_grad()
+    script.seen.append(scaler.get_scale())
+
+
+# -- hooks on parameters ---------------------------------------------------------------------------------------------
+
+
+@habit(
+    "It is called once in each backward, with the averaged gradient of what the parameter shows (in stages 1 to 3 this "
+    "rank's slice), when everything is reduced. Under `no_sync()` it is not called."
+)
+def tensor_hook(script: Script) -> None:
+    """Change a gradient in a hook"""
+    handle = script.model.head.weight.register_hook(lambda grad: grad * 3)
+    script.backward()
+    script.step()
+    handle.remove()
+    script.backward()
+    script.step()
+
+
+@habit("The same.", before=lambda script: script.model.head.weight.register_hook(lambda grad: grad.clamp(-0.01, 0.01)))
+def early_tensor_hook(script: Script) -> None:
+    """A hook that was registered before sharding"""
+    script.backward()
+    script.step()
+
+
+@habit("It runs when backward is over. The memory that this saves in one process it does not save here.")
+def step_in_backward(script: Script) -> None:
+    """Step inside of backward"""
+    optimizers = {p: torch.optim.SGD([p], lr=0.1, momentum=0.9) for p in script.model.parameters()}
+
+    def step(p: nn.Parameter) -> None:
+        optimizers[p].step()
+        optimizers[p].zero_grad()
+
+    for p in script.model.parameters():
+        p.register_post_accumulate_grad_hook(step)
+    for _ in range(3):
+        script.backward()
+
+
+@habit("Refused.", refused="hooks on it would never be called", instead="p.register_post_accumulate_grad_hook(f)")
+def node_hook(script: Script) -> None:
+    """A hook on autograd's node of a parameter"""
+    torch.autograd.graph.register_multi_grad_hook(list(script.model.parameters()), print)
+
+
+# -- weights ---------------------------------------------------------------------------------------------------------
+
+
+@habit("Seen at the next forward, in every precision.")
+def clamp_weights(script: Script) -> None:
+    """Write through .data"""
+    for _ in range(2):
+        script.backward()
+        script.step()
+        for p in script.model.parameters():
+            p.data.clamp_(-0.2, 0.2)
+
+
+@habit("Right: averages are kept of what each rank shows, its slices, at 1/N of the memory.")
+def average_weights(script: Script) -> None:
+    """Average weights, and evaluate with the averages"""
+    params = list(script.model.parameters())
+    averages = [p.detach().clone() for p in params]
+    for _ in range(3):
+        script.backward()
+        script.step()
+        torch._foreach_lerp_(averages, [p.detach() for p in params], 0.5)
+    trained = [p.detach().clone() for p in params]
+    for p, average in zip(params, averages, strict=True):
+        p.data.copy_(average)
+    with torch.no_grad():
+        prediction = script.model(batch(0, 99))
+    script.seen.append(prediction)
+    for p, weight in zip(params, trained, strict=True):
+        p.data.copy_(weight)
+
+
+@habit("Seen at the next forward.")
+def edit_without_grad(script: Script) -> None:
+    """Edit weights in place"""
+    with torch.no_grad():
+        for p in script.model.parameters():
+            p.mul_(0.5)
+        nn.init.zeros_(script.model.head.weight)
+    script.backward()
+    script.step()
+
+
+_INSTEAD = "before sharding, or inside `with zero.full_parameters():`"
+
+
+@habit("Refused, at the line.", refused="was to get random values after sharding", instead=_INSTEAD)
+def init_weights(script: Script) -> None:
+    """Initialise after sharding"""
+    for module in script.model.modules():
+        if isinstance(module, nn.Linear):
+            nn.init.xavier_uniform_(module.weight)
+
+
+@habit("Refused, at the line.", refused="was to get random values after sharding", instead=_INSTEAD)
+def init_data(script: Script) -> None:
+    """Draw weights through .data"""
+    script.model.head.weight.data.normal_(0, 0.02)
+
+
+@habit("Refused, at the line.", refused="was to get random values after sharding", instead=_INSTEAD)
+def reset_parameters(script: Script) -> None:
+    """Reset a layer"""
+    script.model.head.reset_parameters()
+
+
+@habit(
+    "Refused, at the next forward.",
+    refused="was replaced after sharding",
+    instead="model.double() before sharding, or `Precision`",
+)
+def convert(script: Script) -> None:
+    """Convert the model after sharding"""
+    script.model.float()
+    script.model(batch(0, 0).float())
+
+
+# -- the page --------------------------------------------------------------------------------------------------------
+
+
+def code_of(run: Callable[[Script], None]) -> str:
+    """The body of a habit, as a script has it."""
+    source = textwrap.dedent(inspect.getsource(run))
+    tree = ast.parse(source).body[0]
+    assert isinstance(tree, ast.FunctionDef)
+    lines = source.splitlines()[tree.body[1].lineno - 1 :]
+    code = textwrap.dedent("\n".join(line for line in lines if "script.seen" not in line or "norm_(" in line))
+    for written, read in {
+        "script.backward()": "loss.backward()",
+        "script.step()": "optimizer.step(); optimizer.zero_grad()",
+        "script.seen.append(": "print(",
+        "script.": "",
+        "batch(0, 99)": "x",
+        "batch(0, 0)": "x",
+    }.items():
+        code = code.replace(written, read)
+    return code
+
+
+def page() -> str:
+    lines = [
+        "# Habits",
+        "",
+        "What people write in training scripts, and what happens with a model that zerolab has sharded. Each is a",
+        "test, which compares every stage, on 1, 2 and 3 ranks, with one process that has all the data, or expects the",
+        "error on every rank. `python tests/engine/habits.py` writes this page.",
+        "",
+        "## What works as in one process",
+        "",
+    ]
+    for refused in (False, True):
+        if refused:
+            lines += ["## What is refused", ""]
+        for entry in HABITS:
+            if bool(entry.refused) is refused:
+                lines += [f"### {entry.title}", "", "```python", *code_of(entry.run).splitlines(), "```", ""]
+                where = "" if len(entry.stages) == 4 or not refused else f" In stages {entry.stages}."
+                instead = f" Write instead: {entry.instead}." if entry.instead else ""
+                lines += textwrap.wrap(entry.says + where + instead, 119) + [""]
+    return "\n".join(lines + BLIND.strip().splitlines()) + "\n"
+
+
+BLIND = """
+## What zerolab cannot see
+
+- `p.grad` is this rank's slice. Other questions than torch's clipping and `GradScaler` get the slice's answer: so
+  `p.grad.norm()`, `p.grad.isnan().any()` and `p.grad.abs().max()` differ between ranks. Use
+  `get_total_norm([p.grad])`, or reduce over the ranks.
+- The same goes for weights: `p.norm()` and `parameters_to_vector()` see slices. For what concerns full parameters,
+  use `with zero.full_parameters():` or `zero.full_state_dict()`.
+- Writes through numpy (`p.data.numpy()[:] = 0`), which no version counter shows.
+- Writes through `.data` inside forward, where in stage 3 and with a `Precision` the model shows a copy that does not
+  last (other writes there are refused).
+- Hooks that forward itself registers on its parameters see this rank's own gradient, as with torch's DDP.
+"""
+
+
+if __name__ == "__main__":
+    PAGE.write_text(page())

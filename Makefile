@@ -9,11 +9,10 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 # make demo ARGS="--ranks 2 --steps 5"; the test targets hand ARGS to pytest
 ARGS ?=
-# Files of tests run side by side where there are cores for it: a test has up to four ranks. What is not slow, and
-# notebooks, are indifferent to what runs beside them and mostly wait for ranks, so there it is always two at least.
+# Files of tests run side by side, two at least: a test has up to four ranks, and mostly waits for them.
 CORES := $(shell nproc 2>/dev/null || getconf _NPROCESSORS_ONLN)
-WORKERS ?= $(shell echo $$(( $(CORES) < 4 ? 1 : $(CORES) / 2 )))
-ATLEAST2 = $(if $(filter 1,$(WORKERS)),2,$(WORKERS))
+WORKERS ?= $(shell echo $$(( $(CORES) < 4 ? 2 : $(CORES) / 2 )))
+TOGETHER = -n $(WORKERS) --dist loadfile
 
 help:
 	@sed -n 's/^\([a-z-]*\):.*## /\1\t/p' $(MAKEFILE_LIST) | while IFS=$$'\t' read -r target what; \
@@ -45,16 +44,17 @@ demo: $(STAMP) ## train a small GPT at every stage and compare
 	@$(BIN)/zerolab demo $(ARGS)
 
 test: lint ## lint, types and every test
-	$(BIN)/python -m pytest $(if $(filter-out 1,$(WORKERS)),-n $(WORKERS) --dist loadfile) $(ARGS)
+	$(BIN)/python -m pytest -m 'not alone' $(TOGETHER) $(ARGS) || [ $$? = 5 ]  # 5: ARGS left no test
+	$(BIN)/python -m pytest -m alone $(ARGS) || [ $$? = 5 ]
 	@$(MAKE) --no-print-directory test-lessons
 
 # A kernel that starts on a busy machine, or one that was paused, may need more than the usual minute.
 test-lessons: $(STAMP) ## every notebook, as a learner gets it and as solved
 	$(BIN)/python -m pytest -p tests.notebooks --nbval-lax --nbval-current-env --timeout 300 \
-	    --nbval-kernel-startup-timeout 300 -n $(ATLEAST2) --dist loadfile lessons solutions
+	    --nbval-kernel-startup-timeout 300 $(TOGETHER) lessons solutions
 
 test-fast: lint ## what an edit breaks first, in four minutes
-	$(BIN)/python -m pytest -m 'not slow' -n $(ATLEAST2) --dist loadfile $(ARGS)
+	$(BIN)/python -m pytest -m 'not slow' $(TOGETHER) $(ARGS)
 
 lint: $(STAMP)
 	$(BIN)/ruff check .

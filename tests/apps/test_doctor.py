@@ -26,7 +26,7 @@ from zerolab.apps import rehearsal as room
 from zerolab.cli import main
 from zerolab.lab.ranks import live
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.alone, pytest.mark.slow]
 
 ROOT = Path(__file__).resolve().parents[2]
 COMMAND = [sys.executable, "-m", "zerolab.cli", "doctor"]

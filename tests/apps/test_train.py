@@ -29,7 +29,7 @@ from zerolab.cli import main
 from zerolab.tasks import data
 from zerolab.tasks.models import PairEncoder
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.alone, pytest.mark.slow]
 
 ROOT = Path(__file__).resolve().parents[2]
 TINY = {

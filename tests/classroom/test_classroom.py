@@ -26,6 +26,7 @@ from zerolab.cli import main
 from zerolab.lab.exercises.judge import digest
 
 pytestmark = [
+    pytest.mark.alone,
     pytest.mark.slow,
     pytest.mark.timeout(240),
     pytest.mark.skipif(not sys.platform.startswith("linux"), reason="the classroom is for Linux"),

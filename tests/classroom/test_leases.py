@@ -25,6 +25,7 @@ from zerolab.classroom.broker import CONNECTIONS, Broker
 from zerolab.lab.ranks import lease, session, turns
 
 pytestmark = [
+    pytest.mark.alone,
     pytest.mark.slow,
     pytest.mark.skipif(not sys.platform.startswith("linux"), reason="the classroom is for Linux"),
 ]

@@ -17,6 +17,8 @@ from test_launch import finish, free_port, python
 import zerolab
 from zerolab.comm import flight
 
+pytestmark = pytest.mark.alone
+
 TIMEOUT = 2.0
 
 

@@ -27,7 +27,7 @@ from zerolab.lab.ranks.magics import parse
 from zerolab.lab.ranks.rank import _shown
 from zerolab.lab.ranks.session import RankFailure, Session
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(180)]
+pytestmark = [pytest.mark.alone, pytest.mark.slow, pytest.mark.timeout(180)]
 IMPORT = "import torch.distributed as dist\n"
 
 

@@ -15,6 +15,8 @@ from zerolab.measure import KINDS, ledger, model_states, moved_bytes, peak, time
 from zerolab.measure.spans import Span, Trace, intersection, length, union
 from zerolab.tasks.models import GPT, Block
 
+pytestmark = pytest.mark.alone
+
 BF16 = Precision(torch.bfloat16)
 
 

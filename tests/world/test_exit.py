@@ -11,6 +11,7 @@ from test_launch import finish, free_port, python
 JOBS = Path(__file__).with_name("jobs_exit.py")
 
 pytestmark = [
+    pytest.mark.alone,
     pytest.mark.slow,
     pytest.mark.skipif(not sys.platform.startswith("linux"), reason="needs /proc to see threads"),
 ]

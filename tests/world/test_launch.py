@@ -21,6 +21,8 @@ from jobs_common import PYTHONPATH
 from zerolab.world.environment import first_host, init, read_place
 from zerolab.world.processes import Patience, RankError, Ranks, launch
 
+pytestmark = pytest.mark.alone
+
 ROOT = Path(__file__).resolve().parents[2]
 JOBS = Path(jobs_launch.__file__)
 LOCAL = ("127.0.0.1", "::1", "::ffff:127.0.0.1")

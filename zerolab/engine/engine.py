@@ -371,8 +371,8 @@ class Engine:
             return
         if unit.full.untyped_storage()._cdata != unit.master.untyped_storage()._cdata:
             raise RuntimeError(
-                f"rank {self.rank}: forward wrote into parameters of {unit.name}, but it sees a copy that does not last "
-                "(in stage 3, and where Precision computes in another dtype). Edit parameters outside of forward"
+                f"rank {self.rank}: forward wrote into parameters of {unit.name}, but it sees a copy that will not "
+                "last (in stage 3, and where Precision computes in another dtype). Edit parameters outside of forward"
             )
         unit.version = unit.changes
 

@@ -134,7 +134,8 @@ class ZeroTrainer(Trainer):
         if not isinstance(self.model, PreTrainedModel):  # tied weights once; save_pretrained does that itself
             first = {id(value): name for name, value in reversed(state_dict.items())}
             state_dict = {name: state_dict[name].contiguous() for name in first.values()}
-        super()._save(output_dir, state_dict)
+        # The first rank writes. The others wait, so that they may read it next, and raise if it could not.
+        on_all_ranks(self.zero.comm, "saving of the model", functools.partial(super()._save, output_dir, state_dict))
 
     def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
         scheduler = self.lr_scheduler.state_dict()

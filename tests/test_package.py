@@ -148,7 +148,7 @@ LEVELS = (  # lowest first; a file may import from its own level and from lower 
     {"comm", "world", "tasks"},
     {"engine", "checkpoint"},
     {"__init__.py", "ddp.py", "zero1.py", "zero2.py", "zero3.py"},  # the ladder
-    {"measure"},
+    {"measure", "integrations"},
     {"lab"},
     {"apps"},
     {"classroom"},

@@ -57,6 +57,20 @@ def test_the_same_function_runs_under_torchrun(tmp_path):
     assert len(re.findall(r"loss \d\.\d+", said)) == 2
 
 
+@pytest.mark.slow
+def test_the_trainer_runs(tmp_path):
+    pytest.importorskip("transformers")
+    script = tmp_path / "train.py"
+    script.write_text(
+        blocks("docs/using.md")[0]
+        .replace('"out"', repr(str(tmp_path / "out")))
+        .replace('"final"', repr(str(tmp_path / "final")))
+    )
+    said = run("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", str(script))
+    assert said.count("eval_loss") >= 2
+    assert (tmp_path / "final" / "model.safetensors").is_file()
+
+
 def measured_as_on_the_page(measure, draw):
     zero = zerolab.Zero3(GPT(layers=2, width=64, context=16), units=[Block])
     optimizer = torch.optim.AdamW(zero.model.parameters())

@@ -45,7 +45,7 @@ REFUSED = {
     "bf16_full_eval": "it casts the model, which shows slices; use bf16=True, or shard with precision=Precision()",
     "deepspeed": "zerolab has sharded the model already; use one of the two",
     "enable_jit_checkpoint": "it saves when a signal comes, but a save needs all ranks at once; use save_steps",
-    "fp16": "its GradScaler looks at this rank's slices alone, so ranks would skip different steps; use bf16=True",
+    "fp16": "Accelerate wants a GPU for it, where it has not been tried with slices; use bf16=True",
     "fp16_full_eval": "it casts the model, which shows slices; use bf16=True, or shard with precision=Precision()",
     "fsdp": "zerolab has sharded the model already; use one of the two",
     "parallelism_config": "zerolab splits the data among all ranks, and nothing else",

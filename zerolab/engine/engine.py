@@ -41,6 +41,7 @@ from zerolab.engine.partition import Part, agree_on_parts, modules_within, units
 from zerolab.engine.precision import KEEP, Precision
 from zerolab.engine.prefetch import Prefetcher
 from zerolab.engine.pytree import cast_floats, detached_from, grad_tensors, kept_by_modules
+from zerolab.engine.structure import Structure
 from zerolab.engine.unit import Unit
 
 USED, TRAINABLE, LATE = 1, 2, 4  # the bits that ranks exchange about each parameter after a backward
@@ -117,7 +118,10 @@ class Engine:
         self.broadcast_buffers()
         self._prefetcher = Prefetcher(self.root)
         self._backward = Backward(self.units, self._begin_backward, self._on_passed)
+        self.structure = Structure(self)
         self._install_hooks(parts)
+
+    __reduce_ex__ = full.refuse_copy
 
     # -- the override points; ddp.py says when each is called -----------------------------------------------------
 
@@ -279,6 +283,7 @@ class Engine:
         # torch.compile must not trace them: what they do depends on autograd, on the step, on the other ranks.
         on_enter, on_leave = torch.compiler.disable(self._enter), torch.compiler.disable(self._leave)
         for module in self.model.modules():
+            vars(module)["__reduce_ex__"] = full.refuse_copy
             if self.stage > 0:
                 full.refuse_state_dict(self, module)
             if module._parameters or id(module) in unit_modules:
@@ -362,6 +367,7 @@ class Engine:
         """The outermost call begins: tidy up after an error, and notice parameters that were edited."""
         if self.in_backward:
             self._drop_backward()
+        self.structure.check(module)
         self._stepped = False
         self.comm.phase = "forward"
         self._training = torch.is_grad_enabled()
@@ -535,6 +541,7 @@ class Engine:
 
     def before_optimizer(self, units: list[Unit]) -> None:
         self.forget_calls()
+        self.structure.check(self.model)
         self.check_grads_final(units)
         self._stepping = True
         self.comm.phase = "step"

@@ -303,6 +303,8 @@ class Engine:
             return args, kwargs
         if module is self.model:
             self.forget_calls()
+        if self._depth == 0 and not _autograd_runs():
+            self.structure.check()
         self._depth += 1
         new = [unit for unit in needs if unit.depth == 0]
         for unit in needs:
@@ -328,7 +330,7 @@ class Engine:
         self, needs: list[Unit], inside: list[nn.Module], module: nn.Module, args: Any, kwargs: Any, output: Any
     ) -> Any:
         """After a module's forward, even one that failed: show the optimizer's parameters again."""
-        if self.bypassed:
+        if self.bypassed or not self._depth:  # inside full_parameters(), or _enter refused the call
             return output
         self._depth -= 1
         for unit in needs:
@@ -367,7 +369,6 @@ class Engine:
         """The outermost call begins: tidy up after an error, and notice parameters that were edited."""
         if self.in_backward:
             self._drop_backward()
-        self.structure.check(module)
         self._stepped = False
         self.comm.phase = "forward"
         self._training = torch.is_grad_enabled()
@@ -541,7 +542,7 @@ class Engine:
 
     def before_optimizer(self, units: list[Unit]) -> None:
         self.forget_calls()
-        self.structure.check(self.model)
+        self.structure.check()
         self.check_grads_final(units)
         self._stepping = True
         self.comm.phase = "step"

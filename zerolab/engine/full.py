@@ -52,7 +52,7 @@ class Entries:
 def editing(engine: Engine) -> Iterator[None]:
     if not engine.is_idle() or engine.in_backward:
         raise RuntimeError("full_parameters() cannot be entered inside forward, backward or itself")
-    engine.structure.check(engine.model)
+    engine.structure.check()
     engine.comm.phase = "full_parameters"
     gathered = {unit: _gather_master(unit) for unit in engine.units}
     for unit, flat in gathered.items():
@@ -161,7 +161,7 @@ def entries_of(engine: Engine) -> Entries:
     """
     if not engine.is_idle():
         raise RuntimeError("the state dict cannot be had inside forward, backward or full_parameters()")
-    engine.structure.check(engine.model)
+    engine.structure.check()
     places: dict[int, Place] = {}  # by the identity of a stand-in's storage
     try:
         engine.bypassed = True

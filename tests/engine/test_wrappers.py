@@ -197,6 +197,11 @@ class Halved(Stack):
         return {name: value.half() for name, value in super().state_dict(*args, **kwargs).items()}
 
 
+class OnHost(Stack):
+    def state_dict(self, *args: Any, **kwargs: Any) -> Any:
+        return {name: value.cpu() for name, value in super().state_dict(*args, **kwargs).items()}
+
+
 class WithTensors(Noting):
     def get_extra_state(self) -> Any:
         return {"scale": torch.full((3,), 2.0 + dist.get_rank())}
@@ -207,6 +212,7 @@ def refusals(folder: str) -> list[str]:
     for stage in range(4):
         zero = zerolab.shard(Halved(), stage, units=Block)
         said.append(attempt(zero.full_state_dict))
+        said.append(attempt(zerolab.shard(OnHost(), stage, units=Block).full_state_dict))
         with zero.full_parameters():
             assert zero.model.state_dict()["emb.weight"].dtype == torch.float16
             said.append(attempt(zero.full_state_dict))
@@ -225,8 +231,9 @@ def refusals(folder: str) -> list[str]:
 
 def test_what_cannot_be_saved(ranks, tmp_path: Path):
     for said in ranks.run(refusals, str(tmp_path), ranks=2, timeout=60, group_timeout=20):
-        assert len(said) == 12
-        for computed, inside, tensors in zip(said[::3], said[1::3], said[2::3], strict=True):
-            assert computed.startswith("RuntimeError: a hook of Halved computes the entry emb.weight")
+        assert len(said) == 16
+        for computed, moved, inside, tensors in zip(*(said[i::4] for i in range(4)), strict=True):
+            assert computed.startswith("RuntimeError: emb.weight: a hook of Halved computes its state dict")
+            assert moved.startswith("RuntimeError: a hook of OnHost computes its state dict from values")
             assert "full_parameters()" in computed and "inside forward, backward or full_parameters()" in inside
             assert "head._extra_state" in tensors and "nor JSON" in tensors and tensors.startswith("CheckpointError")

@@ -60,9 +60,9 @@ class Held(NamedTuple):
 def parameters(zero: Engine) -> list[Held]:
     entries = entries_of(zero)
     return [
-        Held(entries.names(unit, i), unit, slot, param)
+        Held(names, unit, slot, param)
         for unit in zero.units
-        for i, (slot, param) in enumerate(zip(unit.layout.slots, unit.params, strict=True))
+        for names, slot, param in zip(entries.names(unit), unit.layout.slots, unit.params, strict=True)
     ]
 
 

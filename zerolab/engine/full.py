@@ -20,9 +20,8 @@ if TYPE_CHECKING:
 
 @dataclass
 class Place:
-    """The part of parameter `i` of `unit` that one entry of a state dict shows; `full`: all of it."""
+    """The part of a unit's parameter `i` that one entry of a state dict shows; `full`: all of it."""
 
-    unit: Unit
     i: int
     view: Tensor  # on the meta device: its shape, strides and offset inside the parameter
     full: bool
@@ -38,14 +37,17 @@ class Entries:
     """What each key of the unsharded model's `state_dict()` stands for."""
 
     state: dict[str, Any]  # what the model returned: keys in its order, and torch's metadata
-    places: dict[str, Place]
+    places: dict[Unit, dict[str, Place]]
     buffers: dict[str, Tensor]  # this rank's own, to read and to write
     extras: dict[str, Any]  # what get_extra_state() and hooks returned
 
-    def names(self, unit: Unit, i: int) -> list[str]:
-        """The keys of parameter `i`: several if it is tied, its name in the model if it has none to itself."""
-        keys = [key for key, place in self.places.items() if place.unit is unit and place.i == i and place.full]
-        return keys or [unit.names[i]]
+    def names(self, unit: Unit) -> list[list[str]]:
+        """The keys of each parameter: several if it is tied, its name in the model if it has no key to itself."""
+        keys: list[list[str]] = [[] for _ in unit.params]
+        for key, place in self.places[unit].items():
+            if place.full:
+                keys[place.i].append(key)
+        return [own or [name] for own, name in zip(keys, unit.names, strict=True)]
 
 
 @contextmanager
@@ -80,16 +82,15 @@ def gather_state_dict(engine: Engine, rank0_only: bool = False) -> dict[str, Ten
         flat = _gather_master(unit)
         if not wanted:
             continue
+        views = unit.layout.views(flat)
         copies: dict[int, Tensor] = {}  # tied entries share one
-        for key, place in own.places.items():
-            if place.unit is unit:
-                view = unit.layout.views(flat)[place.i]
-                if not place.full:
-                    state[key] = place.within(view).to("cpu", copy=True)
-                else:
-                    if place.i not in copies:
-                        copies[place.i] = view.to("cpu", copy=True)
-                    state[key] = copies[place.i]
+        for key, place in own.places[unit].items():
+            if not place.full:
+                state[key] = place.within(views[place.i]).to("cpu", copy=True)
+            else:
+                if place.i not in copies:
+                    copies[place.i] = views[place.i].to("cpu", copy=True)
+                state[key] = copies[place.i]
     for key, value in own.buffers.items():
         buffer = value.clone()
         engine.comm.broadcast(buffer, key)
@@ -107,17 +108,15 @@ def spread_state_dict(engine: Engine, state: dict[str, Tensor] | None) -> None:
     if problem:
         raise ValueError(f"this state dict does not fit {type(engine.model).__name__}: {problem}")
     values = state or {}
-    shown = {(place.unit, place.i) for place in own.places.values() if place.full}
     for unit in engine.units:
-        if all((unit, i) in shown for i in range(len(unit.params))):
+        if {place.i for place in own.places[unit].values() if place.full} == set(range(len(unit.params))):
             flat = torch.zeros(unit.layout.size, dtype=unit.master.dtype, device=engine.comm.device)
         else:  # what no entry shows keeps its value
             flat = _gather_master(unit)
         if engine.rank == 0:
             views = unit.layout.views(flat)
-            for key, place in own.places.items():
-                if place.unit is unit:
-                    place.within(views[place.i]).copy_(values[key])
+            for key, place in own.places[unit].items():
+                place.within(views[place.i]).copy_(values[key])
         engine.comm.broadcast(flat, unit.name)
         _set_master(engine, unit, flat)
     for key, buffer in own.buffers.items():
@@ -162,37 +161,40 @@ def entries_of(engine: Engine) -> Entries:
     if not engine.is_idle():
         raise RuntimeError("the state dict cannot be had inside forward, backward or full_parameters()")
     engine.structure.check()
-    places: dict[int, Place] = {}  # by the identity of a stand-in's storage
+    computed = (
+        f"a hook of {type(engine.model).__name__} computes its state dict from values of parameters, which are "
+        "sharded: use `with zero.full_parameters(): model.state_dict()`, on all ranks"
+    )
+    origins: dict[int | None, tuple[Unit, Place]] = {}  # by the identity of a stand-in's storage
     try:
         engine.bypassed = True
         for unit in engine.units:
             stand_ins = [_stand_in(unit, i) for i in range(len(unit.params))]
             unit.show(stand_ins)
             for i, full in enumerate(stand_ins):
-                places[full.untyped_storage()._cdata] = Place(unit, i, full, full=True)
+                origins[_storage(full)] = unit, Place(i, full, full=True)
         state = engine.model.state_dict()
+    except RuntimeError as error:  # torch's, of the meta device
+        raise RuntimeError(computed) from error
     finally:
         engine.bypassed = False
         for unit in engine.units:
             unit.show_params()
     buffers = {_storage(buffer) for buffer in engine.model.buffers()} - {None}
-    result = Entries(state, {}, {}, {})
+    result = Entries(state, {unit: {} for unit in engine.units}, {}, {})
     for key, value in state.items():
         storage = _storage(value)
-        if storage in places:
-            place = places[storage]
+        if storage in origins:
+            unit, place = origins[storage]
             if value.dtype == place.view.dtype:
-                full = value.size() == place.view.size() and value.stride() == place.view.stride()
-                result.places[key] = Place(place.unit, place.i, value, full)
+                same = value.size() == place.view.size() and value.stride() == place.view.stride()
+                result.places[unit][key] = Place(place.i, value, full=same)
                 continue
         elif storage in buffers:
             result.buffers[key] = value.detach()
             continue
         if any(isinstance(leaf, Tensor) and leaf.is_meta for leaf in tree_leaves(value)):
-            raise RuntimeError(
-                f"a hook of {type(engine.model).__name__} computes the entry {key} of its state dict from parameters, "
-                "which are sharded: use `with zero.full_parameters(): model.state_dict()`, on all ranks"
-            )
+            raise RuntimeError(f"{key}: {computed}")
         result.extras[key] = value
     return result
 
@@ -256,7 +258,7 @@ def _compare(own: Entries, state: dict[str, Tensor] | None) -> str | None:
         return f"missing {', '.join(missing[:5])}{' ...' if len(missing) > 5 else ''}"
     if unexpected := sorted(state.keys() - own.state.keys()):
         return f"unexpected {', '.join(unexpected[:5])}{' ...' if len(unexpected) > 5 else ''}"
-    shapes = {key: tuple(place.view.shape) for key, place in own.places.items()}
+    shapes = {key: tuple(place.view.shape) for places in own.places.values() for key, place in places.items()}
     shapes |= {key: tuple(buffer.shape) for key, buffer in own.buffers.items()}
     for key, shape in shapes.items():
         if tuple(state[key].shape) != shape:

@@ -80,6 +80,11 @@ class Noting(nn.Linear):
         self.notes = state
 
 
+class Plainer(Noting):
+    get_extra_state = nn.Module.get_extra_state
+    set_extra_state = nn.Module.set_extra_state
+
+
 def noting(model: nn.Module) -> nn.Module:
     model.head = Noting(model.head.in_features, model.head.out_features)
     return wrapped(CheckpointImpl.NO_REENTRANT, model)
@@ -174,6 +179,11 @@ def round_trips(name: str, late: bool, folder: str) -> None:
                 alone = Stack() if other is None else make(other, 7)
                 zerolab.load_model_weights(f"{folder}/{stage}", alone)
                 assert same(alone.state_dict(), after)
+            if name == "extra state":
+                plainer = make("extra state", 7)
+                plainer.head.__class__ = Plainer
+                said = attempt(lambda s=stage, model=plainer: zerolab.load_model_weights(f"{folder}/{s}", model))
+                assert said.endswith("only the checkpoint has head._extra_state"), said
             alone = Stack() if other is None else make(other, 7)
             if name == "extra state":
                 alone.head.notes = {"seen": [0, None, "x"]}  # not in a safetensors file

@@ -45,7 +45,8 @@ def save(path: str | Path, zero: Engine, optimizer: Optimizer, *, keep: int | No
 
     keep: for paths that end in a number, such as "run/step-000100": afterwards delete older checkpoints with the same
         name and a lower number, so that `keep` remain.
-    extra: any JSON; `load` returns it. The first rank's is saved.
+    extra: any JSON; `load` and `read_extra` return it. The first rank's is saved, as is what modules have by
+        `get_extra_state()`, which must be JSON too.
 
     Raises `CheckpointError` on every rank if any rank failed.
     """

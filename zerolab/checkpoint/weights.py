@@ -20,7 +20,8 @@ from zerolab.engine.engine import Engine
 def load_model_weights(path: str | Path, model: nn.Module) -> None:
     """Load weights and buffers into a plain module, from a checkpoint folder or a safetensors file.
 
-    Needs no process group. Values are converted to the module's dtypes. Of tied weights, one name is enough.
+    Needs no process group. Values are converted to the module's dtypes. Of tied weights, one name is enough. What
+    modules have by `get_extra_state()` is in a checkpoint, but not in a safetensors file.
 
     Raises `CheckpointError`, with nothing changed, if names or shapes differ. A safetensors file alone has no
     checksums, so a changed value in it goes unnoticed.
@@ -31,6 +32,10 @@ def load_model_weights(path: str | Path, model: nn.Module) -> None:
         values = _read_weights_file(path, targets)
     else:
         values, extras = _read_weights_of_checkpoint(path, targets)
+        here = {key for key, value in model.state_dict().items() if not isinstance(value, Tensor)}
+        if different := sorted(here ^ extras.keys()):
+            where = "the checkpoint" if different[0] in extras else "this model"
+            raise CheckpointError(f"{path}: only {where} has {different[0]}")
     for names, target in targets:
         there = values[names[0]].dtype
         if there.is_floating_point != target.is_floating_point():

@@ -20,7 +20,7 @@ from typing import Any
 
 from torch import nn
 
-from zerolab.checkpoint import CheckpointError, export_weights, load, load_model_weights, save
+from zerolab.checkpoint import CheckpointError, export_weights, load, load_model_weights, read_extra, save
 from zerolab.comm.collectives import Comm, Pending
 from zerolab.comm.recording import Call
 from zerolab.comm.waiting import CommError
@@ -74,6 +74,7 @@ __all__ = [
     "launch",
     "load",
     "load_model_weights",
+    "read_extra",
     "save",
     "shard",
 ]

@@ -867,3 +867,31 @@ def test_damaged_checkpoints(ranks, saved, tmp_path):
     good, other = f"{saved.folder}/2-3", f"{saved.folder}/2-0"
     counts = ranks.run(load_damaged, good, other, str(tmp_path), 600, ranks=1, timeout=90)[0]
     assert counts["refused"] > 400 and counts["harmless"] > 0
+
+
+# -- the extras, before there is a model ------------------------------------------------------------------------------
+
+
+def save_extra(folder: str) -> None:
+    zero, optimizer = fresh(CASES["plain"], 3)
+    zerolab.save(f"{folder}/run", zero, optimizer, model={"layers": 3}, rank=zero.rank, best=0.25)
+
+
+def test_read_extra(ranks, tmp_path):
+    ranks.run(save_extra, str(tmp_path), ranks=2)
+    path = tmp_path / "run"
+    assert zerolab.read_extra(path) == {"model": {"layers": 3}, "rank": 0, "best": 0.25}
+    assert zerolab.read_extra(os.path.relpath(path))["model"] == {"layers": 3}
+    for file in path.glob("*.safetensors"):
+        file.unlink()  # it reads only the manifest
+    path.rename(tmp_path / "run.old")  # killed between two renames
+    assert zerolab.read_extra(path)["best"] == 0.25
+    manifest = tmp_path / "run.old" / "manifest.json"
+    manifest.write_text(manifest.read_text().replace("0.25", "0.26"))
+    with pytest.raises(CheckpointError, match="is damaged"):
+        zerolab.read_extra(path)
+    with pytest.raises(CheckpointError, match="is not a zerolab checkpoint"):
+        zerolab.read_extra(tmp_path)
+    manifest.write_bytes(pickle.dumps({"content": {"extra": {}}}))
+    with pytest.raises(CheckpointError, match="is damaged"):
+        zerolab.read_extra(path)

@@ -25,9 +25,18 @@ Gradients are not part of a checkpoint: save after the optimizer's step.
 """
 
 from zerolab.checkpoint.files import CheckpointError
-from zerolab.checkpoint.loading import load
+from zerolab.checkpoint.loading import load, read_extra
 from zerolab.checkpoint.manifest import MANIFEST, read_manifest
 from zerolab.checkpoint.saving import save
 from zerolab.checkpoint.weights import export_weights, load_model_weights
 
-__all__ = ["MANIFEST", "CheckpointError", "export_weights", "load", "load_model_weights", "read_manifest", "save"]
+__all__ = [
+    "MANIFEST",
+    "CheckpointError",
+    "export_weights",
+    "load",
+    "load_model_weights",
+    "read_extra",
+    "read_manifest",
+    "save",
+]

@@ -14,20 +14,20 @@ from torch.optim import Optimizer
 from zerolab.checkpoint.files import DTYPES, NAMES, CheckpointError, Pieces
 from zerolab.checkpoint.manifest import read_manifest
 from zerolab.checkpoint.state import (
+    Held,
     buffers,
     check_idle,
+    extra_state,
     flat,
     from_json,
     generators,
-    names_by_id,
     names_in_groups,
     on_all_ranks,
     parameters,
     set_group_values,
 )
 from zerolab.engine.engine import Engine
-from zerolab.engine.layout import Slot
-from zerolab.engine.unit import Unit
+from zerolab.engine.full import set_extras
 
 
 def load(path: str | Path, zero: Engine, optimizer: Optimizer) -> dict[str, Any]:
@@ -56,6 +56,16 @@ def load(path: str | Path, zero: Engine, optimizer: Optimizer) -> dict[str, Any]
         comm.phase = phase
 
 
+def read_extra(path: str | Path) -> dict[str, Any]:
+    """The extras of the checkpoint `path`, for example to build the model from them.
+
+    Needs neither ranks nor a model. Raises `CheckpointError` if there is no checkpoint or its manifest is damaged.
+    """
+    _, content, _ = read_manifest(Path(os.path.abspath(path)))
+    extra: dict[str, Any] = content["extra"]
+    return extra
+
+
 class _Loading:
     """One rank's part of a load: `read` collects and checks, `write` changes the model and the optimizer."""
 
@@ -67,10 +77,12 @@ class _Loading:
         check_idle(self.zero)
         self.folder, self.content, checksum = read_manifest(self.path)
         self.pieces = Pieces(self.folder, self.content["files"], self.content["pieces"], self.content["chunk"])
+        self.held = parameters(self.zero)
         self._match_parameters()
         self._match_groups()
-        self.parameters = [self._read_parameter(unit, slot) for unit, slot, _ in parameters(self.zero)]
-        self.states = [self._read_state(unit, slot) for unit, slot, _ in parameters(self.zero)]
+        self.extras = self._match_extra_state()
+        self.parameters = [self._read(held, "parameters", self.entries[held.name]["dtype"]) for held in self.held]
+        self.states = [self._read_state(held) for held in self.held]
         self.own = self._read_own()
         return checksum
 
@@ -82,7 +94,8 @@ class _Loading:
             for param in group["params"]
             if group.get("capturable") or group.get("fused")
         }
-        for (_, _, param), values, state in zip(parameters(self.zero), self.parameters, self.states, strict=True):
+        for held, values, state in zip(self.held, self.parameters, self.states, strict=True):
+            param = held.param
             flat(param, param).copy_(values)
             self.optimizer.state.pop(param, None)
             if state:
@@ -95,6 +108,7 @@ class _Loading:
             torch.set_rng_state(self.own["generators/cpu"])
         if "generators/cuda" in self.own:
             torch.cuda.set_rng_state(self.own["generators/cuda"], self.zero.comm.device)
+        set_extras(self.zero, self.extras)
         for unit in self.zero.units:
             self.zero.master_changed(unit)
         self.zero.comm.step = self.content["step"]
@@ -104,24 +118,24 @@ class _Loading:
     def _match_parameters(self) -> None:
         """Find each of the model's parameters in the checkpoint, by any of its names; none may be left over there."""
         entry_of = {name: entry for entry in self.content["parameters"].values() for name in entry["names"]}
-        names_of = names_by_id(self.zero.model)
         self.entries: dict[str, dict[str, Any]] = {}
-        for _, slot, param in parameters(self.zero):
-            entry = entry_of.get(slot.name)
+        for held in self.held:
+            name, slot, dtype = held.name, held.slot, held.param.dtype
+            entry = entry_of.get(name)
             if entry is None:
-                raise CheckpointError(f"{self.folder}: has no parameter {slot.name} ({self._other_model()})")
-            if sorted(entry["names"]) != sorted(names_of[id(param)]):
-                there, here = " = ".join(entry["names"]), " = ".join(names_of[id(param)])
+                raise CheckpointError(f"{self.folder}: has no parameter {name} ({self._other_model()})")
+            if sorted(entry["names"]) != sorted(held.names):
+                there, here = " = ".join(entry["names"]), " = ".join(held.names)
                 raise CheckpointError(
-                    f"{self.folder}: {slot.name} is tied differently: {there} in the checkpoint, {here} in this model"
+                    f"{self.folder}: {name} is tied differently: {there} in the checkpoint, {here} in this model"
                 )
-            self.entries[slot.name] = entry
+            self.entries[name] = entry
             if tuple(entry["shape"]) != slot.shape:
                 shapes = f"has shape {tuple(entry['shape'])}, in this model {slot.shape}"
-                raise CheckpointError(f"{self.folder}: {slot.name} {shapes} ({self._other_model()})")
-            if entry["dtype"] != NAMES[param.dtype]:
+                raise CheckpointError(f"{self.folder}: {name} {shapes} ({self._other_model()})")
+            if entry["dtype"] != NAMES[dtype]:
                 raise CheckpointError(
-                    f"{self.folder}: {slot.name} was saved as {DTYPES[entry['dtype']]} but is {param.dtype} here; use "
+                    f"{self.folder}: {name} was saved as {DTYPES[entry['dtype']]} but is {dtype} here; use "
                     "the same Precision(master=...), or load_model_weights into the model before sharding it"
                 )
         used = {entry["names"][0] for entry in self.entries.values()}
@@ -156,20 +170,24 @@ class _Loading:
                 f"{len(self.groups)}"
             )
 
+    def _match_extra_state(self) -> dict[str, Any]:
+        here, saved = extra_state(self.zero), self.content.get("extra_state", {})
+        if different := sorted(here.keys() ^ saved.keys()):
+            where = "the checkpoint" if different[0] in saved else "this model"
+            raise CheckpointError(f"{self.folder}: only {where} has {different[0]} ({self._other_model()})")
+        return dict(saved)
+
     # -- what this rank reads ------------------------------------------------------------------------------------
 
-    def _read_parameter(self, unit: Unit, slot: Slot) -> Tensor:
-        return self._read(unit, slot, "parameters", self.entries[slot.name]["dtype"])
-
-    def _read_state(self, unit: Unit, slot: Slot) -> dict[str, Any]:
+    def _read_state(self, held: Held) -> dict[str, Any]:
         """The optimizer's state of one parameter: flat tensors, and numbers."""
-        state = self.entries[slot.name]["state"]
-        elements = {key: self._read(unit, slot, f"optimizer/{key}", dtype) for key, dtype in state["elements"].items()}
+        state = self.entries[held.name]["state"]
+        elements = {key: self._read(held, f"optimizer/{key}", dtype) for key, dtype in state["elements"].items()}
         return elements | {key: from_json(number) for key, number in state["numbers"].items()}
 
-    def _read(self, unit: Unit, slot: Slot, kind: str, dtype: str) -> Tensor:
-        """This rank's elements of a tensor that has the shape of a parameter: flat, in the memory order of `slot`."""
-        entry = self.entries[slot.name]
+    def _read(self, held: Held, kind: str, dtype: str) -> Tensor:
+        """This rank's elements of a tensor that has the shape of a parameter: flat, in the memory order of its slot."""
+        entry, unit, slot = self.entries[held.name], held.unit, held.slot
         start, stop = 0, slot.numel
         if unit.sharded:
             start, stop = (i - slot.offset for i in unit.layout.owned(slot, unit.rank))

@@ -10,7 +10,7 @@ from typing import Any
 from torch.optim import Optimizer
 
 from zerolab.checkpoint.files import CHUNK, NAMES, CheckpointError, digest, dtype_name
-from zerolab.checkpoint.state import buffers, group_values, names_by_id, names_in_groups, parameters
+from zerolab.checkpoint.state import buffers, extra_state, group_values, names_in_groups, parameters
 from zerolab.engine.engine import Engine
 
 FORMAT, VERSION = "zerolab checkpoint", 1
@@ -33,18 +33,17 @@ def build_manifest(
             if repr(state) != repr(first):  # repr: nan equals nan
                 raise CheckpointError(f"optimizer state of {name} is {first} on rank 0, but {state} on rank {rank}")
     entries = {}
-    names_of = names_by_id(zero.model)
-    for _, slot, param in parameters(zero):
-        state = parts[0]["states"][slot.name]
-        for name in [f"parameters/{slot.name}", *(f"optimizer/{key}/{slot.name}" for key in state["elements"])]:
-            held = sum(piece["stop"] - piece["start"] for piece in pieces.get(name, []))
-            if held != slot.numel:
-                raise CheckpointError(f"{name}: the ranks have {held} of its {slot.numel} elements")
-        entries[slot.name] = {
-            "names": [slot.name, *(name for name in names_of[id(param)] if name != slot.name)],
-            "shape": slot.shape,
-            "stride": slot.stride,
-            "dtype": NAMES[param.dtype],
+    for held in parameters(zero):
+        state = parts[0]["states"][held.name]
+        for name in [f"parameters/{held.name}", *(f"optimizer/{key}/{held.name}" for key in state["elements"])]:
+            have = sum(piece["stop"] - piece["start"] for piece in pieces.get(name, []))
+            if have != held.slot.numel:
+                raise CheckpointError(f"{name}: the ranks have {have} of its {held.slot.numel} elements")
+        entries[held.name] = {
+            "names": held.names,
+            "shape": held.slot.shape,
+            "stride": held.slot.stride,
+            "dtype": NAMES[held.param.dtype],
             "state": state,
         }
     return {
@@ -64,6 +63,7 @@ def build_manifest(
             name: {"shape": tuple(buffer.shape), "dtype": dtype_name(name, buffer)}
             for name, buffer in buffers(zero).items()
         },
+        "extra_state": extra_state(zero),
         "extra": extra,
         "chunk": CHUNK,
         "files": {part["file"]: {"bytes": part["bytes"], "header": part["header"]} for part in parts},

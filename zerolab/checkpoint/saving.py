@@ -20,6 +20,7 @@ from zerolab.checkpoint.manifest import MANIFEST, build_manifest, write_manifest
 from zerolab.checkpoint.state import (
     buffers,
     check_idle,
+    extra_state,
     flat,
     generators,
     names_in_groups,
@@ -44,7 +45,8 @@ def save(path: str | Path, zero: Engine, optimizer: Optimizer, *, keep: int | No
 
     keep: for paths that end in a number, such as "run/step-000100": afterwards delete older checkpoints with the same
         name and a lower number, so that `keep` remain.
-    extra: any JSON; `load` returns it. The first rank's is saved.
+    extra: any JSON; `load` and `read_extra` return it. The first rank's is saved, as is what modules have by
+        `get_extra_state()`, which must be JSON too.
 
     Raises `CheckpointError` on every rank if any rank failed.
     """
@@ -73,6 +75,7 @@ def _begin(path: Path, zero: Engine, optimizer: Optimizer, keep: int | None, ext
     """On every rank: check that this can be saved. On the first rank: make the temporary folder, return its name."""
     check_idle(zero)
     names_in_groups(zero, optimizer)
+    extra_state(zero)
     if keep is not None and keep < 1:
         raise CheckpointError(f"keep={keep} must be at least 1")
     if keep is not None and not _split_name(path):
@@ -105,22 +108,23 @@ def _write_part(folder: Path, zero: Engine, optimizer: Optimizer) -> dict[str, A
     states: dict[str, dict[str, Any]] = {}
     shared = _shared_keys(optimizer)
     first_replica = zero.comm.replicate_group is None or zero.comm.replicate_group.rank == 0
-    for unit, slot, param in parameters(zero):
+    for held in parameters(zero):
+        name, unit, slot, param = held.name, held.unit, held.slot, held.param
         begin, end = unit.layout.owned(slot, unit.rank)
         start, stop = begin - slot.offset, end - slot.offset
         state = optimizer.state.get(param, {})
         elements = {key: value for key, value in state.items() if _per_element(param, key, value, shared)}
-        numbers = {key: to_json(f"{key} of {slot.name}", state[key]) for key in state.keys() - elements.keys()}
-        states[slot.name] = {
-            "elements": {key: dtype_name(f"{key} of {slot.name}", value) for key, value in sorted(elements.items())},
+        numbers = {key: to_json(f"{key} of {name}", state[key]) for key in state.keys() - elements.keys()}
+        states[name] = {
+            "elements": {key: dtype_name(f"{key} of {name}", value) for key, value in sorted(elements.items())},
             "numbers": dict(sorted(numbers.items())),
         }
         if stop > start and first_replica:
-            sliced = {f"optimizer/{key}/{slot.name}": value for key, value in elements.items()}
-            for name, value in {f"parameters/{slot.name}": param, **sliced}.items():
-                held = flat(value, param)
-                ranges[name] = (start, stop)
-                tensors[name] = held[start:stop] if held.numel() == slot.numel else held
+            sliced = {f"optimizer/{key}/{name}": value for key, value in elements.items()}
+            for kind, value in {f"parameters/{name}": param, **sliced}.items():
+                dense = flat(value, param)
+                ranges[kind] = (start, stop)
+                tensors[kind] = dense[start:stop] if dense.numel() == slot.numel else dense
     for name, value in _own_tensors(zero).items():
         own = f"rank {zero.rank}/{name}"
         ranges[own] = (0, value.numel())

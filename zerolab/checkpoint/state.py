@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from typing import Any
+import json
+from collections.abc import Callable
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -12,7 +13,7 @@ from torch.optim import Optimizer
 from zerolab.checkpoint.files import DTYPES, NAMES, CheckpointError
 from zerolab.comm.collectives import Comm
 from zerolab.engine.engine import Engine
-from zerolab.engine.full import own_state_dict
+from zerolab.engine.full import entries_of
 from zerolab.engine.layout import Slot
 from zerolab.engine.unit import Unit
 
@@ -43,19 +44,26 @@ def check_idle(zero: Engine) -> None:
 # -- parameters -----------------------------------------------------------------------------------------------------
 
 
-def parameters(zero: Engine) -> Iterator[tuple[Unit, Slot, nn.Parameter]]:
-    """Every parameter, with its unit and its place there."""
-    for unit in zero.units:
-        for slot, param in zip(unit.layout.slots, unit.params, strict=True):
-            yield unit, slot, param
+class Held(NamedTuple):
+    """A parameter: its keys in the model's state dict (several if it is tied), its unit and its place there."""
+
+    names: list[str]
+    unit: Unit
+    slot: Slot
+    param: nn.Parameter
+
+    @property
+    def name(self) -> str:
+        return self.names[0]
 
 
-def names_by_id(model: nn.Module) -> dict[int, list[str]]:
-    """All names of each parameter, by the parameter's `id`. Tied weights have several."""
-    names: dict[int, list[str]] = {}
-    for name, param in model.named_parameters(remove_duplicate=False):
-        names.setdefault(id(param), []).append(name)
-    return names
+def parameters(zero: Engine) -> list[Held]:
+    entries = entries_of(zero)
+    return [
+        Held(names, unit, slot, param)
+        for unit in zero.units
+        for names, slot, param in zip(entries.names(unit), unit.layout.slots, unit.params, strict=True)
+    ]
 
 
 def flat(tensor: Tensor, like: Tensor) -> Tensor:
@@ -71,7 +79,7 @@ def flat(tensor: Tensor, like: Tensor) -> Tensor:
 
 def names_in_groups(zero: Engine, optimizer: Optimizer) -> list[list[str]]:
     """The names of the parameters in each of the optimizer's groups."""
-    name_of = {id(param): slot.name for _, slot, param in parameters(zero)}
+    name_of = {id(held.param): held.name for held in parameters(zero)}
     for number, group in enumerate(optimizer.param_groups):
         for place, param in enumerate(group["params"]):
             if id(param) not in name_of:
@@ -126,14 +134,30 @@ def from_json(saved: dict[str, Any]) -> Any:
 
 
 def buffers(zero: Engine) -> dict[str, Tensor]:
-    """The buffers that a state dict contains, by name."""
-    names = {name for name, _ in zero.model.named_parameters(remove_duplicate=False)}
-    own = own_state_dict(zero)
-    found = {name: buffer for name, buffer in zero.model.named_buffers() if name in own}
-    aliases = {name for name, _ in zero.model.named_buffers(remove_duplicate=False)}
-    if strange := sorted(own.keys() - names - aliases):
-        raise CheckpointError(f"the model's {strange[0]} is neither parameter nor buffer; pass it to save as an extra")
-    return found
+    """The buffers that a state dict contains, by its first key for each."""
+    first: dict[Any, str] = {}
+
+    def place(buffer: Tensor) -> Any:
+        return buffer.untyped_storage()._cdata, buffer.storage_offset(), buffer.size(), buffer.stride()
+
+    found = entries_of(zero).buffers
+    return {key: buffer for key, buffer in found.items() if first.setdefault(place(buffer), key) == key}
+
+
+def extra_state(zero: Engine) -> dict[str, Any]:
+    """What modules add to the state dict by `get_extra_state()`. It must be JSON."""
+    extras = entries_of(zero).extras
+    for key, value in extras.items():
+        try:
+            same = json.loads(json.dumps(value)) == value
+        except (TypeError, ValueError):
+            same = False
+        if not same:
+            raise CheckpointError(
+                f"{key} of the model's state dict is neither parameter nor buffer nor JSON (but {type(value).__name__})"
+                "; leave it out of the state dict and pass it to save as an extra"
+            )
+    return extras
 
 
 def generators(zero: Engine) -> dict[str, Tensor]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import secrets
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -19,23 +20,30 @@ from zerolab.engine.engine import Engine
 def load_model_weights(path: str | Path, model: nn.Module) -> None:
     """Load weights and buffers into a plain module, from a checkpoint folder or a safetensors file.
 
-    Needs no process group. Values are converted to the module's dtypes. Of tied weights, one name is enough.
+    Needs no process group. Values are converted to the module's dtypes. Of tied weights, one name is enough. What
+    modules have by `get_extra_state()` is in a checkpoint, but not in a safetensors file.
 
     Raises `CheckpointError`, with nothing changed, if names or shapes differ. A safetensors file alone has no
     checksums, so a changed value in it goes unnoticed.
     """
     path = Path(os.path.abspath(path))
-    targets = _plain_targets(model)
+    targets, extras = _plain_targets(model), dict[str, Any]()
     if path.is_file():
         values = _read_weights_file(path, targets)
     else:
-        values = _read_weights_of_checkpoint(path, targets)
+        values, extras = _read_weights_of_checkpoint(path, targets)
+        here = {key for key, value in model.state_dict().items() if not isinstance(value, Tensor)}
+        if different := sorted(here ^ extras.keys()):
+            where = "the checkpoint" if different[0] in extras else "this model"
+            raise CheckpointError(f"{path}: only {where} has {different[0]}")
     for names, target in targets:
         there = values[names[0]].dtype
         if there.is_floating_point != target.is_floating_point():
             raise CheckpointError(f"{path}: {names[0]} is {there} there, but {target.dtype} in this model")
     for names, target in targets:
         target.copy_(values[names[0]])
+    if extras:
+        model.load_state_dict(extras, strict=False)
 
 
 def _plain_targets(model: nn.Module) -> list[tuple[list[str], Tensor]]:
@@ -54,8 +62,10 @@ def _plain_targets(model: nn.Module) -> list[tuple[list[str], Tensor]]:
     return list(names_of.values())
 
 
-def _read_weights_of_checkpoint(path: Path, targets: list[tuple[list[str], Tensor]]) -> dict[str, Tensor]:
-    """The values for `targets`, each under the first of its names."""
+def _read_weights_of_checkpoint(
+    path: Path, targets: list[tuple[list[str], Tensor]]
+) -> tuple[dict[str, Tensor], dict[str, Any]]:
+    """The values for `targets`, each under the first of its names, and the extra state of modules."""
     folder, content, _ = read_manifest(path)
     pieces = Pieces(folder, content["files"], content["pieces"], content["chunk"])
     entry_of = {name: entry for entry in content["parameters"].values() for name in entry["names"]}
@@ -76,7 +86,7 @@ def _read_weights_of_checkpoint(path: Path, targets: list[tuple[list[str], Tenso
         else:
             dtype = DTYPES[content["buffers"][name]["dtype"]]
             values[names[0]] = pieces.read(f"rank 0/buffers/{name}", dtype, 0, target.numel()).view(target.shape)
-    return values
+    return values, content.get("extra_state", {})
 
 
 def _read_weights_file(path: Path, targets: list[tuple[list[str], Tensor]]) -> dict[str, Tensor]:

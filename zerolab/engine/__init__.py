@@ -16,7 +16,9 @@ A gradient, from autograd to the optimizer, in Zero2 (a -> b: a calls b):
     bucket.py             release               keep this rank's shard, release the rest
     engine.py     _end_backward ->              autograd has finished
     bucket.py         advance                   wait for the reductions that are still under way
-    bucket.py         show                      `.grad` of the parameters that some rank used
+    bucket.py         show ->                   the mean, to the parameters that some rank used
+    shown.py              receive, show_grad        it becomes `.grad`
+    shown.py          deliver                   or now, if hooks of the user's are to see it first
     step.py       _before_step ->               the optimizer is about to step
     engine.py         before_optimizer ->
     bucket.py             promote               in the dtype of the masters

@@ -42,6 +42,7 @@ from zerolab.engine.precision import KEEP, Precision
 from zerolab.engine.prefetch import Prefetcher
 from zerolab.engine.pytree import cast_floats, detached_from, grad_tensors, kept_by_modules
 from zerolab.engine.shown import ShownParameter, answer_for_all
+from zerolab.engine.structure import Structure
 from zerolab.engine.unit import Unit
 
 USED, TRAINABLE, LATE = 1, 2, 4  # the bits that ranks exchange about each parameter after a backward
@@ -120,7 +121,10 @@ class Engine:
         self.broadcast_buffers()
         self._prefetcher = Prefetcher(self.root)
         self._backward = Backward(self.units, self._begin_backward, self._on_passed)
+        self.structure = Structure(self)
         self._install_hooks(parts)
+
+    __reduce_ex__ = full.refuse_copy
 
     # -- the override points; ddp.py says when each is called -----------------------------------------------------
 
@@ -283,6 +287,7 @@ class Engine:
         # torch.compile must not trace them: what they do depends on autograd, on the step, on the other ranks.
         on_enter, on_leave = torch.compiler.disable(self._enter), torch.compiler.disable(self._leave)
         for module in self.model.modules():
+            vars(module)["__reduce_ex__"] = full.refuse_copy
             if self.stage > 0:
                 full.refuse_state_dict(self, module)
             if module._parameters or id(module) in unit_modules:
@@ -302,6 +307,8 @@ class Engine:
             return args, kwargs
         if module is self.model:
             self.forget_calls()
+        if self._depth == 0 and not _autograd_runs():
+            self.structure.check()
         self._depth += 1
         new = [unit for unit in needs if unit.depth == 0]
         for unit in needs:
@@ -328,7 +335,7 @@ class Engine:
         self, needs: list[Unit], inside: list[nn.Module], module: nn.Module, args: Any, kwargs: Any, output: Any
     ) -> Any:
         """After a module's forward, even one that failed: show the optimizer's parameters again."""
-        if self.bypassed:
+        if self.bypassed or not self._depth:  # inside full_parameters(), or _enter refused the call
             return output
         self._depth -= 1
         for unit in needs:
@@ -558,6 +565,7 @@ class Engine:
 
     def before_optimizer(self, units: list[Unit]) -> None:
         self.forget_calls()
+        self.structure.check()
         self.check_grads_final(units)
         self._stepping = True
         self.comm.phase = "step"

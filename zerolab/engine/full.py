@@ -2,22 +2,59 @@
 
 from __future__ import annotations
 
+import base64
+import pickle
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves, tree_map_only
 
 if TYPE_CHECKING:
     from zerolab.engine.engine import Engine
     from zerolab.engine.unit import Unit
 
 
+@dataclass
+class Place:
+    """The part of a unit's parameter `i` that one entry of a state dict shows; `full`: all of it."""
+
+    i: int
+    view: Tensor  # on the meta device: its shape, strides and offset inside the parameter
+    full: bool
+
+    def within(self, param: Tensor) -> Tensor:
+        """The same part of `param`, a dense tensor with the parameter's shape and strides."""
+        offset = int(param.storage_offset()) + int(self.view.storage_offset())
+        return param.as_strided(self.view.size(), self.view.stride(), offset)
+
+
+@dataclass
+class Entries:
+    """What each key of the unsharded model's `state_dict()` stands for."""
+
+    state: dict[str, Any]  # what the model returned: keys in its order, and torch's metadata
+    places: dict[Unit, dict[str, Place]]
+    buffers: dict[str, Tensor]  # this rank's own, to read and to write
+    extras: dict[str, Any]  # what get_extra_state() and hooks returned
+
+    def names(self, unit: Unit) -> list[list[str]]:
+        """The keys of each parameter: several if it is tied, its name in the model if it has no key to itself."""
+        keys: list[list[str]] = [[] for _ in unit.params]
+        for key, place in self.places[unit].items():
+            if place.full:
+                keys[place.i].append(key)
+        return [own or [name] for own, name in zip(keys, unit.names, strict=True)]
+
+
 @contextmanager
 def editing(engine: Engine) -> Iterator[None]:
     if not engine.is_idle() or engine.in_backward:
         raise RuntimeError("full_parameters() cannot be entered inside forward, backward or itself")
+    engine.structure.check()
     engine.comm.phase = "full_parameters"
     gathered = {unit: _gather_master(unit) for unit in engine.units}
     for unit, flat in gathered.items():
@@ -37,51 +74,56 @@ def editing(engine: Engine) -> Iterator[None]:
 
 @torch.no_grad()
 def gather_state_dict(engine: Engine, rank0_only: bool = False) -> dict[str, Tensor]:
-    engine.forget_calls()
     engine.comm.phase = "full_state_dict"
     wanted = engine.rank == 0 or not rank0_only
-    state = own_state_dict(engine)
-    names_of: dict[int, list[str]] = {}
-    for name, param in engine.model.named_parameters(remove_duplicate=False):
-        names_of.setdefault(id(param), []).append(name)
+    own = entries_of(engine)
+    state = own.state
     for unit in engine.units:
         flat = _gather_master(unit)
-        if wanted:
-            for param, view in zip(unit.params, unit.layout.views(flat), strict=True):
-                copy = view.to("cpu", copy=True)
-                for name in names_of[id(param)]:
-                    state[name] = copy
-    parameters = {name for names in names_of.values() for name in names}
-    for name, value in state.items():
-        if isinstance(value, Tensor) and name not in parameters:
-            buffer = value.detach().clone()
-            engine.comm.broadcast(buffer, name)
-            state[name] = buffer.to("cpu")
+        if not wanted:
+            continue
+        views = unit.layout.views(flat)
+        copies: dict[int, Tensor] = {}  # tied entries share one
+        for key, place in own.places[unit].items():
+            if not place.full:
+                state[key] = place.within(views[place.i]).to("cpu", copy=True)
+            else:
+                if place.i not in copies:
+                    copies[place.i] = views[place.i].to("cpu", copy=True)
+                state[key] = copies[place.i]
+    for key, value in own.buffers.items():
+        buffer = value.clone()
+        engine.comm.broadcast(buffer, key)
+        state[key] = buffer.to("cpu")
+    state.update(_first_ranks(engine, own.extras))
     return state if wanted else {}
 
 
 @torch.no_grad()
 def spread_state_dict(engine: Engine, state: dict[str, Tensor] | None) -> None:
-    engine.forget_calls()
     engine.comm.phase = "load_full_state_dict"
-    own = own_state_dict(engine)
-    problem = _compare(engine, own, state) if engine.rank == 0 else None
+    own = entries_of(engine)
+    problem = _compare(own, state) if engine.rank == 0 else None
     problem = engine.comm.exchange(problem, "loading of a state dict")[0]
     if problem:
         raise ValueError(f"this state dict does not fit {type(engine.model).__name__}: {problem}")
     values = state or {}
     for unit in engine.units:
-        flat = torch.zeros(unit.layout.size, dtype=unit.master.dtype, device=engine.comm.device)
+        if {place.i for place in own.places[unit].values() if place.full} == set(range(len(unit.params))):
+            flat = torch.zeros(unit.layout.size, dtype=unit.master.dtype, device=engine.comm.device)
+        else:  # what no entry shows keeps its value
+            flat = _gather_master(unit)
         if engine.rank == 0:
-            for name, view in zip(unit.names, unit.layout.views(flat), strict=True):
-                view.copy_(values[name])
+            views = unit.layout.views(flat)
+            for key, place in own.places[unit].items():
+                place.within(views[place.i]).copy_(values[key])
         engine.comm.broadcast(flat, unit.name)
         _set_master(engine, unit, flat)
-    for name, buffer in engine.model.named_buffers():
-        if name in own:
-            if engine.rank == 0:
-                buffer.copy_(values[name])
-            engine.comm.broadcast(buffer, name)
+    for key, buffer in own.buffers.items():
+        if engine.rank == 0:
+            buffer.copy_(values[key])
+        engine.comm.broadcast(buffer, key)
+    set_extras(engine, _first_ranks(engine, {key: values.get(key) for key in own.extras}))
 
 
 def refuse_state_dict(engine: Engine, module: nn.Module) -> None:
@@ -101,13 +143,94 @@ def refuse_state_dict(engine: Engine, module: nn.Module) -> None:
     module.register_load_state_dict_pre_hook(refuse("load_state_dict", "zero.load_full_state_dict(state)"))
 
 
-def own_state_dict(engine: Engine) -> dict[str, Any]:
-    """What the model itself would save on this rank: the right names, but slices."""
-    engine.bypassed = True
+def refuse_copy(*args: Any) -> Any:
+    """Let copy.deepcopy(model), AveragedModel(model), pickle and torch.save(model) say why not."""
+    raise TypeError(
+        "a sharded model can be neither copied nor pickled. Copy it before sharding it, or build it again and load "
+        "zero.full_state_dict(). To average weights, average the slices: "
+        "torch._foreach_lerp_(averages, [p.detach() for p in model.parameters()], 1 - decay)"
+    )
+
+
+def entries_of(engine: Engine) -> Entries:
+    """What the keys of the unsharded model's `state_dict()` stand for.
+
+    The model itself is asked, for wrappers and hooks rename its parameters, split them or leave them out. Meanwhile it
+    shows stand-ins on the meta device, with the full shapes; what comes back is known by the storage of its stand-in.
+    """
+    if not engine.is_idle():
+        raise RuntimeError("the state dict cannot be had inside forward, backward or full_parameters()")
+    engine.structure.check()
+    computed = (
+        f"a hook of {type(engine.model).__name__} computes its state dict from values of parameters, which are "
+        "sharded: use `with zero.full_parameters(): model.state_dict()`, on all ranks"
+    )
+    origins: dict[int | None, tuple[Unit, Place]] = {}  # by the identity of a stand-in's storage
     try:
-        return engine.model.state_dict()
+        engine.bypassed = True
+        for unit in engine.units:
+            stand_ins = [_stand_in(unit, i) for i in range(len(unit.params))]
+            unit.show(stand_ins)
+            for i, full in enumerate(stand_ins):
+                origins[_storage(full)] = unit, Place(i, full, full=True)
+        state = engine.model.state_dict()
+    except RuntimeError as error:  # torch's, of the meta device
+        raise RuntimeError(computed) from error
     finally:
         engine.bypassed = False
+        for unit in engine.units:
+            unit.show_params()
+    buffers = {_storage(buffer) for buffer in engine.model.buffers()} - {None}
+    result = Entries(state, {unit: {} for unit in engine.units}, {}, {})
+    for key, value in state.items():
+        storage = _storage(value)
+        if storage in origins:
+            unit, place = origins[storage]
+            if value.dtype == place.view.dtype:
+                same = value.size() == place.view.size() and value.stride() == place.view.stride()
+                result.places[unit][key] = Place(place.i, value, full=same)
+                continue
+        elif storage in buffers:
+            result.buffers[key] = value.detach()
+            continue
+        if any(isinstance(leaf, Tensor) and leaf.is_meta for leaf in tree_leaves(value)):
+            raise RuntimeError(f"{key}: {computed}")
+        result.extras[key] = value
+    return result
+
+
+def set_extras(engine: Engine, extras: dict[str, Any]) -> None:
+    """Have `set_extra_state()` called with `extras`, entries of a state dict, on this rank."""
+    if extras:
+        engine.bypassed = True
+        try:
+            engine.model.load_state_dict(extras, strict=False)
+        finally:
+            engine.bypassed = False
+
+
+def _stand_in(unit: Unit, i: int) -> nn.Parameter:
+    slot, param = unit.layout.slots[i], unit.params[i]
+    empty = torch.empty_strided(slot.shape, slot.stride, dtype=unit.master.dtype, device="meta")
+    return nn.Parameter(empty, requires_grad=param.requires_grad)
+
+
+def _storage(value: Any) -> int | None:
+    """The identity of a tensor's storage."""
+    strided = isinstance(value, Tensor) and value.layout is torch.strided
+    return int(value.untyped_storage()._cdata) if strided else None
+
+
+def _first_ranks(engine: Engine, extras: dict[str, Any]) -> dict[str, Any]:
+    """The first rank's `extras`, which may be any objects, on every rank. The keys are the same there."""
+    if not extras:
+        return {}
+    message = None
+    if engine.rank == 0:
+        on_cpu = tree_map_only(Tensor, lambda tensor: tensor.detach().to("cpu"), extras)
+        message = base64.b64encode(pickle.dumps(on_cpu)).decode()
+    result: dict[str, Any] = pickle.loads(base64.b64decode(engine.comm.exchange(message, "exchange of extra state")[0]))
+    return result
 
 
 def _gather_master(unit: Unit) -> Tensor:
@@ -128,20 +251,16 @@ def _set_master(engine: Engine, unit: Unit, flat: Tensor) -> None:
     engine.master_changed(unit)
 
 
-def _compare(engine: Engine, own: dict[str, Any], state: dict[str, Tensor] | None) -> str | None:
+def _compare(own: Entries, state: dict[str, Tensor] | None) -> str | None:
     if state is None:
         return "the first rank passed none"
-    if missing := sorted(own.keys() - state.keys()):
+    if missing := sorted(own.state.keys() - state.keys()):
         return f"missing {', '.join(missing[:5])}{' ...' if len(missing) > 5 else ''}"
-    if unexpected := sorted(state.keys() - own.keys()):
+    if unexpected := sorted(state.keys() - own.state.keys()):
         return f"unexpected {', '.join(unexpected[:5])}{' ...' if len(unexpected) > 5 else ''}"
-    shapes = {
-        name: tuple(slot.shape)
-        for unit in engine.units
-        for name, slot in zip(unit.names, unit.layout.slots, strict=True)
-    }
-    shapes |= {name: tuple(buffer.shape) for name, buffer in engine.model.named_buffers() if name in own}
-    for name, shape in shapes.items():
-        if tuple(state[name].shape) != shape:
-            return f"{name} has shape {tuple(state[name].shape)}, expected {shape}"
+    shapes = {key: tuple(place.view.shape) for places in own.places.values() for key, place in places.items()}
+    shapes |= {key: tuple(buffer.shape) for key, buffer in own.buffers.items()}
+    for key, shape in shapes.items():
+        if tuple(state[key].shape) != shape:
+            return f"{key} has shape {tuple(state[key].shape)}, expected {shape}"
     return None

@@ -7,6 +7,7 @@ docs/habits.md from this file.
 from __future__ import annotations
 
 import ast
+import copy
 import inspect
 import textwrap
 from collections.abc import Callable
@@ -16,6 +17,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import apply_activation_checkpointing
 from torch.nn.utils import clip_grad_norm_, clip_grad_value_, clip_grads_with_norm_, get_total_norm
 
 import zerolab
@@ -305,6 +307,52 @@ def convert(script: Script) -> None:
     """Convert the model after sharding"""
     script.model.float()
     script.model(batch(0, 0).float())
+
+
+_MODEL = "do it before sharding"
+
+
+@habit("Refused, at the next forward.", refused="was added or replaced after sharding", instead=_MODEL)
+def replace_head(script: Script) -> None:
+    """Replace a module after sharding"""
+    script.model.head = nn.Linear(WIDTH, 10).double()
+    script.model(batch(0, 0))
+
+
+@habit("Refused, at the next forward.", refused="was added or replaced after sharding", instead=_MODEL)
+def add_adapter(script: Script) -> None:
+    """Add parameters after sharding"""
+    script.model.blocks[0].adapter = nn.Linear(WIDTH, WIDTH).double()
+    script.model(batch(0, 0))
+
+
+@habit("Right, before sharding or after it. Full states and checkpoints have the names of the model without wrappers.")
+def wrap_blocks(script: Script) -> None:
+    """Wrap blocks with activation checkpointing"""
+    apply_activation_checkpointing(script.model, check_fn=lambda module: isinstance(module, Block))
+    for _ in range(2):
+        script.backward()
+        script.step()
+
+
+@habit(
+    "Refused, at the line.",
+    refused="can be neither copied nor pickled",
+    instead="copy before sharding, or load `zero.full_state_dict()` into a new model",
+)
+def copy_model(script: Script) -> None:
+    """Copy the model"""
+    copy.deepcopy(script.model)
+
+
+@habit(
+    "Refused, at the line.",
+    refused="can be neither copied nor pickled",
+    instead="average the slices, as above",
+)
+def averaged_model(script: Script) -> None:
+    """Average the model with torch's AveragedModel"""
+    torch.optim.swa_utils.AveragedModel(script.model)
 
 
 # -- the page --------------------------------------------------------------------------------------------------------

@@ -46,7 +46,7 @@ def sharded(number: int) -> list[Any]:
             try:
                 follow(script, number, stage)
                 results.append("it was not refused")
-            except (RuntimeError, ValueError) as error:
+            except (RuntimeError, TypeError, ValueError) as error:
                 results.append(str(error))
         else:
             results.append(follow(script, number, stage))

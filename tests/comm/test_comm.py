@@ -330,9 +330,10 @@ def test_one_rank_leaves_the_agreed_order(ranks, n, other):
     all_say(caught, "CommError", within=5)
     for rank, error in enumerate(caught):
         assert f"rank {rank}" in error.text
-        assert ("unit c" if rank == other else "all-gather of b") in error.text or "gather of c" in error.text
+        assert "into one unit" in error.text
+        assert ("gather of c" if rank == other else "all-gather of b") in error.text
         if rank != other:
-            assert f"rank {other} gathers unit c" in error.text
+            assert f"rank {other} waits in announcement of a gather of c (forward)" in error.text
 
 
 def test_two_ranks_leave_the_agreed_order_in_two_ways(ranks):

@@ -19,6 +19,7 @@ from __future__ import annotations
 
 import functools
 import operator
+import struct
 import sys
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
@@ -33,6 +34,7 @@ from torch import Tensor, nn
 from torch.autograd import Variable
 
 from zerolab.comm.collectives import Comm
+from zerolab.comm.recording import Progress, out_of_step
 from zerolab.comm.waiting import CommError
 from zerolab.engine import full, step
 from zerolab.engine.backward import Backward, ForwardCall
@@ -43,6 +45,7 @@ from zerolab.engine.prefetch import Prefetcher
 from zerolab.engine.pytree import cast_floats, detached_from, grad_tensors, kept_by_modules
 from zerolab.engine.unit import Unit
 
+HEADER = "!II"  # steps and backwards, in front of what ranks exchange after a backward
 USED, TRAINABLE, LATE = 1, 2, 4  # the bits that ranks exchange about each parameter after a backward
 
 
@@ -88,12 +91,14 @@ class Engine:
         self.offload = offload is not None
         self.precision = precision or KEEP
         self.comm = Comm(group, _device_of(model), _checked_mesh(mesh, group, self.stage))
+        self.comm.progress.stage = self.stage
         self.rank, self.world_size = self.comm.rank, self.comm.world_size
 
         self.stale: deque[Unit] = deque()  # units whose full parameters are old, in the order of their gathers
         self.bypassed = False  # inside full_parameters(): modules hold plain full parameters
         self.in_backward = False  # from the first gradient to the end of backward, or until a broken one is dropped
         self._sync = True  # False inside no_sync()
+        self._reduces = False  # whether the backward that began last did so outside no_sync()
         self._depth = 0  # how many hooked calls are under way
         self._outermost: Any = None  # the frame of the first of them
         self._training = False  # whether that one began with gradients enabled
@@ -402,7 +407,7 @@ class Engine:
         if torch.is_grad_enabled():
             raise NotImplementedError("backward(create_graph=True) through a sharded model is not supported")
         Variable._execution_engine.queue_callback(self._end_backward)
-        self.in_backward = True
+        self.in_backward, self._reduces = True, self._sync
         self.comm.phase = "backward"
         self._prefetcher.begin("backward")
         self._notice_edits()
@@ -466,7 +471,8 @@ class Engine:
             self._take_turns(everyone=True)
             flags = self.comm.start_exchange(self._flags(), "exchange of used parameters")
             self._advance_reductions(to_the_end=True)
-            self._show_grads(flags())
+            self._show_grads(self._in_step(flags()))
+            self.comm.progress.backwards += 1
         for unit in self.units:
             if self._backward.is_open(unit) or unit in self._held:
                 self._finish(unit)
@@ -481,12 +487,25 @@ class Engine:
             self.promote_grads(self.units)
 
     def _flags(self) -> bytes:
-        """One byte for each parameter: what this rank knows about it."""
-        flags = bytearray()
+        """This rank's progress, and one byte for each parameter: what this rank knows about it."""
+        progress = self.comm.progress
+        flags = bytearray(struct.pack(HEADER, progress.steps, progress.backwards))
         for unit in self.units:
             for used, late, param in zip(unit.bucket.used, unit.bucket.have, unit.params, strict=True):
                 flags.append(USED * used + TRAINABLE * param.requires_grad + LATE * late)
         return bytes(flags)
+
+    def _in_step(self, rows: list[bytes]) -> list[bytes]:
+        """The rows without their headers. Raises `CommError` if the ranks made unequal numbers of steps."""
+        size = struct.calcsize(HEADER)
+        if len({row[:size] for row in rows}) > 1:
+            made = [Progress(self.stage, *struct.unpack(HEADER, row[:size])) for row in rows]
+            raise CommError(out_of_step(dict(enumerate(made))))
+        return [row[size:] for row in rows]
+
+    def check_in_step(self, what: str) -> None:
+        """All ranks are about to do `what` together. Raises `CommError` if they made unequal numbers of steps."""
+        self._in_step(self.comm.exchange_bytes(self._flags(), what))
 
     def _show_grads(self, flags: list[bytes]) -> None:
         """Show the averaged gradients of the parameters that some rank used. `flags`: every rank's."""
@@ -521,6 +540,15 @@ class Engine:
 
     def _drop_backward(self) -> None:
         """An error broke backward off: its gradients are incomplete, and none is shown."""
+        if self._reduces:  # on every rank at the same place, or the ranks would reduce one unit with another
+            self.comm.phase = "clean-up"
+            issued = [group.log.count for group in self.comm.groups]
+            for rank, other in enumerate(self.comm.exchange(issued, "end of a backward that broke off")):
+                if other != issued:
+                    raise CommError(
+                        f"rank {self.rank}: the last backward broke off, on rank {rank} at another place; start the "
+                        "ranks again, or build the model and zero anew on all of them"
+                    )
         self._advance_reductions(to_the_end=True)
         for unit in self.units:
             unit.bucket.drop()
@@ -545,6 +573,7 @@ class Engine:
         for unit in units:
             unit.bucket.demote()
             self.master_changed(unit)
+        self.comm.progress.steps += 1
         if not self._stepped:  # several optimizers make one step
             self.comm.step += 1
             self._stepped = True

@@ -39,6 +39,7 @@ def editing(engine: Engine) -> Iterator[None]:
 def gather_state_dict(engine: Engine, rank0_only: bool = False) -> dict[str, Tensor]:
     engine.forget_calls()
     engine.comm.phase = "full_state_dict"
+    engine.check_in_step("full_state_dict")
     wanted = engine.rank == 0 or not rank0_only
     state = own_state_dict(engine)
     names_of: dict[int, list[str]] = {}

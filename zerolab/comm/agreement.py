@@ -10,6 +10,7 @@ different collectives, both stop at once.
 from __future__ import annotations
 
 import json
+import struct
 import time
 import zlib
 from collections.abc import Callable
@@ -27,7 +28,10 @@ from zerolab.comm.recording import Progress, Recorder, out_of_step
 from zerolab.comm.waiting import CommError, Complaint, wait_for
 from zerolab.world.environment import at_return
 
-_numbers = count()  # of the agreements in this process
+FRAME = struct.Struct("!IIII8s40s")  # what every message begins with; its first bytes may be all of it
+INLINE = 8
+
+_numbers = count(1)  # of the agreements in this process
 
 _ROUTING = (
     "The ranks went different ways through the model (experts, skipped layers, one pass more than others, an error "
@@ -57,12 +61,14 @@ class Agreement:
         self._log = log_of(everyone.handle, "control")
         self._last: tuple[str, str] | None = None  # (unit, phase) of the last gather
         self._expected: dict[tuple[str, str] | None, tuple[str, str]] = {}  # which gather follows it, once agreed
-        # The first rank's number makes the name: other ranks may have made more of these.
+        self._number = 0  # the same on every rank
+        # The first rank's number counts: other ranks may have made more of these.
         asked = self.exchange([next(_numbers), mesh and list(mesh)], "start of a Comm")
         for rank, (_, other) in enumerate(asked):
             if other != asked[0][1]:
                 raise CommError(f"rank {rank} asks for mesh={other} where rank 0 asks for mesh={asked[0][1]}")
-        self._name = f"{everyone.handle.group_name}/{asked[0][0]}"
+        self._number = asked[0][0]
+        self._name = f"{everyone.handle.group_name}/{self._number}"
         if self._control is not None and _note:  # of a wait that is over
             _post({})
 
@@ -111,23 +117,46 @@ class Agreement:
         """Like `exchange_bytes`, but returns at once; the function it returns waits and gives the messages."""
         if self._control is None:
             return lambda: [message] * self._everyone.size
-        result = bytearray(self._everyone.size * len(message))
-        tensors = [torch.frombuffer(data, dtype=torch.uint8) for data in (result, bytearray(message))]
-        call = self._recorder.call("all_gather", "", len(result), self._everyone, control=True)
-        entry = self._log.note(what, "", self._recorder.phase, tensors[0])
-        work = self._control._allgather_base(*tensors)
+        size, made = self._everyone.size, self._recorder.progress
+        frame = FRAME.pack(self._number, made.steps, made.backwards, len(message), message[:INLINE], what.encode())
+        rows = [bytearray(frame * size)] + [bytearray(message[INLINE:] * size)] * (len(message) > INLINE)
+        tensors = [torch.frombuffer(row, dtype=torch.uint8) for row in rows]
+        call = self._recorder.call("all_gather", "", sum(map(len, rows)), self._everyone, control=True)
+        entry = self._log.note(what, "", self._recorder.phase, tensors[-1])
+        works = [self._control._allgather_base(row, row[: len(row) // size].clone()) for row in tensors]
         entry.issued = time.time()
 
         def finish() -> list[bytes]:
             begin, entry.wait = time.perf_counter(), time.time()
-            self.wait(work, what, entry)
+            frames: list[Any] = []
+            for work in works:
+                self.wait(work, what, entry)
+                frames = frames or self._checked(list(FRAME.iter_unpack(rows[0])), what)
             entry.end = time.time()
             if call is not None:
                 call.end = time.perf_counter()
                 call.waits.append((begin, call.end))
-            return [bytes(result[i : i + len(message)]) for i in range(0, len(result), len(message))]
+            if len(rows) == 1:
+                return [frame[4][: len(message)] for frame in frames]
+            rest = len(message) - INLINE
+            return [frame[4] + bytes(rows[1][i * rest : (i + 1) * rest]) for i, frame in enumerate(frames)]
 
         return finish
+
+    def _checked(self, frames: list[Any], what: str) -> list[Any]:
+        """Raises CommError if a rank sends another message, or has made another number of optimizer steps."""
+        if len({(number, steps, size, name) for number, steps, _, size, _, name in frames}) == 1:
+            return frames
+        me = self._everyone.rank
+        for rank, (number, _, _, size, _, name) in enumerate(frames):
+            if (number, size, name) != (frames[me][0], frames[me][3], frames[me][5]):
+                theirs, phase = name.rstrip(b"\0").decode(errors="ignore"), self._recorder.phase
+                theirs += " of another model" * (number != self._number)
+                advice = self._advice(phase, phase)
+                raise CommError(f"rank {me}, {what} ({phase}): rank {rank} is in {theirs} instead.\n{advice}")
+        stage = self._recorder.progress.stage
+        made = {rank: Progress(stage, *frame[1:3]) for rank, frame in enumerate(frames)}
+        raise CommError(f"rank {me}, {what}: {out_of_step(made)}")
 
     # -- waiting -------------------------------------------------------------------------------------------------
 

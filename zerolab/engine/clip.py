@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 from typing import TYPE_CHECKING
 
@@ -22,6 +23,8 @@ def clip_to_norm(engine: Engine, max_norm: float, norm_type: float = 2.0) -> Ten
     """
     if not (norm_type > 0 and max_norm >= 0):
         raise ValueError(f"norm_type must be greater than 0 and max_norm at least 0, not {norm_type} and {max_norm}")
+    dtypes = (unit.dtypes.master for unit in engine.units)
+    dtype = functools.reduce(torch.promote_types, dtypes, torch.float32)  # the same on every rank
     params = [param for unit in engine.units for param in unit.params if param.grad is not None]
     grads = [p.grad for p in params if p.grad is not None and p.grad.numel()]
     grads = [grad.to(torch.promote_types(grad.dtype, torch.float32)) for grad in grads]
@@ -35,6 +38,6 @@ def clip_to_norm(engine: Engine, max_norm: float, norm_type: float = 2.0) -> Ten
         engine.comm.all_reduce_scalar(total, op)
     if not math.isinf(norm_type):
         total = total ** (1 / norm_type)
-    total = total.float()
+    total = total.to(dtype)
     clip_grads_with_norm_(params, max_norm, total)
     return total

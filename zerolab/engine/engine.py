@@ -19,7 +19,6 @@ from __future__ import annotations
 
 import functools
 import operator
-import struct
 import sys
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
@@ -34,7 +33,6 @@ from torch import Tensor, nn
 from torch.autograd import Variable
 
 from zerolab.comm.collectives import Comm
-from zerolab.comm.recording import Progress, out_of_step
 from zerolab.comm.waiting import CommError
 from zerolab.engine import full, step
 from zerolab.engine.backward import Backward, ForwardCall
@@ -45,7 +43,6 @@ from zerolab.engine.prefetch import Prefetcher
 from zerolab.engine.pytree import cast_floats, detached_from, grad_tensors, kept_by_modules
 from zerolab.engine.unit import Unit
 
-HEADER = "!II"  # steps and backwards, in front of what ranks exchange after a backward
 USED, TRAINABLE, LATE = 1, 2, 4  # the bits that ranks exchange about each parameter after a backward
 
 
@@ -471,7 +468,7 @@ class Engine:
             self._take_turns(everyone=True)
             flags = self.comm.start_exchange(self._flags(), "exchange of used parameters")
             self._advance_reductions(to_the_end=True)
-            self._show_grads(self._in_step(flags()))
+            self._show_grads(flags())
             self.comm.progress.backwards += 1
         for unit in self.units:
             if self._backward.is_open(unit) or unit in self._held:
@@ -487,25 +484,16 @@ class Engine:
             self.promote_grads(self.units)
 
     def _flags(self) -> bytes:
-        """This rank's progress, and one byte for each parameter: what this rank knows about it."""
-        progress = self.comm.progress
-        flags = bytearray(struct.pack(HEADER, progress.steps, progress.backwards))
+        """One byte for each parameter: what this rank knows about it."""
+        flags = bytearray()
         for unit in self.units:
             for used, late, param in zip(unit.bucket.used, unit.bucket.have, unit.params, strict=True):
                 flags.append(USED * used + TRAINABLE * param.requires_grad + LATE * late)
         return bytes(flags)
 
-    def _in_step(self, rows: list[bytes]) -> list[bytes]:
-        """The rows without their headers. Raises `CommError` if the ranks made unequal numbers of steps."""
-        size = struct.calcsize(HEADER)
-        if len({row[:size] for row in rows}) > 1:
-            made = [Progress(self.stage, *struct.unpack(HEADER, row[:size])) for row in rows]
-            raise CommError(out_of_step(dict(enumerate(made))))
-        return [row[size:] for row in rows]
-
     def check_in_step(self, what: str) -> None:
-        """All ranks are about to do `what` together. Raises `CommError` if they made unequal numbers of steps."""
-        self._in_step(self.comm.exchange_bytes(self._flags(), what))
+        """All ranks are about to do `what`. Raises `CommError` if one does not, or made another number of steps."""
+        self.comm.exchange_bytes(b"", what)
 
     def _show_grads(self, flags: list[bytes]) -> None:
         """Show the averaged gradients of the parameters that some rank used. `flags`: every rank's."""

@@ -34,6 +34,10 @@ def refusals() -> dict[str, str]:
         said[f"outside forward {stage}"] = attempt(regulariser)
         said[f"create_graph {stage}"] = attempt(lambda model=model: model(tokens).sum().backward(create_graph=True))
         zero = zerolab.shard(Stack(), stage, units=Block)
+        zero.model.require_backward_grad_sync = False
+        said[f"torch's flag {stage}"] = attempt(lambda zero=zero: zero.model(tokens))
+        zero.model.require_backward_grad_sync = True
+        zero.model(tokens)
         said[f"method {stage}"] = attempt(lambda zero=zero: zero.register_forward_method("generate"))
         said[f"norm {stage}"] = attempt(lambda zero=zero: zero.clip_grad_norm_(1.0, 0))
         for name, change in {
@@ -72,6 +76,7 @@ def test_refusals(ranks):
         "sharded twice": "ValueError: rank 0: emb.weight is sharded already",
         "outside forward": "RuntimeError: a gradient reached head.weight outside of forward",
         "create_graph": "NotImplementedError: backward(create_graph=True)",
+        "torch's flag": "inside `with zero.no_sync():`",
         "method": "ValueError: Stack has no method 'generate'",
         "norm": "ValueError: norm_type must be greater than 0",
         "double": r"the storage of \S+ was replaced after sharding",

@@ -23,7 +23,7 @@ def clip_to_norm(engine: Engine, max_norm: float, norm_type: float = 2.0) -> Ten
     """
     if not (norm_type > 0 and max_norm >= 0):
         raise ValueError(f"norm_type must be greater than 0 and max_norm at least 0, not {norm_type} and {max_norm}")
-    dtypes = (unit.dtypes.master for unit in engine.units)
+    dtypes = (unit.dtypes.master for unit in engine.units if unit.trainable)
     dtype = functools.reduce(torch.promote_types, dtypes, torch.float32)  # the same on every rank
     params = [param for unit in engine.units for param in unit.params if param.grad is not None]
     grads = [p.grad for p in params if p.grad is not None and p.grad.numel()]

@@ -166,6 +166,7 @@ class Engine:
         """Scale all gradients so that their joint norm is at most `max_norm`. Returns the norm before, on every rank.
 
         norm_type: p of the p-norm, greater than 0, or inf. Stages 1 to 3 all-reduce one number, stage 0 nothing.
+        The norm is float64 if a gradient is, else float32.
         """
         self.check_grads_final(self.units)
         self.promote_grads(self.units)
@@ -362,6 +363,11 @@ class Engine:
 
     def _start_forward(self, module: nn.Module) -> None:
         """The outermost call begins: tidy up after an error, and notice parameters that were edited."""
+        if not vars(self.model).get("require_backward_grad_sync", True):
+            raise RuntimeError(
+                "model.require_backward_grad_sync = False is for torch's DistributedDataParallel; run forward and "
+                "backward inside `with zero.no_sync():` instead"
+            )
         if self.in_backward:
             self._drop_backward()
         self._stepped = False

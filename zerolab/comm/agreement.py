@@ -28,8 +28,8 @@ from zerolab.comm.recording import Progress, Recorder, out_of_step
 from zerolab.comm.waiting import CommError, Complaint, wait_for
 from zerolab.world.environment import at_return
 
-FRAME = struct.Struct("!IIII8s40s")  # what every message begins with; its first bytes may be all of it
-INLINE = 8
+INLINE = 256  # bytes of a message that travel at once, with what it is; the rest follows when all ranks agree
+FRAME = struct.Struct(f"!IIII{INLINE}s112s")  # Comm, steps, backwards, length, first bytes, what it is
 
 _numbers = count(1)  # of the agreements in this process
 
@@ -38,6 +38,7 @@ _ROUTING = (
     "that one of them caught), and would have mixed up their bytes. Put the parts they choose between into one unit "
     "(units=[...] with the class that contains them all), let every rank make as many passes, or use stage 0, 1 or 2."
 )
+_FINISHED = "has finished its part of the program"
 _EDITS = (
     "Parameters are gathered in the first forward after an optimizer step or an edit. Step and edit on every rank "
     "alike; zero.full_parameters() and zero.load_full_state_dict() give all ranks the first rank's values."
@@ -92,10 +93,8 @@ class Agreement:
             return
         for rank, other in enumerate(self.exchange(list(here), what)):
             if tuple(other) != here:
-                me, theirs = self._everyone.rank, f"rank {rank} gathers {other[0]} ({other[1]})"
-                raise CommError(
-                    f"rank {me} gathers unit {unit} ({phase}) where {theirs}.\n{self._advice(phase, other[1])}"
-                )
+                theirs, advice = f"rank {rank} gathers {other[0]} ({other[1]})", self._advice({phase, other[1]}, True)
+                raise CommError(f"rank {self._everyone.rank} gathers unit {unit} ({phase}) where {theirs}.\n{advice}")
         raise AssertionError("the digests differ but the gathers do not")
 
     # -- messages ------------------------------------------------------------------------------------------------
@@ -118,30 +117,35 @@ class Agreement:
         if self._control is None:
             return lambda: [message] * self._everyone.size
         size, made = self._everyone.size, self._recorder.progress
-        frame = FRAME.pack(self._number, made.steps, made.backwards, len(message), message[:INLINE], what.encode())
-        rows = [bytearray(frame * size)] + [bytearray(message[INLINE:] * size)] * (len(message) > INLINE)
-        tensors = [torch.frombuffer(row, dtype=torch.uint8) for row in rows]
-        call = self._recorder.call("all_gather", "", sum(map(len, rows)), self._everyone, control=True)
-        entry = self._log.note(what, "", self._recorder.phase, tensors[-1])
-        works = [self._control._allgather_base(row, row[: len(row) // size].clone()) for row in tensors]
+        first, rest = message[:INLINE], message[INLINE:]
+        frame = FRAME.pack(self._number, made.steps, made.backwards, len(message), first, what.encode())
+        call = self._recorder.call("all_gather", "", size * len(frame + rest), self._everyone, control=True)
+        entry = self._log.note(what, "", self._recorder.phase, torch.frombuffer(bytearray(frame), dtype=torch.uint8))
+        rows, work = self._all_gather(frame)
         entry.issued = time.time()
 
         def finish() -> list[bytes]:
             begin, entry.wait = time.perf_counter(), time.time()
-            frames: list[Any] = []
-            for work in works:
-                self.wait(work, what, entry)
-                frames = frames or self._checked(list(FRAME.iter_unpack(rows[0])), what)
+            self.wait(work, what, entry)
+            frames = self._checked(list(FRAME.iter_unpack(rows)), what)
+            messages = [frame[4][: len(message)] for frame in frames]
+            if rest:  # not before all ranks are known to send as much: gloo aborts a process that gets too much
+                rests, more = self._all_gather(rest)
+                self.wait(more, what, entry)
+                messages = [m + rests[i * len(rest) : (i + 1) * len(rest)] for i, m in enumerate(messages)]
             entry.end = time.time()
             if call is not None:
                 call.end = time.perf_counter()
                 call.waits.append((begin, call.end))
-            if len(rows) == 1:
-                return [frame[4][: len(message)] for frame in frames]
-            rest = len(message) - INLINE
-            return [frame[4] + bytes(rows[1][i * rest : (i + 1) * rest]) for i, frame in enumerate(frames)]
+            return messages
 
         return finish
+
+    def _all_gather(self, row: bytes) -> tuple[bytearray, Any]:
+        """Where every rank's `row` will be, one after the other, and the work to wait for."""
+        rows = bytearray(self._everyone.size * len(row))
+        tensors = [torch.frombuffer(data, dtype=torch.uint8) for data in (rows, bytearray(row))]
+        return rows, self._control._allgather_base(*tensors)
 
     def _checked(self, frames: list[Any], what: str) -> list[Any]:
         """Raises CommError if a rank sends another message, or has made another number of optimizer steps."""
@@ -152,7 +156,7 @@ class Agreement:
             if (number, size, name) != (frames[me][0], frames[me][3], frames[me][5]):
                 theirs, phase = name.rstrip(b"\0").decode(errors="ignore"), self._recorder.phase
                 theirs += " of another model" * (number != self._number)
-                advice = self._advice(phase, phase)
+                advice = self._advice({phase}, "gather" in what + theirs)
                 raise CommError(f"rank {me}, {what} ({phase}): rank {rank} is in {theirs} instead.\n{advice}")
         stage = self._recorder.progress.stage
         made = {rank: Progress(stage, *frame[1:3]) for rank, frame in enumerate(frames)}
@@ -167,6 +171,8 @@ class Agreement:
         except RuntimeError as error:  # it failed, or the group's timeout passed
             raise self.failure(what, error, entry) from error
         if reason is not None:
+            if _FINISHED in reason:  # it may have left out a collective before
+                reason += f"\n{ask(entry)}".rstrip()
             raise CommError(f"rank {self._everyone.rank}, {what} ({entry.phase}): {reason}")
 
     def _complaint(self, what: str, entry: Entry) -> Complaint:
@@ -208,16 +214,17 @@ class Agreement:
                 ours = {n: note["made"] for n, note in notes.items() if note.get("comm") == self._name}
                 made = {n: Progress(**ours[n]) for n in sorted(ours)} | {self._everyone.rank: self._recorder.progress}
                 steps = {progress.steps for progress in made.values()}
-                advice = self._advice(entry.phase, note["phase"]) if len(steps) == 1 else out_of_step(made)
+                gathers = "gather" in entry.op + note["what"]
+                advice = self._advice({entry.phase, note["phase"]}, gathers) if len(steps) == 1 else out_of_step(made)
                 return f"rank {rank} waits in {note['what']} ({note['phase']}) instead.\n{advice}"
             if missing and "finished" in note:
-                return f"rank {rank} has finished its part of the program.\n{_PROGRAM}"
+                return f"rank {rank} {_FINISHED}.\n{_PROGRAM}"
         return None
 
-    def _advice(self, phase: str, other: str) -> str:
-        """What may have led ranks to different collectives in these phases."""
+    def _advice(self, phases: set[str], gathers: bool) -> str:
+        """What may have led ranks to different collectives in these phases. gathers: one of them is a gather."""
         stage = self._recorder.progress.stage
-        if stage == 0 or not {phase, other} <= {"forward", "backward"}:
+        if not gathers or stage == 0 or not phases <= {"forward", "backward"}:
             return _PROGRAM
         return _EDITS if stage in (1, 2) else _ROUTING
 

@@ -152,7 +152,7 @@ def test_calls_are_recorded_with_their_bytes(ranks, n):
     control = [call for call in calls if call[5]]
     assert [call[0] for call in control] == ["all_reduce", "all_gather", "all_gather"]
     assert control[0][3:5] == (4, 2 * 4 * (n - 1) // n)
-    assert [call[3] for call in control[1:]] == [8 * n, len('"hello"') * n]  # lengths first, then the text
+    assert [call[3] for call in control[1:]] == [384 * n] * 2  # its length first; each fits into its frame
 
 
 def job_pending():
@@ -315,12 +315,12 @@ def run_orders(ranks, passes) -> tuple[list[Caught | None], list[int]]:
 @pytest.mark.parametrize(("n", "other"), [(2, 1), (4, 0), (4, 2)])
 def test_another_order_in_the_first_pass(ranks, n, other):
     caught, _ = run_orders(ranks, [[SKIPS_B if rank == other else PASS] for rank in range(n)])
-    all_say(caught, "CommError", "gathers", within=3)
+    all_say(caught, "CommError", within=3)
     for rank, error in enumerate(caught):
         mine, theirs = ("c", "b") if rank == other else ("b", "c")
         against = (1 if other == 0 else 0) if rank == other else other
-        assert f"rank {rank} gathers unit {mine}" in error.text
-        assert f"rank {against} gathers {theirs}" in error.text
+        assert f"rank {rank}, announcement of a gather of {mine} (forward)" in error.text
+        assert f"rank {against} is in announcement of a gather of {theirs} instead" in error.text
         assert "into one unit" in error.text  # what to do about it
 
 
@@ -330,9 +330,10 @@ def test_one_rank_leaves_the_agreed_order(ranks, n, other):
     all_say(caught, "CommError", within=5)
     for rank, error in enumerate(caught):
         assert f"rank {rank}" in error.text
-        assert ("unit c" if rank == other else "all-gather of b") in error.text or "gather of c" in error.text
+        assert "into one unit" in error.text
+        assert ("gather of c" if rank == other else "all-gather of b") in error.text
         if rank != other:
-            assert f"rank {other} gathers unit c" in error.text
+            assert f"rank {other} waits in announcement of a gather of c (forward)" in error.text
 
 
 def test_two_ranks_leave_the_agreed_order_in_two_ways(ranks):
@@ -376,6 +377,39 @@ def test_a_slow_rank_is_waited_for(ranks):
 @pytest.mark.parametrize("deviates", [0, 1])
 def test_a_slow_rank_and_another_order(ranks, deviates):
     all_say(ranks.run(job_slow_and_strange, deviates, ranks=2, timeout=60, group_timeout=20), "CommError", within=7)
+
+
+def job_different_messages(unequal):
+    """The last rank is in another message, longer or as long, or in the same message of another Comm."""
+    group = dist.new_group(timeout=timedelta(seconds=20))
+    comms = [Comm(group, CPU), Comm(group, CPU)]
+    odd = comms[0].rank == comms[0].world_size - 1
+    what, size = ("others", {"longer": 1000, "as long": 300}[unequal]) if odd and unequal != "Comm" else ("usual", 300)
+    return attempt(comms[odd and unequal == "Comm"].exchange_bytes, bytes(size), what)
+
+
+@pytest.mark.parametrize("n", [2, 3])
+@pytest.mark.parametrize(("unequal", "word"), [("longer", "others"), ("as long", "others"), ("Comm", "another model")])
+def test_different_messages_meet_with_an_error(ranks, n, unequal, word):
+    """gloo aborts a process that gets more bytes than it expects."""
+    caught = ranks.run(job_different_messages, unequal, ranks=n, timeout=60, group_timeout=20)
+    all_say(caught[:-1], "CommError", f"rank {n - 1} is in ", word, within=5)
+    all_say(caught[-1:], "CommError", "rank 0 is in usual", within=5)
+
+
+def job_waits_and_a_slow_rank():
+    """Notes of waits that are over: rank 1 has waited, and now comes late where the others wait."""
+    comm = comm_of(20)
+    value = torch.ones(comm.world_size)
+    for slow in range(comm.world_size):
+        if comm.rank == slow:
+            time.sleep(2.5)
+        comm.all_reduce(value, f"u{slow}").wait()
+        comm.exchange(None, "test")
+
+
+def test_waits_that_are_over_do_not_count(ranks):
+    ranks.run(job_waits_and_a_slow_rank, ranks=3, timeout=60, group_timeout=20)
 
 
 def job_many_turns():

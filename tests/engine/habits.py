@@ -78,6 +78,13 @@ class Script:
     def backward(self) -> None:
         self.loss().backward()
 
+    def broadcast(self, value: Any) -> Any:
+        """The first rank's `value`, as if every rank loaded the same file."""
+        values = [value]
+        if self.zero is not None:
+            torch.distributed.broadcast_object_list(values)
+        return values[0]
+
     def step(self) -> None:
         self.optimizer.step()
         self.optimizer.zero_grad()
@@ -92,6 +99,7 @@ class Habit:
     refused: str | None  # the words of the error that refuses it
     stages: tuple[int, ...]  # where it is refused
     instead: str
+    ranks: int = 1  # with fewer there is nothing wrong
 
 
 HABITS: list[Habit] = []
@@ -103,10 +111,11 @@ def habit(
     refused: str | None = None,
     stages: tuple[int, ...] = (0, 1, 2, 3),
     instead: str = "",
+    ranks: int = 1,
 ) -> Callable[[Callable[[Script], None]], Callable[[Script], None]]:
     def enter(run: Callable[[Script], None]) -> Callable[[Script], None]:
         title = (run.__doc__ or "").strip()
-        HABITS.append(Habit(title, run, before, says, refused, stages, instead))
+        HABITS.append(Habit(title, run, before, says, refused, stages, instead, ranks))
         return run
 
     return enter
@@ -355,6 +364,51 @@ def averaged_model(script: Script) -> None:
     torch.optim.swa_utils.AveragedModel(script.model)
 
 
+@habit(
+    "Refused, on every rank, when the next backward ends.",
+    refused="The ranks are out of step",
+    instead="all-reduce the condition first, or `zerolab.LossScaler`, whose ranks skip together",
+    ranks=2,
+)
+def skip_on_one_rank(script: Script) -> None:
+    """Skip a step for a reason that one rank has"""
+    for number in range(2):
+        loss = script.loss()
+        loss.backward()
+        if number == 0 and script.zero.rank == 0:
+            script.optimizer.zero_grad()
+            continue
+        script.step()
+
+
+@habit(
+    "Refused, on every rank, at the next step.",
+    refused="has only the slices of the rank that calls it",
+    stages=(1, 2, 3),
+    instead="`zerolab.save(path, zero, optimizer)` and `zerolab.load(path, zero, optimizer)`",
+    ranks=2,
+)
+def save_optimizer(script: Script) -> None:
+    """Load one rank's optimizer.state_dict() on every rank"""
+    script.backward()
+    script.step()
+    saved = script.broadcast(script.optimizer.state_dict())
+    script.optimizer.load_state_dict(saved)
+    script.backward()
+    script.step()
+
+
+@habit(
+    "Refused, at the next forward.",
+    refused="require_backward_grad_sync = False is for torch",
+    instead="`with zero.no_sync():` around forward and backward",
+)
+def grad_sync_flag(script: Script) -> None:
+    """Accumulate with the flag of torch's DDP"""
+    script.model.require_backward_grad_sync = False
+    script.backward()
+
+
 # -- the page --------------------------------------------------------------------------------------------------------
 
 
@@ -369,6 +423,8 @@ def code_of(run: Callable[[Script], None]) -> str:
         "script.backward()": "loss.backward()",
         "script.step()": "optimizer.step(); optimizer.zero_grad()",
         "script.seen.append(": "print(",
+        "script.loss()": "model(x).square().mean()",
+        "script.broadcast(script.optimizer.state_dict())": 'torch.load("optimizer.pt")  # saved by rank 0',
         "script.": "",
         "batch(0, 99)": "x",
         "batch(0, 0)": "x",
@@ -394,7 +450,7 @@ def page() -> str:
         for entry in HABITS:
             if bool(entry.refused) is refused:
                 lines += [f"### {entry.title}", "", "```python", *code_of(entry.run).splitlines(), "```", ""]
-                where = "" if len(entry.stages) == 4 or not refused else f" In stages {entry.stages}."
+                where = "" if len(entry.stages) == 4 or not refused else " That is in stages 1 to 3; stage 0 is right."
                 instead = f" Write instead: {entry.instead}." if entry.instead else ""
                 lines += textwrap.wrap(entry.says + where + instead, 119) + [""]
     return "\n".join(lines + BLIND.strip().splitlines()) + "\n"
@@ -408,6 +464,7 @@ BLIND = """
   `get_total_norm([p.grad])`, or reduce over the ranks.
 - The same goes for weights: `p.norm()` and `parameters_to_vector()` see slices. For what concerns full parameters,
   use `with zero.full_parameters():` or `zero.full_state_dict()`.
+- In stage 0, edits of parameters on one rank only. In stages 1 to 3 every rank edits its own slices anyway.
 - Writes through numpy (`p.data.numpy()[:] = 0`), which no version counter shows.
 - Writes through `.data` inside forward, where in stage 3 and with a `Precision` the model shows a copy that does not
   last (other writes there are refused).

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn, optim
-from zoo import CASES, Block, build
+from zoo import CASES, Block, Plain, build
 
 import zerolab
 
@@ -51,6 +51,42 @@ def test_clipping(ranks, norm_type):
                 assert calls == (1 if stage else 0)
                 for key, value in state.items():
                     torch.testing.assert_close(got_state[key], value, rtol=1e-4, atol=1e-6)
+
+
+class InFloat64(Plain):
+    def model(self):
+        return super().model().double()
+
+
+def clipped_in_float64(norm_type: float) -> list[tuple[Tensor, dict[str, Tensor]]]:
+    results = []
+    for stage in range(4):
+        zero = zerolab.shard(build(InFloat64()), stage, units=[Block])
+        (50 * PLAIN.loss(zero.model, zero.rank, 0)).backward()
+        norm = zero.clip_grad_norm_(0.5, norm_type)
+        optim.SGD(zero.model.parameters(), lr=1.0).step()
+        results.append((norm, zero.full_state_dict()))
+    return results
+
+
+def clipped_in_float64_alone(ranks: int, norm_type: float) -> tuple[Tensor, dict[str, Tensor]]:
+    model = build(InFloat64())
+    for rank in range(ranks):
+        (50 * PLAIN.loss(model, rank, 0) / ranks).backward()
+    norm = nn.utils.clip_grad_norm_(model.parameters(), 0.5, norm_type)
+    optim.SGD(model.parameters(), lr=1.0).step()
+    return norm, model.state_dict()
+
+
+@pytest.mark.parametrize("n", [2, 3])
+@pytest.mark.parametrize("norm_type", [2.0, float("inf")])
+def test_float64_is_not_rounded(ranks, n, norm_type):
+    norm, state = ranks.run(clipped_in_float64_alone, n, norm_type, ranks=1)[0]
+    for results in ranks.run(clipped_in_float64, norm_type, ranks=n):
+        for got, got_state in results:
+            torch.testing.assert_close(got, norm, rtol=1e-12, atol=0)  # the dtype too
+            for key, value in state.items():
+                torch.testing.assert_close(got_state[key], value, rtol=1e-12, atol=1e-14)
 
 
 # -- with a loss scaler, in float16 -----------------------------------------------------------------------------------

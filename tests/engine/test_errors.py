@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import re
+from datetime import timedelta
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
+from jobs_common import Caught, all_say
+from jobs_common import attempt as attempt_timed
 from torch import nn
 from zoo import CASES, Block, Stack, alone, attempt, build, words
 
@@ -31,6 +34,10 @@ def refusals() -> dict[str, str]:
         said[f"outside forward {stage}"] = attempt(regulariser)
         said[f"create_graph {stage}"] = attempt(lambda model=model: model(tokens).sum().backward(create_graph=True))
         zero = zerolab.shard(Stack(), stage, units=Block)
+        zero.model.require_backward_grad_sync = False
+        said[f"torch's flag {stage}"] = attempt(lambda zero=zero: zero.model(tokens))
+        zero.model.require_backward_grad_sync = True
+        zero.model(tokens)
         said[f"method {stage}"] = attempt(lambda zero=zero: zero.register_forward_method("generate"))
         said[f"norm {stage}"] = attempt(lambda zero=zero: zero.clip_grad_norm_(1.0, 0))
         for name, change in {
@@ -69,6 +76,7 @@ def test_refusals(ranks):
         "sharded twice": "ValueError: rank 0: emb.weight is sharded already",
         "outside forward": "RuntimeError: a gradient reached head.weight outside of forward",
         "create_graph": "NotImplementedError: backward(create_graph=True)",
+        "torch's flag": "inside `with zero.no_sync():`",
         "method": "ValueError: Stack has no method 'generate'",
         "norm": "ValueError: norm_type must be greater than 0",
         "double": r"the storage of \S+ was replaced after sharding",
@@ -227,3 +235,113 @@ def test_a_good_step_after_a_broken_one(ranks, where):
         for stage, (got, _) in enumerate(results):
             for key, value in state.items():
                 assert torch.equal(got[key], value), f"stage {stage}, {key}"
+
+
+# -- ranks that are out of step ---------------------------------------------------------------------------------------
+
+
+def own_group() -> dist.ProcessGroup:
+    """All ranks, in a group that may break."""
+    return dist.new_group(timeout=timedelta(seconds=12))
+
+
+def out_of_step(how: str) -> list[Caught | None]:
+    """In each stage: the last rank does otherwise in one of four steps."""
+    return [attempt_timed(train_out_of_step, stage, how) for stage in range(4)]
+
+
+def train_out_of_step(stage: int, how: str) -> None:
+    zero = zerolab.shard(build(PLAIN), stage, units=[Block], group=own_group())
+    optimizer = torch.optim.SGD(zero.model.parameters(), lr=0.1)
+    odd = zero.rank == zero.world_size - 1
+    for step in range(4):
+        if odd and how == "breaks off" and step == 2:
+            broken_step(zero.model, PLAIN, zero.rank, "backward")
+            continue
+        if odd and how == "has fewer batches" and step == 3:
+            break
+        PLAIN.loss(zero.model, zero.rank, step).backward()
+        if not (odd and step == {"skips a step": 2, "skips the last": 3}.get(how)):
+            optimizer.step()
+        optimizer.zero_grad()
+    zero.full_state_dict()
+
+
+@pytest.mark.parametrize("n", [2, 3])
+@pytest.mark.parametrize(("how", "steps"), [("skips a step", 3), ("skips the last", 4)])
+def test_unequal_numbers_of_steps(ranks, n, how, steps):
+    """Without the comparison stages 0 and 3 finish, with different weights on each rank in stage 0."""
+    others = "rank 0" if n == 2 else "ranks 0, 1"
+    for caught in zip(*ranks.run(out_of_step, how, ranks=n, timeout=100), strict=True):
+        made = f"rank {n - 1} made {steps - 1} optimizer steps and {steps} backwards"
+        all_say(caught, "CommError", made, f"{others} made {steps} optimizer steps and {steps} backwards", within=10)
+
+
+@pytest.mark.parametrize("n", [2, 3])
+def test_fewer_batches_on_one_rank(ranks, n):
+    for caught in zip(*ranks.run(out_of_step, "has fewer batches", ranks=n, timeout=100), strict=True):
+        all_say(caught[:-1], "CommError", f"rank {n - 1} waits in full_state_dict", "as many batches", within=10)
+        all_say(caught[-1:], "CommError", "waits in all-", "as many batches", within=10)
+
+
+@pytest.mark.parametrize("n", [2, 3])
+def test_a_backward_that_broke_off_on_one_rank(ranks, n):
+    for caught in zip(*ranks.run(out_of_step, "breaks off", ranks=n, timeout=100), strict=True):
+        all_say(caught[:-1], "CommError", f"rank {n - 1} waits in end of a backward that broke off", within=10)
+        all_say(caught[-1:], "CommError", "end of a backward that broke off", "waits in ", within=10)
+
+
+def finishes_early(stage: int) -> Caught | None:
+    zero = zerolab.shard(build(PLAIN), stage, units=[Block])
+    optimizer = torch.optim.SGD(zero.model.parameters(), lr=0.1)
+    for step in range(3 - (zero.rank == 1)):
+        caught = attempt_timed(lambda step=step: PLAIN.loss(zero.model, zero.rank, step).backward())
+        if caught:
+            return caught
+        optimizer.step()
+        optimizer.zero_grad()
+    return None
+
+
+@pytest.mark.parametrize("stage", range(4))
+def test_a_rank_that_has_finished_is_not_waited_for(ranks, stage):
+    first, second = ranks.run(finishes_early, stage, ranks=2, timeout=60, group_timeout=20)
+    assert second is None
+    all_say([first], "CommError", "rank 1 has finished its part of the program", within=10)
+
+
+def edited_on_one_rank() -> list[Caught | None]:
+    return [attempt_timed(train_with_an_edit, stage) for stage in (1, 2)]
+
+
+def train_with_an_edit(stage: int) -> None:
+    zero = zerolab.shard(build(PLAIN), stage, units=[Block], group=own_group())
+    PLAIN.loss(zero.model, zero.rank, 0).backward()
+    if zero.rank == 1:
+        with torch.no_grad():
+            zero.model.emb.weight.mul_(2.0)
+    PLAIN.loss(zero.model, zero.rank, 1).backward()
+
+
+def test_an_edit_on_one_rank(ranks):
+    for caught in zip(*ranks.run(edited_on_one_rank, ranks=2, timeout=60), strict=True):
+        all_say(caught, "CommError", "Step and edit on every rank alike", within=10)
+        assert all("stage 0, 1 or 2" not in error.text for error in caught)
+
+
+def two_models_that_step_in_turn() -> None:
+    """As in a GAN: unequal numbers of steps and backwards, but the same on every rank."""
+    for stage in range(4):
+        zeros = [zerolab.shard(build(PLAIN), stage, units=[Block]) for _ in range(2)]
+        optimizers = [torch.optim.SGD(zero.model.parameters(), lr=0.1) for zero in zeros]
+        for step in range(4):
+            for i, (zero, optimizer) in enumerate(zip(zeros, optimizers, strict=True)):
+                PLAIN.loss(zero.model, zero.rank, step).backward()
+                if step % 2 or i == 0:
+                    optimizer.step()
+                    optimizer.zero_grad()
+        zeros[1].full_state_dict()
+
+
+def test_two_models_that_step_in_turn(ranks):
+    ranks.run(two_models_that_step_in_turn, ranks=2)

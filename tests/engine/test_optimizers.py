@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from datetime import timedelta
 from typing import Any
 
 import pytest
 import torch
-from torch import optim
-from zoo import CASES, Block, Case, Plain, alone, build, sharded
+from jobs_common import all_say, attempt
+from torch import nn, optim
+from zoo import CASES, Block, Case, Plain, alone, build, noise, sharded
 
 import zerolab
 from zerolab import Precision
@@ -146,3 +148,101 @@ def used_by_nobody() -> list[tuple[bool, bool, float]]:
 def test_a_parameter_that_nobody_used(ranks):
     for seen in ranks.run(used_by_nobody, ranks=2):
         assert seen == [([True, True, False, False], [False, False, True, True])] * 4
+
+
+# -- torch's state dicts ----------------------------------------------------------------------------------------------
+
+
+class Even(Case):
+    """On two ranks all slices are equally long, so nothing but a stamp tells them apart."""
+
+    units = ()
+
+    def model(self):
+        return nn.Sequential(nn.Linear(8, 8, bias=False))
+
+    def loss(self, model, rank, step):
+        return model(noise(rank, step, 3, 8)).square().mean()
+
+
+def trained(case: Case, stage: int, steps: range, load: Any = None, model: Any = None) -> tuple[Any, Any, Any]:
+    """The full parameters, the engine and the optimizer after `steps`; `load`, `model`: state dicts to begin with."""
+    group = torch.distributed.new_group(timeout=timedelta(seconds=20))
+    zero = zerolab.shard(build(case), stage, units=case.units or None, group=group)
+    optimizer = optim.Adam(zero.model.parameters(), lr=0.01)
+    if load is not None:
+        zero.load_full_state_dict(model)
+        optimizer.load_state_dict(load)
+    for step in steps:
+        case.loss(zero.model, zero.rank, step).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    return zero.full_state_dict(), zero, optimizer
+
+
+def reloaded(case: Case, stage: int, saved_by: int | None, path: str) -> Any:
+    """Rank `saved_by`'s state dict goes to every rank, through a file as usual; None: each rank keeps its own."""
+    expected, _, _ = trained(case, stage, range(4))
+    model, zero, optimizer = trained(case, stage, range(2))
+    if zero.rank == saved_by:
+        torch.save(optimizer.state_dict(), path)
+    zero.comm.exchange(None, "wait for the file")
+    state = optimizer.state_dict() if saved_by is None else torch.load(path, weights_only=True)
+    got: list[Any] = []
+    caught = attempt(lambda: got.append(trained(case, stage, range(2, 4), state, model)[0]))
+    right = bool(got) and all(torch.equal(got[0][key], value) for key, value in expected.items())
+    return caught, right
+
+
+@pytest.mark.parametrize("stage", range(4))
+@pytest.mark.parametrize("n", [2, 3])
+def test_each_rank_may_load_its_own_state(ranks, stage, n, tmp_path):
+    for caught, right in ranks.run(reloaded, Even(), stage, None, "", ranks=n, timeout=60):
+        assert caught is None and right
+
+
+@pytest.mark.parametrize("stage", range(4))
+@pytest.mark.parametrize(("n", "saved_by", "case"), [(2, 0, Even()), (2, 1, Even()), (3, 0, PLAIN)])
+def test_one_rank_s_state_on_all_ranks(ranks, stage, n, saved_by, case, tmp_path):
+    """It is right in stage 0. In the others it was taken in silence where slices are equally long."""
+    results = ranks.run(reloaded, case, stage, saved_by, str(tmp_path / "state"), ranks=n, timeout=60)
+    if stage == 0:
+        assert results == [(None, True)] * n
+        return
+    other = 1 if saved_by == 0 else 0
+    words = (f"rank {other}: Adam was given a state for slices, those of rank {saved_by} of {n}", "zerolab.load(")
+    all_say([caught for caught, _ in results], "RuntimeError", *words, within=10)
+
+
+def loaded_into(stage: int, how: str) -> Any:
+    """A state of full shapes on all ranks, or the last rank alone loads its own, or slices go to another stage."""
+    case = Even() if how == "slices" else PLAIN
+    model, zero, optimizer = trained(case, {"full": 0, "slices": 1}.get(how, stage), range(2))
+    if how == "alone":
+        optimizer.load_state_dict(optimizer.state_dict()) if zero.rank == zero.world_size - 1 else None
+        case.loss(zero.model, zero.rank, 2).backward()
+        return attempt(lambda: (optimizer.step(), case.loss(zero.model, zero.rank, 3).backward()))
+    return attempt(trained, case, stage, range(2, 4), optimizer.state_dict(), model)
+
+
+@pytest.mark.parametrize("n", [2, 3])
+@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_a_state_of_full_shapes(ranks, stage, n):
+    caught = ranks.run(loaded_into, stage, "full", ranks=n, timeout=60)
+    all_say(caught, "RuntimeError", "rank 0: Adam was given a state exp_avg of shape (", "zerolab.load(", within=10)
+
+
+@pytest.mark.parametrize("stage", range(4))
+def test_a_state_of_slices_in_another_stage(ranks, stage):
+    """Stages 1 to 3 have the same slices."""
+    caught = ranks.run(loaded_into, stage, "slices", ranks=2, timeout=60)
+    if stage:
+        assert caught == [None, None]
+    else:
+        all_say(caught, "RuntimeError", "rank 0: Adam was given a state for slices", "stage 0 has none", within=10)
+
+
+@pytest.mark.parametrize("stage", range(4))
+def test_a_state_that_one_rank_loads(ranks, stage):
+    caught = ranks.run(loaded_into, stage, "alone", ranks=2, timeout=60)
+    all_say(caught, "CommError", "check of the optimizer's state", within=10)

@@ -54,6 +54,7 @@ def save(path: str | Path, zero: Engine, optimizer: Optimizer, *, keep: int | No
     phase, comm.phase = comm.phase, "save"
     folder: Path | None = None
     try:
+        zero.check_in_step("start of a save")
         begun = on_all_ranks(comm, "start of a save", lambda: _begin(path, zero, optimizer, keep, extra))
         folder = path.with_name(begun[0])
         parts = on_all_ranks(comm, "writing of a checkpoint", lambda: _write_part(folder, zero, optimizer))

@@ -15,10 +15,11 @@ from zerolab.comm.collectives import Comm
 from zerolab.engine.engine import Engine
 from zerolab.engine.full import entries_of
 from zerolab.engine.layout import Slot
+from zerolab.engine.step import STAMP
 from zerolab.engine.unit import Unit
 
 # Entries of a parameter group that are not saved: tensors, and the choice of implementation, which is this program's.
-NOT_SAVED = {"params", "param_names", "foreach", "fused", "capturable", "differentiable"}
+NOT_SAVED = {"params", "param_names", "foreach", "fused", "capturable", "differentiable", STAMP}
 
 
 def on_all_ranks(comm: Comm, what: str, work: Callable[[], Any]) -> list[Any]:
@@ -103,6 +104,7 @@ def group_values(group: dict[str, Any]) -> dict[str, Any]:
 
 def set_group_values(group: dict[str, Any], values: dict[str, Any]) -> None:
     """The reverse of `group_values`. What is a tensor or a tuple in this program stays one."""
+    group.pop(STAMP, None)
     for key, saved in values.items():
         now = group.get(key)
         if isinstance(now, Tensor):

@@ -2,31 +2,50 @@
 
 Ranks that gather different units would get each other's bytes without an error. So a gather that the agreed order
 does not predict is announced first, and costs nobody a wrong tensor.
+
+A rank that waits for long says so in the store, and looks where the others wait. If two wait for each other, in
+different collectives, both stop at once.
 """
 
 from __future__ import annotations
 
 import json
+import struct
 import time
 import zlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import asdict
 from itertools import count
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
-from zerolab.comm.flight import Entry, ask, log_of
+from zerolab.comm.flight import Entry, ask, issued, log_of
 from zerolab.comm.groups import Group, control_group, hold
-from zerolab.comm.recording import Recorder
+from zerolab.comm.recording import Progress, Recorder, out_of_step
 from zerolab.comm.waiting import CommError, Complaint, wait_for
+from zerolab.world.environment import at_return
 
-_numbers = count()  # of the agreements in this process
+INLINE = 256  # bytes of a message that travel at once, with what it is; the rest follows when all ranks agree
+FRAME = struct.Struct(f"!IIII{INLINE}s112s")  # Comm, steps, backwards, length, first bytes, what it is
+
+_numbers = count(1)  # of the agreements in this process
 
 _ROUTING = (
-    "The ranks went different ways through the model (experts, skipped layers, one pass more than others), and would "
-    "have mixed up their bytes. Put the parts they choose between into one unit (units=[...] with the class that "
-    "contains them all), let every rank make as many passes, or use stage 0, 1 or 2."
+    "The ranks went different ways through the model (experts, skipped layers, one pass more than others, an error "
+    "that one of them caught), and would have mixed up their bytes. Put the parts they choose between into one unit "
+    "(units=[...] with the class that contains them all), let every rank make as many passes, or use stage 0, 1 or 2."
+)
+_FINISHED = "has finished its part of the program"
+_EDITS = (
+    "Parameters are gathered in the first forward after an optimizer step or an edit. Step and edit on every rank "
+    "alike; zero.full_parameters() and zero.load_full_state_dict() give all ranks the first rank's values."
+)
+_PROGRAM = (
+    "The ranks are at different places in the program. Every rank must train on as many batches, and make the same "
+    "calls of zero's methods, save and load; none may catch an error and go on alone."
 )
 
 
@@ -41,70 +60,42 @@ class Agreement:
         self._everyone, self._recorder = everyone, recorder
         self._control: Any = None if fake else control_group(everyone.handle)  # Any: torch hides _allgather_base
         self._log = log_of(everyone.handle, "control")
-        self._gathers = 0  # how many all-gathers so far: the same number on every rank
         self._last: tuple[str, str] | None = None  # (unit, phase) of the last gather
         self._expected: dict[tuple[str, str] | None, tuple[str, str]] = {}  # which gather follows it, once agreed
-        # The first rank's number says where the notes are: other ranks may have made more of these.
+        self._number = 0  # the same on every rank
+        # The first rank's number counts: other ranks may have made more of these.
         asked = self.exchange([next(_numbers), mesh and list(mesh)], "start of a Comm")
         for rank, (_, other) in enumerate(asked):
             if other != asked[0][1]:
                 raise CommError(f"rank {rank} asks for mesh={other} where rank 0 asks for mesh={asked[0][1]}")
-        name = f"zerolab/{everyone.handle.group_name}/{asked[0][0]}"
-        self._store = dist.PrefixStore(name, dist.distributed_c10d._get_default_store())
+        self._number = asked[0][0]
+        self._name = f"{everyone.handle.group_name}/{self._number}"
+        if self._control is not None and _note:  # of a wait that is over
+            _post({})
 
     # -- the order of gathers ------------------------------------------------------------------------------------
 
-    def agree_on_gather(self, unit: str) -> Complaint | None:
+    def agree_on_gather(self, unit: str) -> None:
         """Make sure that every rank gathers `unit` now.
 
         Which gather follows another is agreed once, then predicted. Every rank predicts the same, so a rank that
         does what is predicted need not ask. One that does not, asks. If the others have gone on as predicted, they
-        find its note in the store while they wait, and every rank stops with an error.
-
-        Returns the complaint that the wait for a predicted gather looks out for.
+        wait for it in the gather while it waits for their answer, which `_contradiction` finds.
         """
         phase, before = self._recorder.phase, self._last
         here = self._last = (unit, phase)
-        self._gathers += 1
-        if self._control is None:
-            return None
-        if self._expected.get(before) == here:
-            number = self._gathers
-            return lambda: self._contradicted(number)
-        self._note("unpredicted", {"gather": self._gathers, "unit": unit})
+        if self._control is None or self._expected.get(before) == here:
+            return
         what = f"announcement of a gather of {unit}"
         digest = zlib.crc32(repr(here).encode()).to_bytes(4)
-        if len(set(self.exchange_bytes(digest, what, self._abandoned))) == 1:
+        if len(set(self.exchange_bytes(digest, what))) == 1:
             self._expected[before] = here
-            return None
+            return
         for rank, other in enumerate(self.exchange(list(here), what)):
             if tuple(other) != here:
-                me, theirs = self._everyone.rank, f"rank {rank} gathers {other[0]} ({other[1]})"
-                raise CommError(f"rank {me} gathers unit {unit} ({phase}) where {theirs}.\n{_ROUTING}")
+                theirs, advice = f"rank {rank} gathers {other[0]} ({other[1]})", self._advice({phase, other[1]}, True)
+                raise CommError(f"rank {self._everyone.rank} gathers unit {unit} ({phase}) where {theirs}.\n{advice}")
         raise AssertionError("the digests differ but the gathers do not")
-
-    def _contradicted(self, gather: int) -> str | None:
-        """Whether another rank's gather number `gather` was not the predicted one, as this rank's was."""
-        for rank, note in self._notes("unpredicted"):
-            if note["gather"] == gather:
-                return f"rank {rank} gathers unit {note['unit']} instead."
-        return None
-
-    def _abandoned(self) -> str | None:
-        """Whether another rank has stopped because of what this rank announced."""
-        for rank, note in self._notes("stopped"):
-            if note["gather"] == self._gathers:
-                return f"rank {rank} gathers another unit."
-        return None
-
-    def _note(self, kind: str, note: dict[str, Any]) -> None:
-        self._store.set(f"{kind}/{self._everyone.rank}", json.dumps(note))
-
-    def _notes(self, kind: str) -> Iterator[tuple[int, dict[str, Any]]]:
-        """The other ranks' notes of this kind."""
-        for rank in range(self._everyone.size):
-            if rank != self._everyone.rank and self._store.check([f"{kind}/{rank}"]):
-                yield rank, json.loads(self._store.get(f"{kind}/{rank}"))
 
     # -- messages ------------------------------------------------------------------------------------------------
 
@@ -117,45 +108,125 @@ class Agreement:
         longest = max(int.from_bytes(size) for size in sizes)
         return [json.loads(row) for row in self.exchange_bytes(data.ljust(longest), what)]
 
-    def exchange_bytes(self, message: bytes, what: str, complaint: Complaint | None = None) -> list[bytes]:
+    def exchange_bytes(self, message: bytes, what: str) -> list[bytes]:
         """Every rank's `message`, of the same length on every rank, in rank order."""
-        return self.start_exchange(message, what, complaint)()
+        return self.start_exchange(message, what)()
 
-    def start_exchange(
-        self, message: bytes, what: str, complaint: Complaint | None = None
-    ) -> Callable[[], list[bytes]]:
+    def start_exchange(self, message: bytes, what: str) -> Callable[[], list[bytes]]:
         """Like `exchange_bytes`, but returns at once; the function it returns waits and gives the messages."""
         if self._control is None:
             return lambda: [message] * self._everyone.size
-        result = bytearray(self._everyone.size * len(message))
-        tensors = [torch.frombuffer(data, dtype=torch.uint8) for data in (result, bytearray(message))]
-        call = self._recorder.call("all_gather", "", len(result), self._everyone, control=True)
-        entry = self._log.note(what, "", self._recorder.phase, tensors[0])
-        work = self._control._allgather_base(*tensors)
+        size, made = self._everyone.size, self._recorder.progress
+        first, rest = message[:INLINE], message[INLINE:]
+        frame = FRAME.pack(self._number, made.steps, made.backwards, len(message), first, what.encode())
+        call = self._recorder.call("all_gather", "", size * len(frame + rest), self._everyone, control=True)
+        entry = self._log.note(what, "", self._recorder.phase, torch.frombuffer(bytearray(frame), dtype=torch.uint8))
+        rows, work = self._all_gather(frame)
         entry.issued = time.time()
 
         def finish() -> list[bytes]:
             begin, entry.wait = time.perf_counter(), time.time()
-            self.wait(work, what, entry, complaint)
+            self.wait(work, what, entry)
+            frames = self._checked(list(FRAME.iter_unpack(rows)), what)
+            messages = [frame[4][: len(message)] for frame in frames]
+            if rest:  # not before all ranks are known to send as much: gloo aborts a process that gets too much
+                rests, more = self._all_gather(rest)
+                self.wait(more, what, entry)
+                messages = [m + rests[i * len(rest) : (i + 1) * len(rest)] for i, m in enumerate(messages)]
             entry.end = time.time()
             if call is not None:
                 call.end = time.perf_counter()
                 call.waits.append((begin, call.end))
-            return [bytes(result[i : i + len(message)]) for i in range(0, len(result), len(message))]
+            return messages
 
         return finish
 
+    def _all_gather(self, row: bytes) -> tuple[bytearray, Any]:
+        """Where every rank's `row` will be, one after the other, and the work to wait for."""
+        rows = bytearray(self._everyone.size * len(row))
+        tensors = [torch.frombuffer(data, dtype=torch.uint8) for data in (rows, bytearray(row))]
+        return rows, self._control._allgather_base(*tensors)
+
+    def _checked(self, frames: list[Any], what: str) -> list[Any]:
+        """Raises CommError if a rank sends another message, or has made another number of optimizer steps."""
+        if len({(number, steps, size, name) for number, steps, _, size, _, name in frames}) == 1:
+            return frames
+        me = self._everyone.rank
+        for rank, (number, _, _, size, _, name) in enumerate(frames):
+            if (number, size, name) != (frames[me][0], frames[me][3], frames[me][5]):
+                theirs, phase = name.rstrip(b"\0").decode(errors="ignore"), self._recorder.phase
+                theirs += " of another model" * (number != self._number)
+                advice = self._advice({phase}, "gather" in what + theirs)
+                raise CommError(f"rank {me}, {what} ({phase}): rank {rank} is in {theirs} instead.\n{advice}")
+        stage = self._recorder.progress.stage
+        made = {rank: Progress(stage, *frame[1:3]) for rank, frame in enumerate(frames)}
+        raise CommError(f"rank {me}, {what}: {out_of_step(made)}")
+
     # -- waiting -------------------------------------------------------------------------------------------------
 
-    def wait(self, work: Any, what: str, entry: Entry, complaint: Complaint | None = None) -> None:
-        """Wait for `work`. Raises CommError if it fails, or if another rank has a complaint."""
+    def wait(self, work: Any, what: str, entry: Entry) -> None:
+        """Wait for `work`. Raises CommError if it fails, or if it can never finish."""
         try:
-            reason = wait_for(work, complaint)
+            reason = wait_for(work, self._complaint(what, entry))
         except RuntimeError as error:  # it failed, or the group's timeout passed
             raise self.failure(what, error, entry) from error
         if reason is not None:
-            self._note("stopped", {"gather": self._gathers})
-            raise CommError(f"rank {self._everyone.rank}, {what}: {reason}\n{_ROUTING}")
+            if _FINISHED in reason:  # it may have left out a collective before
+                reason += f"\n{ask(entry)}".rstrip()
+            raise CommError(f"rank {self._everyone.rank}, {what} ({entry.phase}): {reason}")
+
+    def _complaint(self, what: str, entry: Entry) -> Complaint:
+        """Says, when it is called, why the wait for `entry` can never end, if that is sure."""
+        seen = 0  # how many notes had been posted at the last look
+
+        def complain() -> str | None:
+            nonlocal seen
+            if not seen:
+                made, waits = self._recorder.progress, [entry.log.name, entry.number, entry.op, entry.unit]
+                _post({"waits": waits, "what": what, "phase": entry.phase, "comm": self._name, "made": asdict(made)})
+            posts, store = _store().add("posts", 0), _store()
+            if posts == seen:
+                return None
+            seen = posts
+            notes = {}
+            for rank, place in enumerate(self._log.ranks):
+                if place != dist.get_rank() and place in entry.log.ranks and store.check([str(place)]):
+                    notes[rank] = json.loads(store.get(str(place)))
+            return self._contradiction(entry, notes)
+
+        return complain
+
+    def _contradiction(self, entry: Entry, notes: dict[int, dict[str, Any]]) -> str | None:
+        """Why the wait for `entry` can never end, if one of the other ranks' notes proves it.
+
+        A note stays after its wait is over, and still proves what it says: a rank that waited for a collective which
+        this rank has not issued to this day is still waiting.
+        """
+        mine, here = issued(), (entry.log.name, entry.number)
+        for rank, note in notes.items():
+            missing = note.get("issued", {}).get(here[0], 0) < here[1]
+            group, number, *kind = note.get("waits", ["", 0])
+            if (group, number) == here:
+                contradicts = kind != [entry.op, entry.unit]
+            else:
+                contradicts = missing and mine.get(group, number) < number
+            if contradicts:
+                ours = {n: note["made"] for n, note in notes.items() if note.get("comm") == self._name}
+                made = {n: Progress(**ours[n]) for n in sorted(ours)} | {self._everyone.rank: self._recorder.progress}
+                steps = {progress.steps for progress in made.values()}
+                gathers = "gather" in entry.op + note["what"]
+                advice = self._advice({entry.phase, note["phase"]}, gathers) if len(steps) == 1 else out_of_step(made)
+                return f"rank {rank} waits in {note['what']} ({note['phase']}) instead.\n{advice}"
+            if missing and "finished" in note:
+                return f"rank {rank} {_FINISHED}.\n{_PROGRAM}"
+        return None
+
+    def _advice(self, phases: set[str], gathers: bool) -> str:
+        """What may have led ranks to different collectives in these phases. gathers: one of them is a gather."""
+        stage = self._recorder.progress.stage
+        if not gathers or stage == 0 or not phases <= {"forward", "backward"}:
+            return _PROGRAM
+        return _EDITS if stage in (1, 2) else _ROUTING
 
     def failure(self, what: str, error: Exception, entry: Entry | None = None) -> CommError:
         """The error for a collective that failed, with what the other ranks were doing."""
@@ -164,3 +235,30 @@ class Agreement:
             "Another rank stopped, is much slower, or did not take part in this collective: look at its output first.\n"
             f"{ask(entry)}".rstrip()
         )
+
+
+# -- notes, which the store keeps by the ranks' numbers in the world ---------------------------------------------------
+
+_note: dict[str, Any] = {}  # this rank's
+
+
+def _store() -> dist.Store:
+    return dist.PrefixStore("zerolab/waits", dist.distributed_c10d._get_default_store())
+
+
+def _post(note: dict[str, Any]) -> None:
+    """Replace this rank's note."""
+    global _note
+    _note, store = note | {"issued": issued()}, _store()
+    store.set(str(dist.get_rank()), json.dumps(_note))
+    store.add("posts", 1)
+
+
+def _finished() -> None:
+    """`launch`: this rank's function has returned, and the process stays for the next one."""
+    if dist.is_initialized() and issued():
+        with suppress(dist.DistError):
+            _post(_note | {"finished": True})  # it may have finished because it waited in vain
+
+
+at_return.append(_finished)

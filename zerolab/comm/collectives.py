@@ -26,7 +26,7 @@ from zerolab.comm.agreement import Agreement
 from zerolab.comm.flight import Entry
 from zerolab.comm.groups import Group, group_of, hold, mesh_groups
 from zerolab.comm.recording import Call, Recorder, observers
-from zerolab.comm.waiting import CommError, Complaint
+from zerolab.comm.waiting import CommError
 
 # torch 2.13 renamed the single-tensor collectives; 2.11 has only the old names.
 _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
@@ -98,10 +98,12 @@ class Comm:
         self.backend = dict(part.split(":", 1) for part in self.config.split(",")).get(device.type, "")
         self._moves_data = self.backend != "fake"
         self._recorder = Recorder()
+        self.progress = self._recorder.progress
         self._agreement = Agreement(self.everyone, self._recorder, mesh, fake=not self._moves_data)
         self.shard_group, self.replicate_group = self.everyone, None
         if mesh:
             self.shard_group, self.replicate_group = mesh_groups(self.everyone, mesh)
+        self.groups = [group for group in (self.everyone, self.shard_group, self.replicate_group) if group]
         self.group = self.shard_group.handle
 
     # -- collectives ---------------------------------------------------------------------------------------------
@@ -125,9 +127,9 @@ class Comm:
 
     def all_gather(self, output: Tensor, input: Tensor, unit: str) -> Pending:
         """All ranks' shards `input` (S,), in rank order, in `output` (N * S,), of which `input` may be a part."""
-        complaint = self._agreement.agree_on_gather(unit)
+        self._agreement.agree_on_gather(unit)
         steps = self._all_gather_steps(output, input, unit, self.shard_group)
-        return self._start(f"all-gather of {unit}", steps, complaint)
+        return self._start(f"all-gather of {unit}", steps)
 
     def broadcast(self, tensor: Tensor, unit: str) -> None:
         """The first rank's `tensor` on every rank, in place."""
@@ -209,14 +211,14 @@ class Comm:
             both.add_done_callback(partial(_note_end, call, ready))
         return Issued(works, entry, call, ready)
 
-    def _start(self, what: str, steps: Steps, complaint: Complaint | None = None) -> Pending:
-        """The first step is issued when this returns. A wait ends with an error if another rank has a complaint."""
+    def _start(self, what: str, steps: Steps) -> Pending:
+        """The first step is issued when this returns. A wait ends with an error if it can never succeed."""
 
         def wait(issued: Issued) -> None:
             begin, issued.entry.wait = time.perf_counter(), time.time()
             for work in issued.works:
                 if self.backend == "gloo":
-                    self._agreement.wait(work, what, issued.entry, complaint)
+                    self._agreement.wait(work, what, issued.entry)
                 else:
                     work.wait()  # makes the current stream wait, not this thread
             issued.entry.end = time.time()

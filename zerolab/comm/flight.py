@@ -62,10 +62,11 @@ class Log:
 
     def __init__(self, name: str, ranks: list[int], recent: deque[Entry]) -> None:
         self.name, self.ranks, self._recent = name, ranks, recent
-        self._numbers = itertools.count(1)
+        self.count = 0  # of the collectives that this rank has issued
 
     def note(self, op: str, unit: str, phase: str, payload: torch.Tensor) -> Entry:
-        entry = Entry(self, next(self._numbers), op, unit, phase, payload.shape, payload.dtype, time.time())
+        self.count += 1
+        entry = Entry(self, self.count, op, unit, phase, payload.shape, payload.dtype, time.time())
         self._recent.append(entry)
         return entry
 
@@ -216,6 +217,11 @@ def log_of(group: dist.ProcessGroup, kind: str = "") -> Log:
     return _world.log(group, kind)
 
 
+def issued() -> dict[str, int]:
+    """How many collectives this rank has issued in each group, by the names of their logs."""
+    return {name: log.count for name, log in _world.logs.items()} if _world is not None else {}
+
+
 def ask(failed: Entry | None) -> str:
     """A collective failed: print the table, on one of the ranks, and return what is odd, if anything."""
     return _world.ask(failed) if _world is not None else ""
@@ -322,7 +328,7 @@ def verdict(rows: dict[int, Row]) -> str:
         told.add(group)
         call = next(calls[number] for calls in made.values() if number in calls)
         came = [rank for rank in call["ranks"] if number in made[rank]]
-        name = f"{call['what']}, for which {_ranks(came)} wait{'s' * (len(came) == 1)}"
+        name = f"{call['what']}, for which {name_ranks(came)} wait{'s' * (len(came) == 1)}"
         late = [rank for rank in call["ranks"] if rank not in came]
         sentences += [f"rank {rank} did not come to {name}: {_doing(rows[rank])}" for rank in late]
         if not late:
@@ -355,7 +361,7 @@ def _difference(made: dict[int, dict[int, dict[str, Any]]]) -> str:
         did = "skipped" if skipped[odd] else "did not take part in"
         many = len(kinds[odd]) > 1
         return (
-            f"{_ranks(kinds[odd])} {did} #{number} {' '.join(usual)} of {_ranks(kinds[usual])}: "
+            f"{name_ranks(kinds[odd])} {did} #{number} {' '.join(usual)} of {name_ranks(kinds[usual])}: "
             f"{'their' if many else 'its'} #{number} is {' '.join(odd)}"
         )
     return ""
@@ -385,7 +391,7 @@ def table(rows: dict[int, Row], asker: int, sentence: str) -> str:
         kept[key] = [max(pair, key=lambda line: line[3]) for pair in zip(kept.get(key, lines), lines)]
     text = [f"flight recorder: rank {asker} asked when its collective failed"]
     for key, ranks in alike.items():
-        text.append(f"{_ranks(ranks)}:")
+        text.append(f"{name_ranks(ranks)}:")
         for doing, what, shape, seconds in kept[key]:
             if shape is None:
                 text += _wrap(f"  {doing:<10} {what}", " " * 13)
@@ -420,7 +426,7 @@ def _wrap(text: str, indent: str) -> list[str]:
     return lines
 
 
-def _ranks(ranks: Iterable[int]) -> str:
+def name_ranks(ranks: Iterable[int]) -> str:
     """`rank 2`, `ranks 0-3, 5`."""
     parts: list[str] = []
     ordered = sorted(ranks)

@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 
+from zerolab.comm.flight import name_ranks
 from zerolab.comm.groups import Group
 
 
@@ -69,12 +70,41 @@ class Observer:
 observers: list[Observer] = []
 
 
+@dataclass
+class Progress:
+    """What the engine that owns a Comm has done since it was built, which must be the same on every rank."""
+
+    stage: int | None = None
+    steps: int = 0  # of each optimizer
+    backwards: int = 0  # those that reduced
+
+    def __str__(self) -> str:
+        return f"{_times(self.steps, 'optimizer step')} and {_times(self.backwards, 'backward')}"
+
+
+def out_of_step(progress: dict[int, Progress]) -> str:
+    """The sentences for ranks whose progress differs."""
+    alike: dict[str, list[int]] = {}
+    for rank, made in progress.items():
+        alike.setdefault(str(made), []).append(rank)
+    sentence = "; ".join(f"{name_ranks(ranks)} made {made}" for made, ranks in alike.items())
+    return (
+        f"The ranks are out of step: {sentence}.\nEvery rank must make the same optimizer steps. Let all ranks skip a "
+        "step or none (all-reduce the condition first; zerolab.LossScaler does), and give every rank as many batches."
+    )
+
+
+def _times(number: int, what: str) -> str:
+    return f"{number} {what}{'s' * (number != 1)}"
+
+
 class Recorder:
     """Where a run is (`phase`, `step`), and the calls it makes, for everyone who records them."""
 
     def __init__(self) -> None:
         self.phase = "setup"
         self.step = 0  # optimizer steps so far
+        self.progress = Progress()
         self._recordings: list[list[Call]] = []
 
     @contextmanager

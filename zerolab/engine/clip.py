@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 from typing import TYPE_CHECKING, Any
 
@@ -22,6 +23,8 @@ def clip_to_norm(engine: Engine, max_norm: float, norm_type: float = 2.0) -> Ten
     """
     if not (norm_type > 0 and max_norm >= 0):
         raise ValueError(f"norm_type must be greater than 0 and max_norm at least 0, not {norm_type} and {max_norm}")
+    dtypes = (unit.dtypes.master for unit in engine.units if unit.trainable)
+    dtype = functools.reduce(torch.promote_types, dtypes, torch.float32)  # the same on every rank
     with torch._C.DisableTorchFunctionSubclass():  # gradients are plain tensors here
         params = [param for unit in engine.units for param in unit.params if param.grad is not None]
         norms = [_norm(p.grad, norm_type).to(engine.comm.device) for p in params if p.grad is not None]
@@ -30,7 +33,7 @@ def clip_to_norm(engine: Engine, max_norm: float, norm_type: float = 2.0) -> Ten
             total = _max_over_ranks(engine, torch.stack([zero, *norms]).max())
         else:
             total = _sum_over_ranks(engine, sum((norm**norm_type for norm in norms), zero)) ** (1 / norm_type)
-        total = total.float()
+        total = total.to(dtype)
         clip_grads_with_norm_(params, max_norm, total)
     return total
 

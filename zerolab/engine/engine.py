@@ -90,12 +90,14 @@ class Engine:
         self.offload = offload is not None
         self.precision = precision or KEEP
         self.comm = Comm(group, _device_of(model), _checked_mesh(mesh, group, self.stage))
+        self.comm.progress.stage = self.stage
         self.rank, self.world_size = self.comm.rank, self.comm.world_size
 
         self.stale: deque[Unit] = deque()  # units whose full parameters are old, in the order of their gathers
         self.bypassed = False  # inside full_parameters(): modules hold plain full parameters
         self.in_backward = False  # from the first gradient to the end of backward, or until a broken one is dropped
         self._sync = True  # False inside no_sync()
+        self._reduces = False  # whether the backward that began last did so outside no_sync()
         self._depth = 0  # how many hooked calls are under way
         self._outermost: Any = None  # the frame of the first of them
         self._training = False  # whether that one began with gradients enabled
@@ -171,6 +173,7 @@ class Engine:
         """Scale all gradients so that their joint norm is at most `max_norm`. Returns the norm before, on every rank.
 
         norm_type: p of the p-norm, greater than 0, or inf. Stages 1 to 3 all-reduce one number, stage 0 nothing.
+        The norm is float64 if a gradient is, else float32.
         """
         self.check_grads_final(self.units)
         self.promote_grads(self.units)
@@ -385,6 +388,11 @@ class Engine:
 
     def _start_forward(self, module: nn.Module) -> None:
         """The outermost call begins: tidy up after an error, and notice parameters that were edited."""
+        if not vars(self.model).get("require_backward_grad_sync", True):
+            raise RuntimeError(
+                "model.require_backward_grad_sync = False is for torch's DistributedDataParallel; run forward and "
+                "backward inside `with zero.no_sync():` instead"
+            )
         if self.in_backward:
             self._drop_backward()
         self._stepped = False
@@ -427,7 +435,7 @@ class Engine:
         if torch.is_grad_enabled():
             raise NotImplementedError("backward(create_graph=True) through a sharded model is not supported")
         Variable._execution_engine.queue_callback(self._end_backward)
-        self.in_backward = True
+        self.in_backward, self._reduces = True, self._sync
         answer_for_all(True)  # an optimizer's step may have failed
         for param in self.listeners.values():
             param.drop()
@@ -495,6 +503,7 @@ class Engine:
             flags = self.comm.start_exchange(self._flags(), "exchange of used parameters")
             self._advance_reductions(to_the_end=True)
             self._show_grads(flags())
+            self.comm.progress.backwards += 1
         for unit in self.units:
             if self._backward.is_open(unit) or unit in self._held:
                 self._finish(unit)
@@ -517,6 +526,10 @@ class Engine:
             for used, late, param in zip(unit.bucket.used, unit.bucket.have, unit.params, strict=True):
                 flags.append(USED * used + TRAINABLE * param.requires_grad + LATE * late)
         return bytes(flags)
+
+    def check_in_step(self, what: str) -> None:
+        """All ranks are about to do `what`. Raises `CommError` if one does not, or made another number of steps."""
+        self.comm.exchange_bytes(b"", what)
 
     def _show_grads(self, flags: list[bytes]) -> None:
         """Show the averaged gradients of the parameters that some rank used. `flags`: every rank's."""
@@ -551,6 +564,15 @@ class Engine:
 
     def _drop_backward(self) -> None:
         """An error broke backward off: its gradients are incomplete, and none is shown."""
+        if self._reduces:  # on every rank at the same place, or the ranks would reduce one unit with another
+            self.comm.phase = "clean-up"
+            issued = [group.log.count for group in self.comm.groups]
+            for rank, other in enumerate(self.comm.exchange(issued, "end of a backward that broke off")):
+                if other != issued:
+                    raise CommError(
+                        f"rank {self.rank}: the last backward broke off, on rank {rank} at another place; start the "
+                        "ranks again, or build the model and zero anew on all of them"
+                    )
         self._advance_reductions(to_the_end=True)
         for unit in self.units:
             unit.bucket.drop()
@@ -578,6 +600,7 @@ class Engine:
         for unit in units:
             unit.bucket.demote()
             self.master_changed(unit)
+        self.comm.progress.steps += 1
         if not self._stepped:  # several optimizers make one step
             self.comm.step += 1
             self._stepped = True

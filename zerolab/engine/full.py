@@ -75,6 +75,7 @@ def editing(engine: Engine) -> Iterator[None]:
 @torch.no_grad()
 def gather_state_dict(engine: Engine, rank0_only: bool = False) -> dict[str, Tensor]:
     engine.comm.phase = "full_state_dict"
+    engine.check_in_step("full_state_dict")
     wanted = engine.rank == 0 or not rank0_only
     own = entries_of(engine)
     state = own.state

@@ -8,6 +8,7 @@ updated exactly as it would be inside the full parameter. Muon (matrix sign), Ad
 from __future__ import annotations
 
 import weakref
+import zlib
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -69,7 +70,18 @@ def owners_of(optimizer: Optimizer) -> dict[Engine, list[Unit]]:
 
 
 def _before_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-    for engine, units in owners_of(optimizer).items():
+    owners = owners_of(optimizer)
+    if optimizer not in _watched:
+        _watched.add(optimizer)
+        optimizer.register_state_dict_post_hook(_stamp)
+        optimizer.register_load_state_dict_post_hook(_unchecked.add)
+        if optimizer.state:
+            _unchecked.add(optimizer)
+    if optimizer in _unchecked:
+        for engine in owners:
+            _check_state(optimizer, engine)
+        _unchecked.discard(optimizer)
+    for engine, units in owners.items():
         if engine.stage > 0 and type(optimizer) not in _elementwise:
             name = type(optimizer).__name__
             raise RuntimeError(
@@ -84,6 +96,62 @@ def _after_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
     with torch.no_grad():
         for engine, units in owners_of(optimizer).items():
             engine.after_optimizer(units)
+
+
+# -- state dicts ----------------------------------------------------------------------------------------------------
+
+STAMP = "zerolab_slices"  # the entry of a state dict's parameter groups that says whose slices the state is of
+
+_watched: weakref.WeakSet[Optimizer] = weakref.WeakSet()
+_unchecked: weakref.WeakSet[Optimizer] = weakref.WeakSet()  # their state has come from elsewhere
+
+
+def _slices(engine: Engine) -> str | None:
+    """Which slices this rank has: the same words for the same slices, in every stage."""
+    if engine.stage == 0:
+        return None
+    group = engine.comm.shard_group
+    places = [[unit.names, [slot.offset for slot in unit.layout.slots]] for unit in engine.units]
+    return f"those of rank {group.rank} of {group.size}, layout {zlib.crc32(repr(places).encode()):08x}"
+
+
+def _stamp(optimizer: Optimizer, state: dict[str, Any]) -> None:
+    """After `optimizer.state_dict()`."""
+    for engine in owners_of(optimizer):
+        if slices := _slices(engine):
+            for group in state["param_groups"]:
+                group[STAMP] = slices
+
+
+def _check_state(optimizer: Optimizer, engine: Engine) -> None:
+    """Raises `RuntimeError` on every rank if on some rank the optimizer's state belongs to other slices."""
+    engine.comm.phase = "step"
+    problem = _misfit(optimizer, engine)
+    for rank, other in enumerate(engine.comm.exchange(problem, "check of the optimizer's state")):
+        if other:
+            raise RuntimeError(
+                f"rank {rank}: {other}. {type(optimizer).__name__}.state_dict() has only the slices of the rank that "
+                "calls it; use zerolab.save(path, zero, optimizer) and zerolab.load(path, zero, optimizer), which fit "
+                "any stage and number of ranks"
+            )
+    for group in optimizer.param_groups:
+        group.pop(STAMP, None)
+
+
+def _misfit(optimizer: Optimizer, engine: Engine) -> str | None:
+    name, mine = type(optimizer).__name__, _slices(engine)
+    names = {id(param): name for unit in engine.units for name, param in zip(unit.names, unit.params, strict=True)}
+    for group in optimizer.param_groups:
+        if (stamp := group.get(STAMP, mine)) != mine:
+            have = f"this rank has {mine}" if mine else "stage 0 has none"
+            return f"{name} was given a state for slices, {stamp}; {have}"
+        for param in group["params"]:
+            for key, value in optimizer.state.get(param, {}).items():
+                one_each = isinstance(value, torch.Tensor) and value.dim() == param.dim() and value.numel() > 1
+                if one_each and value.shape != param.shape and id(param) in names:
+                    shapes = f"{tuple(value.shape)} for {names[id(param)]}, whose shape on this rank is"
+                    return f"{name} was given a state {key} of shape {shapes} {tuple(param.shape)}"
+    return None
 
 
 register_optimizer_step_pre_hook(_before_step)

@@ -12,7 +12,7 @@ from __future__ import annotations
 import os
 import re
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from datetime import timedelta
 from typing import Any, NamedTuple
 
@@ -22,6 +22,7 @@ import torch.distributed as dist
 TORCHRUN = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
 SLURM = ("SLURM_PROCID", "SLURM_NTASKS", "SLURM_LOCALID", "SLURM_NTASKS_PER_NODE")
 
+at_return: list[Callable[[], None]] = []  # called when the function that a rank was given by `launch` has returned
 _stores: Iterator[dist.Store] | None = None  # a store for each call of `init`, where `meet_in` gave some
 
 

@@ -34,7 +34,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from zerolab.world.environment import TORCHRUN, init, meet_in
+from zerolab.world.environment import TORCHRUN, at_return, init, meet_in
 
 LEAVE_TIMEOUT = 10.0  # seconds to leave a process group, or to end
 
@@ -336,6 +336,8 @@ def _work(rank: int, run: int, size: int, port: int, timeout: float, call: bytes
     fn, args = pickle.loads(call), pickle.loads(data)
     init(timeout)
     result = fn(*args)
+    for say in at_return:
+        say()
     try:
         return pickle.dumps(result)
     except Exception as error:

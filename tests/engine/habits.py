@@ -9,6 +9,7 @@ from __future__ import annotations
 import ast
 import copy
 import inspect
+import re
 import textwrap
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -213,7 +214,12 @@ def tensor_hook(script: Script) -> None:
     script.step()
 
 
-@habit("The same.", before=lambda script: script.model.head.weight.register_hook(lambda grad: grad.clamp(-0.01, 0.01)))
+def clamp_in_hook(script: Script) -> None:
+    """Before sharding"""
+    script.model.head.weight.register_hook(lambda grad: grad.clamp(-0.01, 0.01))
+
+
+@habit("The same.", before=clamp_in_hook)
 def early_tensor_hook(script: Script) -> None:
     """A hook that was registered before sharding"""
     script.backward()
@@ -419,9 +425,9 @@ def code_of(run: Callable[[Script], None]) -> str:
     assert isinstance(tree, ast.FunctionDef)
     lines = source.splitlines()[tree.body[1].lineno - 1 :]
     code = textwrap.dedent("\n".join(line for line in lines if "script.seen" not in line or "norm_(" in line))
+    code = re.sub(r"^( *)script\.step\(\)", r"\1optimizer.step()\n\1optimizer.zero_grad()", code, flags=re.MULTILINE)
     for written, read in {
         "script.backward()": "loss.backward()",
-        "script.step()": "optimizer.step(); optimizer.zero_grad()",
         "script.seen.append(": "print(",
         "script.loss()": "model(x).square().mean()",
         "script.broadcast(script.optimizer.state_dict())": 'torch.load("optimizer.pt")  # saved by rank 0',
@@ -430,6 +436,8 @@ def code_of(run: Callable[[Script], None]) -> str:
         "batch(0, 0)": "x",
     }.items():
         code = code.replace(written, read)
+    if re.search("^def ", code, re.MULTILINE):  # as ruff formats a page
+        code = re.sub(r"\n\n(?=\S)", "\n\n\n", code)
     return code
 
 
@@ -449,7 +457,10 @@ def page() -> str:
             lines += ["## What is refused", ""]
         for entry in HABITS:
             if bool(entry.refused) is refused:
-                lines += [f"### {entry.title}", "", "```python", *code_of(entry.run).splitlines(), "```", ""]
+                code = code_of(entry.run)
+                if entry.before is not None and not entry.before.__name__.startswith("_"):
+                    code = f"{code_of(entry.before)}\nzero = zerolab.Zero3(model)  # or another stage\n{code}"
+                lines += [f"### {entry.title}", "", "```python", *code.splitlines(), "```", ""]
                 where = "" if len(entry.stages) == 4 or not refused else " That is in stages 1 to 3; stage 0 is right."
                 instead = f" Write instead: {entry.instead}." if entry.instead else ""
                 lines += textwrap.wrap(entry.says + where + instead, 119) + [""]
@@ -465,6 +476,9 @@ BLIND = """
 - The same goes for weights: `p.norm()` and `parameters_to_vector()` see slices. For what concerns full parameters,
   use `with zero.full_parameters():` or `zero.full_state_dict()`.
 - In stage 0, edits of parameters on one rank only. In stages 1 to 3 every rank edits its own slices anyway.
+- A parameter that is used outside the forward of its unit, in a method that was not registered or by a module of
+  another unit. A gradient that reaches it is refused in backward. Without gradients the slice's shape is an error,
+  but a slice of one element broadcasts.
 - Writes through numpy (`p.data.numpy()[:] = 0`), which no version counter shows.
 - Writes through `.data` inside forward, where in stage 3 and with a `Precision` the model shows a copy that does not
   last (other writes there are refused).

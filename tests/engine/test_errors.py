@@ -345,3 +345,27 @@ def two_models_that_step_in_turn() -> None:
 
 def test_two_models_that_step_in_turn(ranks):
     ranks.run(two_models_that_step_in_turn, ranks=2)
+
+
+class Tied(Stack):
+    """Uses the embedding's weight outside of the embedding."""
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        return self.body(self.emb(tokens)) @ self.emb.weight.T
+
+
+def slice_in_forward(stage: int) -> list[str]:
+    model = Tied()
+    zerolab.shard(model, stage, units=(Block, nn.Embedding))
+    try:
+        model(words(dist.get_rank(), 0, 2, 5))
+    except RuntimeError as error:
+        return error.__notes__
+    return []
+
+
+def test_a_slice_that_forward_sees_is_explained(ranks):
+    for stage in (1, 2, 3):
+        for notes in ranks.run(slice_in_forward, stage, ranks=2):
+            assert len(notes) == 1 and "make one unit of both" in notes[0]
+    assert ranks.run(slice_in_forward, 0, ranks=2) == [[], []]

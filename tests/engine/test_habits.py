@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import itertools
 from typing import Any
 
 import pytest
@@ -62,7 +63,7 @@ def test_habit(ranks, title, n):
         pytest.skip("nothing is wrong with one rank")
     runs = [[0], [1], [2], [3]] if entry.ranks > 1 else [[0, 1, 2, 3]]  # what breaks the group ends a run
     parts = [ranks.run(sharded, number, stages, ranks=n, group_timeout=30) for stages in runs]
-    results = [sum(of_rank, []) for of_rank in zip(*parts, strict=True)]
+    results = [list(itertools.chain(*of_rank)) for of_rank in zip(*parts, strict=True)]
     everywhere = entry.refused and len(entry.stages) == 4
     expected, expected_seen = (None, None) if everywhere else ranks.run(alone, number, n, ranks=1)[0]
     for rank, stages in enumerate(results):

@@ -10,6 +10,8 @@ from typing import TYPE_CHECKING, NamedTuple
 import torch
 from torch import Tensor
 
+from zerolab.engine.shown import show_grad
+
 if TYPE_CHECKING:
     from zerolab.engine.bucket import Bucket
 
@@ -46,7 +48,7 @@ class KeptBack:
             if self.bucket.have[i]:
                 is_ours = param.grad is None
                 if param.grad is None:
-                    param.show_grad(unit.part(i, mine))
+                    show_grad(param, unit.part(i, mine))
                 grad = param.grad
                 assert grad is not None
                 self._shown[i] = Shown(grad, grad._version, is_ours)

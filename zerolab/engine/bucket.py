@@ -22,6 +22,7 @@ import torch
 from torch import Tensor
 
 from zerolab.engine.accumulation import KeptBack
+from zerolab.engine.shown import receive, show_grad
 
 if TYPE_CHECKING:
     from zerolab.engine.unit import Unit
@@ -132,7 +133,7 @@ class Bucket:
         mean, self.grad = self.grad, None
         for i, (param, is_used) in enumerate(zip(self.unit.params, used, strict=True)):
             if is_used:
-                param.receive(self.unit.part(i, mean))
+                receive(param, self.unit.part(i, mean))
 
     def end_backward(self) -> None:
         self.used = [False] * len(self.used)
@@ -150,14 +151,14 @@ class Bucket:
         for i, param in enumerate(self.unit.params):
             if param.grad is not None and param.grad.dtype != param.dtype:
                 self._promoted[i] = param.grad.dtype
-                param.show_grad(param.grad.to(param.dtype))
+                show_grad(param, param.grad.to(param.dtype))
 
     def demote(self) -> None:
         """After the step: gradients that stay are kept in the reduce dtype again."""
         for i, dtype in self._promoted.items():
             grad = self.unit.params[i].grad
             if grad is not None:
-                self.unit.params[i].show_grad(grad.to(dtype))
+                show_grad(self.unit.params[i], grad.to(dtype))
         self._promoted = {}
 
 

@@ -41,7 +41,7 @@ from zerolab.engine.partition import Part, agree_on_parts, modules_within, units
 from zerolab.engine.precision import KEEP, Precision
 from zerolab.engine.prefetch import Prefetcher
 from zerolab.engine.pytree import cast_floats, detached_from, grad_tensors, kept_by_modules
-from zerolab.engine.shown import ShownParameter, answer_for_all
+from zerolab.engine.shown import ShownParameter, answer_for_all, explain_shapes
 from zerolab.engine.structure import Structure
 from zerolab.engine.unit import Unit
 
@@ -267,7 +267,8 @@ class Engine:
             step.mark_replaced(original, name)
             step.mark_full(full_param, name)
             step.mark_owned(param, self, unit)
-            param.belong(self, original)
+            if isinstance(param, ShownParameter):
+                param.belong(self, original)
         part.named.clear()
 
     def _materialise(self, modules: Iterable[nn.Module], init: Callable[[nn.Module], Any] | None) -> None:
@@ -350,6 +351,8 @@ class Engine:
         if _autograd_runs():  # a recompute releases nothing: backward is about to use it
             return output
         failed = output is None and sys.exc_info()[0] is not None
+        if failed and self.stage > 0:
+            explain_shapes(sys.exc_info()[1])
         if over:  # a result that is part of a parameter must outlive it
             output = detached_from({unit.full.untyped_storage()._cdata for unit in over}, output)
         tensors: list[Tensor] = []

@@ -16,6 +16,7 @@ During the optimizer's step torch treats them as plain tensors, so there they co
 
 from __future__ import annotations
 
+import re
 import sys
 import weakref
 from collections import OrderedDict
@@ -142,17 +143,17 @@ class ShownParameter(_Settled, nn.Parameter):  # type: ignore[misc, override]
 
     view_as = expand_as = _refuse_node
 
-    # -- .grad ---------------------------------------------------------------------------------------------------
+    # -- hooks see a gradient when backward is over ----------------------------------------------------------------
 
-    def receive(self, mean: Tensor) -> None:
-        """An averaged gradient, laid out as this parameter is. Hooks see it when backward is over."""
-        if self._hooks or self._hooks_after:
-            self._mean = mean if self._mean is None else self._mean + mean
-        else:
-            self._accumulate(mean)
+    def hold(self, mean: Tensor) -> bool:
+        """Keep an averaged gradient until `deliver`, if there are hooks for it."""
+        if not (self._hooks or self._hooks_after):
+            return False
+        self._mean = mean if self._mean is None else self._mean + mean
+        return True
 
     def deliver(self) -> None:
-        """Backward is over: what was received goes by the hooks."""
+        """Backward is over: what was kept goes by the hooks."""
         mean, self._mean = self._mean, None
         if mean is None:
             return
@@ -165,7 +166,7 @@ class ShownParameter(_Settled, nn.Parameter):  # type: ignore[misc, override]
                         f"shows a slice of shape {tuple(mean.shape)}: write hooks that work element by element"
                     )
                 mean = other.to(mean.dtype)
-        self._accumulate(mean)
+        _accumulate(self, mean)
         for hook in tuple(self._hooks_after.values()):
             hook(self)
 
@@ -173,21 +174,13 @@ class ShownParameter(_Settled, nn.Parameter):  # type: ignore[misc, override]
         """Backward broke off."""
         self._mean = None
 
-    def _accumulate(self, mean: Tensor) -> None:
-        if self.grad is None:
-            self.show_grad(mean)
-        elif self.grad.dtype == self.dtype:
-            self.grad += mean
-        else:  # a further micro-batch: from here on in full precision
-            self.show_grad(self.grad.to(self.dtype) + mean)
-
-    def show_grad(self, grad: Tensor) -> None:
-        """Let `.grad` show `grad`."""
+    def mark(self, grad: Tensor) -> Tensor:
+        """`grad`, of this parameter, so that it can answer for all ranks."""
         engine = self._engine()
         if engine is not None and (engine.stage > 0 or grad.dtype == torch.float16):
             grad = grad.as_subclass(ShownGrad)
             grad.engine = self._engine
-        self.grad = grad
+        return grad
 
     # -- copies --------------------------------------------------------------------------------------------------
 
@@ -197,6 +190,34 @@ class ShownParameter(_Settled, nn.Parameter):  # type: ignore[misc, override]
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         return nn.Parameter(super().data, self.requires_grad).__reduce_ex__(protocol)
+
+
+def make_shown(tensor: Tensor, requires_grad: bool, full_name: str, aliases: list[Tensor]) -> nn.Parameter:
+    """A parameter that shows `tensor`. A tensor that is a subclass itself (in a simulation) becomes a plain one."""
+    param = ShownParameter(tensor, requires_grad)
+    if type(param) is ShownParameter:
+        param.describe(full_name, aliases)
+    return param
+
+
+def receive(param: nn.Parameter, mean: Tensor) -> None:
+    """Show an averaged gradient, laid out as `param` is. Hooks see it first, when backward is over."""
+    if type(param) is not ShownParameter or not param.hold(mean):
+        _accumulate(param, mean)
+
+
+def _accumulate(param: nn.Parameter, mean: Tensor) -> None:
+    if param.grad is None:
+        show_grad(param, mean)
+    elif param.grad.dtype == param.dtype:
+        param.grad += mean
+    else:  # a further micro-batch: from here on in full precision
+        show_grad(param, param.grad.to(param.dtype) + mean)
+
+
+def show_grad(param: nn.Parameter, grad: Tensor) -> None:
+    """Let `param.grad` show `grad`."""
+    param.grad = param.mark(grad) if type(param) is ShownParameter else grad
 
 
 class ShownGrad(Tensor):
@@ -242,6 +263,18 @@ _answer = ShownGrad.__dict__["__torch_function__"]
 def answer_for_all(yes: bool) -> None:
     """Whether gradients answer for all ranks. During a step they do not: there they are as fast as plain tensors."""
     ShownGrad.__torch_function__ = _answer if yes else torch._C._disabled_torch_function_impl  # type: ignore
+
+
+def explain_shapes(error: BaseException | None) -> None:
+    """Forward has failed, perhaps because it saw a slice where it wanted a parameter."""
+    if isinstance(error, RuntimeError) and re.search("shape|size|dimension", str(error)):
+        note = (
+            "zerolab: outside the forward of its own unit a parameter shows this rank's slice, of shape (k, 1, ...). "
+            "If that is the shape above, use the parameter inside the module that owns it, or make one unit of both "
+            "modules"
+        )
+        if note not in getattr(error, "__notes__", []):
+            error.add_note(note)
 
 
 def _belongs_to(module: str, frame: Any) -> bool:

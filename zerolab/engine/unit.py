@@ -19,7 +19,7 @@ view of `master`: it is what the optimizer holds, and what the model shows outsi
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from enum import Enum, auto
 from functools import partial
 from typing import Any
@@ -32,7 +32,7 @@ from zerolab.comm.collectives import Comm
 from zerolab.engine.bucket import Bucket, on_host
 from zerolab.engine.layout import Layout
 from zerolab.engine.precision import Dtypes
-from zerolab.engine.shown import ShownParameter
+from zerolab.engine.shown import make_shown
 
 Site = tuple[nn.Module, str]  # a module and the name under which it holds a parameter
 OnGradient = Callable[["Unit", int], None]
@@ -77,7 +77,7 @@ class Unit:
         self.master: Tensor
         self.shard: Tensor
         self.full_params: list[nn.Parameter]
-        self.params: list[ShownParameter]
+        self.params: list[nn.Parameter]
         self._state = FullState.STALE
         self._gathering: Any = None  # the all-gather under way
 
@@ -126,14 +126,13 @@ class Unit:
 
     def adopt(self, tensors: list[Tensor], trainable: list[bool], on_gradient: OnGradient) -> None:
         """Make parameters of what the optimizer is to see, and show them."""
-        self.params = [ShownParameter(t, requires_grad=r) for t, r in zip(tensors, trainable, strict=True)]
         self.aliases: list[Tensor] = []  # of `params`, handed out as `.data`
+        self.params = [make_shown(*of_one, self.aliases) for of_one in zip(tensors, trainable, self.names, strict=True)]
         self._on_gradient = on_gradient
         self._hooked = [False] * len(self.params)  # which of `full_params` report their gradients
         start = self.master.storage_offset()
         self._places = [(param.size(), param.stride(), param.storage_offset() - start) for param in self.params]
         for i, param in enumerate(self.params):
-            param.describe(self.names[i], self.aliases)
             param.grad_dtype = None  # a gradient may wait for the step in the reduce dtype, or in float32
             self._follow(i)
         self.version = self.changes
@@ -141,7 +140,7 @@ class Unit:
 
     # -- what the model shows ------------------------------------------------------------------------------------
 
-    def show(self, tensors: Sequence[nn.Parameter]) -> None:
+    def show(self, tensors: list[nn.Parameter]) -> None:
         """Put `tensors` where the modules look for their parameters."""
         for module, attribute, i in self._plain_sites:
             module._parameters[attribute] = tensors[i]

@@ -135,7 +135,7 @@ print("everyone is here, and mine still has shape", tuple(mine.shape))
 # a rank hold in stage 3, on four ranks?
 
 # %%
-lab.predict("00.2", 4)
+lab.predict("00.2", 4)  # MB for 1 million parameters
 
 # %% [markdown]
 # Now all four stages train the same small GPT on real text, on your machine. The loop is the same each time; only the
@@ -150,7 +150,7 @@ assert problems == []
 
 # %%
 held = {stage: sum(result["state_bytes"].values()) for stage, result in report["stages"].items()}
-lab.measured("00.2", round(held["3"] / report["parameters"], 2), "MB for 1 million parameters")
+lab.measured("00.2", round(held["3"] / report["parameters"], 2))
 lab.reveal("00.2")
 
 # %%

@@ -90,7 +90,7 @@ for name, after in pairs.items():
 # rank 0, and rank 0 sends 8 MB back to each. How many MB go *through* rank 0, in and out together?
 
 # %%
-lab.predict("01.1", 48)
+lab.predict("01.1", 48)  # MB
 
 # %% [markdown]
 # In a ring, each rank talks to its two neighbours only: it sends to the right and receives from the left. Cut the
@@ -100,7 +100,7 @@ lab.predict("01.1", 48)
 # together, in all 6 rounds?
 
 # %%
-lab.predict("01.2", 24)
+lab.predict("01.2", 24)  # MB
 
 # %% [markdown]
 # ## Write it: the first half
@@ -217,8 +217,8 @@ print("both agree with all_reduce:", same == [True, True])
 history = [list(rows) for rows in zip(*lab.pull("history"))]
 everyone = lab.pull("traffic")
 busiest = {n: [max(rank[n, way] for rank in everyone) for way in ("by_root", "by_ring")] for n in (2, 3, 4)}
-lab.measured("01.1", busiest[4][0] / 1e6, "MB")
-lab.measured("01.2", busiest[4][1] / 1e6, "MB")
+lab.measured("01.1", busiest[4][0] / 1e6)
+lab.measured("01.2", busiest[4][1] / 1e6)
 lab.reveal("01.1")
 lab.reveal("01.2")
 
@@ -254,7 +254,7 @@ if lab.predicted("01.1"):
 # half on bandwidth? (In bytes: for 2 kB write 2_000.)
 
 # %%
-lab.predict("01.3", 500_000)
+lab.predict("01.3", 500_000)  # bytes
 
 # %%
 lab.link("100 MB/s, 5 ms")
@@ -286,7 +286,7 @@ def slowest(name):  # a collective takes as long as its slowest rank
 
 
 fit = plots.fit_cost(lab.pull("message")[0])
-lab.measured("01.3", round(fit.latency * fit.bandwidth), "bytes")
+lab.measured("01.3", round(fit.latency * fit.bandwidth))
 lab.reveal("01.3")
 
 # %%

@@ -45,7 +45,7 @@ print(f"Ψ = {psi:,} parameters in {len(list(model.parameters()))} tensors, {psi
 # bytes per number. How many bytes of model states does this model have when backward returns in the second step?
 
 # %%
-lab.predict("02.1", (4 + 4 + 8) * 867_072)
+lab.predict("02.1", (4 + 4 + 8) * 867_072)  # bytes
 
 # %% [markdown]
 # ## See
@@ -81,7 +81,7 @@ for step in (1, 2):
 from zerolab.lab import plots
 
 moments = lab.pull("moments", rank=0)
-lab.measured("02.1", sum(moments["after\nbackward 2"].values()), "bytes")
+lab.measured("02.1", sum(moments["after\nbackward 2"].values()))
 lab.reveal("02.1")
 
 # %%
@@ -135,8 +135,8 @@ print("bfloat16:", (weight.bfloat16() + 0.001).item(), "- the update is lost")
 
 # %%
 # bytes per parameter: bfloat16 with masters and Adam, then float32 with SGD without momentum
-lab.predict("02.2", 2 + 2 + (4 + 4 + 4))
-lab.predict("02.3", 4 + 4)
+lab.predict("02.2", 2 + 2 + (4 + 4 + 4))  # bytes per parameter
+lab.predict("02.3", 4 + 4)  # bytes per parameter
 
 # %% [markdown]
 # `zerolab.DDP` is this course's simplest training engine. It keeps everything on every rank, and it can keep master
@@ -172,8 +172,8 @@ costs = {
 
 # %%
 costs = lab.pull("costs", rank=0)
-lab.measured("02.2", round(sum(costs["bfloat16 + masters\nAdam"].values()), 2), "bytes per parameter")
-lab.measured("02.3", round(sum(costs["float32\nSGD"].values()), 2), "bytes per parameter")
+lab.measured("02.2", round(sum(costs["bfloat16 + masters\nAdam"].values()), 2))
+lab.measured("02.3", round(sum(costs["float32\nSGD"].values()), 2))
 lab.reveal("02.2")
 lab.reveal("02.3")
 
@@ -239,7 +239,7 @@ lab.check("02.1")
 # 867,072?
 
 # %%
-lab.predict("02.4", 4 * (-867_072 % 5))
+lab.predict("02.4", 4 * (-867_072 % 5))  # bytes
 
 # %%
 # %%ranks
@@ -257,7 +257,7 @@ assert model(*inputs).item() == before
 assert len({param.untyped_storage().data_ptr() for param in params}) == 1
 
 # %%
-lab.measured("02.4", lab.pull("padding", rank=0), "bytes")
+lab.measured("02.4", lab.pull("padding", rank=0))
 lab.reveal("02.4")
 
 # %% [markdown]
@@ -300,7 +300,7 @@ print("a hook receives the", "parameter" if any(seen[0] is param for param in pa
 # one number for each possible byte. (The model is in `zerolab/tasks/models.py`.)
 
 # %%
-lab.predict("02.5", 4 * 128 * (16 * 4 + 2) + 4 * 256)
+lab.predict("02.5", 4 * 128 * (16 * 4 + 2) + 4 * 256)  # bytes
 
 # %% [markdown]
 # `timeline` records every allocation and every release during a step, and works out what each one was for.
@@ -333,7 +333,7 @@ kept = {64 * size: when_forward_returns(record(size)) for size in (2, 4, 8, 12, 
 kept = lab.pull("kept", rank=0)
 activations = {tokens: kinds["activations"] for tokens, kinds in kept.items()}
 states = {tokens: kinds["parameters"] + kinds["optimizer"] for tokens, kinds in kept.items()}
-lab.measured("02.5", round(plots.fit_line(activations).slope), "bytes")
+lab.measured("02.5", round(plots.fit_line(activations).slope))
 lab.reveal("02.5")
 
 # %%
@@ -385,7 +385,7 @@ if lab.predicted("02.5"):
 # adds about 0.5 MB to the measurement.)
 
 # %%
-lab.predict("02.6", 16 * 867_072 + 512 * 34_960)
+lab.predict("02.6", 16 * 867_072 + 512 * 34_960)  # bytes
 
 # %%
 # %%ranks
@@ -393,7 +393,7 @@ line = record(8)
 
 # %%
 line = lab.pull("line", rank=0)
-lab.measured("02.6", line.peak, "bytes")
+lab.measured("02.6", line.peak)
 lab.reveal("02.6")
 
 # %%

@@ -72,8 +72,8 @@ plots.show(plots.before_after("all-reduce, then divided by 4", lab.pull("mine"),
 # each rank sent 2(N-1)/N of B.) There are 470,528 parameters in float32.
 
 # %%
-lab.predict("03.1", 29)
-lab.predict("03.2", 2 * 3 / 4 * 4 * 470_528)
+lab.predict("03.1", 29)  # calls
+lab.predict("03.2", 2 * 3 / 4 * 4 * 470_528)  # bytes
 
 # %% [markdown]
 # ## Write: average
@@ -102,8 +102,8 @@ with calls() as book:
 number, sent = len(book.calls), book.sent
 
 # %%
-lab.measured("03.1", lab.pull("number", rank=0), "calls")
-lab.measured("03.2", lab.pull("sent", rank=0), "bytes")
+lab.measured("03.1", lab.pull("number", rank=0))
+lab.measured("03.2", lab.pull("sent", rank=0))
 lab.reveal("03.1")
 lab.reveal("03.2")
 
@@ -181,7 +181,7 @@ print("four ranks and one process agree to 0.00001:", largest_difference(naive[0
 # one after another. How many milliseconds will averaging take with your 29 calls?
 
 # %%
-lab.predict("03.3", 1000 * (29 * 6 * 0.001 + 2_823_168 / 200e6))
+lab.predict("03.3", 1000 * (29 * 6 * 0.001 + 2_823_168 / 200e6))  # ms
 
 # %% [markdown]
 # ## Write: a bucket
@@ -232,7 +232,7 @@ number, sent = len(book.calls), book.sent
 
 # %%
 times = [max(of_ranks) for of_ranks in zip(*lab.pull("times"))]
-lab.measured("03.3", round(1000 * times[0]), "ms")
+lab.measured("03.3", round(1000 * times[0]))
 lab.reveal("03.3")
 
 # %%

@@ -45,7 +45,7 @@ print(f"Ψ = {psi:,} parameters")
 # tensors.)
 
 # %%
-lab.predict("04.1", 8 * 867_072 * 3 // 4)
+lab.predict("04.1", 8 * 867_072 * 3 // 4)  # bytes
 
 # %% [markdown]
 # Now the traffic. DDP all-reduces the gradients. ZeRO-1 gets by with fewer gradients, but it has to send parameters after
@@ -53,7 +53,7 @@ lab.predict("04.1", 8 * 867_072 * 3 // 4)
 # a multiple of DDP's? (1.5 means half as much again.)
 
 # %%
-lab.predict("04.2", 1.0)
+lab.predict("04.2", 1.0)  # × DDP's bytes
 
 # %% [markdown]
 # ## Half an all-reduce
@@ -201,7 +201,7 @@ same = {"DDP": equal(sharded, ddp), "package": equal(sharded, package)}
 
 # %%
 before, after = lab.pull("held", rank=0)
-lab.measured("04.1", before["optimizer"] - after["optimizer"], "bytes")
+lab.measured("04.1", before["optimizer"] - after["optimizer"])
 lab.reveal("04.1")
 
 # %%
@@ -228,7 +228,7 @@ if lab.predicted("04.1"):
 
 # %%
 ddp_sent, zero_sent = lab.pull("sent", rank=0)
-lab.measured("04.2", zero_sent / ddp_sent, "× DDP's bytes")
+lab.measured("04.2", zero_sent / ddp_sent)
 lab.reveal("04.2")
 
 # %%
@@ -326,7 +326,7 @@ if lab.predicted("04.1"):
 # what will happen with a vocabulary of 4,096, where two tensors hold most of the parameters?
 
 # %%
-lab.predict("04.3", 1.5)
+lab.predict("04.3", 1.5)  # × DDP's bytes
 
 # %%
 # %%ranks
@@ -380,7 +380,7 @@ balance = {"small": (torchs["state"], ours["state"]), "large": uneven}
 
 # %%
 in_backward, in_step = lab.pull("torchs", rank=0)["sent"]
-lab.measured("04.3", round((in_backward + in_step) / ddp_sent, 3), "× DDP's bytes")
+lab.measured("04.3", round((in_backward + in_step) / ddp_sent, 3))
 lab.reveal("04.3")
 
 # %%

@@ -43,7 +43,7 @@ print(f"Ψ = {psi:,} parameters")
 # Everything is in float32, on 4 ranks. In stage 2, how many bytes of gradients does a rank hold when backward returns?
 
 # %%
-lab.predict("05.1", 4 * 1_660_160 // 4)
+lab.predict("05.1", 4 * 1_660_160 // 4)  # bytes
 
 # %% [markdown]
 # ## Release after reduce
@@ -133,7 +133,7 @@ same = {name: all(map(torch.equal, run["weights"], mine)) for name, run in runs.
 
 # %%
 held = lab.pull("held", rank=0)
-lab.measured("05.1", held["Zero2"]["gradients"], "bytes")
+lab.measured("05.1", held["Zero2"]["gradients"])
 lab.reveal("05.1")
 
 # %%
@@ -158,14 +158,14 @@ print("stages 0, 1 and 2 are equal, bit for bit:", all(of["DDP"] and of["Zero1"]
 # %% [markdown]
 # A quarter, to the byte, and at no cost: the traffic is what it was, and so is every bit of the weights.
 #
-# ## Why the peak may not fall
+# ## And the peak?
 #
 # What must fit is the *peak* of a step. Next you record a step of stage 1 and of stage 2, once with a batch of 8 × 64
 # tokens on each rank, and once with 1 × 16. Are the gradient bytes that stage 2 saves part of the peak? Predict: with which
 # of the two batches does the peak fall by more, "large" or "small"?
 
 # %%
-lab.predict("05.2", "small")
+lab.predict("05.2", "small")  # "small" or "large"
 
 # %%
 # %%ranks
@@ -304,8 +304,8 @@ print("all gradients of the model are in memory at once:", at_once)
 # gradients does it hold between micro-batches *with* it?
 
 # %%
-lab.predict("05.3", (4 + 1) * 4 * 1_660_160 * 3 // 4)
-lab.predict("05.4", 4 * 1_660_160)
+lab.predict("05.3", (4 + 1) * 4 * 1_660_160 * 3 // 4)  # bytes
+lab.predict("05.4", 4 * 1_660_160)  # bytes
 
 # %%
 # %%ranks
@@ -334,8 +334,8 @@ accumulated = {"every micro-batch": accumulate(False), "the last only": accumula
 
 # %%
 accumulated = lab.pull("accumulated", rank=0)
-lab.measured("05.3", accumulated["every micro-batch"][0], "bytes")
-lab.measured("05.4", accumulated["the last only"][1], "bytes")
+lab.measured("05.3", accumulated["every micro-batch"][0])
+lab.measured("05.4", accumulated["the last only"][1])
 lab.reveal("05.3")
 lab.reveal("05.4")
 

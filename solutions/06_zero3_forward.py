@@ -53,9 +53,9 @@ print(f"... {len(zero.units)} units, {sum(unit.layout.size for unit in zero.unit
 # 3. does a rank send in one forward? (As in a ring, an all-gather sends (N-1)/N of what is gathered; lesson 01.)
 
 # %%
-lab.predict("06.1", 4 * 1_263_616 // 4)
-lab.predict("06.2", 4 * (73_984 + 198_272))
-lab.predict("06.3", 3 * 4 * 1_263_616 // 4)
+lab.predict("06.1", 4 * 1_263_616 // 4)  # bytes
+lab.predict("06.2", 4 * (73_984 + 198_272))  # bytes
+lab.predict("06.3", 3 * 4 * 1_263_616 // 4)  # bytes
 
 # %% [markdown]
 # ## Memory that comes and goes
@@ -159,8 +159,8 @@ look("after\nforward")
 from zerolab.lab import plots
 
 moments = lab.pull("moments", rank=0)
-lab.measured("06.1", moments["before\nforward"]["parameters"], "bytes")
-lab.measured("06.2", max(kinds["gathered parameters"] for kinds in moments.values()), "bytes")
+lab.measured("06.1", moments["before\nforward"]["parameters"])
+lab.measured("06.2", max(kinds["gathered parameters"] for kinds in moments.values()))
 lab.reveal("06.1")
 lab.reveal("06.2")
 
@@ -214,7 +214,7 @@ moved, gathers = book.moved, {unit: total.calls for unit, total in book.totals("
 assert loss == zero2.model(*inputs).item()
 
 # %%
-lab.measured("06.3", lab.pull("moved", rank=0), "bytes")
+lab.measured("06.3", lab.pull("moved", rank=0))
 lab.reveal("06.3")
 
 # %%
@@ -228,9 +228,9 @@ if lab.predicted("06.3"):
 # gather them again in backward. That second time is the price. At 10 GB/s, 70 billion parameters in 16 bits take 14
 # seconds, each time. If you have the memory for ZeRO-2, do not pay that, unless you can hide it by gathering ahead of time.
 #
-# Now record every allocation of one training step, for both stages. (`holdings` notes what each rank holds when backward
-# returns; `timeline` notes every buffer of a step, and when it comes and goes.) The batch is small, so that parameters are
-# visible next to activations.
+# Now record every allocation of a forward, for both stages. (`timeline` notes every buffer, when it comes and when it
+# goes; `holdings` notes what each rank holds when backward returns.) The batch is small, so that parameters are visible next
+# to activations.
 
 # %%
 # %%ranks
@@ -239,18 +239,17 @@ from zerolab.measure import holdings, timeline
 
 def step(zero, optimizer):
     zero.model(*inputs).backward()
-    held = holdings(zero, optimizer)
     optimizer.step()
     optimizer.zero_grad()
-    return held
 
 
 def record(zero):
     optimizer = AdamW(zero.model.parameters(), lr=1e-3)
     step(zero, optimizer)  # creates the optimizer state
     with timeline(zero, optimizer) as line:
-        held = step(zero, optimizer)
-    return line, held
+        loss = zero.model(*inputs)
+    loss.backward()
+    return line, holdings(zero, optimizer)
 
 
 (line2, held2), (line3, held3) = record(zero2), record(zero3)
@@ -262,42 +261,21 @@ if lab.predicted("06.2"):
 
 # %% [markdown]
 # On the left is stage 2: all parameters lie at the bottom, all the time. On the right is stage 3: a quarter of them, and on
-# top a saw. Each tooth is a block that comes and goes. (In backward the teeth are higher, and lesson 07 says why.) Move
-# through the step with the slider. The list below it names the largest buffers of a rank, and for a buffer created in this
-# step the line of code that created it. (The tensors of gathered parameters were created long ago; only their memory is
-# new.)
+# top a saw. Each tooth is a block that comes and goes, while activations pile up for backward. Move through the forward with
+# the slider. The list below it names the largest buffers of a rank, and for a buffer created meanwhile the line of code that
+# created it. (The tensors of gathered parameters were created long ago; only their memory is new.)
 
 # %%
 from zerolab.lab import timeline_scrubber
 
 lines = lab.pull("line3")
 if lab.predicted("06.2"):
-    middle = len([event for event in lines[0].events[lines[0].before :] if event.phase == "forward"]) // 2
-    scrubber = timeline_scrubber(lines, middle)
+    scrubber = timeline_scrubber(lines, len(lines[0].events) // 2)
     display(scrubber)
     print("At the start:", scrubber.sentence)
 
 # %% [markdown]
-# Here is every byte at the peak of stage 3:
-
-# %%
-if lab.predicted("06.2"):
-    line = lines[0]
-    rows = {kind: {} for kind in line.by_kind()}
-    for part in line.parts():
-        rows[part.kind][part.unit] = part.nbytes
-    for kind, units in rows.items():
-        whose = ", ".join(f"{unit} {nbytes:,}" for unit, nbytes in units.items() if unit)
-        print(f"{sum(units.values()):>12,}  {kind:20} {whose if len(units) < 6 else 'all units'}")
-    print(f"{line.peak:>12,}  in total: the peak, in {line.events[line.peak_moment - 1].phase}")
-    assert sum(sum(units.values()) for units in rows.values()) == line.peak
-
-# %% [markdown]
-# Parameters and optimizer state take 12 bytes for each parameter of the shard, plus Adam's counters. The rest, apart from
-# activations, is in flight, and belongs to backward. A *second* block is gathered before the first is released. The block
-# that backward is just leaving has a full bucket of gradients. The block it left before that is being reduced: that takes
-# its gradient, and three quarters of it again for what is received. The root's bucket has its full size, though half of its
-# gradient is still to come. Lesson 07 takes all this apart.
+# What happens to the saw in backward, and where the peak of a whole step is, lesson 07 shows.
 #
 # Here is who holds what when backward has returned:
 
@@ -408,7 +386,7 @@ def weigh(units):
         optimizer.step()
         optimizer.zero_grad()
     kinds = ("parameters", "gathered parameters", "gradients", "optimizer", "communication")
-    return states, max(map(sum, zip(*(line.curve(kind) for kind in kinds)))), max(line.curve("gathered parameters"))
+    return states, max(map(sum, zip(*(line.curve(kind) for kind in kinds))))
 
 
 weights = {"a unit for each block": weigh((Block,)), "one unit": weigh(())}
@@ -416,13 +394,13 @@ weights = {"a unit for each block": weigh((Block,)), "one unit": weigh(())}
 # %%
 if lab.predicted("06.2"):
     print(f"16Ψ/N = {16 * 1_263_616 // 4:,}")
-    for name, (states, most, gathered) in lab.pull("weights", rank=0).items():
-        print(f"{name:22} {states:,} held when backward returns; at most {gathered:,} gathered, {most:,} in total")
+    for name, (states, most) in lab.pull("weights", rank=0).items():
+        print(f"{name:22} {states:,} held when backward returns; at most {most:,} in total")
 
 # %% [markdown]
 # **Verdict: true, plus the units in flight.** What stays is 16Ψ/N, plus Adam's counters. At some moments there is more: the
 # full parameters of the root and of the blocks in flight, and gradients on their way. With small units that is little. With
-# one unit for the entire model, all of Ψ is gathered, and during forward and backward ZeRO-3 saves no parameter memory at
+# one unit for the entire model, all of Ψ is gathered at once, and during forward and backward ZeRO-3 saves no parameter memory at
 # all. So the *largest unit* decides whether a large model fits, and no number of GPUs makes it smaller.
 #
 # ## Questions

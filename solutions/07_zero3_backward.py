@@ -52,9 +52,9 @@ print({unit.name: unit.layout.size for unit in zero.units[:2]}, "... seven units
 #    the gradient of block 5's input are the same tensor. Which of the two blocks hears of it first?
 
 # %%
-lab.predict("07.1", 7 + 6 + 7)
-lab.predict("07.2", 3 * (3 * 1_263_616 - 73_984))
-lab.predict("07.3", 4 * (73_984 + 2 * 198_272))
+lab.predict("07.1", 7 + 6 + 7)  # collectives
+lab.predict("07.2", 3 * (3 * 1_263_616 - 73_984))  # bytes
+lab.predict("07.3", 4 * (73_984 + 2 * 198_272))  # bytes
 
 # %% [markdown]
 # ## See
@@ -87,7 +87,7 @@ if lab.predicted("07.3"):
     print("\n".join(stories[0]))
 
 # %%
-lab.measured("07.3", lab.pull("most", rank=0), "bytes")
+lab.measured("07.3", lab.pull("most", rank=0))
 lab.reveal("07.3")
 
 # %% [markdown]
@@ -144,8 +144,8 @@ moved = book.moved
 table = [(call.unit, call.phase, call.op) for call in book.calls if not call.control]
 
 # %%
-lab.measured("07.1", lab.pull("number", rank=0), "collectives")
-lab.measured("07.2", lab.pull("moved", rank=0), "bytes")
+lab.measured("07.1", lab.pull("number", rank=0))
+lab.measured("07.2", lab.pull("moved", rank=0))
 lab.reveal("07.1")
 lab.reveal("07.2")
 

@@ -26,9 +26,9 @@ from zerolab.lab import plots
 # `lab.skip("16.1")` and so on.)
 
 # %%
-lab.predict("16.1", round(4 * 7.5 + 12 * 7.5 / 64, 1))
-lab.predict("16.2", round(2 * 7.5 + 14 * 7.5 / 64, 1))
-lab.predict("16.3", round(14 * 7.5 / 64, 2))
+lab.predict("16.1", round(4 * 7.5 + 12 * 7.5 / 64, 1))  # GB
+lab.predict("16.2", round(2 * 7.5 + 14 * 7.5 / 64, 1))  # GB
+lab.predict("16.3", round(14 * 7.5 / 64, 2))  # GB
 
 # %% [markdown]
 # A class is *yours* if you have passed its exercises in lessons 03 to 07, and the course's if not. The printed lines
@@ -49,7 +49,7 @@ layers, width = SIZES["7.5B"]
 runs = [simulate_gpt(layers, width, stage, ranks=64) for stage in stages]
 held = [sum(run.states.values()) / 1e9 for run in runs]
 for number, id in ((1, "16.1"), (2, "16.2"), (3, "16.3")):
-    lab.measured(id, round(held[number], 2 if number == 3 else 1), "GB")
+    lab.measured(id, round(held[number], 2 if number == 3 else 1))
     lab.reveal(id)
 
 # %%

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import itertools
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -19,6 +20,8 @@ from zerolab.lab.exercises import judge, predictions
 from zerolab.lab.exercises import learner as exercises
 from zerolab.lab.exercises.catalogue import EXERCISES
 from zerolab.lab.exercises.exercise import Todo
+from zerolab.lab.exercises.questions import QUESTIONS
+from zerolab.lab.exercises.store import read_progress, write_progress
 from zerolab.lab.ranks import session
 
 pytestmark = pytest.mark.slow
@@ -257,43 +260,43 @@ def test_damaged_progress_is_named(my: Path) -> None:
 # ---------------------------------------------------------------------- predictions and hints
 
 
+def said_by(capsys: pytest.CaptureFixture, id: str, *guess: object) -> str:
+    """What is printed for this guess (none: for the one that is kept) once `id` is revealed."""
+    if guess:
+        predictions.predict(id, guess[0])
+    capsys.readouterr()
+    predictions.reveal(id)
+    return capsys.readouterr().out
+
+
 def test_reveal_shows_nothing_before_a_prediction(my: Path, capsys: pytest.CaptureFixture) -> None:
-    predictions.measured("02.1", 4_200_000, unit="bytes")
+    predictions.measured("02.1", 4_200_000)
     predictions.predict("02.1", ...)
     predictions.reveal("02.1")
     said = capsys.readouterr().out
-    assert "replace `...` with the number you expect" in said and "first lab.predict" in said and "4.2" not in said
-    predictions.predict("02.1", 5_000_000)
-    predictions.reveal("02.1")
-    assert "measured 4.20 MB; you said 5.00 MB: 19 % too much" in capsys.readouterr().out
-    predictions.predict("02.1", 4_200_000)
-    predictions.reveal("02.1")
-    assert "exactly right" in capsys.readouterr().out
+    assert 'replace `...` with a number of bytes (4e6 and "4 MB" are the same), or lab.skip("02.1")' in said
+    assert "first lab.predict" in said and "4.2" not in said
+    assert "measured 4.20 MB; you said 5.00 MB: 19 % too much" in said_by(capsys, "02.1", 5_000_000)
+    assert "exactly right" in said_by(capsys, "02.1", 4_200_000)
 
 
 def test_skip(my: Path, capsys: pytest.CaptureFixture) -> None:
     predictions.skip("02.2")
-    predictions.reveal("02.2")
-    assert "not measured yet" in capsys.readouterr().out
-    predictions.measured("02.2", (3, 1), unit="calls")
-    predictions.reveal("02.2")
-    assert capsys.readouterr().out == "02.2: measured (3, 1) calls\n"
-    predictions.predict("02.2", (3, 1))
-    predictions.reveal("02.2")
-    assert capsys.readouterr().out.endswith("exactly right\n")
-    with pytest.raises(exercises.Misused, match=r"prediction 02.2 is a Tensor"):
-        predictions.predict("02.2", torch.ones(1))
-    with pytest.raises(exercises.Misused, match="is a string"):
-        predictions.predict(2.2, 3)
+    assert "not measured yet" in said_by(capsys, "02.2")
+    predictions.measured("02.2", 16.0)
+    assert said_by(capsys, "02.2") == "02.2: measured 16 bytes per parameter\n"
+    assert said_by(capsys, "02.2", 16).endswith("exactly right\n")
 
 
 @pytest.mark.parametrize("call", [predictions.predict, predictions.skip, predictions.reveal, predictions.predicted])
 def test_a_misspelt_prediction_names_those_there_are(my: Path, call: Callable) -> None:
+    lessons = ", ".join(dict.fromkeys(id[:2] for id in QUESTIONS))
     for id, said in {
         "05.9": "there is no prediction '05.9'; lesson 05 has 05.1, 05.2, 05.3, 05.4",
         "05.01": "there is no prediction '05.01'; lesson 05 has 05.1, 05.2, 05.3, 05.4",
         "5.1": "there is no prediction '5.1'; lesson 05 has 05.1, 05.2, 05.3, 05.4",
-        "cats": f"there is no prediction 'cats'; lessons {', '.join(predictions.PREDICTIONS)} have predictions",
+        "cats": f"there is no prediction 'cats'; lessons {lessons} have predictions",
+        2.2: 'the name of a prediction is a string such as "01.1", not 2.2',
     }.items():
         with pytest.raises(exercises.Misused) as caught:
             call(id)
@@ -301,12 +304,99 @@ def test_a_misspelt_prediction_names_those_there_are(my: Path, call: Callable) -
     assert not my.exists(), "nothing was written down"
 
 
-def test_a_unit_in_a_prediction_is_no_number(my: Path, capsys: pytest.CaptureFixture) -> None:
-    predictions.measured("02.3", 24.0, unit="MB")
-    predictions.predict("02.3", "48 MB")
-    predictions.reveal("02.3")
-    said = capsys.readouterr().out
-    assert "you said '48 MB', but this needs a number of MB, without the unit" in said and "24" not in said
+@pytest.mark.parametrize(
+    ("id", "value", "number"),
+    [
+        ("02.1", 5.2e6, 5.2e6),
+        ("02.1", "5.2 MB", 5.2e6),
+        ("02.1", "5.2MB", 5.2e6),
+        ("02.1", " ~ 5200 kB ", 5.2e6),
+        ("02.1", "5,200,000", 5.2e6),
+        ("02.1", "5_200_000 bytes", 5.2e6),
+        ("02.1", "5.2e6", 5.2e6),
+        ("02.1", "1 KiB", 1024),
+        ("02.1", "16 Ψ", 16 * 867_072),
+        ("02.1", "16psi", 16 * 867_072),
+        ("01.1", "48 MB", 48),
+        ("01.1", "48e6 bytes", 48),
+        ("16.1", "31.4 GB", 31.4),
+        ("16.1", "31400 MB", 31.4),
+        ("02.2", "16", 16),
+        ("02.2", "16 bytes", 16),
+        ("03.1", "29 calls", 29),
+        ("03.3", "0.3 s", 300),
+        ("04.2", "1.5x", 1.5),
+        ("04.2", "150 %", 1.5),
+        ("05.2", " Small", "small"),
+    ],
+)
+def test_a_prediction_is_taken_as_people_write_it(my: Path, id: str, value: object, number: float | str) -> None:
+    predictions.predict(id, value)
+    kept = read_progress()["predictions"][id]
+    assert kept == (number if isinstance(number, str) else pytest.approx(number))
+
+
+@pytest.mark.parametrize(
+    ("id", "value", "said"),
+    [
+        ("02.1", "a lot", r"02.1 asks for a number of bytes .* not \'a lot\'; nothing was written down"),
+        ("02.1", "5,2 MB", "not '5,2 MB'"),
+        ("02.1", "3 Mbit", "not '3 Mbit'"),
+        ("02.1", "1.2.3", "not '1.2.3'"),
+        ("02.1", -3, "not -3"),
+        ("02.1", float("nan"), "not nan"),
+        ("02.1", True, "not True"),
+        ("02.1", [1, 2], "not a list"),
+        ("02.1", torch.ones(1), "not a Tensor"),
+        ("03.1", "29 MB", "03.1 asks for a number of calls, not '29 MB'"),
+        ("03.1", "3 Ψ", "not '3 Ψ'"),
+        ("05.2", 5, '05.2 asks for "small" or "large", not 5'),
+        ("05.2", "medium", "not 'medium'"),
+    ],
+)
+def test_nonsense_is_refused_at_once(my: Path, id: str, value: object, said: str) -> None:
+    with pytest.raises(predictions.NoPrediction, match=said):
+        predictions.predict(id, value)
+    assert not my.exists(), "nothing was written down"
+
+
+def test_what_an_earlier_version_wrote_down(my: Path, capsys: pytest.CaptureFixture) -> None:
+    predictions.measured("01.1", 48.0)
+    write_progress({"passed": {}, "predictions": {"01.1": "48 MB", "01.2": "much"}, "hints": {}})
+    assert said_by(capsys, "01.1").endswith("exactly right\n")
+    predictions.measured("01.2", 24.0)
+    said = said_by(capsys, "01.2")
+    assert "you said 'much', but this asks for a number of MB" in said and "24" not in said
+
+
+@pytest.mark.parametrize(
+    ("id", "value", "guess", "said"),
+    [
+        ("02.1", 16 * 867_072, 12 * 867_072, "Adam keeps two averages"),
+        ("03.2", 2_823_168, 4 * 470_528 * 2, "does not send its own part"),
+        ("04.1", 8 * 867_072 * 3 // 4, 6 * 867_072 // 4, "number of elements"),
+        ("06.2", 1_089_024, 793_088, "The root's forward is under way"),
+        ("07.1", 20, 21, "stays from its forward"),
+        ("01.1", 48.0, 48e6, "Those are bytes"),
+        ("02.1", 16 * 867_072, 16 * 8 * 867_072, "Those are bits"),
+        ("03.3", 290, 188, "what the formula gives"),
+    ],
+)
+def test_a_known_slip_is_named(
+    my: Path, capsys: pytest.CaptureFixture, id: str, value: float, guess: float, said: str
+) -> None:
+    predictions.measured(id, value)
+    assert said in said_by(capsys, id, guess)
+    assert said not in said_by(capsys, id, value)
+    assert said not in said_by(capsys, id, 1.07 * value)
+
+
+def test_slips_are_wrong_and_apart() -> None:
+    """No slip is the right answer, and each asks for something that a person could have meant."""
+    for id, question in QUESTIONS.items():
+        assert not (question.words and (question.slips or question.unit)), id
+        ratios = sorted([1.0, *question.slips])
+        assert all(b / a > 1.01 for a, b in itertools.pairwise(ratios)), id
 
 
 @pytest.mark.parametrize(

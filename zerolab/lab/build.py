@@ -41,7 +41,7 @@ NOTEBOOK_LIMIT = 1_000_000  # bytes
 CELL_TIMEOUT = 120  # seconds; starting ranks takes longer on a loaded machine
 WIDGET = "application/vnd.jupyter.widget-view+json"
 EXERCISE = re.compile(r"%%exercise +(\d\d\.\d+)\s*(?:\n|$)")
-PREDICTION = re.compile(r"""(predict\(\s*["'][\d.]+["'],\s*).+(\)\s*)$""", re.MULTILINE)
+PREDICTION = re.compile(r"""(predict\(\s*["'][\d.]+["'],\s*).+(\)\s*(?:#.*)?)$""", re.MULTILINE)
 
 
 class BuildError(Exception):

@@ -1,0 +1,246 @@
+"""What each prediction asks for, and the slips that lead to a known wrong answer."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, field
+
+
+@dataclass(frozen=True)
+class Question:
+    """One prediction.
+
+    unit: what a bare number means. words: the possible answers, where it is a word. psi: what "Ψ" stands for.
+    slips: a wrong answer as a multiple of the right one -> the step that leads there.
+    formula, beside_formula: for times, what the arithmetic gives, and why the measurement differs.
+    """
+
+    unit: str = ""
+    words: tuple[str, ...] = ()
+    psi: float = 0.0
+    slips: dict[float, str] = field(default_factory=dict)
+    formula: float | None = None
+    beside_formula: str = ""
+
+    def slip(self, guess: float | str, value: float | str) -> str:
+        """The step that leads from the right `value` to `guess`, in a sentence; "" if none is known."""
+        if isinstance(guess, str) or isinstance(value, str) or not value:
+            return ""
+        known = (_OF_BYTES if self.unit in ("bytes", "MB", "GB") else {}) | self.slips
+        for ratio, sentence in known.items():
+            if math.isclose(guess / value, ratio, rel_tol=0.005):
+                return sentence
+        return ""
+
+
+_OF_BYTES = {
+    1 / 4: "That is the number of elements: each takes 4 bytes in float32.",
+    8: "Those are bits.",
+    1e6: "Those are bytes.",
+    1e-6: "Those are MB: a bare number is taken for bytes.",
+}
+_OWN_PART = "A rank does not send its own part: (N-1)/N of it, here 3/4."
+
+GPT_4, GPT_8, GPT_6 = 867_072, 1_660_160, 1_263_616  # Ψ of the models of lessons 02 and 04, 05, 06 and 07
+
+QUESTIONS: dict[str, Question] = {
+    "00.1": Question(
+        slips={
+            0.25: "That is the mean, or what rank 0 brought: all-reduce gives every rank the sum, 1 + 2 + 3 + 4.",
+            0.4: "That is what rank 3 brought alone: all-reduce adds what the four ranks bring.",
+        }
+    ),
+    "00.2": Question(
+        "MB for 1 million parameters",
+        slips={
+            4: "That is stage 0: in stage 3 each of the three is divided by 4.",
+            2.5: "That divides Adam's state alone: this is stage 1.",
+            1.75: "That is stage 2: the parameters are still whole there.",
+        },
+    ),
+    "01.1": Question(
+        "MB",
+        slips={
+            0.5: "That is one way: 24 MB come in and 24 MB go out.",
+            4 / 3: "Rank 0 sends nothing to itself: three ranks send, and three receive.",
+        },
+    ),
+    "01.2": Question(
+        "MB",
+        slips={
+            0.5: "That is one way, or one of the two halves: each of 6 rounds brings 2 MB in and takes 2 MB out.",
+            4 / 3: "There are N - 1 = 3 rounds in each half, not 4.",
+            2: "Each chunk has a quarter of the 8 MB.",
+        },
+    ),
+    "01.3": Question("bytes", slips={0.5: "That would take half as long to send as the latency lasts."}),
+    "02.1": Question(
+        "bytes",
+        psi=GPT_4,
+        slips={
+            0.5: "That is 8Ψ: parameters and gradients. Adam's two averages take as much again.",
+            0.75: "That is 12Ψ: Adam keeps two averages.",
+            0.25: "That is the parameters alone, or the number of elements of all model states without their 4 bytes.",
+        },
+    ),
+    "02.2": Question(
+        "bytes per parameter",
+        slips={
+            0.75: "4 bytes are missing: the masters in float32 come on top of the bfloat16 copy.",
+            1.125: "Gradients arrive in bfloat16: 2 bytes.",
+            0.5: "Adam's two averages and the masters are 4 bytes each.",
+            0.875: "2 bytes are missing: both the bfloat16 weight and its gradient count.",
+            1.25: "Weight and gradient are 2 bytes each here.",
+        },
+    ),
+    "02.3": Question(
+        "bytes per parameter",
+        slips={
+            0.5: "The gradient takes 4 bytes as well.",
+            1.5: "SGD without momentum keeps no state.",
+            2: "That is Adam. SGD without momentum keeps no state.",
+        },
+    ),
+    "02.4": Question(
+        "bytes",
+        slips={
+            2 / 3: "That is what is left over after dividing by 5: padding fills up to the next multiple.",
+            5 / 3: "Padding goes to the next multiple of 5, so it is less than 5 elements.",
+        },
+    ),
+    "02.5": Question("bytes"),
+    "02.6": Question(
+        "bytes",
+        psi=GPT_4,
+    ),
+    "03.1": Question("calls", slips={1 / 29: "One call for each parameter tensor, and the model has 29."}),
+    "03.2": Question(
+        "bytes",
+        psi=470_528,
+        slips={
+            4 / 3: _OWN_PART,
+            1 / 2: "That is half of an all-reduce: the reduce-scatter or the all-gather alone.",
+            2 / 3: "That is B: a ring sends 2(N-1)/N of it, 1.5 B for N = 4.",
+            4: "That is for all four ranks together.",
+        },
+    ),
+    "03.3": Question(
+        "ms",
+        slips={1 / 1000: "Those are seconds."},
+        formula=188.1,
+        beside_formula="The rest is this machine: four ranks share its cores, and each of the 29 calls waits for the "
+        "slowest.",
+    ),
+    "04.1": Question(
+        "bytes",
+        psi=GPT_4,
+        slips={
+            4 / 3: "That is all of the state. A rank keeps its quarter, so it saves three quarters.",
+            1 / 3: "That is what a rank keeps. It saves the other three quarters.",
+            1 / 2: "Adam keeps two averages: 8 bytes per parameter.",
+        },
+    ),
+    "04.2": Question(
+        "× DDP's bytes",
+        slips={
+            1.5: "An all-reduce is a reduce-scatter and an all-gather. ZeRO-1 does the first with gradients and the "
+            "second with parameters: no more.",
+            0.5: "That is the gradients alone: the new parameters must travel as well.",
+            2: "ZeRO-1 does not all-reduce: each rank needs its shard of the mean alone.",
+        },
+    ),
+    "04.3": Question(
+        "× DDP's bytes",
+        slips={
+            2 / 3: "DDP's whole all-reduce is still there: the broadcasts come on top.",
+            4 / 3: "A broadcast sends each tensor once, where an all-reduce sends it twice: half of it comes on top.",
+            7 / 6: "An all-reduce sends 6/4 of the bytes and the broadcasts 3/4, which is half of that.",
+        },
+    ),
+    "05.1": Question(
+        "bytes",
+        psi=GPT_8,
+        slips={4: "That is all of them. In stage 2 a rank keeps its shard, a quarter.", 3: "That is what goes."},
+    ),
+    "05.2": Question(words=("small", "large")),
+    "05.3": Question(
+        "bytes",
+        psi=GPT_8,
+        slips={
+            2 / 5: "That is a step with one backward. Without no_sync each of the four reduces.",
+            8 / 5: "The parameters are gathered once per step, not once per micro-batch.",
+            4 / 5: "Those are the four reductions. After the step the parameters are gathered once.",
+            4 / 3: _OWN_PART,
+        },
+    ),
+    "05.4": Question(
+        "bytes",
+        psi=GPT_8,
+        slips={
+            1 / 4: "That is the shard. What is kept back is not reduced yet, so it is whole.",
+            4: "They are added up.",
+        },
+    ),
+    "06.1": Question(
+        "bytes",
+        psi=GPT_6,
+        slips={4: "Between two steps nothing is gathered: a rank holds its quarter."},
+    ),
+    "06.2": Question(
+        "bytes",
+        psi=GPT_6,
+        slips={
+            198_272 / 272_256: "The root's forward is under way as long as the model's: it counts as well.",
+            73_984 / 272_256: "That is the root alone. Inside of it, a block's forward runs.",
+            470_528 / 272_256: "That is two blocks: one is released before the next is gathered.",
+            1_263_616 / 272_256: "That is all of them: each block is released after its forward.",
+        },
+    ),
+    "06.3": Question(
+        "bytes",
+        psi=GPT_6,
+        slips={4 / 3: _OWN_PART, 1 / 3: "That is one quarter: a rank sends three.", 2: "Forward gathers once."},
+    ),
+    "07.1": Question(
+        "collectives",
+        slips={
+            21 / 20: "The root is not gathered again: it stays from its forward to its reduction.",
+            13 / 20: "Each of the seven units is reduced as well.",
+            14 / 20: "The six blocks are gathered once more, for backward.",
+            18 / 20: "The root counts: it is gathered once and reduced once.",
+        },
+    ),
+    "07.2": Question(
+        "bytes",
+        psi=GPT_6,
+        slips={
+            3 * 1_263_616 / (3 * 1_263_616 - 73_984): "The root is gathered once, not twice.",
+            4 / 3: _OWN_PART,
+            2 / 3 * 3 * 1_263_616 / (3 * 1_263_616 - 73_984): "Three passes: gathers in forward, gathers in backward, "
+            "and the reductions.",
+        },
+    ),
+    "07.3": Question(
+        "bytes",
+        psi=GPT_6,
+        slips={
+            272_256 / 470_528: "Block 5 is still there when block 4 is gathered: two blocks and the root.",
+            396_544 / 470_528: "The root counts as well: it stays until its gradient is reduced.",
+        },
+    ),
+    "16.1": Question(
+        "GB",
+        slips={
+            16.6 / 31.4: "That is stage 2: in stage 1 only the 12 bytes are divided.",
+            120 / 31.4: "That is stage 0.",
+        },
+    ),
+    "16.2": Question("GB", slips={31.4 / 16.6: "That is stage 1: in stage 2 the gradient's 2 bytes are divided too."}),
+    "16.3": Question(
+        "GB",
+        slips={
+            1.88 / 1.64: "That is 16 bytes / 64, as in the paper. Here the 16-bit weight is made on the way into the "
+            "all-gather and never kept: 14 bytes."
+        },
+    ),
+}

@@ -13,6 +13,7 @@ from pathlib import Path
 
 import zerolab
 from zerolab.apps.arguments import MissingPackage, Parser, need, numbers, output, picture, reader
+from zerolab.world.processes import AlreadyRanks
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -31,6 +32,8 @@ def main(arguments: list[str] | None = None) -> int:
         return args.run(args)
     except KeyboardInterrupt:
         return 130  # as shells report Ctrl-C
+    except AlreadyRanks as why:
+        parser.error(str(why))
     except BrokenPipeError:  # `| head` has seen enough
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 141
@@ -216,6 +219,8 @@ def add_train(commands: argparse._SubParsersAction) -> None:
         del args.run  # this function, which the ranks could not import
         try:
             problem = train.launch(args, args.ranks)
+        except AlreadyRanks:
+            parser.error("torchrun or srun has started ranks already: let it start `python -m zerolab.train`")
         except zerolab.RankError as why:
             print(why, file=sys.stderr)
             return 1

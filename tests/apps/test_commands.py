@@ -79,6 +79,20 @@ def test_bytes_as_such(capsys):
         assert "In 80.0 GB per GPU it fits with" in capsys.readouterr().out
 
 
+@pytest.mark.parametrize(
+    ("command", "says"),
+    [
+        ("train --ranks 2", "let it start `python -m zerolab.train`"),
+        ("demo --device cpu --ranks 2", "this process is rank 1 of 2 already"),
+    ],
+)
+def test_torchrun_does_not_start_what_starts_ranks(capsys, monkeypatch, command, says):
+    world = {"RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29500"}
+    for name, value in world.items():
+        monkeypatch.setenv(name, value)
+    assert says in refusal(capsys, *command.split())
+
+
 @pytest.mark.alone
 @pytest.mark.slow
 def test_control_c_while_the_package_is_imported():

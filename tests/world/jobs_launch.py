@@ -48,7 +48,7 @@ def echo(value):
 def nest(nested):
     """What becomes of a launch inside a rank: its result, or the first line of its refusal."""
     try:
-        return launch(echo, 2, "inner", timeout=60.0, nested=nested)
+        return launch(echo, 1, "inner", timeout=60.0, nested=nested)
     except RuntimeError as why:
         return str(why)
 

@@ -340,9 +340,9 @@ def test_ranks_that_are_no_number(ranks) -> None:
 def test_ranks_start_no_ranks_by_accident(four: Ranks, monkeypatch: pytest.MonkeyPatch) -> None:
     """Neither those of a pool nor those of torchrun and srun; a world of one rank may."""
     for rank, said in enumerate(four.run(jobs_launch.nest, False, ranks=2)):
-        assert said.startswith(f"this process is rank {rank} of 2 already, and each of them would start 2 more: call")
-    assert four.run(jobs_launch.nest, True, ranks=2) == [["inner", "inner"]] * 2
-    assert four.run(jobs_launch.nest, False, ranks=1) == [["inner", "inner"]]
+        assert said.startswith(f"this process is rank {rank} of 2 already, and each of them would start 1 more: call")
+    assert four.run(jobs_launch.nest, True, ranks=2) == [["inner"]] * 2
+    assert four.run(jobs_launch.nest, False, ranks=1) == [["inner"]]
     for variables in (LOCAL2, SRUN):
         with monkeypatch.context() as world:
             for name, value in variables.items():

@@ -297,6 +297,9 @@ def _classroom_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--lease-minutes", type=float, default=10.0, help="how long GPUs are lent (default 10)")
     parser.add_argument("--memory", type=float, default=4.0, metavar="GB", help="limit for each student (default 4)")
     parser.add_argument("--processes", type=int, default=64, help="limit for each student (default 64)")
+    parser.add_argument(
+        "--solutions", action="store_true", help="open all solutions (default: those in FOLDER/solutions)"
+    )
     parser.add_argument("--board", action="store_true", help="only show how far the class is, without names")
     parser.add_argument("--plot", type=picture, metavar="FILE.png", help="the same, and draw what the class predicted")
 

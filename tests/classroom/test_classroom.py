@@ -260,11 +260,11 @@ def test_the_teacher_opens_and_closes_solutions(room: Room) -> None:
     written.write_text(page.read_text().replace(labs.CLOSED, "my notes"))
 
     shutil.copy(ROOT / "solutions" / name, room.folder / "solutions")
-    wait_until(lambda: all("Weight each rank's loss" in shown(row) for row in (rows[0], rows[2])), 20.0)
+    wait_until(lambda: all("Weight each rank's loss" in shown(row) for row in (rows[0], rows[2])), 60.0)
     assert "my notes" in shown(rows[1]) and "Weight each" in shown(rows[1], name.replace(".ipynb", ".new.ipynb"))
     assert all(labs.CLOSED in shown(row, "04_zero1.ipynb") for row in rows)
     (room.folder / "solutions" / name).unlink()
-    wait_until(lambda: all(labs.CLOSED in shown(row) for row in (rows[0], rows[2])), 20.0)
+    wait_until(lambda: all(labs.CLOSED in shown(row) for row in (rows[0], rows[2])), 60.0)
 
 
 def test_all_solutions_may_be_open(tmp_path: Path) -> None:

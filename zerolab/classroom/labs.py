@@ -235,12 +235,8 @@ class Classroom:
     def _hand_out_solutions(self, lab: Lab) -> None:
         """Put them, or pages that say that they are not open, where the links lead: JupyterLab shows nothing above its
         root, so `../solutions` is in it."""
-        folder = lab.work / "solutions"
-        try:
-            for name, new in self._solutions.items():
-                if (mine := folder / name).exists() and mine.read_bytes() != new and _is_closed(mine):
-                    mine.unlink()  # JupyterLab may have saved the page, with metadata of its own
-            lines = copy_notebooks(self._solutions, folder)
+        try:  # JupyterLab may have saved such a page with other metadata, which is no reason to keep it
+            lines = copy_notebooks(self._solutions, lab.work / "solutions", _is_closed)
         except (OSError, ValueError) as error:
             lines = [f"the solutions were not updated: {error}"]
         for line in lines:
@@ -391,9 +387,9 @@ def _closed(lesson: Path) -> bytes:
     return json.dumps(json.loads(lesson.read_bytes()) | {"cells": [cell]}).encode()
 
 
-def _is_closed(notebook: Path) -> bool:
+def _is_closed(notebook: bytes) -> bool:
     with suppress(ValueError, KeyError, TypeError):
-        return ["".join(cell["source"]) for cell in json.loads(notebook.read_bytes())["cells"]] == [CLOSED]
+        return ["".join(cell["source"]) for cell in json.loads(notebook)["cells"]] == [CLOSED]
     return False
 
 

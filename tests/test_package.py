@@ -93,7 +93,7 @@ def test_conda_environment():
 def wheel(tmp_path_factory) -> Path:
     """Built from a copy: a build/ left in the checkout would leak deleted modules into the wheel."""
     source = tmp_path_factory.mktemp("source")
-    for name in ("pyproject.toml", PROJECT["readme"], *PROJECT["license-files"]):
+    for name in ("pyproject.toml", "zerolab_command.py", PROJECT["readme"], *PROJECT["license-files"]):
         shutil.copy(ROOT / name, source)
     shutil.copytree(PACKAGE, source / "zerolab", ignore=shutil.ignore_patterns("__pycache__"))
     run(sys.executable, "-m", "build", "--wheel", "--no-isolation", "--outdir", "dist", cwd=source)
@@ -106,7 +106,7 @@ def test_wheel_holds_the_whole_package(wheel):
     modules = {str(path.relative_to(ROOT)) for path in PACKAGE.rglob("*.py")}
     assert modules - inside == set(), "left out of the wheel: a folder without __init__.py?"
     assert inside - modules >= {"zerolab/py.typed", "zerolab/lab/slurm/srun.sbatch"}
-    assert {name.partition("/")[0] for name in inside} == {"zerolab"}
+    assert {name.partition("/")[0] for name in inside} == {"zerolab", "zerolab_command.py"}
 
 
 def runtime_distributions() -> set[str]:

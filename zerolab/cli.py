@@ -12,21 +12,28 @@ import sys
 from pathlib import Path
 
 import zerolab
-from zerolab.apps.arguments import MissingPackage, Parser, need, numbers, reader
+from zerolab.apps.arguments import MissingPackage, Parser, need, numbers, output, picture, reader
+from zerolab.world.processes import AlreadyRanks
 
 
 def main(arguments: list[str] | None = None) -> int:
     """Run a command. Exit status: 0 good, 1 something that was measured is wrong, 2 the command cannot run."""
     parser = Parser(prog="zerolab", description="DDP and ZeRO stages 1 to 3: see them, measure them, use them.")
     parser.add_argument("--version", action="version", version=f"zerolab {zerolab.__version__}")
-    commands = parser.add_subparsers(title="commands", required=True, metavar="COMMAND")
+    parser.set_defaults(run=None)
+    commands = parser.add_subparsers(title="commands", metavar="COMMAND")
     for add in COMMANDS:
         add(commands)
     args = parser.parse_args(arguments)
+    if args.run is None:
+        parser.print_help()
+        return 0
     try:
         return args.run(args)
     except KeyboardInterrupt:
         return 130  # as shells report Ctrl-C
+    except AlreadyRanks as why:
+        parser.error(str(why))
     except BrokenPipeError:  # `| head` has seen enough
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 141
@@ -48,15 +55,16 @@ def add_demo(commands: argparse._SubParsersAction) -> None:
     parser.add_argument(
         "--device", choices=["auto", "cpu", "cuda"], default="auto", help="auto: cuda if there is a GPU for each rank"
     )
-    parser.add_argument("--json", metavar="FILE", help="write what was measured")
-    parser.add_argument("--plot", metavar="FILE.png", help="draw the bytes held at each stage")
+    parser.add_argument("--json", type=output, metavar="FILE", help="write what was measured")
+    parser.add_argument("--plot", type=picture, metavar="FILE.png", help="draw the bytes held at each stage")
 
     def run(args: argparse.Namespace) -> int:
         from zerolab.apps import demo
+        from zerolab.lab.ladder import Refused
 
         try:
             return demo.run(args.ranks, args.steps, args.stages, args.precision, args.device, args.json, args.plot)
-        except (MissingPackage, demo.Refused) as why:
+        except (MissingPackage, Refused) as why:
             return parser.error(str(why))
 
     parser.set_defaults(run=run)
@@ -66,26 +74,35 @@ def add_plan(commands: argparse._SubParsersAction) -> None:
     from zerolab.measure.planning import OPTIMIZERS, PRECISIONS, read_parameters
     from zerolab.measure.units import read_bytes
 
+    def size(text: str) -> float:
+        count = read_bytes(text)
+        if text.strip().isdecimal() and 0 < count < 1e6:
+            raise ValueError(f"{text} is {text} bytes: do you mean {text}GB?")
+        return count
+
     parser = commands.add_parser(
         "plan",
         help="what each stage will hold and move, which ones fit, and the largest model that does",
         description="Applies the formulas to a run that has not begun: bytes per rank of parameters, gradients and "
         "optimizer state when backward returns, and bytes sent in a step. Exit status: 1 if no stage fits.",
     )
-    size = reader(read_bytes)
     parser.add_argument(
         "--params", type=reader(read_parameters), required=True, help="parameters of the model: 7.5e9, 7.5B, 124M"
     )
     parser.add_argument("--ranks", type=int, required=True, help="GPUs that share the work")
-    parser.add_argument("--gpu-memory", type=size, metavar="BYTES", help="memory of each GPU: 80GB, 24GiB")
+    parser.add_argument("--gpu-memory", type=reader(size), metavar="BYTES", help="memory of each GPU: 80GB, 24GiB")
     parser.add_argument("--precision", choices=list(PRECISIONS), default="bf16", help="bf16 has fp32 masters")
     parser.add_argument("--optimizer", choices=list(OPTIMIZERS), default="adam")
     parser.add_argument(
-        "--activations", type=size, default=0, metavar="BYTES", help="what else a rank needs, such as 10GB (default 0)"
+        "--activations",
+        type=reader(size),
+        default=0,
+        metavar="BYTES",
+        help="what else a rank needs, such as 10GB (default 0)",
     )
 
     def run(args: argparse.Namespace) -> int:
-        _need_rich(parser)
+        _need(parser, "rich")
         from zerolab.apps import plan
 
         try:
@@ -102,25 +119,31 @@ def add_simulate(commands: argparse._SubParsersAction) -> None:
         help="run one rank of a big cluster on tensors without memory; the paper's Figure 1 and Table 1",
         description="Runs the engine itself as one rank of many, on tensors without memory: what does it hold, and "
         "what does it move? The models are GPTs in bf16 with Adam, on one sequence of 1,024 tokens. Exit status: 1 if "
-        "a value is more than 1 %% off the expected one (the paper's; in stage 3, 14Ψ/N).",
+        "a value is more than 1 % off the expected one (the paper's; in stage 3, 14Ψ/N).",
     )
     what = parser.add_mutually_exclusive_group(required=True)
     what.add_argument("--figure1", action="store_true", help="7.5B parameters on 64 ranks, in under a minute")
     what.add_argument("--table1", action="store_true", help="all 54 cells, in a few minutes")
     what.add_argument("--model", choices=["7.5B", "128B", "1T"], help="one model: what is its peak made of?")
-    parser.add_argument("--ranks", type=int, default=64, help="with --model (default 64)")
-    parser.add_argument("--stage", type=int, choices=range(4), default=3, help="with --model (default 3)")
-    parser.add_argument("--json", metavar="FILE", help="write what was measured")
-    parser.add_argument("--plot", metavar="FILE", help="draw it: a model's skyline, or GPUs against GB per GPU")
+    parser.add_argument("--ranks", type=int, help="with --model (default 64)")
+    parser.add_argument("--stage", type=int, choices=range(4), help="with --model (default 3)")
+    parser.add_argument("--json", type=output, metavar="FILE", help="write what was measured")
+    parser.add_argument(
+        "--plot", type=picture, metavar="FILE.png", help="draw it: a model's skyline, or GPUs against GB per GPU"
+    )
 
     def run(args: argparse.Namespace) -> int:
-        _need_rich(parser)
+        _need(parser, "rich", *_drawing(args))
         from zerolab.apps import paper
 
         if args.model:
-            if args.ranks < 1:
-                parser.error(f"--ranks must be 1 or more, not {args.ranks}")
-            return paper.show_model(args.model, args.stage, args.ranks, args.json, args.plot)
+            ranks, stage = 64 if args.ranks is None else args.ranks, 3 if args.stage is None else args.stage
+            if ranks < 1:
+                parser.error(f"--ranks must be 1 or more, not {ranks}")
+            return paper.show_model(args.model, stage, ranks, args.json, args.plot)
+        for option in ("ranks", "stage"):
+            if getattr(args, option) is not None:
+                parser.error(f"--{option} goes with --model, not with --figure1 or --table1")
         cells = paper.figure_1() if args.figure1 else paper.table_1()
         return paper.show_cells(cells, args.json, args.plot)
 
@@ -137,11 +160,11 @@ def add_bench(commands: argparse._SubParsersAction) -> None:
     parser.add_argument("--ranks", type=int, help="processes to start (default: one for each GPU, 2 without GPUs)")
     parser.add_argument("--rounds", type=int, default=40, help="measured steps of each system (default 40)")
     parser.add_argument("--precision", choices=["fp32", "bf16", "both"], default="both", help="default: both")
-    parser.add_argument("--json", metavar="FILE", help="write what was measured")
-    parser.add_argument("--plot", metavar="FILE.png", help="draw it")
+    parser.add_argument("--json", type=output, metavar="FILE", help="write what was measured")
+    parser.add_argument("--plot", type=picture, metavar="FILE.png", help="draw it")
 
     def run(args: argparse.Namespace) -> int:
-        _need_rich(parser)
+        _need(parser, "rich", *_drawing(args))
         if (args.ranks is not None and args.ranks < 1) or args.rounds < 4:
             parser.error("--ranks must be 1 or more and --rounds 4 or more")
         from zerolab.apps import bench
@@ -160,11 +183,11 @@ def add_scaling(commands: argparse._SubParsersAction) -> None:
         "1 to 8 ranks; simulates the bytes for up to 1,024. Takes a few minutes. Exit status: 1 if a rank did not send "
         "the simulated number of bytes.",
     )
-    parser.add_argument("--json", metavar="FILE", help="write what was measured")
-    parser.add_argument("--plot", metavar="FILE.png", help="draw it")
+    parser.add_argument("--json", type=output, metavar="FILE", help="write what was measured")
+    parser.add_argument("--plot", type=picture, metavar="FILE.png", help="draw it")
 
     def run(args: argparse.Namespace) -> int:
-        _need_rich(parser)
+        _need(parser, "rich", "matplotlib")
         from zerolab.apps import scaling
 
         return scaling.run(args.json, args.plot)
@@ -196,6 +219,8 @@ def add_train(commands: argparse._SubParsersAction) -> None:
         del args.run  # this function, which the ranks could not import
         try:
             problem = train.launch(args, args.ranks)
+        except AlreadyRanks:
+            parser.error("torchrun or srun has started ranks already: let it start `python -m zerolab.train`")
         except zerolab.RankError as why:
             print(why, file=sys.stderr)
             return 1
@@ -224,7 +249,7 @@ def add_doctor(commands: argparse._SubParsersAction) -> None:
     )
     parser.add_argument("--port", type=int, action="append", default=[], help="must be free; torchrun's is 29500")
     parser.add_argument("--timeout", type=float, default=60.0, help="seconds for each trial (default 60)")
-    parser.add_argument("--json", metavar="FILE", help="write what was found")
+    parser.add_argument("--json", type=output, metavar="FILE", help="write what was found")
 
     def run(args: argparse.Namespace) -> int:
         from zerolab.apps import doctor
@@ -247,7 +272,7 @@ def add_classroom(commands: argparse._SubParsersAction) -> None:
     _classroom_arguments(parser)
 
     def run(args: argparse.Namespace) -> int:
-        _need_rich(parser)
+        _need(parser, "rich", *_drawing(args))
         from zerolab.classroom import labs
         from zerolab.classroom import run as classroom
 
@@ -272,17 +297,24 @@ def _classroom_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--lease-minutes", type=float, default=10.0, help="how long GPUs are lent (default 10)")
     parser.add_argument("--memory", type=float, default=4.0, metavar="GB", help="limit for each student (default 4)")
     parser.add_argument("--processes", type=int, default=64, help="limit for each student (default 64)")
+    parser.add_argument(
+        "--solutions", action="store_true", help="open all solutions (default: those in FOLDER/solutions)"
+    )
     parser.add_argument("--board", action="store_true", help="only show how far the class is, without names")
-    parser.add_argument("--plot", metavar="FILE.png", help="the same, and draw what the class predicted")
+    parser.add_argument("--plot", type=picture, metavar="FILE.png", help="the same, and draw what the class predicted")
 
 
 COMMANDS = (add_demo, add_plan, add_simulate, add_bench, add_scaling, add_train, add_doctor, add_classroom)
 
 
-def _need_rich(parser: argparse.ArgumentParser) -> None:
-    """Tables are printed with rich, which comes with the extra `lab`."""
+def _drawing(args: argparse.Namespace) -> list[str]:
+    return ["matplotlib"] if args.plot else []
+
+
+def _need(parser: argparse.ArgumentParser, *packages: str) -> None:
+    """Tables are printed with rich and pictures drawn with matplotlib, which come with the extra `lab`."""
     try:
-        need("rich")
+        need(*packages)
     except MissingPackage as why:
         parser.error(str(why))
 

@@ -79,7 +79,8 @@ def test_table_and_picture(capsys, tmp_path, monkeypatch):
     assert bench.run(2, 4, ["fp32"], str(file), str(drawn)) == 0
     said = capsys.readouterr().out
     assert "Zero3 : FSDP2 reshard" in said and "…" not in said and "WRONG" not in said
-    assert "DeepSpeed is not installed: skipped" in said and "use --rounds 40" in said
+    assert "overhead" in said and "Overhead: by how much a step is longer than one without communication" in said
+    assert "DeepSpeed is not installed: skipped" in said and "-c constraints.txt" in said and "use --rounds 40" in said
     report = json.loads(file.read_text())
     assert report["ranks"] == 2 and all(0.2 < pair["peak_ratio"] < 5 for pair in report["pairs"])
     assert set(report["peak_bytes"]) == {bench.FLOOR, "DDP", "torch DDP", "Zero3", "FSDP2 reshard"}

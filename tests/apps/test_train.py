@@ -8,6 +8,8 @@ import functools
 import io
 import json
 import os
+import re
+import resource
 import shutil
 import signal
 import subprocess
@@ -174,10 +176,11 @@ def test_a_stop_costs_nothing(ranks, tmp_path, task, options):
     well(ranks, 2, one(whole))
     last = stopped / "step-000005"
     said = well(ranks, 2, one(stopped), stop_after=5)
-    assert said == f"stopped after step 5 of 8; saved {last}; the same command resumes there\n"
+    assert said.endswith(f"\nstopped after step 5 of 8; saved {last}; the same command resumes there\n")
     assert sorted(path.name for path in stopped.iterdir()) == ["step-000003", "step-000005"]
 
-    assert well(ranks, 2, one(stopped)).startswith(f"resuming from {last}\nstep 8: loss ")
+    resumed, about, rest = well(ranks, 2, one(stopped)).split("\n", 2)
+    assert resumed == f"resuming from {last}" and about.endswith(", steps 6 to 8") and rest.startswith("step 8: loss ")
     assert well(ranks, 2, one(stopped)).endswith("nothing to do: the run has completed 8 steps, and --steps is 8\n")
     assert read_manifest(stopped / "step-000008")[1] == read_manifest(whole / "step-000008")[1]  # with all checksums
     assert lines(Path(f"{stopped}.jsonl"), "loss") == lines(Path(f"{whole}.jsonl"), "loss")
@@ -206,6 +209,144 @@ def test_samples_depend_on_seed_and_step_alone():
     assert seen[:10].tolist() != seen[10:].tolist()
     assert torch.cat([train.samples(3, step, 20, 10) for step in range(1)]).tolist() == seen.tolist()
     assert train.samples(4, 0, 10, 10).tolist() != seen[:10].tolist()
+
+
+class Beside:
+    """A hook that tries in a step of the last rank to begin a second run, which that rank keeps back from its own."""
+
+    def __init__(self, checkpoint: str) -> None:
+        self.checkpoint, self.refused = checkpoint, ""
+
+    def __call__(self, *ignored: Any) -> None:
+        try:
+            with train.Lock(self.checkpoint):
+                self.refused = "not refused"
+        except train.Refused as why:
+            self.refused = str(why)
+
+
+def run_with_another_beside(words: str, checkpoint: str) -> tuple[str | None, str, int]:
+    """On a rank: why the run did not end well, why a second one could not begin meanwhile, and the process."""
+    beside = Beside(checkpoint)
+    hook = register_optimizer_step_post_hook(beside)
+    try:
+        with contextlib.redirect_stdout(io.StringIO()):
+            return train.attempt(arguments(words)), beside.refused, os.getpid()
+    finally:
+        hook.remove()
+
+
+def test_two_runs_do_not_share_a_folder(ranks, tmp_path):
+    """The second is refused at once; a lock file that a killed run has left does not count; the last removes it."""
+    folder = tmp_path / "new/run"
+    words = tiny("text", f"--steps 2 --checkpoint {folder}")
+    one, two = ranks.run(run_with_another_beside, words, str(folder), ranks=2)
+    assert one[0] is two[0] is None
+    for refused in (one[1], two[1]):
+        assert refused.startswith(f"--checkpoint {folder}: another run saves there (process {one[2]} on ")
+        assert "\n" not in refused
+    assert [path.name for path in folder.iterdir()] == ["step-000002"]
+
+    (folder / ".lock").write_text("process 1 on a host that is gone")
+    well(ranks, 2, words)
+    with train.Lock(str(folder)):
+        for problem in ranks.run(refusals, 0, words, words, ranks=2):
+            assert problem is not None and problem.startswith(f"--checkpoint {folder}: another run saves there (proc")
+    assert [path.name for path in folder.iterdir()] == ["step-000002"]
+
+
+def test_a_lock_goes_with_its_process(tmp_path):
+    """Killed, it leaves the file and no lock."""
+    code = f"from zerolab.apps import train; held = train.Lock({str(tmp_path)!r}); print('held'); input()"
+    pipe = subprocess.PIPE
+    process = subprocess.Popen(
+        [sys.executable, "-c", code], env=os.environ | {"PYTHONPATH": PYTHONPATH}, stdin=pipe, stdout=pipe, text=True
+    )
+    try:
+        assert process.stdout.readline() == "held\n"
+        with pytest.raises(train.Refused, match=f"process {process.pid} on"):
+            train.Lock(str(tmp_path))
+    finally:
+        process.kill()
+        process.communicate()
+    assert (tmp_path / ".lock").exists()
+    with train.Lock(str(tmp_path)):
+        pass
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_folder_that_cannot_be_written_is_refused_at_the_start(ranks, tmp_path):
+    (tmp_path / "file").write_text("")
+    cases = {"/proc/run": "cannot write there: No such file", f"{tmp_path}/file": "cannot write there: File exists"}
+    for folder, says in cases.items():
+        words = tiny("text", f"--steps 2 --checkpoint {folder}")
+        for problem in ranks.run(refusals, 0, words, words, ranks=2):
+            assert problem is not None and problem.startswith(f"--checkpoint {folder}: {says}")
+    words, elsewhere = (tiny("text", f"--steps 2 --checkpoint {tmp_path}/{name}") for name in ("a/b", "c"))
+    for problem in ranks.run(refusals, 0, words, elsewhere, ranks=2):
+        says = "rank 0 has this folder, and all must see the same file system"
+        assert problem == f"rank 1: --checkpoint {tmp_path}/c: {says}"
+    assert [path.name for path in tmp_path.iterdir()] == ["file"]  # nor is an empty folder left
+
+
+def run_on_a_full_disk(words: str) -> str | None:
+    """On a rank: train where files may have a kilobyte."""
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (1000, before[1]))
+    try:
+        with contextlib.redirect_stdout(io.StringIO()):
+            return train.attempt(arguments(words))
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+
+
+def test_a_full_disk_is_named(ranks, tmp_path):
+    words = tiny("text", f"--steps 2 --checkpoint {tmp_path}/run")
+    for problem in ranks.run(run_on_a_full_disk, words, ranks=2):
+        assert problem is not None and "File too large" in problem and f"{tmp_path}/run/step-000002.tmp-" in problem
+    assert not list(tmp_path.iterdir())
+
+
+def test_what_a_run_says(ranks, tmp_path):
+    """What it trains, before the first step; then how it goes, where there is no terminal for a bar."""
+    words = "--task text --layers 1 --width 16 --context 16 --steps 4 --validate-every 3"
+    first, *rest = talkative(ranks, 3, words)
+    count = sum(value.numel() for value in train.make_task(arguments(words)).model().parameters())
+    assert first == (
+        f"text: a model of {count:,} parameters, stage 2 (Zero2) on 3 ranks, fp32, "
+        "33 samples per step (usually 32), steps 1 to 4"
+    )
+    assert [re.sub(r"\d\.[\d.]+|(?<=, )[\d.e+]+(?= steps)", "x", line) for line in rest] == [
+        "step 1 of 4: loss x, x steps per second",
+        "step 2 of 4: loss x, x steps per second",
+        "step 3: loss x, validation_loss x, validation_accuracy x",
+        "step 4: loss x, validation_loss x, validation_accuracy x",
+    ]
+    (first, *_) = talkative(ranks, 1, tiny("text", "--steps 1 --stage 0"))
+    assert first.endswith("stage 0 (DDP) on 1 rank, fp32, 8 samples per step (usually 32), steps 1 to 1")
+
+
+def talk(words: str) -> tuple[list[str | None], str]:
+    before, train.SAY_EVERY = train.SAY_EVERY, 0.0
+    try:
+        return run(words)
+    finally:
+        train.SAY_EVERY = before
+
+
+def talkative(ranks: zerolab.Ranks, size: int, words: str) -> list[str]:
+    """What the first rank says if it says something at each step; the others say nothing."""
+    results = ranks.run(talk, words, ranks=size)
+    assert all(problems == [None] for problems, _ in results), results
+    assert [said for _, said in results[1:]] == [""] * (size - 1)
+    return results[0][1].splitlines()
+
+
+def test_any_number_of_ranks_shares_the_default_batch():
+    for words, size, batch in (("", 4, 32), ("", 3, 33), ("", 5, 30), ("--accumulate 16", 4, 64), ("", 100, 100)):
+        args = arguments(words)
+        train.check(args, size)
+        assert args.global_batch == batch
 
 
 def test_a_damaged_checkpoint_is_passed_over(ranks, tmp_path):
@@ -238,8 +379,9 @@ def test_a_damaged_checkpoint_is_passed_over(ranks, tmp_path):
         ("--stage 4", "invalid choice: 4"),
         ("--steps 0", "--steps must be 1 or more, not 0"),
         ("--ranks 0", "--ranks must be 1 or more"),
-        ("--ranks 3", "--global-batch 32 cannot be shared by 3 ranks with 1 micro-batches each"),
-        ("--accumulate 16", "must be a multiple of 64"),
+        ("--ranks 3 --global-batch 32", "--global-batch 32 cannot be shared by 3 ranks with 1 micro-batches each"),
+        ("--global-batch 32 --accumulate 16", "must be a multiple of 64"),
+        ("--accumulate 0", "--accumulate must be 1 or more"),
         ("--lr nan", "--lr must be a number above 0"),
         ("--clip 0", "--clip must be a number above 0"),
         ("--width 30", "--width must be a multiple of 4"),

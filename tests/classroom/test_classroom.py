@@ -20,7 +20,7 @@ from jupyter_client.blocking import BlockingKernelClient
 from rich.console import Console
 from test_launch import wait_until
 
-from zerolab.classroom import board, run
+from zerolab.classroom import board, labs, run
 from zerolab.classroom.broker import Entry
 from zerolab.cli import main
 from zerolab.lab.exercises.judge import digest
@@ -31,6 +31,7 @@ pytestmark = [
     pytest.mark.timeout(240),
     pytest.mark.skipif(not sys.platform.startswith("linux"), reason="the classroom is for Linux"),
 ]
+ROOT = Path(__file__).resolve().parents[2]
 START = 90.0  # seconds until labs answer, on a busy machine
 
 
@@ -152,6 +153,7 @@ def room(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Room]:
 def test_each_lab_takes_its_own_token_alone(room: Room) -> None:
     rows = room.handout()
     assert len({row["port"] for row in rows}) == len({row["token"] for row in rows}) == 3
+    assert b"\r" not in (room.folder / "handout.csv").read_bytes()  # curl would take it for a part of the address
     for row in rows:
         assert row["address"] == f"http://127.0.0.1:{row['port']}/lab/tree/00_welcome.ipynb?token={row['token']}"
         taken = [request(row, "contents", token) for token in ["", *(other["token"] for other in rows)]]
@@ -241,6 +243,40 @@ def _words(process: psutil.Process) -> list[str]:
     return []
 
 
+def test_the_teacher_opens_and_closes_solutions(room: Room) -> None:
+    """The link at the end of a lesson leads to the solution, or to a page that says that it is not open."""
+    rows, name = room.handout(), "03_data_parallel.ipynb"
+    lesson = request(rows[0], f"contents/{name}", rows[0]["token"])["content"]
+    assert any(f"(../solutions/{name})" in cell["source"] for cell in lesson["cells"])
+
+    def shown(row: dict[str, str], name: str = name) -> str:
+        return str(request(row, f"contents/solutions/{name}", row["token"])["content"]["cells"])
+
+    assert all(labs.CLOSED in shown(row) for row in rows)
+    # JupyterLab saves a page with other metadata than it was written with; a student may write into one.
+    page = room.folder / "student-01/work/solutions" / name
+    page.write_text(json.dumps(json.loads(page.read_text()), indent=3))
+    written = room.folder / "student-02/work/solutions" / name
+    written.write_text(page.read_text().replace(labs.CLOSED, "my notes"))
+
+    shutil.copy(ROOT / "solutions" / name, room.folder / "solutions")
+    wait_until(lambda: all("Weight each rank's loss" in shown(row) for row in (rows[0], rows[2])), 60.0)
+    assert "my notes" in shown(rows[1]) and "Weight each" in shown(rows[1], name.replace(".ipynb", ".new.ipynb"))
+    assert all(labs.CLOSED in shown(row, "04_zero1.ipynb") for row in rows)
+    (room.folder / "solutions" / name).unlink()
+    wait_until(lambda: all(labs.CLOSED in shown(row) for row in (rows[0], rows[2])), 60.0)
+
+
+def test_all_solutions_may_be_open(tmp_path: Path) -> None:
+    room = Room(tmp_path, "--students", 1, "--solutions")
+    try:
+        room.wait_for("addresses and tokens", START)
+        for solution in (ROOT / "solutions").glob("*.ipynb"):
+            assert (room.folder / "student-01/work/solutions" / solution.name).read_bytes() == solution.read_bytes()
+    finally:
+        assert not room.end(signal.SIGTERM)
+
+
 def test_a_lab_that_dies_comes_back_where_it_was(room: Room) -> None:
     row = room.handout()[2]
     notebook = Notebook(room, row)
@@ -307,6 +343,16 @@ def test_the_board_trusts_nothing_that_a_student_may_write(tmp_path: Path) -> No
     figure = board.picture(room)
     assert "5 predictions by 6 students" in " ".join(text.get_text() for text in figure.texts)  # one was skipped
     figure.savefig(io.BytesIO())
+
+
+def test_the_board_of_a_class_that_has_only_begun(tmp_path: Path) -> None:
+    (tmp_path / "student-01/work/my").mkdir(parents=True)
+    said = ["No exercise passes yet (1 student).", "Nothing has been predicted yet."]
+    assert board.room_view(board.rooms(tmp_path)) == said
+    (tmp_path / "student-01/work/my/progress.json").write_text('{"predictions": {"01.1": 48}}')
+    passed, predicted = board.room_view(board.rooms(tmp_path))
+    assert passed == said[0]
+    assert [column.header for column in predicted.columns] == ["", "answers", "students", "median"]
 
 
 def test_the_teachers_table_fits_on_a_terminal_of_80_columns() -> None:

@@ -145,6 +145,8 @@ def test_gantt(measured, tmp_path):
     assert "% of the time of backward's collectives" in sentence
     with pytest.raises(ValueError, match="no trace"):
         plots.gantt([])
+    figure, _ = plots.gantt(measured[2][1][1])
+    assert [label.get_text() for label in figure.axes[0].get_yticklabels()] == ["rank 1"]
 
 
 def ring(n):

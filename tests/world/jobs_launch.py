@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch.utils.data import DataLoader
 
 from zerolab.world.environment import init
-from zerolab.world.processes import Ranks
+from zerolab.world.processes import Ranks, launch
 
 TEN_MINUTES = 600
 
@@ -43,6 +43,14 @@ def total(x):
 
 def echo(value):
     return value
+
+
+def nest(nested):
+    """What becomes of a launch inside a rank: its result, or the first line of its refusal."""
+    try:
+        return launch(echo, 1, "inner", timeout=60.0, nested=nested)
+    except RuntimeError as why:
+        return str(why)
 
 
 def threads():

@@ -19,7 +19,7 @@ import torch
 from jobs_common import PYTHONPATH
 
 from zerolab.world.environment import first_host, init, read_place
-from zerolab.world.processes import Patience, RankError, Ranks, launch
+from zerolab.world.processes import AlreadyRanks, Patience, RankError, Ranks, launch
 
 pytestmark = pytest.mark.alone
 
@@ -335,6 +335,23 @@ for fn, args in ((f, ()), (jobs_launch.echo, (Thing(),)), (jobs_launch.echo, ([f
 def test_ranks_that_are_no_number(ranks) -> None:
     with pytest.raises(ValueError, match="ranks="):
         launch(jobs_launch.echo, ranks, 1)
+
+
+def test_ranks_start_no_ranks_by_accident(four: Ranks, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Neither those of a pool nor those of torchrun and srun; a world of one rank may."""
+    for rank, said in enumerate(four.run(jobs_launch.nest, False, ranks=2)):
+        assert said.startswith(f"this process is rank {rank} of 2 already, and each of them would start 1 more: call")
+    assert four.run(jobs_launch.nest, True, ranks=2) == [["inner"]] * 2
+    assert four.run(jobs_launch.nest, False, ranks=1) == [["inner"]]
+    for variables in (LOCAL2, SRUN):
+        with monkeypatch.context() as world:
+            for name, value in variables.items():
+                world.setenv(name, value)
+            with pytest.raises(AlreadyRanks, match="already"):
+                launch(jobs_launch.echo, 2, 1)
+    monkeypatch.setenv("SLURM_PROCID", "0")  # a batch script for four tasks is one process
+    monkeypatch.setenv("SLURM_NTASKS", "4")
+    assert Ranks(2).ranks == 2
 
 
 def test_more_ranks_than_the_pool_has(two: Ranks) -> None:

@@ -1,10 +1,12 @@
-"""What the commands share: a parser that answers in one line, readers of arguments, and a check for packages."""
+"""What the commands share: a parser that answers in one line, readers of arguments, checks for packages and files."""
 
 from __future__ import annotations
 
 import argparse
 import importlib
+import tempfile
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any, NoReturn
 
 
@@ -46,3 +48,25 @@ def numbers(text: str) -> list[int]:
         return [int(part) for part in text.split(",")]
     except ValueError:
         raise argparse.ArgumentTypeError(f"{text!r} is not a list of numbers like 0,1,2,3") from None
+
+
+def output(text: str) -> str:
+    """A file that a command will write at its end, as an argument's type: refused before the work if it cannot be."""
+    path = Path(text)
+    try:
+        if path.is_file():
+            path.open("ab").close()
+        elif path.is_dir():
+            raise IsADirectoryError(None, "it is a folder")
+        elif not path.exists():  # a terminal or a pipe is left alone
+            tempfile.TemporaryFile(dir=path.parent).close()
+    except OSError as why:
+        raise argparse.ArgumentTypeError(f"cannot write {text}: {why.strerror}") from None
+    return text
+
+
+def picture(text: str) -> str:
+    """As `output`, for a file that matplotlib draws."""
+    if Path(text).suffix not in (".png", ".svg", ".pdf"):
+        raise argparse.ArgumentTypeError(f"{text}: the name must end in .png, .svg or .pdf")
+    return output(text)

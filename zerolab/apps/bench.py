@@ -333,7 +333,8 @@ def run(ranks: int | None, rounds: int, precisions: list[str], json_file: str | 
 
     ranks = ranks or torch.cuda.device_count() or 2
     if importlib.util.find_spec("deepspeed") is None:
-        print("DeepSpeed is not installed: skipped. (DS_BUILD_OPS=0 pip install --no-build-isolation deepspeed)")
+        print("DeepSpeed is not installed: skipped. To add it, in a checkout:")
+        print("DS_BUILD_OPS=0 pip install --no-build-isolation -c constraints.txt -e '.[bench]'")
     elif "bf16" in precisions:
         print("DeepSpeed's stage 0 has no fp32 masters in bf16, so it would do different work: skipped there.")
     reports, wrong = [], 0
@@ -346,7 +347,7 @@ def run(ranks: int | None, rounds: int, precisions: list[str], json_file: str | 
                 wrong = 1
         print(moved_line(reports[-1]))
     print("Below 1 ours is faster, or holds less. Wall and CPU: median of the rounds' ratios, [95 % interval].")
-    print("above: a step's time above a step without communication, ours over the peer's.")
+    print("Overhead: by how much a step is longer than one without communication, ours over the peer's; 0.50 is half.")
     if rounds < 40:
         print(f"{rounds} rounds are only a trial: use --rounds 40 or more before you compare.")
     if json_file:
@@ -379,7 +380,7 @@ def table(report: dict[str, Any]) -> Any:
 
     loss = ", ".join(f"{value:.4f}" for value in sorted({round(p["loss_ours"], 4) for p in report["pairs"]}))
     title = f"{report['ranks']} ranks, {report['precision']}, {report['rounds']} rounds; first {COMPARED} losses {loss}"
-    result = new_table(title, ["ours : peer"], ["wall", "CPU", "above", "peak"])
+    result = new_table(title, ["ours : peer"], ["wall", "CPU", "overhead", "peak"])
     for pair in report["pairs"]:
         cells = []
         for kind in ("wall", "cpu"):

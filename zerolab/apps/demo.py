@@ -8,7 +8,7 @@ from pathlib import Path
 
 import zerolab
 from zerolab.apps.arguments import need
-from zerolab.lab.ladder import Refused, Report, measure_ladder
+from zerolab.lab.ladder import Report, measure_ladder
 from zerolab.measure import CATEGORIES
 
 
@@ -23,10 +23,9 @@ def run(
 ) -> int:
     """Measure the ladder; print one table and one sentence. Exit status: 0 all is as promised, 1 not.
 
-    Raises `Refused` or `MissingPackage` before any work if an argument makes no sense or a package is missing.
+    Raises `ladder.Refused` or `MissingPackage` before any work if an argument makes no sense or a package is missing.
     """
     need("rich", "tqdm", *(["matplotlib"] if plot_file else []))
-    _check_files(json_file, plot_file)
     report, problems = measure_ladder(ranks, steps, stages, precision, device)
     if json_file:
         Path(json_file).write_text(json.dumps(report, indent=1) + "\n")
@@ -98,12 +97,3 @@ def _held(sizes: dict[str, int]) -> list[str]:
 
 def _mb(size: float) -> str:
     return f"{size / 1e6:.1f}"
-
-
-def _check_files(json_file: str | None, plot_file: str | None) -> None:
-    """Raises Refused now rather than after the work is done."""
-    for option, file in (("--json", json_file), ("--plot", plot_file)):
-        if file and (Path(file).is_dir() or not Path(file).absolute().parent.is_dir()):
-            raise Refused(f"{option} {file}: cannot write there")
-    if plot_file and Path(plot_file).suffix not in (".png", ".svg", ".pdf"):
-        raise Refused(f"--plot {plot_file}: the name must end in .png, .svg or .pdf")

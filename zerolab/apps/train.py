@@ -6,14 +6,17 @@
 
 Run the same command again and it resumes from the newest checkpoint; so do torchrun's restarts. The samples of a step
 depend only on the seed and the step. A run that resumes on another number of ranks therefore sees the same samples, and
-on the same number it ends with the same parameters (on the CPU bit for bit) as if it had never stopped.
+on the same number it ends with the same parameters (on the CPU bit for bit) as if it had never stopped. (A batch that
+was left to the task is rounded to what the ranks can share. To resume on another number of ranks, give --global-batch.)
 
-Read from the top: arguments, task (data and model), run_rank (shard, loop), validation, checkpoints, metrics, stop.
+Read from the top: arguments, task (data and model), run_rank (lock, shard, loop), validation, checkpoints, metrics,
+stop.
 """
 
 from __future__ import annotations
 
 import argparse
+import fcntl
 import hashlib
 import io
 import json
@@ -24,11 +27,12 @@ import re
 import resource
 import secrets
 import signal
+import socket
 import struct
 import sys
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext, redirect_stderr
+from contextlib import contextmanager, nullcontext, redirect_stderr, suppress
 from functools import lru_cache, partial
 from importlib.util import find_spec
 from pathlib import Path
@@ -52,6 +56,7 @@ DEFAULTS = {  # layers, width, samples per step, learning rate
     "pairs": (1, 64, 64, 3e-3),
 }
 HEADS, PAIR_WORDS, VALIDATION_BATCH = 4, 40, 64
+SAY_EVERY = 10.0  # seconds between lines where there is no terminal for a bar
 PRECISIONS = {
     "fp32": None,
     "bf16": zerolab.Precision(torch.bfloat16),
@@ -72,7 +77,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     say("--data", metavar="PATH", help="a text file; the folder of CIFAR-10's binary version; MRPC (default: built in)")
     say("--stage", type=int, choices=range(4), default=2, help="0: DDP, 1 to 3: ZeRO (default 2)")
     say("--steps", type=int, default=200, help="optimizer steps of the whole run (default 200)")
-    say("--global-batch", type=int, metavar="N", help="samples per step, shared by the ranks (default: the task's)")
+    say(
+        "--global-batch",
+        type=int,
+        metavar="N",
+        help="samples per step, a multiple of ranks times micro-batches (default: the one nearest to the task's)",
+    )
     say(
         "--accumulate",
         type=int,
@@ -107,8 +117,10 @@ def check(args: argparse.Namespace, ranks: int) -> None:
     """Fill in the task's defaults. Raises Refused for arguments that make no sense."""
     if find_spec("tqdm") is None:
         raise Refused("this needs tqdm: pip install 'zerolab[lab]'")
-    defaults = zip(("layers", "width", "global_batch", "lr"), DEFAULTS[args.task], strict=True)
-    for name, value in defaults:
+    layers, width, batch, lr = DEFAULTS[args.task]
+    multiple = ranks * max(1, args.accumulate)
+    defaults = {"layers": layers, "width": width, "global_batch": max(1, round(batch / multiple)) * multiple, "lr": lr}
+    for name, value in defaults.items():
         if getattr(args, name) is None:
             setattr(args, name, value)
     numbers = ("steps", "global_batch", "accumulate", "layers", "width", "context", "validate_every", "save_every")
@@ -119,10 +131,10 @@ def check(args: argparse.Namespace, ranks: int) -> None:
         value = getattr(args, name)
         if value is not None and not 0 < value < math.inf:
             raise Refused(f"--{name} must be a number above 0, not {value}")
-    if args.global_batch % (ranks * args.accumulate):
+    if args.global_batch % multiple:
         raise Refused(
             f"--global-batch {args.global_batch} cannot be shared by {ranks} ranks with {args.accumulate} micro-batches"
-            f" each: it must be a multiple of {ranks * args.accumulate}"
+            f" each: it must be a multiple of {multiple}"
         )
     if args.width % HEADS:
         raise Refused(f"--width must be a multiple of {HEADS}, not {args.width}")
@@ -221,8 +233,17 @@ def run_rank(args: argparse.Namespace) -> int:
     comm = zerolab.Comm(None, device)
     task = agree_on_task(args, comm)
 
+    first = comm.rank == 0  # only this one locks, and tells the others
+    with together(comm, "lock of the checkpoints", lambda: Lock(args.checkpoint if first else None)):
+        together(comm, "look for the checkpoints' folder", lambda: see(args.checkpoint))
+        return train_task(args, task, comm)
+
+
+def train_task(args: argparse.Namespace, task: Task, comm: zerolab.Comm) -> int:
+    device = comm.device
     torch.manual_seed(args.seed)
     model = task.model().to(device)
+    parameters = sum(param.numel() for param in model.parameters())
     options = {"offload": args.offload} if args.offload else {}
     zero = zerolab.shard(model, args.stage, units=task.units, precision=PRECISIONS[args.precision], **options)
     optimizer = torch.optim.AdamW(model.parameters(), lr=args.lr)
@@ -231,8 +252,15 @@ def run_rank(args: argparse.Namespace) -> int:
     run = Run(args, task, zero, optimizer, scaler)
     begin = run.resume()
     metrics = together(comm, "start of metrics", lambda: Metrics(args.metrics if zero.rank == 0 else None, begin))
+    if begin < args.steps:
+        run.say(
+            f"{args.task}: a model of {parameters:,} parameters, stage {zero.stage} ({type(zero).__name__}) on "
+            f"{zero.world_size} rank{'s' * (zero.world_size > 1)}, {args.precision}, {batch_of(args)}, "
+            f"steps {begin + 1} to {args.steps}"
+        )
     with stop_signals() as came, progress(zero, begin, args.steps) as bar, metrics:
         step, stop = begin, False
+        said = (step, time.monotonic())
         while step < args.steps and not stop:
             started = time.perf_counter()
             loss, norm = train_step(args, task, zero, optimizer, scaler, step)
@@ -253,10 +281,16 @@ def run_rank(args: argparse.Namespace) -> int:
             )
             bar.set_postfix(loss=f"{loss:.3f}", refresh=False)
             bar.update()
+            waited = time.monotonic() - said[1]
             if step % args.validate_every == 0 or step == args.steps:
                 found = validate(zero, task)
                 metrics.write(step=step, **found)
                 run.say(f"step {step}: loss {loss:.4f}, " + ", ".join(f"{key} {found[key]:.4f}" for key in found))
+                said = (step, time.monotonic())
+            elif bar.disable and waited >= SAY_EVERY:
+                speed = (step - said[0]) / waited
+                run.say(f"step {step} of {args.steps}: loss {loss:.4f}, {speed:.3g} steps per second")
+                said = (step, time.monotonic())
             if step % args.save_every == 0 or step == args.steps or stop:
                 run.save(step)
     if step < args.steps:
@@ -265,6 +299,12 @@ def run_rank(args: argparse.Namespace) -> int:
     elif begin >= args.steps:
         run.say(f"nothing to do: the run has completed {begin} steps, and --steps is {args.steps}")
     return step
+
+
+def batch_of(args: argparse.Namespace) -> str:
+    """Samples per step, and why it is another number than the task's."""
+    usual = DEFAULTS[args.task][2]
+    return f"{args.global_batch} samples per step" + (f" (usually {usual})" if args.global_batch != usual else "")
 
 
 def train_step(
@@ -326,6 +366,67 @@ def validate(zero: zerolab.Engine, task: Task) -> dict[str, float]:
 
 
 # -- checkpoints -----------------------------------------------------------------------------------------------------
+
+
+class Lock:
+    """Holds a folder of checkpoints for one run, and makes it: two runs would delete each other's. None: holds nothing.
+
+    A process that is killed loses the lock, on NFS too; only the file remains.
+    """
+
+    def __init__(self, path: str | None) -> None:
+        self.file: Any = None
+        self.made: list[Path] = []
+        if path is None:
+            return
+        folder = Path(path)
+        self.made = [each for each in (folder, *folder.parents) if not each.exists()]
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+            while self.file is None:
+                self.file = self._take(folder / ".lock", path)
+        except OSError as why:
+            self.__exit__()
+            raise Refused(f"--checkpoint {path}: cannot write there: {why.strerror}") from None
+
+    def _take(self, path: Path, folder: str) -> Any:
+        """The locked file; None if it was removed meanwhile, by a run that ended."""
+        file = open(path, "a+")  # noqa: SIM115
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            file.seek(0)
+            other = file.read()
+            file.close()
+            raise Refused(f"--checkpoint {folder}: another run saves there ({other}): use another folder") from None
+        except OSError:  # a file system without locks
+            return file
+        with suppress(FileNotFoundError):
+            if os.path.samestat(os.fstat(file.fileno()), path.stat()):
+                file.truncate(0)
+                file.write(f"process {os.getpid()} on {socket.gethostname()}")
+                file.flush()
+                return file
+        file.close()
+        return None
+
+    def __enter__(self) -> Lock:
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        """Remove what this run has made and not used."""
+        if self.file is not None:
+            with suppress(OSError):
+                os.unlink(self.file.name)  # before another run can take it
+            self.file.close()
+        for folder in self.made:
+            with suppress(OSError):
+                folder.rmdir()  # if it is empty
+
+
+def see(checkpoint: str | None) -> None:
+    if checkpoint and not Path(checkpoint).is_dir():
+        raise Refused(f"--checkpoint {checkpoint}: rank 0 has this folder, and all must see the same file system")
 
 
 class Run:

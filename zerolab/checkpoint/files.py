@@ -15,6 +15,8 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -53,6 +55,17 @@ def dtype_name(name: str, tensor: Tensor) -> str:
     return NAMES[tensor.dtype]
 
 
+@contextmanager
+def naming(path: Path) -> Iterator[None]:
+    """Put the path into errors of writing and flushing. A full disk does not name it."""
+    try:
+        yield
+    except OSError as why:
+        if why.errno is None or why.filename is not None:
+            raise
+        raise OSError(why.errno, why.strerror, str(path)) from why
+
+
 def write_file(path: Path, tensors: dict[str, Tensor]) -> dict[str, Any]:
     """Write flat tensors to a new file and flush it to disk.
 
@@ -70,7 +83,7 @@ def write_file(path: Path, tensors: dict[str, Tensor]) -> dict[str, Any]:
     text += b" " * (-len(text) % 8)
     head = len(text).to_bytes(8, "little") + text
     written = {}
-    with open(path, "xb") as file:
+    with naming(path), open(path, "xb") as file:
         file.write(head)
         for name, tensor in tensors.items():
             at = file.tell()

@@ -9,7 +9,7 @@ from typing import Any
 
 from torch.optim import Optimizer
 
-from zerolab.checkpoint.files import CHUNK, NAMES, CheckpointError, digest, dtype_name
+from zerolab.checkpoint.files import CHUNK, NAMES, CheckpointError, digest, dtype_name, naming
 from zerolab.checkpoint.state import buffers, extra_state, group_values, names_in_groups, parameters
 from zerolab.engine.engine import Engine
 
@@ -74,7 +74,7 @@ def build_manifest(
 def write_manifest(folder: Path, content: dict[str, Any]) -> None:
     """Write manifest.json into `folder`, with its checksum, and flush it to disk."""
     text = json.dumps(content)
-    with open(folder / MANIFEST, "x", encoding="utf-8") as file:
+    with naming(folder / MANIFEST), open(folder / MANIFEST, "x", encoding="utf-8") as file:
         json.dump({"checksum": digest(_canonical(json.loads(text))), "content": json.loads(text)}, file, indent=1)
         file.flush()
         os.fsync(file.fileno())

@@ -88,22 +88,30 @@ def predictions(room: Iterable[Progress]) -> dict[str, Counter]:
 
 
 def room_view(room: Mapping[str, Progress]) -> list[Any]:
-    """Tables without names, for everyone to see: how many pass each exercise, and how the predictions spread."""
+    """Tables without names, for everyone to see: how many pass each exercise, and how the predictions spread.
+
+    A sentence stands in place of a table in which there is nothing yet.
+    """
     from rich.markup import escape
 
     from zerolab.measure.units import table
 
-    exercises = table(f"exercises that pass, of {len(room)} students", ["", "exercise"], ["pass"])
+    students = f"{len(room)} student{'s' * (len(room) > 1)}"
+    exercises = table(f"How many of {students} pass each exercise", ["", "exercise"], ["pass"])
     for id, asked in EXERCISES.items():
         many = sum(id in one.passed for one in room.values())
         exercises.add_row(id, asked.title, f"{many} {'█' * round(12 * many / max(1, len(room))):<12}")
-    guesses = table("predictions", ["", "answers"], ["said", "median"])
+    guesses = table("What was predicted, and how often", ["", "answers"], ["students", "median"])
     for id, counter in predictions(room.values()).items():
         numbers = [one.numbers[id] for one in room.values() if id in one.numbers]
         said = sum(many for answer, many in counter.items() if answer != SKIPPED)
         median = f"{statistics.median(numbers):,.4g}" if len(numbers) > 1 else ""
         guesses.add_row(id, escape(spread(counter)), str(said), median)
-    return [exercises, guesses]
+    passed = any(one.passed for one in room.values())
+    return [
+        exercises if passed else f"No exercise passes yet ({students}).",
+        guesses if guesses.rows else "Nothing has been predicted yet.",
+    ]
 
 
 def spread(counter: Counter) -> str:

@@ -2,8 +2,9 @@
 
     class/                 belongs to the user who runs the classroom; closed to others
         handout.csv        who gets which address and token
+        solutions/         the solutions that are open: the teacher puts them here, and takes them away
         student-01/        the student's home: settings, logs
-            work/          what the student sees: copies of the lessons, and my/ with answers and progress
+            work/          what the student sees: copies of lessons and solutions, and my/ with answers and progress
 
 All students run as this user and share one set of packages (shield.py). That keeps them out of each other's way; it
 stops accidents, not malice. Linux only: it needs Linux's signal at a parent's death and its adoption of orphans.
@@ -35,7 +36,7 @@ import psutil
 
 from zerolab.classroom import shield
 from zerolab.classroom.broker import Broker
-from zerolab.lab.__main__ import REMEMBERED, copy_lessons
+from zerolab.lab.__main__ import REMEMBERED, copy_lessons, copy_notebooks
 from zerolab.lab.ranks import lease, notices, turns
 
 START_TIMEOUT = 120.0  # seconds until a JupyterLab must answer
@@ -49,6 +50,8 @@ SETTINGS = {
     "notebook-extension/tracker": '{"kernelShutdown": true}',  # closing a notebook ends its kernel and its ranks
     "apputils-extension/notification": '{"fetchNews": "false", "checkForUpdates": false}',
 }
+
+CLOSED = "This solution is not open yet. When your teacher has opened it, close this page and follow the link again."
 
 # However the classroom ends, its labs must not outlive it. This comes last, as a change of user would undo it.
 LAST = "import ctypes, os, sys; ctypes.CDLL(None).prctl(1, 15); os.getppid() == int(sys.argv[1]) or sys.exit('orphan')"
@@ -106,6 +109,8 @@ class Classroom:
         self.labs: list[Lab] = []
         self.broker = Broker(gpus, lease_seconds)
         self._lessons = Path()
+        self._solutions: dict[str, bytes] = {}  # what the last link of each lesson leads to
+        self._opened: dict[Path, int] = {}  # the solutions that are open, and when they were written
         self._names = [f"student-{number:02}" for number in range(1, students + 1)]
         self._lock: int | None = None
         self._scratch_folder: Path | None = None
@@ -116,8 +121,8 @@ class Classroom:
         assert self._scratch_folder is not None, "the classroom is not open"
         return self._scratch_folder
 
-    def open(self, lessons: Path) -> None:
-        """Make the folders. `look` then starts the labs."""
+    def open(self, lessons: Path, solutions: Path | None = None) -> None:
+        """Make the folders. `look` then starts the labs. solutions: those in this folder are open from the start."""
         self._lessons = lessons
         self.folder.mkdir(parents=True, exist_ok=True, mode=0o700)
         self._lock = os.open(self.folder / ".lock", os.O_CREAT | os.O_RDWR | os.O_CLOEXEC, 0o600)
@@ -127,6 +132,11 @@ class Classroom:
             raise Refused(f"another classroom is running in {self.folder}: end it, or name another --folder") from None
         self.folder.chmod(0o700)
         ctypes.CDLL(None).prctl(36, 1)  # PR_SET_CHILD_SUBREAPER: processes that students leave behind become ours
+        self.solutions.mkdir(exist_ok=True)
+        if solutions is not None:
+            for solution in solutions.glob("*.ipynb"):
+                shutil.copy(solution, self.solutions)
+        self._look_at_solutions()
         known = self._read_handout()
         taken: set[int] = set()
         for name in self._names:
@@ -156,6 +166,10 @@ class Classroom:
     def handout(self) -> Path:
         return self.folder / "handout.csv"
 
+    @property
+    def solutions(self) -> Path:
+        return self.folder / "solutions"
+
     def _read_handout(self) -> dict[str, tuple[int, str]]:
         """The ports and tokens of last time, so that what was handed out stays valid."""
         if not self.handout.exists():
@@ -171,7 +185,7 @@ class Classroom:
         new = self.handout.with_suffix(".new")
         new.unlink(missing_ok=True)
         with os.fdopen(os.open(new, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o600), "w", newline="") as file:
-            table = csv.writer(file)
+            table = csv.writer(file, lineterminator="\n")  # for shells: `\r` would be part of the address
             table.writerow(["student", "port", "token", "address"])
             for lab in self.labs:
                 address = f"http://{f'[{host}]' if ':' in host else host}:{lab.port}{lab.page}?token={lab.token}"
@@ -191,6 +205,7 @@ class Classroom:
             lines = [f"the lessons were not updated: {lab.work / REMEMBERED} is damaged ({error}): delete it"]
         for line in lines:
             self.tell(f"{lab.student}: {line}")
+        self._hand_out_solutions(lab)
         file = lab.home / ".jupyter/jupyter_server_config.json"
         file.parent.mkdir(exist_ok=True)
         file.touch(0o600)
@@ -201,6 +216,31 @@ class Classroom:
             setting.parent.mkdir(parents=True, exist_ok=True)
             if not setting.exists():
                 setting.write_text(text + "\n")
+
+    def _look_at_solutions(self) -> bool:
+        """Whether solutions were opened or closed since the last look."""
+        before, self._opened = self._opened, {}
+        for solution in self.solutions.glob("*.ipynb"):
+            with suppress(OSError):  # it was taken away just now
+                self._opened[solution] = solution.stat().st_mtime_ns
+        if self._solutions and self._opened == before:
+            return False
+        for lesson in sorted(self._lessons.glob("*.ipynb")):
+            self._solutions[lesson.name] = _closed(lesson)
+            if (solution := self.solutions / lesson.name) in self._opened:
+                with suppress(OSError):
+                    self._solutions[lesson.name] = solution.read_bytes()
+        return True
+
+    def _hand_out_solutions(self, lab: Lab) -> None:
+        """Put them, or pages that say that they are not open, where the links lead: JupyterLab shows nothing above its
+        root, so `../solutions` is in it."""
+        try:  # JupyterLab may have saved such a page with other metadata, which is no reason to keep it
+            lines = copy_notebooks(self._solutions, lab.work / "solutions", _is_closed)
+        except (OSError, ValueError) as error:
+            lines = [f"the solutions were not updated: {error}"]
+        for line in lines:
+            self.tell(f"{lab.student}: {line}")
 
     def _free_port(self, first: int, taken: Iterable[int]) -> int:
         for port in range(first, 65536):
@@ -213,6 +253,9 @@ class Classroom:
     def look(self) -> None:
         """Start the labs that are not running, a few at a time, and clean up after processes that have ended."""
         now, starting = time.monotonic(), 0
+        if self._look_at_solutions():
+            for lab in self.labs:
+                self._hand_out_solutions(lab)
         for lab in self.labs:
             if lab.process is not None and lab.process.poll() is not None:
                 self.tell(f"{lab.student}: JupyterLab ended with {lab.process.returncode}; starting it again")
@@ -336,6 +379,18 @@ class Classroom:
             shutil.rmtree(self._scratch_folder, ignore_errors=True)
         if self._lock is not None:
             os.close(self._lock)
+
+
+def _closed(lesson: Path) -> bytes:
+    """The page in place of a solution."""
+    cell = {"cell_type": "markdown", "id": "closed", "metadata": {}, "source": CLOSED}
+    return json.dumps(json.loads(lesson.read_bytes()) | {"cells": [cell]}).encode()
+
+
+def _is_closed(notebook: bytes) -> bool:
+    with suppress(ValueError, KeyError, TypeError):
+        return ["".join(cell["source"]) for cell in json.loads(notebook)["cells"]] == [CLOSED]
+    return False
 
 
 def _is_free(ip: str, port: int) -> bool:

@@ -38,6 +38,7 @@ def hold(
     lease_minutes: float,
     memory: float,
     processes: int,
+    solutions: bool,
 ) -> int:
     """Hold a classroom until Ctrl-C or SIGTERM. Returns exit status 0. Raises Refused if it cannot begin."""
     if not sys.platform.startswith("linux"):
@@ -54,7 +55,8 @@ def hold(
         raise Refused(f"--port must be from 1024 to 65000, not {port}")
     if not open_to_network and not only_here(ip):
         raise Refused(f"--ip {ip}: {OPEN.replace('8888', str(port))}")
-    lessons = Path(__file__).resolve().parents[2] / "lessons"
+    course = Path(__file__).resolve().parents[2]
+    lessons = course / "lessons"
     if not any(lessons.glob("*.ipynb")):
         raise Refused(f"there are no lessons in {lessons}: run this in a checkout of the course")
     names, rehearsal = lent_gpus(gpus)
@@ -71,7 +73,7 @@ def hold(
             print(
                 f"{in_bytes(free)} of memory is free, but {students} notebooks with four ranks each need about {need}"
             )
-        room.open(lessons)
+        room.open(lessons, course / "solutions" if solutions else None)
         print(f"addresses and tokens: {room.handout} (only you can read it); Ctrl-C ends everything", flush=True)
         _attend(room, Watch(room.labs, memory * 1e9, processes, room.tell), ended)
     finally:

@@ -12,6 +12,7 @@ import ipaddress
 import json
 import os
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 OPEN = (
@@ -24,22 +25,30 @@ REMEMBERED = ".copied.json"  # in work/: the digest of each lesson as it was cop
 
 def copy_lessons(lessons: Path, work: Path) -> list[str]:
     """Bring the copies in `work` up to date. Returns a line for each changed lesson whose copy was left alone."""
+    return copy_notebooks({lesson.name: lesson.read_bytes() for lesson in sorted(lessons.glob("*.ipynb"))}, work)
+
+
+def copy_notebooks(
+    notebooks: dict[str, bytes], work: Path, ours: Callable[[bytes], bool] = lambda notebook: False
+) -> list[str]:
+    """As `copy_lessons`, for notebooks by name. ours: whether a changed copy is to be replaced all the same."""
     work.mkdir(parents=True, exist_ok=True)
     memory = work / REMEMBERED
     copied: dict[str, str] = json.loads(memory.read_text()) if memory.exists() else {}
     lines = []
-    for lesson in sorted(lessons.glob("*.ipynb")):
-        new, mine = lesson.read_bytes(), work / lesson.name
-        if copied.get(lesson.name) == _digest(new) and mine.exists():
+    for name, new in notebooks.items():
+        mine = work / name
+        if copied.get(name) == _digest(new) and mine.exists():
             continue  # nothing new
-        if not mine.exists() or mine.read_bytes() == new or _digest(mine.read_bytes()) == copied.get(lesson.name):
+        there = mine.read_bytes() if mine.exists() else new
+        if there == new or _digest(there) == copied.get(name) or ours(there):
             _write(mine, new)
-            copied[lesson.name] = _digest(new)
+            copied[name] = _digest(new)
             continue
         beside = mine.with_suffix(".new.ipynb")
         if not beside.exists() or beside.read_bytes() != new:
             _write(beside, new)
-        lines.append(f"{lesson.name} has changed in the course. Your copy was left alone; the new one is {beside}")
+        lines.append(f"{name} has changed in the course. Your copy was left alone; the new one is {beside}")
     _write(memory, (json.dumps(copied, indent=1) + "\n").encode())
     return lines
 

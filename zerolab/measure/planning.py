@@ -59,8 +59,9 @@ def plan(
     Raises ValueError for an unknown name, for sizes below 1, and if activations leave no memory.
     """
     settings, kept = _choose("precision", precision, PRECISIONS), _choose("optimizer", optimizer, OPTIMIZERS)
-    if not (parameters >= 1 and ranks >= 1):
-        raise ValueError(f"parameters and ranks must be 1 or more, not {parameters} and {ranks}")
+    for name, value in (("parameters", parameters), ("ranks", ranks)):
+        if not value >= 1:
+            raise ValueError(f"{name} must be 1 or more, not {value:g}")
     if activations < 0 or (memory is not None and memory <= activations):
         raise ValueError(f"activations of {in_bytes(activations)} leave nothing of {in_bytes(memory or 0)} per GPU")
     rows = []

@@ -34,9 +34,13 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from zerolab.world.environment import TORCHRUN, at_return, init, meet_in
+from zerolab.world.environment import TORCHRUN, Place, at_return, init, meet_in, read_place
 
 LEAVE_TIMEOUT = 10.0  # seconds to leave a process group, or to end
+
+
+class AlreadyRanks(RuntimeError):
+    """This process is one of several ranks already, each of which would start more."""
 
 
 class RankError(RuntimeError):
@@ -54,12 +58,14 @@ def launch(
     timeout: float = 600.0,
     group_timeout: float = 60.0,
     threads: int | None = None,
+    nested: bool = False,
 ) -> list[Any]:
     """Run the importable `fn(*args)` on `ranks` fresh processes; return their results in rank order.
 
-    `with Ranks(ranks) as pool` starts the processes once for several runs; `Ranks.run` says which errors there are.
+    `with Ranks(ranks) as pool` starts the processes once for several runs; `Ranks` and `Ranks.run` say which errors
+    there are.
     """
-    with Ranks(ranks, threads) as pool:
+    with Ranks(ranks, threads, nested) as pool:
         return pool.run(fn, *args, timeout=timeout, group_timeout=group_timeout)
 
 
@@ -96,10 +102,14 @@ class Ranks:
 
     Each computes with `threads` threads, by default an equal share of the cores. Everything listens on the
     loopback interface only. The next run finds whatever a function leaves behind in modules, random states too.
+
+    Raises AlreadyRanks inside a rank that torchrun, srun or another pool has started, unless `nested`.
     """
 
-    def __init__(self, ranks: int, threads: int | None = None) -> None:
+    def __init__(self, ranks: int, threads: int | None = None, nested: bool = False) -> None:
         self.ranks = _positive("ranks", ranks)
+        if not nested:
+            _refuse_inside_a_rank(ranks)
         cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
         self.threads = max(1, cores // ranks) if threads is None else _positive("threads", threads)
         self._processes: list[tuple[BaseProcess, Connection]] = []  # the pipe: tasks there, replies back
@@ -232,6 +242,19 @@ class Ranks:
             lines.append(f"rank {rank} {replies[rank].summary}")
             lines += [replies[rank].text] * (replies[rank].verdict == "late")
         return RankError("\n".join(line for line in lines if line), first, replies[first].text)
+
+
+def _refuse_inside_a_rank(ranks: int) -> None:
+    try:
+        here = read_place(os.environ)
+    except RuntimeError:  # an incomplete environment, such as a batch script's, is no rank's
+        here = Place()
+    if here.world_size > 1:
+        raise AlreadyRanks(
+            f"this process is rank {here.rank} of {here.world_size} already, and each of them would start {ranks} more:"
+            " call the function itself, where zerolab.init() joins the ranks that there are, or start the program once,"
+            " with python alone (or pass nested=True, if you mean it)"
+        )
 
 
 def _positive(name: str, value: int) -> int:

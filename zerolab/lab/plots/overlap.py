@@ -18,12 +18,15 @@ OPS = {"reduce_scatter": "", "all_gather": "////", "all_reduce": "xxxx", "broadc
 WAIT = "#1a1a1a"
 
 
-def gantt(traces: Sequence[Trace]) -> tuple[Figure, str]:
+def gantt(traces: Trace | Sequence[Trace]) -> tuple[Figure, str]:
     """Every rank's `measure.trace` of the same step, on one clock: above what the rank computes, below what it sends.
+    One trace is drawn alone.
 
     Control messages are left out. A black bar below is a wait: the rank stands still for a collective. The score is the
     mean of the ranks' `overlap`.
     """
+    if isinstance(traces, Trace):
+        traces = [traces]
     if not traces:
         raise ValueError("no trace to draw")
     begin = min(start for trace in traces for start, _ in _moments(trace))

@@ -26,7 +26,8 @@ import torch.nn.functional as F
 
 def flat_buffer(params, world_size):
     ends = torch.tensor([param.numel() for param in params]).cumsum(0).tolist()
-    flat = torch.empty(ends[-1] + (world_size - ends[-1] % world_size) % world_size, dtype=params[0].dtype, device=params[0].device)
+    size = ends[-1] + (world_size - ends[-1] % world_size) % world_size
+    flat = torch.empty(size, dtype=params[0].dtype, device=params[0].device)
     flat[ends[-1] :] = 0
     views = []
     for end, param in zip(ends, params):

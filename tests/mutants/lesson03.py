@@ -38,7 +38,7 @@ def average(params):
 AVERAGE_MUTANTS = {
     "waits for the last only": (
         edit(AVERAGE_ASYNC, "    for work in started:\n        work.wait()", "    started[-1].wait()"),
-        "a forgotten wait: all_reduce was started once",
+        "a forgotten wait: all_reduce was started 3 times",
     ),
     "divides before the wait": (
         """\

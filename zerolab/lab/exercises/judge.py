@@ -133,7 +133,8 @@ def _judge(asked: Exercise, source: str, filename: str, world: World) -> Report:
             likely = "it waits for a message that no rank sends, or sends one that no rank receives"
             return Report(world.rank, "waits", f"stuck{_line_of(error, filename)}", likely)
         what = traceback.format_exception_only(type(error), error)[-1].strip().splitlines()[0]
-        return Report(world.rank, "raised", f"{what}{_line_of(error, filename)}")
+        likely = getattr(error, "likely", "")  # exercise.blamed()
+        return Report(world.rank, "raised", f"{what}{_line_of(error, filename)}", likely)
     return Report(world.rank, "right")
 
 

@@ -53,6 +53,8 @@ class Traffic:
     asynchronous: bool = False
     waited: bool = False
     touched: bool = False  # its result was changed between the start and the wait, and the change is lost
+    meddled: bool = False  # its input was changed between the start and the wait, perhaps before it was sent
+    freed: bool = False  # the memory of its input or its result was given back before the wait
 
     @property
     def in_words(self) -> str:
@@ -71,20 +73,29 @@ class Traffic:
 class Started:
     """What an asynchronous call returns. `wait` fills in the result, nothing does before."""
 
-    def __init__(self, spy: Spy, call: Traffic, work: Any, copies: list[StandIn]) -> None:
+    def __init__(
+        self, spy: Spy, call: Traffic, work: Any, copies: list[StandIn], inputs: list[Tensor] | None = None
+    ) -> None:
         self._spy, self._call, self._work, self._copies = spy, call, work, copies
+        self._inputs = [(tensor, tensor._version) for tensor in inputs or []]
         self._results = [target for target, _, _ in copies]
         self._future: Later | None = None
 
     def wait(self, timeout: timedelta | None = None) -> bool:
         self._spy.wait(self._work, self._call.op)
         self._call.waited = True
+        for tensor, version in self._inputs:
+            self._call.meddled |= tensor._version != version
+            self._call.freed |= _is_freed(tensor)
         with torch.no_grad():
             for target, filled, before in self._copies:
+                if _is_freed(target):
+                    self._call.freed = True
+                    continue
                 # NaN is what fresh memory holds, and differs from itself
                 self._call.touched |= not torch.equal(target.nan_to_num(), before.nan_to_num())
                 target.copy_(filled)
-        self._copies = []
+        self._copies, self._inputs = [], []
         if self._future is not None:
             self._future.fulfil()
         return True
@@ -254,7 +265,8 @@ class Spy:
         copies: list[StandIn] = []
         if asynchronous and arguments.get(filled) is not None:
             arguments[filled], copies = _stand_ins(arguments[filled])
-        started = Started(self, traffic, call.start(), copies)
+        others = [value for name, value in arguments.items() if name != filled] if asynchronous else []
+        started = Started(self, traffic, call.start(), copies, _tensors(others))
         if asynchronous:
             return started
         started.wait()
@@ -322,6 +334,18 @@ def _pickled_bytes(value: Any) -> int:
         return len(pickle.dumps(value))
     except (TypeError, AttributeError, pickle.PicklingError):  # a process group
         return 0
+
+
+def _tensors(value: Any) -> list[Tensor]:
+    """The tensors in `value`, a list of tensors, lists of them and anything else."""
+    if isinstance(value, (list, tuple)):
+        return [tensor for item in value for tensor in _tensors(item)]
+    return [value] if isinstance(value, Tensor) else []
+
+
+def _is_freed(tensor: Tensor) -> bool:
+    end = (int(tensor.storage_offset()) + tensor.numel()) * tensor.element_size()
+    return tensor.numel() > 0 and tensor.is_contiguous() and tensor.untyped_storage().nbytes() < end
 
 
 def _stand_ins(value: Any) -> tuple[Any, list[StandIn]]:

@@ -100,8 +100,8 @@ class World:
         """Inside a block where the check itself gives no None, one that fails the answer is a collective's."""
         try:
             yield
-        except (TypeError, AttributeError, RuntimeError) as error:
-            if calls and ("NoneType" in str(error) or "got None" in str(error)):
+        except (TypeError, AttributeError) as error:
+            if calls and "NoneType" in str(error) and "Invalid function argument" not in str(error):
                 error.likely = returns_none(calls, str(error))  # type: ignore[union-attr]
             raise
 

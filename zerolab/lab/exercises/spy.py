@@ -82,7 +82,10 @@ class Started:
         self._future: Later | None = None
 
     def wait(self, timeout: timedelta | None = None) -> bool:
-        self._spy.wait(self._work, self._call.op)
+        if self._call.op == "irecv":  # a wait of gloo's that gives up breaks the connection, so not in short turns
+            self._work.wait(timedelta(seconds=self._spy.patience))
+        else:
+            self._spy.wait(self._work, self._call.op)
         self._call.waited = True
         for tensor, version in self._inputs:
             self._call.meddled |= tensor._version != version
@@ -321,12 +324,14 @@ class Spy:
 
 def _in_words(call: Invocation) -> str:
     """ "self.comm.all_reduce", if that is what makes the call; "" for a call of torch.distributed's own."""
-    frame = sys._getframe(1) if call.module == Comm.__module__ else None
-    while frame is not None:
-        if frame.f_globals.get("__name__") == Comm.__module__ and frame.f_code.co_name in STEPS:
-            return f"self.comm.{frame.f_code.co_name}"
+    frame, said = sys._getframe(1) if call.module == Comm.__module__ else None, ""
+    while frame is not None:  # the outermost one is what was called; the others are its steps
+        name = frame.f_code.co_name
+        name = name.removesuffix("_steps").removeprefix("_")
+        if frame.f_globals.get("__name__") == Comm.__module__ and name in STEPS:
+            said = f"self.comm.{name}"
         frame = frame.f_back
-    return ""
+    return said
 
 
 def _pickled_bytes(value: Any) -> int:

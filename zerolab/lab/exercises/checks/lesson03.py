@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 import zerolab
 from zerolab.lab.exercises.checks import values
-from zerolab.lab.exercises.checks.values import check_tensor, compare
+from zerolab.lab.exercises.checks.values import BY_ZERO, check_tensor, compare
 from zerolab.lab.exercises.exercise import SUMMED, Exercise, World, Wrong, returns_none
 from zerolab.lab.exercises.spy import Traffic
 from zerolab.lab.ranks.intercept import MESSAGES
@@ -148,7 +148,8 @@ def check_average(answer: Any, world: World) -> None:
         _average(answer, world, params, "with a parameter that was not used", step=2, unused=1)
         _average(answer, world, make_params(world, OTHERS), "other parameters", step=3)
     except Wrong as wrong:
-        raise Wrong(wrong.seen, wrong.likely or AGAIN, wrong.tip, wrong.values_differ) from None
+        likely = STALE if wrong.likely.startswith("the rank's own gradient") else wrong.likely or AGAIN
+        raise Wrong(wrong.seen, likely, wrong.tip, wrong.values_differ) from None
     for dtype in (torch.bfloat16, torch.float64):
         _average(answer, world, make_params(world, SHAPES, dtype), str(dtype).removeprefix("torch."))
 
@@ -191,7 +192,7 @@ def _average(
         explained = mean_explained(bases[i], world, calls, suspects)
         compare(what, grad, want.to(dtype), explained, exact(dtype))
     payload = dtype.itemsize * sum(params[i].numel() for i in used)
-    check_traffic(calls, world, payload, slack=2 * dtype.itemsize * N)
+    check_traffic(calls, world, payload, slack=2 * dtype.itemsize * N * len(used))
 
 
 AVERAGE_STUB = '''\
@@ -637,6 +638,9 @@ def check_left(unit: Any) -> None:
     if isinstance(grad, Tensor) and grad.dim() != 1:
         likely = "a flat tensor, laid out as unit.bucket.full is: the engine cuts it into the parameters' gradients"
         raise Wrong(f"unit.bucket.grad has the shape {tuple(grad.shape)}", likely)
+    if isinstance(grad, Tensor) and grad.dtype != unit.dtypes.reduce:
+        likely = "a buffer for gradients has their dtype: torch.empty_like(unit.bucket.full)"
+        raise Wrong(f"unit.bucket.grad is {grad.dtype}, and unit.bucket.full was {unit.dtypes.reduce}", likely)
     if isinstance(grad, Tensor) and grad.numel() != unit.layout.size:
         likely = "unit.bucket.grad must be as long as unit.bucket.full: here every rank keeps the full mean"
         raise Wrong(f"unit.bucket.grad has {grad.numel()} elements, not {unit.layout.size}", likely)
@@ -698,12 +702,21 @@ class MyDDP(zerolab.DDP):
 
 NONE = "a parameter that was not used has no gradient (grad is None)"
 ERRORS = {
+    "ZeroDivisionError": BY_ZERO,
+    "expected to be a Tensor or None": (
+        "with async_op=True a collective returns something to wait for; the result is in the tensor that it was given"
+    ),
+    "output with shape": "self.views do not fit the parameters: make them anew for each bucket, in __init__",
+    "data of a different type": "a gradient has its parameter's dtype: make buffers with dtype=param.dtype",
     "NoneType": NONE,
     "Expected parameter `tensor` of type torch.Tensor": NONE,
     "a gradient of size": "a piece of a flat buffer has one dimension: a gradient needs view_as(param)",
     "storage of size": "unit.bucket.grad must be as long as unit.bucket.full: here every rank keeps the full mean",
     "left no unit.bucket.grad": "reduce() was not called, or did not leave the mean in unit.bucket.grad",
 }
+DDP_ERRORS = {
+    "Expected parameter `tensor`": "the parameters have no .grad yet: the unit's gradients are in unit.bucket.full"
+} | ERRORS
 FIRST_RANK = "the result reached rank 0 only: reduce() leaves it on one rank, all_reduce() on all of them"
 
 EXERCISES = [
@@ -757,6 +770,6 @@ EXERCISES = [
         exports=("MyDDP",),
         extends="DDP",
         first_rank_only=FIRST_RANK,
-        errors=ERRORS,
+        errors=DDP_ERRORS,
     ),
 ]

@@ -81,7 +81,7 @@ def _check(
     if (which := next((i for i, param in enumerate(params) if param.data_ptr() != memory[i]), None)) is not None:
         likely = "the parameters went into the buffer themselves (param.data = ...): leave them, and return views of it"
         raise Wrong(f"parameter {which} ({case}) has other memory than before", likely)
-    _check_views(flat, views, params, case)
+    _check_views(flat, list(views), params, case)
     if not _is_zero(flat[numel:]):
         found = flat[numel].item()
         fresh = found != found  # NaN: never written
@@ -98,7 +98,7 @@ def _check(
 def _check_views(flat: Tensor, views: list[Tensor], params: list[nn.Parameter], case: str) -> None:
     storages = [view.untyped_storage().data_ptr() for view in views if isinstance(view, Tensor)]
     ours = flat.untyped_storage().data_ptr()
-    starts = [view.storage_offset() - flat.storage_offset() for view in views if isinstance(view, Tensor)]
+    starts = [int(view.storage_offset() - flat.storage_offset()) for view in views if isinstance(view, Tensor)]
     ends = [sum(param.numel() for param in params[: i + 1]) for i in range(len(params))]
     for i, (view, param) in enumerate(zip(views, params, strict=True)):
         what = f"view {i} ({case})"
@@ -122,10 +122,10 @@ def _check_views(flat: Tensor, views: list[Tensor], params: list[nn.Parameter], 
             raise Wrong(f"{what} has the strides {view.stride()}", likely)
     for i, (view, param) in enumerate(zip(views, params, strict=True)):
         if not torch.equal(view, param.detach()):
-            at = tuple(torch.nonzero(view != param.detach())[0].tolist())
+            first = tuple(torch.nonzero(view != param.detach())[0].tolist())
             digits = ".17g" if view.dtype == torch.float64 else "g"
-            place = f" at {list(at)}" if at else ""
-            seen = f"view {i} ({case}) has {view[at]:{digits}}{place}, expected {param[at]:{digits}}"
+            place = f" at {list(first)}" if first else ""
+            seen = f"view {i} ({case}) has {view[first]:{digits}}{place}, expected {param[first]:{digits}}"
             raise Wrong(seen, _lost(view, param), values_differ=True)
 
 

@@ -191,8 +191,8 @@ def _average(
             suspects.append((mean, OLD_MEANS))
         explained = mean_explained(bases[i], world, calls, suspects)
         compare(what, grad, want.to(dtype), explained, exact(dtype))
-    payload = dtype.itemsize * sum(params[i].numel() for i in used)
-    check_traffic(calls, world, payload, slack=2 * dtype.itemsize * N * len(used))
+    padded = sum(-(-params[i].numel() // N) * N for i in used)  # where each one is cut into equal chunks
+    check_traffic(calls, world, dtype.itemsize * padded)
 
 
 AVERAGE_STUB = '''\
@@ -308,8 +308,8 @@ class _Steps:
             suspects = [(want, ROUNDED)] if dtype == torch.float64 else []
             if not shared:
                 suspects += [(mean, OLD_MEANS) for mean in old[i : i + 1]]
-            likely = mean_explained(base, world, calls, suspects) if not shared else (lambda got: AGAIN)
-            compare(what, grad, want.to(dtype), likely, exact(dtype))
+            explain = (lambda got: AGAIN) if shared else mean_explained(base, world, calls, suspects)
+            compare(what, grad, want.to(dtype), explain, exact(dtype))
             self.means.append(want.to(dtype))
         self.own = grads
         collectives = [call.op for call in calls if call.op not in MESSAGES]

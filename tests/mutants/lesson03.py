@@ -98,6 +98,25 @@ def average(params):
 _SUM = "            dist.all_reduce(param.grad)\n"
 
 AVERAGE_MUTANTS = {
+    "stops at an unused parameter": (
+        """\
+import torch.distributed as dist
+
+
+def average(params):
+    for param in params:
+        if param.grad is None:
+            break
+        dist.all_reduce(param.grad)
+        param.grad /= dist.get_world_size()
+""",
+        "go on with the next one",
+    ),
+    "rounds down": (edit(AVERAGE, "/= dist", "//= dist"), "`//` rounds down"),
+    "asks whether the gradient is true": (
+        edit(AVERAGE, "if param.grad is not None", "if param.grad"),
+        "neither true nor",
+    ),
     "uses what all_reduce returns": (
         edit(
             AVERAGE,
@@ -378,6 +397,22 @@ _DIVIDE = "        self.flat /= dist.get_world_size()\n"
 _ASYNC = "dist.all_reduce(self.flat, async_op=True)"
 
 BUCKET_MUTANTS = {
+    "another flat than the views'": (
+        edit(BUCKET, "self.flat /= dist.get_world_size()", "self.flat = self.flat / dist.get_world_size()"),
+        "makes another tensor",
+    ),
+    "written into gradients that are there": (
+        edit(BUCKET, "param.grad = view.clone()", "param.grad.copy_(view)"),
+        "has no gradient (grad is None)",
+    ),
+    "zeros where this rank had none": (
+        edit(
+            BUCKET,
+            "param.grad = view.clone()",
+            "param.grad = torch.zeros_like(param) if param.grad is None else view.clone()",
+        ),
+        "but another one had",
+    ),
     "zeroes the gradients that it lent": (
         edit(
             BUCKET,
@@ -606,6 +641,17 @@ class MyDDP(zerolab.DDP):
 _COMM = "return self.comm.all_reduce(unit.bucket.grad, unit.name)"
 
 DDP_MUTANTS = {
+    "gives the memory back at once": (
+        edit(
+            DDP,
+            _COMM,
+            "work = self.comm.all_reduce(unit.bucket.grad, unit.name)\n"
+            "        unit.bucket.full.untyped_storage().resize_(0)\n"
+            "        return work",
+        ),
+        "memory was given back",
+    ),
+    "leaves out unit.name": (edit(DDP, ", unit.name)", ")"), "and unit.name"),
     "takes the work for the mean": (
         edit(DDP, _COMM, "unit.bucket.grad = self.comm.all_reduce(unit.bucket.full, unit.name)"),
         "unit.bucket.grad is a Pending, not a tensor",

@@ -256,6 +256,7 @@ EXERCISES = [
         exports=("flat_buffer",),
         errors={
             "is invalid for input of size": "a slice of the buffer is too short: is the size rounded up, not down?",
+            "tuple index out of range": "a scalar parameter has the shape (): numel() counts its elements",
             "in-place operation": "a view was written to while autograd was recording: detach() the parameter",
         },
     ),

@@ -23,6 +23,7 @@ MEDDLED = "changed before the wait: between the start and the wait() the network
 SHAPES = ((5,), (2, 2), (), (1, 3, 1))
 OTHERS = ((3, 1), (7,))
 STALE = "the gradients of an earlier step: read param.grad anew in every step, since it may be another tensor by then"
+REPLACED = "`self.flat = ...` makes another tensor, and the views still look into the old one: change it in place (/=)"
 OLD_MEANS = "the mean of the previous step"
 ROUNDED = "right to seven digits only: the gradient went through float32; buffers need the gradients' dtype"
 AGAIN = "right in the first step, but not in a later one: start afresh, and keep nothing that a step leaves behind"
@@ -31,6 +32,11 @@ AGAIN = "right in the first step, but not in a later one: start afresh, and keep
 def exact(dtype: torch.dtype) -> float:
     """How far off a mean may be, relative to it: the rounding of a few operations."""
     return {torch.bfloat16: 2e-2, torch.float64: 1e-13}.get(dtype, 1e-6)
+
+
+def rounded(want: Tensor, dtype: torch.dtype) -> list[tuple[Tensor, str]]:
+    """What rounding makes of `want` in float64, which the checks choose such that it shows."""
+    return [(want.floor(), "`//` rounds down: divide with `/`"), (want, ROUNDED)] if dtype == torch.float64 else []
 
 
 def mean_explained(
@@ -126,7 +132,7 @@ def set_grads(params: list[nn.Parameter], world: World, step: int, in_place: boo
     """
     bases = [values.base(param.numel(), 10 * step + i).view(param.shape) for i, param in enumerate(params)]
     if params[0].dtype == torch.float64:
-        bases = [base.double() * (1 + 2.0**-40) for base in bases]
+        bases = [base.double() * (1 - 2.0**-40) for base in bases]
     for param, base in zip(params, bases, strict=True):
         new = values.share(base, world.rank).to(param.dtype)
         if in_place and param.grad is not None:
@@ -186,10 +192,13 @@ def _average(
             raise Wrong(f"{what} is None", likely)
         grad = check_tensor(what, params[i].grad, tuple(params[i].shape), dtype)
         want = values.total(bases[i], N) / N
-        suspects = [(want, ROUNDED)] if dtype == torch.float64 else []
+        suspects = rounded(want, dtype)
         if (mean := old[i]) is not None and mean.shape == want.shape:
             suspects.append((mean, OLD_MEANS))
         explained = mean_explained(bases[i], world, calls, suspects)
+        if unused is not None and i > unused and torch.equal(grad, values.share(bases[i], world.rank)) and N > 1:
+            likely = "the loop ended at the parameter without a gradient: go on with the next one (continue, not break)"
+            raise Wrong(f"{what} is as it was", likely)
         compare(what, grad, want.to(dtype), explained, exact(dtype))
     padded = sum(-(-params[i].numel() // N) * N for i in used)  # where each one is cut into equal chunks
     check_traffic(calls, world, dtype.itemsize * padded)
@@ -262,6 +271,7 @@ class _Steps:
     def __init__(self, world: World, params: list[nn.Parameter], bucket: Any) -> None:
         self.world, self.params, self.bucket = world, params, bucket
         self.means: list[Tensor] = []  # of the previous step
+        self.replaced = False  # reduce() or write_back() made another self.flat
         self.own: list[Tensor] = []  # this rank's gradients in earlier steps
         if all(param.grad is not None for param in params):
             self.own = [param.grad.clone() for param in params if param.grad is not None]
@@ -290,10 +300,12 @@ class _Steps:
             bucket.collect()
         pieces = list(zip(grads, missing, strict=True))
         self._check_flat(numel, dtype, pieces, views, when)
+        place = bucket.flat.data_ptr()
         with world.record() as calls, values.nan_in_fresh_memory(), world.blamed(calls):
             bucket.reduce()
-        with world.record() as after, values.nan_in_fresh_memory(), world.blamed(calls):
+        with world.record() as after, values.nan_in_fresh_memory(), world.blamed([] if any(missing) else calls):
             bucket.write_back()
+        self.replaced = isinstance(bucket.flat, Tensor) and bucket.flat.data_ptr() != place
         if around or after:
             who = "collect" if around else "write_back"
             raise Wrong(f"{(around + after)[0].op} was called by {who}()", "only reduce() may communicate")
@@ -305,9 +317,12 @@ class _Steps:
                 likely = "write_back() skipped a parameter without a gradient on this rank; another rank may have one"
                 raise Wrong(f"{what} is None", likely if missing[i] else "write_back() lost it")
             grad = check_tensor(what, param.grad, tuple(param.shape), dtype)
-            suspects = [(want, ROUNDED)] if dtype == torch.float64 else []
+            suspects = rounded(want, dtype)
             if not shared:
                 suspects += [(mean, OLD_MEANS) for mean in old[i : i + 1]]
+            if missing[i] and not grad.any():
+                likely = "this rank had no gradient, but another one had: the mean of all is in the bucket"
+                raise Wrong(f"{what} is zero", likely)
             explain = (lambda got: AGAIN) if shared else mean_explained(base, world, calls, suspects)
             compare(what, grad, want.to(dtype), explain, exact(dtype))
             self.means.append(want.to(dtype))
@@ -359,7 +374,7 @@ class _Steps:
                         "the previous step's values were left in and added to: every step starts with an empty buffer"
                     )
                 if torch.equal(found, earlier) or torch.equal(found, mean):
-                    return STALE
+                    return REPLACED if self.replaced else STALE
                 if not found.any() and views:
                     return (
                         "collect() zeroed self.flat, of which write_back() had made param.grad a view, so the new "
@@ -541,8 +556,7 @@ class _Run:
             if skipped_on_first:
                 want = want + times * (skipped[name] - bases[name]) / N
             known = [(want / times * other, likely) for other, likely in (suspects or {}).items()]
-            if self.dtype == torch.float64:
-                known.append((want, ROUNDED))
+            known += rounded(want, self.dtype)
             explained = mean_explained(times * bases[name], world, calls, known, otherwise)
             compare(what, param.grad, want.to(self.dtype), explained, exact(self.dtype))
         check_traffic(calls, world, self.payload * rounds)
@@ -700,9 +714,15 @@ class MyDDP(zerolab.DDP):
 """
 
 
+FREED = "memory was given back (its storage resized to 0) while it was still needed: wait first"
 NONE = "a parameter that was not used has no gradient (grad is None)"
 ERRORS = {
     "ZeroDivisionError": BY_ZERO,
+    "storage of size 0": FREED,
+    "SIGSEGV": FREED,
+    "Boolean value of Tensor": "a tensor of several elements is neither true nor false: `if param.grad is not None`",
+    "argument: 'unit'": "self.comm's methods take two arguments: the tensor, and unit.name",
+    "tuple index out of range": "a scalar parameter has the shape (): numel() counts its elements",
     "expected to be a Tensor or None": (
         "with async_op=True a collective returns something to wait for; the result is in the tensor that it was given"
     ),

@@ -160,7 +160,7 @@ def reduce_scatter_mean(flat, rank, world_size):
     ),
     "looks at what it sent": (edit(REDUCE_SCATTER, "received.view", "flat.view"), "this rank's own shards"),
     "room for one shard": (
-        edit(REDUCE_SCATTER, "torch.empty_like(flat)", "torch.empty(flat.numel() // world_size)"),
+        edit(REDUCE_SCATTER, "torch.empty_like(flat)", "torch.empty(flat.numel() // world_size, dtype=flat.dtype)"),
         "room for a shard from every rank",
     ),
     "what the call returns": (

@@ -115,7 +115,7 @@ BACKWARD_MUTANTS = {
     ),
     "after the step as ZeRO-2": (
         edit(BACKWARD, _AFTER, _AFTER + "        super().after_step(unit)\n"),
-        "the next forward begins by gathering",
+        "the next forward begin by gathering",
     ),
     "not the root": (
         edit(BACKWARD, _PRE, _PRE.replace("unit.gather()", "if unit not in self.root:\n            unit.gather()")),

@@ -165,6 +165,8 @@ def _line_of(error: BaseException, filename: str) -> str:
 
 def ready() -> None:
     """Runs on a new pool, so that the ranks' imports are done before an answer is timed."""
+    import torch._dynamo  # noqa: F401, which the engine's hooks ask for
+
     dist.barrier()
 
 

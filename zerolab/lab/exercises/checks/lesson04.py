@@ -121,7 +121,8 @@ def check_reduce_scatter(answer: Any, world: World) -> None:
     ):
         if N > 1 and applies:
             world.note(note)
-    check_further_calls(answer, world, got, mean[rank])
+    if N > 1:  # so that a larger mistake is told first
+        check_further_calls(answer, world, got, mean[rank])
 
 
 def check_input(flat: Tensor, before: Tensor, calls: list[Traffic], N: int) -> None:
@@ -348,7 +349,11 @@ def looking(zero: Any, world: World) -> Iterator[None]:
         grad, by_hand = unit.bucket.grad, [call for call in world.spy.calls[before:] if not call.said]
         note_calls(world, world.spy.calls[before:])
         if not isinstance(grad, Tensor):
-            likely = NOT_RETURNED if grad is None and by_hand else "reduce() leaves the mean in unit.bucket.grad"
+            likely = "reduce() did not leave the mean in unit.bucket.grad"
+            if hasattr(grad, "wait"):
+                likely = "reduce_scatter() returns something to wait for: return that; unit.bucket.grad is its output"
+            elif by_hand:
+                likely = NOT_RETURNED
             raise Wrong(f"unit {unit.name}: after reduce() unit.bucket.grad is {_kind(grad)}, not a tensor", likely)
         if result is not None and not hasattr(result, "wait"):
             likely = "return what has a wait(), as self.comm.reduce_scatter() returns it, or None if the mean is there"
@@ -364,6 +369,8 @@ def looking(zero: Any, world: World) -> Iterator[None]:
     del zero.reduce
     if found:
         raise found[0]
+    with world.record():  # a rank that comes here was right
+        pass
 
 
 def note_calls(world: World, calls: list[Traffic]) -> None:

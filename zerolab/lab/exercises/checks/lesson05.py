@@ -34,8 +34,8 @@ from zerolab.lab.exercises.exercise import Exercise, World, Wrong
 from zerolab.world.processes import Patience
 
 VIEW = (
-    "unit.bucket.grad is a view of the full gradient, and a view keeps all of its memory, whatever names are set to "
-    "None: copy the slice once the reduction is over. unit.bucket.release() does that"
+    "full gradients are still there: unit.bucket.grad is a view of the full gradient, and a view keeps all of its "
+    "memory. Copy the slice once the reduction is over: unit.bucket.release() does that"
 )
 PARAMETERS = "unit.release() lets the *parameters* go, which is lesson 06: use unit.bucket.release()"
 AT_ONCE = "freed at once: when super() returns the reduction has only started, and still reads the full gradient"
@@ -79,6 +79,8 @@ def looking_after(zero: Any, world: World) -> Iterator[None]:
         if reduces and not isinstance(bucket.grad, Tensor):
             by_hand = [call for call in world.spy.calls[before:] if not call.said]
             likely = NOT_RETURNED if by_hand else "super().post_backward(unit) leaves the mean there: do not lose it"
+            if len(world.spy.calls) == before and not bucket.reduction:
+                likely = "reduce() was not called: super().post_backward(unit) does that"
             raise Wrong(f"unit {name}: after post_backward() unit.bucket.grad is {bucket.grad}, not a tensor", likely)
 
     zero.post_backward = post_backward_and_look

@@ -15,7 +15,7 @@ from zerolab.measure.formulas import moved_bytes, state_bytes
 
 # parameters, bytes of a GPU, bytes of activations on each
 CASES = (
-    (13_000_000_000, 80e9, 10e9),  # tells the common mistakes apart
+    (13_000_000_000, 80e9, 20e9),  # tells the common mistakes apart
     (7_500_000_000, 80e9, 10e9),
     (7_500_000_000, 24e9, 4e9),
     (1_000_000, 20e6, 0.0),  # fits on one
@@ -90,6 +90,10 @@ def _why(got: dict[int, Any], case: tuple[int, float, float], stage: int) -> str
     room = memory - activations - SHARDED[stage][0] * parameters
     if want > 256 and value < want and (value & (value - 1) == 0 or value % 1000 == 0):
         return "a search stopped too early. Solve for N instead of trying"
+    if stage >= 2 and value < want and value == max(1, math.ceil(12 * parameters / room)):
+        return (
+            "the 2 bytes of the gradients are missing: which of 2 + 2 + 12 does it shard, and which stay on every GPU?"
+        )
     if value == want - 1:
         return "one too few: it does not fit yet; round up, not down"
     if value == want + 1:

@@ -123,7 +123,10 @@ def _judge(asked: Exercise, source: str, filename: str, world: World) -> Report:
     except Wrong as wrong:
         return Report(world.rank, "wrong", wrong.seen, wrong.likely, wrong.tip, wrong.values_differ)
     except (GaveUp, CommError) as error:  # another rank's mistake, seen from here
-        return Report(world.rank, "waits", f"stuck in {str(error).splitlines()[0]}{_line_of(error, filename)}")
+        first = str(error).splitlines()[0]
+        engines = first.removeprefix(f"rank {world.rank} of {world.world_size}: ")
+        seen = engines if engines != first else f"stuck in {first}"
+        return Report(world.rank, "waits", f"{seen}{_line_of(error, filename)}")
     except BaseException as error:  # SystemExit too
         if isinstance(error, KeyboardInterrupt):
             raise
@@ -162,6 +165,8 @@ def _line_of(error: BaseException, filename: str) -> str:
 
 def ready() -> None:
     """Runs on a new pool, so that the ranks' imports are done before an answer is timed."""
+    import torch._dynamo  # noqa: F401, which the engine's hooks ask for
+
     dist.barrier()
 
 
@@ -239,7 +244,7 @@ def _verdict(asked: Exercise, good: list[int], world_size: int, reports: list[Re
         likely = likely or (known[0] if known else _why_it_waits(reports))
     if rights and likely == SUMMED:
         likely = f"only {_names(rights)} divided by the number of ranks: every rank must do that"
-    elif worst.values_differ and rights == [0]:
+    elif worst.values_differ and rights == [0] and not likely.startswith("another rank's"):
         likely = asked.first_rank_only or likely
     if worst.kind == "raised":
         at_a_line = " · line " in worst.seen or ", line " in worst.seen

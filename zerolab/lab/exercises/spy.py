@@ -48,6 +48,7 @@ class Traffic:
     world_size: int
     to: int = -1
     source: int = -1
+    on_world: bool = False  # an answer's call on the default group
     said: str = ""  # what the caller wrote, if that is another function: "self.comm.all_reduce"
     kept: int | None = None  # bytes that stay here of an uneven all-to-all, whose `payload` is this rank's alone
     asynchronous: bool = False
@@ -261,6 +262,12 @@ class Spy:
         if splits := arguments.get("input_split_sizes"):
             traffic.payload = nbytes(arguments["input"])
             traffic.kept = traffic.payload * splits[self.rank] // max(1, sum(splits))
+        if call.name in ("gather", "scatter"):  # one rank receives, or sends, all of it
+            pieces = arguments[f"{call.name}_list"]
+            traffic.payload = nbytes(arguments["tensor"] if call.name == "gather" else pieces)
+            stays = call.name == "gather" and pieces
+            traffic.kept = traffic.payload if stays else traffic.payload // self.world_size * (call.name == "scatter")
+        traffic.on_world = call.module.startswith("ex_") and arguments.get("group") is None
         self.calls.append(traffic)
         if call.group == dist.group.WORLD:
             self._agree(traffic)

@@ -7,13 +7,16 @@ in base 16, and each digit counts how often that rank's contribution is in it.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+import traceback
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from zerolab.lab.exercises.exercise import Wrong
+from zerolab.comm.waiting import CommError
+from zerolab.lab.exercises.exercise import Todo, Wrong
 
 BY_ZERO = "a division by zero: the number of ranks is dist.get_world_size(); torch.cuda.device_count() counts GPUs"
 
@@ -134,3 +137,21 @@ class nan_in_fresh_memory:
 
     def _set(self, on: bool) -> None:  # this fills what torch.empty() returns; torch's own function imports a compiler
         torch._C._set_deterministic_algorithms(on, warn_only=True)
+
+
+@contextmanager
+def in_case(answer: Any, when: str, likely: str, errors: dict[str, str] | None = None) -> Iterator[None]:
+    """An error in the block is an answer's that fails only here: raises Wrong, with the answer's line.
+
+    likely: the mistake behind it, unless `errors` knows the message.
+    """
+    try:
+        yield
+    except (CommError, Todo, Wrong):
+        raise
+    except Exception as error:
+        what = str(error).strip().splitlines()[0] if str(error).strip() else ""
+        likely = next((mistake for part, mistake in (errors or {}).items() if part in what), likely)
+        lines = [f for f in traceback.extract_tb(error.__traceback__) if f.filename == answer.__file__]
+        line = f" · line {lines[-1].lineno}: {lines[-1].line}" if lines else ""
+        raise Wrong(f"{when}: {type(error).__name__}: {what}{line}", likely) from None

@@ -316,6 +316,8 @@ if lab.predicted("03.2"):
     for unit, sent in moved.items():
         print(f"{unit:9} {sent:>9,} bytes sent per rank")
     print(f"{'total':9} {sum(moved.values()):>9,}, by the formula {lab.pull('formula', rank=0):,}")
+    if not any(moved.values()):
+        print("the ledger is empty because your reduce() goes past self.comm, which alone writes it")
 
 # %% [markdown]
 # The same number of bytes as your first three lines, exactly. Now they travel in three buckets that leave during
@@ -336,6 +338,8 @@ in_order = alone(batch_by_batch)
 by_class = lab.pull("by_class")
 same = all(largest_difference(in_order, weights) == 0 for weights in by_class)
 print("DDP's weights equal those of one process, to the bit:", same)
+if not same:
+    print("only self.comm adds in rank order; dist.all_reduce adds in the order of its ring")
 
 # %% [markdown]
 # ## In production

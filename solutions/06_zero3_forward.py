@@ -77,7 +77,7 @@ try:
     view.t().sum()
 except RuntimeError as error:
     print("RuntimeError:", error)
-storage.resize_(6 * 4)
+storage.resize_(flat.nbytes)
 flat.copy_(torch.arange(6.0) * 10)
 print("storage:", storage.size(), "bytes; view:", view.tolist())
 

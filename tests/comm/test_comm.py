@@ -3,6 +3,7 @@
 import os
 import subprocess
 import sys
+import threading
 import time
 import warnings
 from datetime import timedelta
@@ -550,3 +551,19 @@ def test_in_a_process_of_its_own(script):
     run = subprocess.run([sys.executable, "-c", script], env=environment, capture_output=True, text=True, timeout=60)
     assert run.returncode == 0, run.stderr
     assert "Warning" not in run.stderr, run.stderr
+
+
+def late_to_the_start() -> str:
+    """Rank 0 waits for longer than a turn before another rank makes its Comm."""
+    raised: list[str] = []
+    threading.excepthook = lambda args: raised.append(repr(args.exc_value))
+    if dist.get_rank() == 1:
+        time.sleep(3)
+    Comm(None, torch.device("cpu"))
+    threading.excepthook = threading.__excepthook__
+    return "".join(raised)
+
+
+@pytest.mark.slow
+def test_a_rank_that_waits_for_the_first_message_can_say_so(ranks):
+    assert ranks.run(late_to_the_start, ranks=2) == ["", ""]

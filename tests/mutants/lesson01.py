@@ -104,6 +104,48 @@ def ring_reduce_scatter(chunks, rank, world_size, exchange):
 """,
         "a collective did the work",
     ),
+    "sends its own chunk first": (
+        edit(REDUCE_SCATTER_INTO_CHUNKS, "rank - step - 1", "rank - step", "rank - step - 2", "rank - step - 1"),
+        "the ring is sound, but rank 0 sent chunk 0 first",
+    ),
+    "asks the process group": (
+        edit(
+            REDUCE_SCATTER_INTO_CHUNKS,
+            "    for step",
+            "    import torch.distributed as dist\n"
+            "    rank, world_size = dist.get_rank(), dist.get_world_size()\n"
+            "    for step",
+        ),
+        "use the arguments rank and world_size",
+    ),
+    "keeps the first call's chunks": (
+        "kept = []\n"
+        + edit(REDUCE_SCATTER_INTO_CHUNKS, "    for step", "    kept.extend(chunks)\n    chunks = kept\n    for step"),
+        "keep nothing from an earlier call",
+    ),
+    "writes over its own chunk": (edit(REDUCE_SCATTER_INTO_CHUNKS, "+= exchange", "= exchange"), "add your own chunk"),
+    "returns all chunks": (
+        edit(REDUCE_SCATTER_INTO_CHUNKS, "return chunks[rank]", "return chunks"),
+        "return one chunk only",
+    ),
+    "messages past exchange": (
+        """\
+import torch
+import torch.distributed as dist
+
+
+def ring_reduce_scatter(chunks, rank, world_size, exchange):
+    for step in range(world_size - 1):
+        received = torch.empty_like(chunks[0])
+        send = dist.P2POp(dist.isend, chunks[(rank - step - 1) % world_size], (rank + 1) % world_size)
+        receive = dist.P2POp(dist.irecv, received, (rank - 1) % world_size)
+        for work in dist.batch_isend_irecv([send, receive]):
+            work.wait()
+        chunks[(rank - step - 2) % world_size] += received
+    return chunks[rank]
+""",
+        "send with exchange() only",
+    ),
     "returns nothing": (edit(REDUCE_SCATTER, "return partial", "chunks[rank] = partial"), "`return` is missing"),
 }
 
@@ -132,7 +174,87 @@ def ring_all_gather(chunk, rank, world_size, exchange):
     return list(full)
 """
 
+ALL_GATHER_BY_OWNER = """\
+def ring_all_gather(chunk, rank, world_size, exchange):
+    found, owner = {rank: chunk}, rank
+    while len(found) < world_size:
+        received = exchange(found[owner], to=(rank + 1) % world_size, source=(rank - 1) % world_size)
+        owner = (owner - 1) % world_size
+        found[owner] = received
+    return [found[rank] for rank in sorted(found)]
+"""
+
+_ADDS = """\
+def ring_all_gather(chunk, rank, world_size, exchange):
+    chunks = [None] * world_size
+    chunks[rank] = chunk
+    for step in range(world_size - 1):
+        chunk += exchange(chunk, (rank + 1) % world_size, (rank - 1) % world_size)
+        chunks[(rank - 1 - step) % world_size] = chunk
+    return chunks
+"""
+
 ALL_GATHER_MUTANTS = {
+    "never stores its own": (
+        edit(ALL_GATHER, "chunks[rank] = passing = chunk", "passing = chunk"),
+        "your own chunk is missing",
+    ),
+    "leaves its own place empty": (
+        edit(
+            ALL_GATHER,
+            "[None] * world_size",
+            "[__import__('torch').empty_like(chunk) for _ in range(world_size)]",
+            "chunks[rank] = passing = chunk",
+            "passing = chunk",
+        ),
+        "your own chunk is missing",
+    ),
+    "adds up in place": (_ADDS, "an all-gather adds nothing"),
+    "copies into its argument": (
+        edit(
+            _ADDS,
+            "chunk += exchange(",
+            "chunk.copy_(exchange(",
+            "% world_size)\n        chunks",
+            "% world_size))\n        chunks",
+        ),
+        "one tensor, N times in the list",
+    ),
+    "changes its argument": (
+        edit(
+            _ADDS,
+            "chunk += exchange(",
+            "chunk.copy_(exchange(",
+            "% world_size)\n        chunks",
+            "% world_size))\n        chunks",
+            "= chunk\n",
+            "= chunk.clone()\n",
+        ),
+        "leave it as it is",
+    ),
+    "asks the process group": (
+        "import torch.distributed as dist\n\n\n"
+        + edit(
+            ALL_GATHER,
+            "    right, left",
+            "    rank, world_size = dist.get_rank(), dist.get_world_size()\n    right, left",
+        ),
+        "use the arguments rank and world_size",
+    ),
+    "keeps the list of an earlier call": (
+        """\
+def ring_all_gather(chunk, rank, world_size, exchange, arrived=[]):
+    arrived.append(chunk)
+    for _ in range(world_size - 1):
+        arrived.append(exchange(arrived[-1], (rank + 1) % world_size, (rank - 1) % world_size))
+    return [arrived[(rank - other) % world_size] for other in range(world_size)]
+""",
+        "keep nothing from an earlier call",
+    ),
+    "joined together": (
+        "import torch\n\n\n" + edit(ALL_GATHER, "return chunks", "return torch.cat(chunks)"),
+        "not the chunks joined together",
+    ),
     "shifted by one": (edit(ALL_GATHER, "return chunks", "return chunks[1:] + chunks[:1]"), "in the wrong places"),
     "adds": (edit(ALL_GATHER, "= passing\n    return", "= passing + chunk\n    return"), "adds nothing"),
     "sends the own chunk every round": (
@@ -198,7 +320,7 @@ def ring_all_gather(chunk, rank, world_size, exchange):
 
 RIGHT = {
     "01.1": (REDUCE_SCATTER_INTO_CHUNKS, REDUCE_SCATTER_LEFTWARDS),
-    "01.2": (ALL_GATHER_LEFTWARDS, ALL_GATHER_INTO_ONE),
+    "01.2": (ALL_GATHER_LEFTWARDS, ALL_GATHER_INTO_ONE, ALL_GATHER_BY_OWNER),
 }
 
 WRONG = {

@@ -26,7 +26,8 @@ import torch.nn.functional as F
 
 def flat_buffer(params, world_size):
     ends = torch.tensor([param.numel() for param in params]).cumsum(0).tolist()
-    flat = torch.empty(ends[-1] + (world_size - ends[-1] % world_size) % world_size, dtype=params[0].dtype)
+    size = ends[-1] + (world_size - ends[-1] % world_size) % world_size
+    flat = torch.empty(size, dtype=params[0].dtype, device=params[0].device)
     flat[ends[-1] :] = 0
     views = []
     for end, param in zip(ends, params):
@@ -36,7 +37,84 @@ def flat_buffer(params, world_size):
     return flat, views
 """
 
+FLAT_BUFFER_OF_TORCHS_PARTS = """\
+import torch
+from torch.nn import functional as F
+from torch.nn.utils import parameters_to_vector
+
+
+def flat_buffer(params, world_size):
+    vector = parameters_to_vector(params).detach()
+    flat = F.pad(vector, (0, -len(vector) % world_size))
+    sizes = [param.numel() for param in params]
+    return flat, tuple(piece.view_as(param) for piece, param in zip(flat[: sum(sizes)].split(sizes), params))
+"""
+
+FLAT_BUFFER_FOREACH = """\
+import torch
+
+
+def flat_buffer(params, world_size):
+    sizes = [param.numel() for param in params]
+    flat = params[0].detach().new_zeros((sum(sizes) + world_size - 1) // world_size * world_size)
+    views = [flat.narrow(0, sum(sizes[:i]), size).reshape(params[i].shape) for i, size in enumerate(sizes)]
+    with torch.no_grad():
+        torch._foreach_copy_(views, list(params))
+    return flat, views
+"""
+
+_EACH = "(-(-param.numel() // world_size) * world_size)"
+
 FLAT_BUFFER_MUTANTS = {
+    "the parameters themselves": (
+        edit(FLAT_BUFFER, "views.append(view)", "param.data = view\n        views.append(param)"),
+        "the parameters went into the buffer themselves",
+    ),
+    "points the parameters at the buffer": (
+        edit(FLAT_BUFFER, "views.append(view)", "param.data = view\n        views.append(view)"),
+        "the parameters went into the buffer themselves",
+    ),
+    "pads every parameter": (
+        edit(FLAT_BUFFER, "sum(param.numel()", f"sum({_EACH}", "offset += param.numel()", f"offset += {_EACH}"),
+        "every parameter was padded by itself",
+    ),
+    "padding in front": (
+        edit(FLAT_BUFFER, "views, offset = [], 0", "views, offset = [], size - numel"),
+        "the padding is in front",
+    ),
+    "views cut before padding": (
+        """\
+import torch
+from torch.nn import functional as F
+
+
+def flat_buffer(params, world_size):
+    flat = torch.cat([param.detach().flatten() for param in params])
+    sizes = [param.numel() for param in params]
+    views = [piece.view_as(param) for piece, param in zip(flat.split(sizes), params)]
+    return F.pad(flat, (0, -len(flat) % world_size)), views
+""",
+        "views of an earlier buffer",
+    ),
+    "asks the process group": (
+        edit(FLAT_BUFFER, "    numel =", "    world_size = torch.distributed.get_world_size()\n    numel ="),
+        "use the argument world_size",
+    ),
+    "another device": (edit(FLAT_BUFFER, ", device=params[0].device", ""), "on the parameters' device"),
+    "parameters as views": (
+        edit(FLAT_BUFFER, "views.append(view)", "views.append(torch.nn.Parameter(view))"),
+        "no nn.Parameter",
+    ),
+    "by way of float32": (edit(FLAT_BUFFER, "param.detach()", "param.detach().float()"), "went through float32"),
+    "one buffer for all calls": (
+        "kept = {}\n"
+        + edit(
+            FLAT_BUFFER,
+            "    views, offset",
+            "    flat = kept.setdefault((size, flat.dtype, flat.device), flat)\n    views, offset",
+        ),
+        "a buffer of its own",
+    ),
     "rounded down": (edit(FLAT_BUFFER, "-(-numel // world_size)", "numel // world_size"), "rounded up, not down"),
     "in reverse": (edit(FLAT_BUFFER, "for param in params:", "for param in reversed(params):"), "in a different order"),
     "no padding": (
@@ -79,7 +157,7 @@ FLAT_BUFFER_MUTANTS = {
 }
 
 RIGHT = {
-    "02.1": (FLAT_BUFFER_CAT, FLAT_BUFFER_STRIDED),
+    "02.1": (FLAT_BUFFER_CAT, FLAT_BUFFER_STRIDED, FLAT_BUFFER_OF_TORCHS_PARTS, FLAT_BUFFER_FOREACH),
 }
 
 WRONG = {

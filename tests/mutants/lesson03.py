@@ -35,10 +35,185 @@ def average(params):
         param.grad = mean
 """
 
+AVERAGE_BY_FUTURES = """\
+import torch.distributed as dist
+
+
+def average(params):
+    N = dist.get_world_size()
+    for param in params:
+        if param.grad is not None:
+            summed = dist.all_reduce(param.grad, async_op=True).get_future()
+            param.grad = summed.then(lambda future: future.value()[0] / N).wait()
+"""
+
+AVERAGE_TOGETHER = """\
+import torch
+import torch.distributed as dist
+
+
+def average(params):
+    grads = [param.grad for param in params if param.grad is not None]
+    torch.futures.wait_all([dist.all_reduce(grad, async_op=True).get_future() for grad in grads])
+    torch._foreach_div_(grads, dist.get_world_size())
+"""
+
+AVERAGE_IN_A_RING = """\
+import torch
+import torch.distributed as dist
+from torch.nn import functional as F
+
+
+def average(params):
+    N, rank = dist.get_world_size(), dist.get_rank()
+
+    def pass_on(chunk):
+        received = torch.empty_like(chunk)
+        send = dist.P2POp(dist.isend, chunk.clone(), (rank + 1) % N)
+        for work in dist.batch_isend_irecv([send, dist.P2POp(dist.irecv, received, (rank - 1) % N)]):
+            work.wait()
+        return received
+
+    for param in params:
+        if param.grad is not None and N > 1:
+            rows = F.pad(param.grad.flatten(), (0, -param.numel() % N)).view(N, -1).clone()
+            for step in range(N - 1):
+                rows[(rank - 2 - step) % N] += pass_on(rows[(rank - 1 - step) % N])
+            for step in range(N - 1):
+                rows[(rank - 1 - step) % N] = pass_on(rows[(rank - step) % N])
+            param.grad = rows.flatten()[: param.numel()].view_as(param) / N
+"""
+
+AVERAGE_FUNCTIONAL = """\
+import torch.distributed as dist
+from torch.distributed._functional_collectives import all_reduce
+
+
+def average(params):
+    for param in params:
+        if param.grad is not None:
+            param.grad = all_reduce(param.grad, "sum", dist.group.WORLD) / dist.get_world_size()
+"""
+
+_SUM = "            dist.all_reduce(param.grad)\n"
+
 AVERAGE_MUTANTS = {
+    "stops at an unused parameter": (
+        """\
+import torch.distributed as dist
+
+
+def average(params):
+    for param in params:
+        if param.grad is None:
+            break
+        dist.all_reduce(param.grad)
+        param.grad /= dist.get_world_size()
+""",
+        "go on with the next one",
+    ),
+    "rounds down": (edit(AVERAGE, "/= dist", "//= dist"), "`//` rounds down"),
+    "asks whether the gradient is true": (
+        edit(AVERAGE, "if param.grad is not None", "if param.grad"),
+        "neither true nor",
+    ),
+    "uses what all_reduce returns": (
+        edit(
+            AVERAGE,
+            _SUM + "            param.grad /= dist.get_world_size()\n",
+            "            param.grad = dist.all_reduce(param.grad) / dist.get_world_size()\n",
+        ),
+        "dist.all_reduce() returns None",
+    ),
+    "keeps what all_reduce returns": (
+        edit(
+            AVERAGE,
+            _SUM + "            param.grad /= dist.get_world_size()\n",
+            "            param.grad /= dist.get_world_size()\n            param.grad = dist.all_reduce(param.grad)\n",
+        ),
+        "dist.all_reduce() returns None",
+    ),
+    "waits for None": (
+        edit(AVERAGE, "dist.all_reduce(param.grad)", "dist.all_reduce(param.grad).wait()"),
+        "nothing is left to wait for",
+    ),
+    "keeps the work": (
+        edit(AVERAGE, "dist.all_reduce(param.grad)", "param.grad = dist.all_reduce(param.grad, async_op=True)"),
+        "returns something to wait for",
+    ),
+    "reduces the parameter itself": (
+        edit(AVERAGE, "all_reduce(param.grad)", "all_reduce(param)"),
+        "the parameters were averaged",
+    ),
+    "divides by the number of GPUs": (
+        edit(AVERAGE, "dist.get_world_size()", "__import__('torch').cuda.device_count()"),
+        "torch.cuda.device_count() counts GPUs",
+    ),
+    "multiplies by 1 / the number of GPUs": (
+        edit(AVERAGE, "/= dist.get_world_size()", "*= 1 / __import__('torch').cuda.device_count()"),
+        "torch.cuda.device_count() counts GPUs",
+    ),
+    "only rank 0 divides": (
+        edit(AVERAGE, "param.grad /=", "if dist.get_rank() == 0: param.grad /="),
+        "only rank 0 divided",
+    ),
+    "divides into nothing": (edit(AVERAGE, "param.grad /=", "param.grad /"), "summed over ranks"),
+    "uses the sum before the wait": (
+        edit(
+            AVERAGE,
+            _SUM,
+            "            work = dist.all_reduce(param.grad, async_op=True)\n"
+            "            mean = param.grad / dist.get_world_size()\n"
+            "            work.wait()\n",
+            "param.grad /= dist.get_world_size()",
+            "param.grad = mean",
+        ),
+        "used before the wait",
+    ),
+    "keeps the first step's gradients": (
+        """\
+import torch.distributed as dist
+
+kept = []
+
+
+def average(params):
+    if not kept:
+        kept.extend(param.grad for param in params if param.grad is not None)
+    for grad in kept:
+        dist.all_reduce(grad)
+        grad /= dist.get_world_size()
+""",
+        "the gradients of an earlier step",
+    ),
+    "zeros for an unused parameter": (
+        """\
+import torch
+import torch.distributed as dist
+
+
+def average(params):
+    for param in params:
+        if param.grad is None:
+            param.grad = torch.zeros_like(param)
+        dist.all_reduce(param.grad)
+        param.grad /= dist.get_world_size()
+""",
+        "must keep grad = None",
+    ),
+    "by way of float32": (
+        edit(
+            AVERAGE,
+            _SUM,
+            "            mean = param.grad.float()\n            dist.all_reduce(mean)\n",
+            "param.grad /= dist.get_world_size()",
+            "param.grad.copy_(mean / dist.get_world_size())",
+        ),
+        "went through float32",
+    ),
     "waits for the last only": (
         edit(AVERAGE_ASYNC, "    for work in started:\n        work.wait()", "    started[-1].wait()"),
-        "a forgotten wait: all_reduce was started once",
+        "a forgotten wait: all_reduce was started 3 times",
     ),
     "divides before the wait": (
         """\
@@ -181,11 +356,155 @@ class Bucket:
             p.grad = piece.reshape(p.shape).clone()
 """
 
+BUCKET_BY_A_FUTURE = edit(
+    BUCKET,
+    "        dist.all_reduce(self.flat)\n        self.flat /= dist.get_world_size()\n",
+    "        N = dist.get_world_size()\n"
+    "        summed = dist.all_reduce(self.flat, async_op=True).get_future()\n"
+    "        self.mean = summed.then(lambda future: future.value()[0].div_(N))\n",
+    "    def write_back(self) -> None:\n",
+    "    def write_back(self) -> None:\n        self.mean.wait()\n",
+)
+
+BUCKET_OF_LISTS = """\
+import torch
+import torch.distributed as dist
+
+
+class Bucket:
+    def __init__(self, params):
+        self.params, self.N = list(params), dist.get_world_size()
+        numels = [param.numel() for param in params]
+        self.flat = params[0].detach().new_zeros(sum(numels) + -sum(numels) % self.N)
+        self.views = [v.view_as(p) for v, p in zip(self.flat[: sum(numels)].split(numels), params)]
+
+    def collect(self):
+        torch._foreach_copy_(self.views, [torch.zeros_like(p) if p.grad is None else p.grad for p in self.params])
+
+    def reduce(self):
+        shards = list(self.flat.chunk(self.N))
+        mine = torch.empty_like(shards[0])
+        dist.reduce_scatter(mine, shards)
+        dist.all_gather(shards, mine / self.N)
+
+    def write_back(self):
+        for param, view in zip(self.params, self.views):
+            param.grad = view
+"""
+
 _DIVIDE = "        self.flat /= dist.get_world_size()\n"
 
 _ASYNC = "dist.all_reduce(self.flat, async_op=True)"
 
 BUCKET_MUTANTS = {
+    "another flat than the views'": (
+        edit(BUCKET, "self.flat /= dist.get_world_size()", "self.flat = self.flat / dist.get_world_size()"),
+        "makes another tensor",
+    ),
+    "written into gradients that are there": (
+        edit(BUCKET, "param.grad = view.clone()", "param.grad.copy_(view)"),
+        "has no gradient (grad is None)",
+    ),
+    "zeros where this rank had none": (
+        edit(
+            BUCKET,
+            "param.grad = view.clone()",
+            "param.grad = torch.zeros_like(param) if param.grad is None else view.clone()",
+        ),
+        "but another one had",
+    ),
+    "zeroes the gradients that it lent": (
+        edit(
+            BUCKET,
+            "            if param.grad is None:\n                view.zero_()\n            else:\n",
+            "            if param.grad is not None:\n",
+            "    def collect(self) -> None:\n",
+            "    def collect(self) -> None:\n        self.flat.zero_()\n",
+            "view.clone()",
+            "view",
+        ),
+        "of which write_back() had made param.grad a view",
+    ),
+    "uses what all_reduce returns": (
+        edit(BUCKET, "        dist.all_reduce(self.flat)", "        self.flat = dist.all_reduce(self.flat)"),
+        "dist.all_reduce() returns None",
+    ),
+    "keeps the gradients that it was made with": (
+        edit(
+            BUCKET,
+            "        self.params = params\n",
+            "        self.params = params\n        self.grads = [param.grad for param in params]\n",
+            "for param, view in zip(self.params, self.views):\n            if param.grad is None",
+            "for grad, view in zip(self.grads, self.views):\n            if grad is None",
+            "view.copy_(param.grad)",
+            "view.copy_(grad)",
+        ),
+        "the gradients of an earlier step",
+    ),
+    "views of the class": (
+        edit(
+            BUCKET,
+            "class Bucket:\n",
+            "class Bucket:\n    views = []\n\n",
+            "        self.views, offset = [], 0\n",
+            "        offset = 0\n",
+        ),
+        "make them anew for each bucket",
+    ),
+    "grows with every step": (
+        """\
+import torch
+import torch.distributed as dist
+
+
+class Bucket:
+    def __init__(self, params):
+        self.params, self.pieces = params, []
+
+    def collect(self):
+        self.pieces += [(torch.zeros_like(p) if p.grad is None else p.grad).flatten() for p in self.params]
+        self.flat = torch.cat(self.pieces).detach()
+
+    def reduce(self):
+        dist.all_reduce(self.flat)
+        self.flat /= dist.get_world_size()
+
+    def write_back(self):
+        for p, piece in zip(self.params, self.flat.split([p.numel() for p in self.params])):
+            p.grad = piece.view_as(p).clone()
+""",
+        "it grows with every step",
+    ),
+    "only rank 0 divides": (
+        edit(BUCKET, "        self.flat /=", "        if dist.get_rank() == 0:\n            self.flat /="),
+        "only rank 0 divided",
+    ),
+    "divides before the wait": (
+        edit(
+            BUCKET,
+            "        dist.all_reduce(self.flat)\n        self.flat /= dist.get_world_size()\n",
+            "        work = dist.all_reduce(self.flat, async_op=True)\n"
+            "        self.flat /= dist.get_world_size()\n"
+            "        work.wait()\n",
+        ),
+        "changed before the wait",
+    ),
+    "adds up before the wait": (
+        edit(
+            BUCKET,
+            "        dist.all_reduce(self.flat)\n        self.flat /= dist.get_world_size()\n",
+            "        flats = [torch.empty_like(self.flat) for _ in range(dist.get_world_size())]\n"
+            "        work = dist.all_gather(flats, self.flat, async_op=True)\n"
+            "        mean = sum(flats) / len(flats)\n"
+            "        work.wait()\n"
+            "        self.flat.copy_(mean)\n",
+        ),
+        "used before the wait",
+    ),
+    "divides by the number of GPUs": (
+        edit(BUCKET, "dist.get_world_size()", "torch.cuda.device_count()"),
+        "torch.cuda.device_count() counts GPUs",
+    ),
     "in two pieces": (
         edit(BUCKET, "dist.all_reduce(self.flat)", "[dist.all_reduce(half) for half in self.flat.split(6)]"),
         "the buffer is sent in pieces",
@@ -287,9 +606,132 @@ class MyDDP(DDP):
         return dist.all_reduce(unit.bucket.grad, group=self.comm.group, async_op=True)
 """
 
+DDP_BY_A_FUTURE = """\
+import torch.distributed as dist
+import zerolab
+
+
+class MyDDP(zerolab.DDP):
+    def post_backward(self, unit):
+        if self.reduces(unit):
+            unit.bucket.reduction = self.reduce(unit)
+
+    def reduce(self, unit):
+        unit.bucket.grad = unit.bucket.full
+        summed = dist.all_reduce(unit.bucket.grad, group=self.comm.group, async_op=True).get_future()
+        return summed.then(lambda future: future.value()[0].div_(self.world_size))
+"""
+
+DDP_IN_TWO_HALVES = """\
+import zerolab
+
+
+class MyDDP(zerolab.DDP):
+    def post_backward(self, unit):
+        if self.reduces(unit):
+            unit.bucket.reduction = self.reduce(unit)
+
+    def reduce(self, unit):
+        unit.bucket.grad = unit.bucket.full
+        shard = unit.layout.shard(unit.bucket.grad, self.rank)
+        self.comm.reduce_scatter(shard, unit.bucket.grad, unit.name).wait()
+        return self.comm.all_gather(unit.bucket.grad, shard, unit.name)
+"""
+
 _COMM = "return self.comm.all_reduce(unit.bucket.grad, unit.name)"
 
 DDP_MUTANTS = {
+    "gives the memory back at once": (
+        edit(
+            DDP,
+            _COMM,
+            "work = self.comm.all_reduce(unit.bucket.grad, unit.name)\n"
+            "        unit.bucket.full.untyped_storage().resize_(0)\n"
+            "        return work",
+        ),
+        "memory was given back",
+    ),
+    "leaves out unit.name": (edit(DDP, ", unit.name)", ")"), "and unit.name"),
+    "takes the work for the mean": (
+        edit(DDP, _COMM, "unit.bucket.grad = self.comm.all_reduce(unit.bucket.full, unit.name)"),
+        "unit.bucket.grad is a Pending, not a tensor",
+    ),
+    "uses what all_reduce returns": (
+        edit(
+            DDP_SYNCHRONOUS,
+            "        unit.bucket.full /= self.world_size\n        unit.bucket.grad = unit.bucket.full\n",
+            "",
+            "dist.all_reduce(unit.bucket.full, group=self.comm.group)",
+            "unit.bucket.grad = dist.all_reduce(unit.bucket.full) / self.world_size",
+        ),
+        "dist.all_reduce() returns None",
+    ),
+    "divides before the wait": (
+        edit(
+            DDP,
+            _COMM,
+            "work = self.comm.all_reduce(unit.bucket.grad, unit.name)\n"
+            "        unit.bucket.grad /= self.world_size\n"
+            "        return work",
+        ),
+        "changed before the wait",
+    ),
+    "divides the sum before the wait": (
+        edit(
+            DDP_DIVIDED_FIRST,
+            "        unit.bucket.grad = unit.bucket.full / self.world_size\n"
+            "        return dist.all_reduce(unit.bucket.grad, group=self.comm.group, async_op=True)",
+            "        work = dist.all_reduce(unit.bucket.full, group=self.comm.group, async_op=True)\n"
+            "        unit.bucket.grad = unit.bucket.full / self.world_size\n"
+            "        return work",
+        ),
+        "used before the wait",
+    ),
+    "forgets the future": (
+        edit(DDP_BY_A_FUTURE, "return summed.then", "summed.then"),
+        "a forgotten wait",
+    ),
+    "returns the tensor": (
+        edit(DDP, _COMM, "self.comm.all_reduce(unit.bucket.grad, unit.name).wait()\n        return unit.bucket.grad"),
+        "without a wait()",
+    ),
+    "keeps the first step's bucket": (
+        edit(
+            DDP,
+            "unit.bucket.grad = unit.bucket.full",
+            "kept = self.__dict__.setdefault('kept', {})\n"
+            "        unit.bucket.grad = kept.setdefault(unit.name, unit.bucket.full)",
+        ),
+        "only the first",
+    ),
+    "only rank 0 divides": (
+        edit(DDP_SYNCHRONOUS, "unit.bucket.full /=", "if self.rank == 0: unit.bucket.full /="),
+        "only rank 0 divided",
+    ),
+    "divides by the number of GPUs": (
+        edit(
+            DDP_SYNCHRONOUS,
+            "unit.bucket.full /= self.world_size",
+            "unit.bucket.full /= __import__('torch').cuda.device_count()",
+        ),
+        "torch.cuda.device_count() counts GPUs",
+    ),
+    "a buffer in float32": (
+        edit(
+            DDP,
+            "unit.bucket.grad = unit.bucket.full",
+            "unit.bucket.grad = unit.bucket.full.float()",
+        ),
+        "a buffer for gradients has their dtype",
+    ),
+    "the parameters' own gradients": (
+        edit(
+            DDP_SYNCHRONOUS,
+            "dist.all_reduce(unit.bucket.full, group=self.comm.group)",
+            "[dist.all_reduce(param.grad) for param in unit.params]",
+        ),
+        "the unit's gradients are in unit.bucket.full",
+    ),
     "one call per parameter": (
         edit(
             DDP_SYNCHRONOUS,
@@ -380,9 +822,16 @@ DDP_MUTANTS = {
 }
 
 RIGHT = {
-    "03.1": (AVERAGE_ASYNC, AVERAGE_NATIVE),
-    "03.2": (BUCKET_OF_VIEWS, BUCKET_IN_TWO_HALVES),
-    "03.3": (DDP_SYNCHRONOUS, DDP_DIVIDED_FIRST),
+    "03.1": (
+        AVERAGE_ASYNC,
+        AVERAGE_NATIVE,
+        AVERAGE_BY_FUTURES,
+        AVERAGE_TOGETHER,
+        AVERAGE_IN_A_RING,
+        AVERAGE_FUNCTIONAL,
+    ),
+    "03.2": (BUCKET_OF_VIEWS, BUCKET_IN_TWO_HALVES, BUCKET_BY_A_FUTURE, BUCKET_OF_LISTS),
+    "03.3": (DDP_SYNCHRONOUS, DDP_DIVIDED_FIRST, DDP_BY_A_FUTURE, DDP_IN_TWO_HALVES),
 }
 
 WRONG = {

@@ -14,7 +14,7 @@ from torch.distributed import all_to_all_single
 
 
 def reduce_scatter_mean(flat, rank, world_size):
-    received = torch.empty(flat.numel())
+    received = torch.empty(flat.numel(), dtype=flat.dtype)
     work = all_to_all_single(received, flat / world_size, async_op=True)
     work.wait()
     return sum(received.split(flat.numel() // world_size))
@@ -29,6 +29,74 @@ def reduce_scatter_mean(flat, rank, world_size):
     for owner, shard in enumerate(shards):
         dist.reduce(shard, dst=owner)
     return shards[rank] / world_size
+"""
+
+REDUCE_SCATTER_BY_GATHERS = """\
+import torch
+import torch.distributed as dist
+
+
+def reduce_scatter_mean(flat, rank, world_size):
+    for owner, shard in enumerate(flat.chunk(world_size)):
+        into = [torch.empty_like(shard) for _ in range(world_size)] if rank == owner else None
+        dist.gather(shard, into, dst=owner)
+        if rank == owner:
+            mean = sum(into) / world_size
+    return mean
+"""
+
+REDUCE_SCATTER_BY_SCATTERS = """\
+import torch
+import torch.distributed as dist
+
+
+def reduce_scatter_mean(flat, rank, world_size):
+    total = torch.zeros_like(flat.chunk(world_size)[0])
+    for source in range(world_size):
+        part = torch.empty_like(total)
+        dist.scatter(part, list(flat.chunk(world_size)) if rank == source else None, src=source)
+        total += part
+    return total / world_size
+"""
+
+REDUCE_SCATTER_BY_LIST = """\
+import torch
+import torch.distributed as dist
+
+
+def reduce_scatter_mean(flat, rank, world_size):
+    shards = list(flat.chunk(world_size))
+    total = torch.empty_like(shards[rank])
+    dist.reduce_scatter(total, shards)
+    return total / world_size
+"""
+
+REDUCE_SCATTER_FUNCTIONAL = """\
+import torch.distributed as dist
+from torch.distributed._functional_collectives import reduce_scatter_tensor
+
+
+def reduce_scatter_mean(flat, rank, world_size):
+    return reduce_scatter_tensor(flat, "sum", 0, dist.group.WORLD) / world_size
+"""
+
+REDUCE_SCATTER_BY_MESSAGES = """\
+import torch
+import torch.distributed as dist
+
+
+def reduce_scatter_mean(flat, rank, world_size):
+    shards = list(flat.chunk(world_size))
+    parts = [torch.empty_like(shard) for shard in shards]
+    parts[rank] = shards[rank]
+    messages = []
+    for other in range(world_size):
+        if other != rank:
+            messages.append(dist.P2POp(dist.isend, shards[other], other))
+            messages.append(dist.P2POp(dist.irecv, parts[other], other))
+    for work in dist.batch_isend_irecv(messages) if messages else []:
+        work.wait()
+    return torch.stack(parts).mean(dim=0)
 """
 
 _SUM = "received.view(world_size, -1).sum(dim=0)"
@@ -63,7 +131,7 @@ def reduce_scatter_mean(flat, rank, world_size):
     "the full mean": (edit(REDUCE_SCATTER, _SUM, "received"), "the full mean: return one shard"),
     "its own part alone": (
         edit(REDUCE_SCATTER, f"{_SUM} / world_size", "received.view(world_size, -1)[rank]"),
-        "the rank's own gradient",
+        "this rank's own part alone",
     ),
     "sums over the elements": (
         edit(REDUCE_SCATTER, _SUM, "received.view(-1, world_size).sum(dim=1)"),
@@ -76,7 +144,9 @@ def reduce_scatter_mean(flat, rank, world_size):
         "another rank's shard",
     ),
     "forgotten wait": (
-        edit(REDUCE_SCATTER_ASYNC, "    work.wait()\n", "", "torch.empty(flat.numel())", "flat.clone()"),
+        edit(
+            REDUCE_SCATTER_ASYNC, "    work.wait()\n", "", "torch.empty(flat.numel(), dtype=flat.dtype)", "flat.clone()"
+        ),
         "a forgotten wait",
     ),
     "nothing returned": (edit(REDUCE_SCATTER, "return ", "mean = "), "`return` is missing"),
@@ -90,9 +160,63 @@ def reduce_scatter_mean(flat, rank, world_size):
     ),
     "looks at what it sent": (edit(REDUCE_SCATTER, "received.view", "flat.view"), "this rank's own shards"),
     "room for one shard": (
-        edit(REDUCE_SCATTER, "torch.empty_like(flat)", "torch.empty(flat.numel() // world_size)"),
+        edit(REDUCE_SCATTER, "torch.empty_like(flat)", "torch.empty(flat.numel() // world_size, dtype=flat.dtype)"),
         "room for a shard from every rank",
     ),
+    "what the call returns": (
+        edit(REDUCE_SCATTER, "    dist.all_to_all_single(received", "    received = dist.all_to_all_single(received"),
+        "dist.all_to_all_single() returns None",
+    ),
+    "sums before the wait": (
+        edit(
+            REDUCE_SCATTER_ASYNC,
+            "    work.wait()\n    return sum(received.split(flat.numel() // world_size))",
+            "    mean = sum(received.split(flat.numel() // world_size))\n    work.wait()\n    return mean",
+        ),
+        "before the wait",
+    ),
+    "only rank 0 divides": (
+        edit(REDUCE_SCATTER, "/ world_size", "/ (world_size if rank == 0 else 1)"),
+        "only rank 0 divided",
+    ),
+    "divides its input": (
+        edit(REDUCE_SCATTER, "    received =", "    flat /= world_size\n    received =", " / world_size\n", "\n"),
+        "the caller still needs its gradient",
+    ),
+    "reduces its input": (
+        edit(REDUCE_SCATTER_BY_REDUCES, "shard.clone() for shard", "shard for shard"),
+        "the caller still needs its gradient",
+    ),
+    "keeps the result": (
+        edit(
+            REDUCE_SCATTER,
+            f"return {_SUM} / world_size",
+            f"mean = _means.setdefault(flat.numel(), torch.empty_like(flat)[: flat.numel() // world_size])\n"
+            f"    return mean.copy_({_SUM} / world_size)",
+            "def reduce",
+            "_means = {}\n\n\ndef reduce",
+        ),
+        "all calls return the same tensor",
+    ),
+    "keeps the length": (edit(REDUCE_SCATTER, "view(world_size, -1)", "view(world_size, 5)"), "the first call only"),
+    "float32 alone": (edit(REDUCE_SCATTER, "empty_like(flat)", "empty(flat.numel())"), "right in float32 only"),
+    "rounds down": (edit(REDUCE_SCATTER, " / world", " // world"), "divide with /"),
+    "divides by GPUs": (edit(REDUCE_SCATTER, "/ world_size", "/ torch.cuda.device_count()"), "division by zero"),
+    "without its own": (
+        edit(REDUCE_SCATTER, _SUM, f"({_SUM} - received.view(world_size, -1)[rank])"),
+        "own contribution",
+    ),
+    "scattered from rank 0": (
+        edit(
+            REDUCE_SCATTER,
+            "dist.all_to_all_single(received, flat)",
+            "dist.scatter(received[: len(flat) // world_size], list(flat.chunk(world_size)) if rank == 0 else None)",
+            f"{_SUM} / world_size",
+            "received[: len(flat) // world_size]",
+        ),
+        "a scatter hands out what rank 0 has",
+    ),
+    "a list": (edit(REDUCE_SCATTER, f"{_SUM} / world_size", "list(received.chunk(world_size))"), "return one tensor"),
     "everyone's own shard": (
         edit(
             REDUCE_SCATTER_BY_REDUCES,
@@ -146,6 +270,22 @@ class MyZero1(zerolab.DDP):
     def after_step(self, unit):
         unit.gather()
 """
+
+ZERO1_BY_LISTS = edit(
+    ZERO1,
+    "import zerolab\n",
+    "import torch\nimport torch.distributed as dist\nimport zerolab\n",
+    "unit.bucket.grad = unit.layout.shard(unit.bucket.full, self.rank)\n"
+    "        return self.comm.reduce_scatter(unit.bucket.grad, unit.bucket.full, unit.name)",
+    "shards = list(unit.bucket.full.chunk(self.world_size))\n"
+    "        unit.bucket.grad = torch.empty_like(shards[0])\n"
+    "        dist.reduce_scatter(unit.bucket.grad, shards)\n"
+    "        unit.bucket.grad /= self.world_size",
+    "self.comm.all_gather(unit.full, unit.master.to(unit.full.dtype), unit.name).wait()",
+    "dist.all_gather(list(unit.full.chunk(self.world_size)), unit.master.to(unit.full.dtype))",
+)
+
+ZERO1_WITHOUT_CAST = edit(ZERO1, ".to(unit.full.dtype)", "")
 
 _PARAMS = "unit.layout.slices(unit.keep_shard(), self.rank)"
 
@@ -268,6 +408,100 @@ ZERO1_MUTANTS = {
         edit(ZERO1, _REDUCE, "unit.bucket.grad = reduce_scatter_mean(unit.bucket.full, self.rank, self.world_size)"),
         "a file of its own",
     ),
+    "what the call returns": (
+        edit(
+            ZERO1_BY_LISTS,
+            "dist.reduce_scatter(unit",
+            "unit.bucket.grad = dist.reduce_scatter(unit",
+            "        unit.bucket.grad /= self.world_size\n",
+            "",
+        ),
+        "return None: the result is in the tensor",
+    ),
+    "sums before the wait": (
+        edit(
+            ZERO1_BY_HAND,
+            "        dist.all_to_all_single(received, unit.bucket.full, ",
+            "        work = dist.all_to_all_single(received, unit.bucket.full, async_op=True, ",
+            _HAND,
+            f"{_HAND}\n        work.wait()",
+        ),
+        "before the wait",
+    ),
+    "only rank 0 divides": (
+        edit(ZERO1_BY_HAND, "/ self.world_size", "/ (self.world_size if self.rank == 0 else 1)"),
+        "only rank 0 divided",
+    ),
+    "the first backward's gradient": (
+        edit(
+            ZERO1_BY_HAND,
+            f"unit.bucket.grad = {_HAND}",
+            f"if not hasattr(unit, 'mean'):\n            unit.mean = {_HAND}\n"
+            "        unit.bucket.grad = unit.mean.clone()",
+        ),
+        "the first backward's gradients again",
+    ),
+    "into rank 0's place": (
+        edit(ZERO1, "layout.shard(unit.bucket.full, self.rank)", "layout.shard(unit.bucket.full, 0)"),
+        "another rank's slice",
+    ),
+    "no empty slices": (
+        edit(ZERO1, _PARAMS, f"[view for view in {_PARAMS} if view.numel()]"),
+        "empty ones too",
+    ),
+    "the rank first": (
+        edit(ZERO1, "(unit.keep_shard(), self.rank)", "(self.rank, unit.keep_shard())"),
+        "tensor comes first",
+    ),
+    "slices without gaps": (
+        edit(
+            ZERO1,
+            f"return {_PARAMS}",
+            "shard, slices, end = unit.keep_shard(), [], 0\n"
+            "        first, last = unit.layout.bounds(self.rank)\n"
+            "        for slot in unit.layout.slots:\n"
+            "            begin, end = end, end + slot.numel\n"
+            "            start = min(max(begin, first), last)\n"
+            "            part = shard[start - first : max(start, min(end, last)) - first]\n"
+            "            slices.append(part.view(-1, *[1] * (len(slot.shape) - 1)))\n"
+            "        return slices",
+        ),
+        "with gaps in between",
+    ),
+    "float32 alone": (
+        edit(ZERO1_BY_HAND, "torch.empty_like(unit.bucket.full)", "torch.empty(unit.layout.size)"),
+        "right in float32 only",
+    ),
+    "a buffer of float32": (
+        edit(
+            ZERO1,
+            "unit.layout.shard(unit.bucket.full, self.rank)",
+            "unit.bucket.full.new_empty(unit.layout.shard_size).float()",
+        ),
+        "right in float32 only",
+    ),
+    "gathers without the cast": (
+        edit(ZERO1_BY_LISTS, "unit.master.to(unit.full.dtype)", "unit.master"),
+        "cast unit.master to unit.full.dtype",
+    ),
+    "everyone's own shard": (
+        edit(
+            ZERO1_BY_LISTS,
+            "unit.bucket.grad = torch.empty_like(shards[0])",
+            "unit.bucket.grad = shards[self.rank]",
+            "dist.reduce_scatter(unit.bucket.grad, shards)",
+            "dist.all_reduce(unit.bucket.grad)",
+        ),
+        "different shards were added up",
+    ),
+    "unit.full is None": (
+        edit(ZERO1_BY_LISTS, "        dist.all_gather(", "        unit.full = dist.all_gather("),
+        "unit.full is no tensor any more",
+    ),
+    "returns the gradient": (
+        edit(ZERO1, _REDUCE, f"{_REDUCE.removeprefix('return ')}.wait()\n        return unit.bucket.grad"),
+        "return what has a wait()",
+    ),
     "nothing of its own": (
         "import zerolab\n\n\nclass MyZero1(zerolab.Zero1):\n    stage = 1\n",
         "write your own",
@@ -275,8 +509,16 @@ ZERO1_MUTANTS = {
 }
 
 RIGHT = {
-    "04.1": (REDUCE_SCATTER_ASYNC, REDUCE_SCATTER_BY_REDUCES),
-    "04.2": (ZERO1_LAZY, ZERO1_BY_HAND),
+    "04.1": (
+        REDUCE_SCATTER_ASYNC,
+        REDUCE_SCATTER_BY_REDUCES,
+        REDUCE_SCATTER_BY_GATHERS,
+        REDUCE_SCATTER_BY_SCATTERS,
+        REDUCE_SCATTER_BY_LIST,
+        REDUCE_SCATTER_FUNCTIONAL,
+        REDUCE_SCATTER_BY_MESSAGES,
+    ),
+    "04.2": (ZERO1_LAZY, ZERO1_BY_HAND, ZERO1_BY_LISTS, ZERO1_WITHOUT_CAST),
 }
 
 WRONG = {

@@ -35,6 +35,28 @@ class MyZero2(zerolab.Zero1):
         unit.bucket.reduction = self.comm.reduce_scatter(unit.bucket.grad, unit.bucket.full, unit.name)
 """
 
+ZERO2_WAITS_LATER = """\
+import zerolab
+
+
+class Slice:
+    def __init__(self, bucket, reduction):
+        self.bucket, self.reduction = bucket, reduction
+
+    def wait(self):
+        self.reduction.wait()
+        self.bucket.grad = self.bucket.grad.clone()
+
+
+class MyZero2(zerolab.Zero1):
+    stage = 2
+
+    def post_backward(self, unit):
+        super().post_backward(unit)
+        if self.reduces(unit):
+            unit.bucket.reduction = Slice(unit.bucket, unit.bucket.reduction)
+"""
+
 _SUPER = "super().post_backward(unit)"
 
 _RELEASE = "unit.bucket.release()"
@@ -100,11 +122,55 @@ ZERO2_MUTANTS = {
         "unit.bucket.reduction is None where nothing was reduced",
     ),
     "releases the parameters": (edit(ZERO2, _RELEASE, "unit.release()"), "lets the *parameters* go"),
+    "full set to None": (
+        edit(ZERO2, _RELEASE, "if self.reduces(unit):\n            unit.bucket.full = None"),
+        "unit.bucket.grad is a view of the full gradient",
+    ),
+    "a slice of the slice": (
+        edit(ZERO2, _RELEASE, "if self.reduces(unit):\n            unit.bucket.grad = unit.bucket.grad[:]"),
+        "unit.bucket.grad is a view of the full gradient",
+    ),
+    "asks what is not there": (
+        edit(ZERO2, _RELEASE, f"unit.bucket.grad.numel()\n        {_RELEASE}"),
+        "self.reduces(unit)",
+    ),
+    "rank 0's shard for all": (
+        edit(ZERO2_WAITS, "unit.bucket.grad.clone()", "unit.layout.shard(unit.bucket.full, 0).clone()"),
+        "another rank's slice",
+    ),
+    "freed at once": (
+        edit(ZERO2, _RELEASE, "if self.reduces(unit):\n            unit.bucket.full.untyped_storage().resize_(0)"),
+        "freed at once",
+    ),
+    "zeroed at once": (
+        edit(ZERO2, _RELEASE, "if self.reduces(unit):\n            unit.bucket.full.zero_()"),
+        "before the reduction had read it",
+    ),
+    "one buffer for all steps": (
+        edit(
+            ZERO2_OWN_STORAGE,
+            "unit.bucket.grad = torch.empty(unit.layout.shard_size, dtype=full.dtype, device=full.device)",
+            "if not hasattr(unit, 'mean'):\n"
+            "            unit.mean = torch.empty_like(unit.layout.shard(full, self.rank))\n"
+            "        unit.bucket.grad = unit.mean",
+        ),
+        "nothing may be kept",
+    ),
+    "float32 alone": (edit(ZERO2_OWN_STORAGE, "dtype=full.dtype, ", ""), "right in float32 only"),
+    "what the call returns": (
+        edit(
+            ZERO2_OWN_STORAGE,
+            "unit.bucket.reduction = self.comm.reduce_scatter(unit.bucket.grad, unit.bucket.full, unit.name)",
+            "unit.bucket.grad = torch.distributed.reduce_scatter(unit.bucket.grad, list(full.chunk(self.world_size)))",
+        ),
+        "return None: the result is in the tensor",
+    ),
+    "reduces twice": (edit(ZERO2, _SUPER, f"{_SUPER}\n        {_SUPER}"), "one reduce-scatter"),
     "nothing of its own": ("import zerolab\n\n\nclass MyZero2(zerolab.Zero1):\n    stage = 2\n", "write your own"),
 }
 
 RIGHT = {
-    "05.1": (ZERO2_WAITS, ZERO2_OWN_STORAGE),
+    "05.1": (ZERO2_WAITS, ZERO2_OWN_STORAGE, ZERO2_WAITS_LATER),
 }
 
 WRONG = {

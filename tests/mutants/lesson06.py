@@ -103,6 +103,52 @@ GATHER_MUTANTS = {
         ),
         "gather() returned its result",
     ),
+    "4 bytes for each element": (edit(GATHER, "full.element_size()", "4"), "resize_ counts bytes"),
+    "the demonstration's 6 elements": (
+        edit(GATHER, "full.numel() * full.element_size()", "6 * 4 * dist.get_world_size()"),
+        "resize_ counts bytes",
+    ),
+    "what the call returns": (
+        edit(
+            GATHER,
+            _ALL_GATHER,
+            f"import torch\n    full.copy_(torch.cat({_ALL_GATHER}))",
+        ),
+        "dist.all_gather() returns None",
+    ),
+    "copies before the wait": (
+        edit(
+            GATHER_ASYNC,
+            "async_op=True).wait()\n    torch.cat(parts, out=full)",
+            "async_op=True)\n    torch.cat(parts, out=full)",
+            "dist.all_gather(",
+            "work = dist.all_gather(",
+            "out=full)\n",
+            "out=full)\n    work.wait()\n",
+        ),
+        "before the wait",
+    ),
+    "keeps the first unit's parts": (
+        edit(
+            GATHER,
+            _ALL_GATHER,
+            "parts = _kept.setdefault('parts', list(full.chunk(dist.get_world_size())))\n"
+            "    dist.all_gather(parts, shard)",
+            "def release",
+            "_kept = {}\n\n\ndef release",
+        ),
+        "nothing may be kept from an earlier call",
+    ),
+    "keeps a copy": (
+        edit(
+            GATHER_ASYNC,
+            "def release",
+            "_kept = {}\n\n\ndef release",
+            "torch.cat(parts, out=full)",
+            "_kept[full.numel()] = parts\n    torch.cat(parts, out=full)",
+        ),
+        "a copy was kept outside",
+    ),
     "sums full tensors": (
         edit(
             GATHER,
@@ -233,6 +279,60 @@ FORWARD_MUTANTS = {
             "for slot in unit.layout.slots]",
         ),
         "does not cover unit.shard",
+    ),
+    "the root is a list": (edit(FORWARD, "unit not in self.root", "unit is not self.root"), "self.root is a list"),
+    "starts and does not wait": (
+        edit(FORWARD, _PRE, _PRE.replace("gather", "start_gather")),
+        "started without waiting",
+    ),
+    "releases every unit": (
+        edit(
+            FORWARD,
+            "():\n            unit.release()",
+            "():\n            for each in self.units:\n                each.release()",
+        ),
+        "Each call releases `unit` alone",
+    ),
+    "the first of the root": (edit(FORWARD, "unit not in self.root", "unit is not self.root[0]"), "it is empty"),
+    "gathers by hand": (
+        edit(
+            FORWARD,
+            _PRE,
+            _PRE.replace(
+                "unit.gather()",
+                "unit.full.untyped_storage().resize_(unit.full.nbytes)\n"
+                "        shards = list(unit.full.chunk(self.world_size))\n"
+                "        torch.distributed.all_gather(shards, unit.shard.to(unit.full.dtype))",
+            ),
+        ),
+        "autograd",
+    ),
+    "an all-reduce for the gather": (
+        edit(
+            FORWARD,
+            _PRE,
+            _PRE.replace(
+                "unit.gather()",
+                "full = unit.full.data\n"
+                "        full.untyped_storage().resize_(full.nbytes)\n"
+                "        full.zero_()\n"
+                "        unit.layout.shard(full, self.rank).copy_(unit.shard)\n"
+                "        torch.distributed.all_reduce(full)",
+            ),
+        ),
+        "extra traffic (all_reduce",
+    ),
+    "unit.full is None": (
+        edit(FORWARD, "():\n            unit.release()", "():\n            unit.full = None"),
+        "stay tensors",
+    ),
+    "a shard in float32": (
+        edit(FORWARD, "unit.shard.clone()", "torch.empty(unit.layout.shard_size).copy_(unit.shard)"),
+        "float32",
+    ),
+    "a shard in the compute dtype": (
+        edit(FORWARD, "unit.shard.clone()", "unit.shard.to(unit.full.dtype, copy=True)"),
+        "keep its dtype",
     ),
     "nothing of its own": ("import zerolab\n\n\nclass MyZero3Forward(zerolab.Zero3):\n    pass\n", "write your own"),
 }

@@ -115,7 +115,36 @@ BACKWARD_MUTANTS = {
     ),
     "after the step as ZeRO-2": (
         edit(BACKWARD, _AFTER, _AFTER + "        super().after_step(unit)\n"),
-        "the next forward begins by gathering",
+        "the next forward begin by gathering",
+    ),
+    "not the root": (
+        edit(BACKWARD, _PRE, _PRE.replace("unit.gather()", "if unit not in self.root:\n            unit.gather()")),
+        "after two forwards",
+    ),
+    "starts and does not wait": (
+        edit(BACKWARD, _PRE, _PRE.replace("gather", "start_gather")),
+        "started without waiting",
+    ),
+    "releases every unit": (
+        edit(BACKWARD, _POST, _POST.replace("unit.release()", "[each.release() for each in self.units]")),
+        "Each call releases `unit` alone",
+    ),
+    "reduces inside no_sync": (
+        edit(
+            BACKWARD,
+            "super().post_backward(unit)",
+            "if unit.bucket.full is not None:\n"
+            "            unit.bucket.reduction = self.reduce(unit)\n"
+            "            unit.bucket.release()",
+        ),
+        "no_sync() was ignored",
+    ),
+    "unit.full is None": (edit(BACKWARD, _POST, _POST.replace("unit.release()", "unit.full = None")), "stay tensors"),
+    "reduces twice": (
+        edit(
+            BACKWARD, "super().post_backward(unit)", "super().post_backward(unit)\n        super().post_backward(unit)"
+        ),
+        "must reduce a unit once",
     ),
     "nothing of its own": ("import zerolab\n\n\nclass MyZero3(zerolab.Zero3):\n    pass\n", "write your own"),
 }

@@ -29,10 +29,12 @@ def fewest_gpus(parameters, memory, activations):
     room = (memory - activations) / parameters  # bytes for each parameter
 
     def first(stage):
-        for n in range(1, 10_000):
-            if held(stage, n) <= room:
-                return n
-        return None
+        if held(stage, 10**12) > room:
+            return None
+        n = 1
+        while held(stage, n) > room:
+            n *= 2
+        return next(k for k in range(n // 2 or 1, n + 1) if held(stage, k) <= room)
 
     return {stage: first(stage) for stage in range(4)}
 """
@@ -73,6 +75,28 @@ FEWEST_MUTANTS = {
         edit(FEWEST, "2: 2, 3: 0}", "2: 4, 3: 0}", "2: 14, 3: 14}", "2: 12, 3: 14}"),
         "the gradients were not sharded",
     ),
+    "a search that stops at 256": (
+        edit(FEWEST_BY_TRYING, "10**12", "256", "n *= 2", "n += 1", "n // 2 or 1", "n"),
+        "a search stopped too early",
+    ),
+    "a search that stops at 10,000": (
+        edit(FEWEST_BY_TRYING, "10**12", "10_000", "n *= 2", "n += 1", "n // 2 or 1", "n"),
+        "a search stopped too early",
+    ),
+    "a search that stops at 2**20": (edit(FEWEST_BY_TRYING, "10**12", "2**20"), "a search stopped too early"),
+    "powers of two": (
+        edit(
+            FEWEST_BY_TRYING, "return next(k for k in range(n // 2 or 1, n + 1) if held(stage, k) <= room)", "return n"
+        ),
+        "not only powers of two",
+    ),
+    "whole nodes": (edit(FEWEST, WHERE_IT_ENDS, f"-(-{WHERE_IT_ENDS} // 8) * 8"), "whole nodes"),
+    "True for 1": (edit(FEWEST, "1 if room >= 0 else None", "(room >= 0) or None"), "not True or False"),
+    "negative room": (
+        edit(FEWEST, "elif room <= 0:", "elif room == 0:"),
+        "None",
+    ),
+    "a float": (edit(FEWEST, WHERE_IT_ENDS, f"float({WHERE_IT_ENDS})"), "make it an int"),
     "gradients forgotten": (edit(FEWEST, "2: 14, 3: 14}", "2: 12, 3: 12}"), "which of 2 + 2 + 12 does it shard"),
 }
 

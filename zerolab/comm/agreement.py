@@ -63,6 +63,7 @@ class Agreement:
         self._last: tuple[str, str] | None = None  # (unit, phase) of the last gather
         self._expected: dict[tuple[str, str] | None, tuple[str, str]] = {}  # which gather follows it, once agreed
         self._number = 0  # the same on every rank
+        self._name = f"{everyone.handle.group_name}/0"  # until the ranks have agreed on the number
         # The first rank's number counts: other ranks may have made more of these.
         asked = self.exchange([next(_numbers), mesh and list(mesh)], "start of a Comm")
         for rank, (_, other) in enumerate(asked):

@@ -14,6 +14,8 @@ from typing import Any
 
 from zerolab.lab.exercises.spy import Spy, Traffic
 
+SUMMED = "summed over ranks, not averaged"  # where some ranks are right, only they have divided
+
 
 class Todo(Exception):
     """An exercise that is not written yet."""
@@ -58,6 +60,16 @@ class Exercise:
     errors: dict[str, str] = field(default_factory=dict)  # part of a Python error -> the mistake behind it
 
 
+def returns_none(calls: list[Traffic], error: str = "") -> str:
+    """The mistake of using what a collective returns."""
+    name = calls[-1].in_words if calls[-1].said else f"dist.{calls[-1].op}"
+    if "'wait'" in error or "get_future" in error:
+        return (
+            f"without async_op=True {name}() is over when it returns: it returns None, and nothing is left to wait for"
+        )
+    return f"{name}() returns None: it leaves the result in the tensor that you give it"
+
+
 @dataclass
 class World:
     """What a check knows about the rank it runs on."""
@@ -65,6 +77,7 @@ class World:
     rank: int
     world_size: int
     spy: Spy
+    notes: list[str] = field(default_factory=list)
 
     @contextmanager
     def record(self) -> Iterator[list[Traffic]]:
@@ -74,7 +87,25 @@ class World:
 
     def unwaited(self, calls: list[Traffic]) -> str:
         """The asynchronous calls that nobody waited for, in words; "" if there are none."""
-        lost = [call.op for call in calls if not call.waited]
+        lost = [call for call in calls if not call.waited]
         if not lost:
             return ""
-        return f"{lost[0]} was started {'once' if len(lost) == 1 else f'{len(lost)} times'} without waiting for it"
+        if lost[0].said:  # makes several calls
+            return f"{lost[0].said} was started without waiting for it"
+        times = "once" if len(lost) == 1 else f"{len(lost)} times"
+        return f"{lost[0].op} was started {times} without waiting for it"
+
+    @contextmanager
+    def blamed(self, calls: list[Traffic]) -> Iterator[None]:
+        """Inside a block where the check itself gives no None, one that fails the answer is a collective's."""
+        try:
+            yield
+        except (TypeError, AttributeError) as error:
+            if calls and "NoneType" in str(error) and "Invalid function argument" not in str(error):
+                error.likely = returns_none(calls, str(error))  # type: ignore[union-attr]
+            raise
+
+    def note(self, sentence: str) -> None:
+        """What a right answer should know: it is shown when it passes."""
+        if sentence not in self.notes:
+            self.notes.append(sentence)

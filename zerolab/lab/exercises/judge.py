@@ -21,12 +21,14 @@ import torch.distributed as dist
 from zerolab.comm.waiting import CommError
 from zerolab.lab.exercises import former_names  # noqa: F401, so that earlier answers still run
 from zerolab.lab.exercises.catalogue import find_exercise
-from zerolab.lab.exercises.exercise import Exercise, Todo, World, Wrong
+from zerolab.lab.exercises.exercise import SUMMED, Exercise, Todo, World, Wrong
 from zerolab.lab.exercises.spy import PATIENCE, GaveUp, Spy
 from zerolab.world.processes import RankError, Ranks
 
 WORLD_SIZES = (1, 2, 3, 4)
 UNKNOWN = "a mistake that this check does not know; this is the smallest case that fails"
+RAISED = "an error in the code, at the line shown"
+RAISED_LATER = "no line of yours failed, but what it left behind: compare the types with those in the docstring"
 PRINTED = 2000  # characters of the answer's own output that are shown
 
 _pool: Ranks | None = None
@@ -46,6 +48,7 @@ class Report:
     values_differ: bool = False
     printed: str = ""
     blocks: int = 0  # how far the check got on this rank
+    notes: list[str] = field(default_factory=list)  # what a right answer should know
 
 
 @dataclass
@@ -99,8 +102,9 @@ def on_rank(id: str, source: str, filename: str, patience: float) -> Report:
             warnings.catch_warnings(),
         ):
             warnings.simplefilter("ignore")
-            report = _judge(asked, source, filename, World(rank, world_size, spy))
-        report.blocks = spy.blocks
+            world = World(rank, world_size, spy)
+            report = _judge(asked, source, filename, world)
+        report.blocks, report.notes = spy.blocks, world.notes
         report.printed = printed.getvalue()[:PRINTED]
         return report
     finally:
@@ -119,7 +123,10 @@ def _judge(asked: Exercise, source: str, filename: str, world: World) -> Report:
     except Wrong as wrong:
         return Report(world.rank, "wrong", wrong.seen, wrong.likely, wrong.tip, wrong.values_differ)
     except (GaveUp, CommError) as error:  # another rank's mistake, seen from here
-        return Report(world.rank, "waits", f"stuck in {str(error).splitlines()[0]}{_line_of(error, filename)}")
+        first = str(error).splitlines()[0]
+        engines = first.removeprefix(f"rank {world.rank} of {world.world_size}: ")
+        seen = engines if engines != first else f"stuck in {first}"
+        return Report(world.rank, "waits", f"{seen}{_line_of(error, filename)}")
     except BaseException as error:  # SystemExit too
         if isinstance(error, KeyboardInterrupt):
             raise
@@ -129,7 +136,8 @@ def _judge(asked: Exercise, source: str, filename: str, world: World) -> Report:
             likely = "it waits for a message that no rank sends, or sends one that no rank receives"
             return Report(world.rank, "waits", f"stuck{_line_of(error, filename)}", likely)
         what = traceback.format_exception_only(type(error), error)[-1].strip().splitlines()[0]
-        return Report(world.rank, "raised", f"{what}{_line_of(error, filename)}")
+        likely = getattr(error, "likely", "")  # exercise.blamed()
+        return Report(world.rank, "raised", f"{what}{_line_of(error, filename)}", likely)
     return Report(world.rank, "right")
 
 
@@ -146,7 +154,10 @@ def _line_of(error: BaseException, filename: str) -> str:
     lines = [frame for frame in traceback.extract_tb(error.__traceback__) if frame.filename == filename]
     if isinstance(error, SyntaxError) and error.filename == filename:
         return f", line {error.lineno}"
-    return f" · line {lines[-1].lineno}: {lines[-1].line}" if lines else ""
+    if lines:
+        return f" · line {lines[-1].lineno}: {lines[-1].line}"
+    inside = [frame for frame in traceback.extract_tb(error.__traceback__) if "/zerolab/engine/" in frame.filename]
+    return f", later in the engine, in {inside[-1].name}()" if inside else ""
 
 
 # ---------------------------------------------------------------------- here
@@ -154,6 +165,8 @@ def _line_of(error: BaseException, filename: str) -> str:
 
 def ready() -> None:
     """Runs on a new pool, so that the ranks' imports are done before an answer is timed."""
+    import torch._dynamo  # noqa: F401, which the engine's hooks ask for
+
     dist.barrier()
 
 
@@ -186,6 +199,7 @@ def try_answer(id: str, source: str, filename: str = "answer.py", patience: floa
     """
     asked = find_exercise(id)
     good: list[int] = []  # the world sizes that passed
+    notes: list[str] = []
     for world_size in WORLD_SIZES:
         ranks = pool()
         try:
@@ -208,7 +222,10 @@ def try_answer(id: str, source: str, filename: str = "answer.py", patience: floa
         if any(report.kind != "right" for report in reports):
             return _verdict(asked, good, world_size, reports)
         good.append(world_size)
-    return Verdict(id, "right", f"✓ {id} {asked.title}    N={', '.join(map(str, good))} ok")
+        notes += [note for report in reports for note in report.notes]
+    lines = [f"✓ {id} {asked.title}    N={', '.join(map(str, good))} ok"]
+    lines += [f"  note     {note}" for note in dict.fromkeys(notes)]
+    return Verdict(id, "right", "\n".join(lines))
 
 
 def _verdict(asked: Exercise, good: list[int], world_size: int, reports: list[Report]) -> Verdict:
@@ -225,11 +242,14 @@ def _verdict(asked: Exercise, good: list[int], world_size: int, reports: list[Re
     known = [mistake for part, mistake in asked.errors.items() if part in worst.seen]
     if worst.kind == "waits":
         likely = likely or (known[0] if known else _why_it_waits(reports))
-    if worst.values_differ and rights == [0]:
+    if rights and likely == SUMMED:
+        likely = f"only {_names(rights)} divided by the number of ranks: every rank must do that"
+    elif worst.values_differ and rights == [0] and not likely.startswith("another rank's"):
         likely = asked.first_rank_only or likely
-    likely = likely or UNKNOWN
     if worst.kind == "raised":
-        likely = known[0] if known else "an error in the code, at the line shown"
+        at_a_line = " · line " in worst.seen or ", line " in worst.seen
+        likely = likely or (known[0] if known else RAISED if at_a_line else RAISED_LATER)
+    likely = likely or UNKNOWN
     lines = [
         f"✗ {asked.id} {asked.title}    " + " · ".join([*(f"N={n} ok" for n in good), f"N={world_size} wrong"]),
         f"  seen     {where}, {worst.seen}" + (f" ({_list(rights)} right)" if rights else ""),
@@ -250,6 +270,8 @@ def _why_it_waits(reports: list[Report]) -> str:
 
 
 def _list(ranks: list[int]) -> str:
-    if len(ranks) == 1:
-        return f"rank {ranks[0]} is"
-    return f"ranks {', '.join(map(str, ranks))} are"
+    return f"{_names(ranks)} {'is' if len(ranks) == 1 else 'are'}"
+
+
+def _names(ranks: list[int]) -> str:
+    return f"rank{'s' * (len(ranks) > 1)} {', '.join(map(str, ranks))}"

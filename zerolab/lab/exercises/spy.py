@@ -8,9 +8,10 @@ they are about to do: if they differ, they give up, instead of hanging, aborting
 from __future__ import annotations
 
 import pickle
+import sys
 import time
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
@@ -20,12 +21,16 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from zerolab.comm.collectives import Comm
 from zerolab.comm.waiting import finished_within
 from zerolab.lab.ranks.intercept import COLLECTIVES, PICKLED, Interceptor, Invocation, bytes_in_a_ring, nbytes
 from zerolab.world.processes import Patience
 
 PATIENCE = 3.0  # seconds that a rank waits for the others
 POLL = timedelta(milliseconds=50)
+
+SENDS = ("send", "isend")
+STEPS = {"reduce_scatter", "all_reduce", "all_gather", "broadcast"}  # methods of zerolab's Comm
 
 StandIn = tuple[Tensor, Tensor, Tensor]  # the answer's tensor, the one that is filled in its place, how it was before
 
@@ -43,14 +48,23 @@ class Traffic:
     world_size: int
     to: int = -1
     source: int = -1
+    on_world: bool = False  # an answer's call on the default group
+    said: str = ""  # what the caller wrote, if that is another function: "self.comm.all_reduce"
     kept: int | None = None  # bytes that stay here of an uneven all-to-all, whose `payload` is this rank's alone
+    asynchronous: bool = False
     waited: bool = False
     touched: bool = False  # its result was changed between the start and the wait, and the change is lost
+    meddled: bool = False  # its input was changed between the start and the wait, perhaps before it was sent
+    freed: bool = False  # the memory of its input or its result was given back before the wait
+
+    @property
+    def in_words(self) -> str:
+        return self.said or self.op
 
     @property
     def sent(self) -> float:
         """Bytes that this rank sends when the call runs as a ring: what the course counts."""
-        if self.op in ("exchange", "send"):
+        if self.op in ("exchange", *SENDS):
             return self.payload
         if self.kept is not None:
             return self.payload - self.kept
@@ -60,27 +74,93 @@ class Traffic:
 class Started:
     """What an asynchronous call returns. `wait` fills in the result, nothing does before."""
 
-    def __init__(self, spy: Spy, call: Traffic, work: Any, copies: list[StandIn]) -> None:
+    def __init__(
+        self, spy: Spy, call: Traffic, work: Any, copies: list[StandIn], inputs: list[Tensor] | None = None
+    ) -> None:
         self._spy, self._call, self._work, self._copies = spy, call, work, copies
+        self._inputs = [(tensor, tensor._version) for tensor in inputs or []]
+        self._results = [target for target, _, _ in copies]
+        self._future: Later | None = None
 
     def wait(self, timeout: timedelta | None = None) -> bool:
-        self._spy.wait(self._work, self._call.op)
+        if self._call.op == "irecv":  # a wait of gloo's that gives up breaks the connection, so not in short turns
+            self._work.wait(timedelta(seconds=self._spy.patience))
+        else:
+            self._spy.wait(self._work, self._call.op)
         self._call.waited = True
+        for tensor, version in self._inputs:
+            self._call.meddled |= tensor._version != version
+            self._call.freed |= _is_freed(tensor)
         with torch.no_grad():
             for target, filled, before in self._copies:
-                self._call.touched |= not torch.equal(target, before)
+                if _is_freed(target):
+                    self._call.freed = True
+                    continue
+                # NaN is what fresh memory holds, and differs from itself
+                self._call.touched |= not torch.equal(target.nan_to_num(), before.nan_to_num())
                 target.copy_(filled)
-        self._copies = []
+        self._copies, self._inputs = [], []
+        if self._future is not None:
+            self._future.fulfil()
         return True
 
     def __getattr__(self, name: str) -> Any:  # is_completed() and the rest of Work
         return getattr(self._work, name)
 
-    def get_future(self) -> torch.futures.Future:
-        future: torch.futures.Future = torch.futures.Future()
+    def result(self) -> list[Tensor]:
         self.wait()
-        future.set_result([])
-        return future
+        return self._results
+
+    def get_future(self) -> torch.futures.Future:
+        if self._future is None:
+            self._future = Later(self.result)
+        return self._future
+
+
+class Later(torch.futures.Future):
+    """torch's Future of a call that finishes when it is waited for, and `then` what follows from it."""
+
+    def __init__(self, value: Callable[[], Any]) -> None:
+        super().__init__()
+        self._value, self._begun = value, False
+
+    def fulfil(self) -> None:
+        if not self._begun:
+            self._begun = True
+            self.set_result(self._value())
+
+    def wait(self) -> Any:
+        self.fulfil()
+        return super().wait()
+
+    def value(self) -> Any:
+        return self.wait()
+
+    def done(self) -> bool:
+        self.fulfil()  # or a loop that asks would never end
+        return True
+
+    def then(self, callback: Callable[[Any], Any]) -> Later:
+        def after() -> Any:
+            self.fulfil()
+            return callback(self)
+
+        return Later(after)
+
+
+def _collected(futures: list[torch.futures.Future]) -> Later:
+    """torch.futures.collect_all for futures that finish when they are waited for."""
+
+    def value() -> list[torch.futures.Future]:
+        for future in futures:
+            future.wait()
+        return futures
+
+    return Later(value)
+
+
+def _waited(futures: list[torch.futures.Future]) -> list[Any]:
+    return [future.wait() for future in futures]
 
 
 class Spy:
@@ -92,13 +172,18 @@ class Spy:
         self.blocks = 0  # how many times something was recorded: how far the check has come
         self._numbers: Counter[str] = Counter()  # of calls, by whom they concern
         answers = dict.fromkeys(COLLECTIVES, self._collective) | dict.fromkeys(PICKLED, self._pickled)
-        self._interceptor = Interceptor(answers | {"send": self._send})
+        answers |= dict.fromkeys(("send", "isend", "irecv"), self._message)
+        answers["batch_isend_irecv"] = self._batch
+        self._interceptor = Interceptor(answers)
+        self._torchs = torch.futures.collect_all, torch.futures.wait_all
 
     def __enter__(self) -> Spy:
         self._interceptor.install()
+        torch.futures.collect_all, torch.futures.wait_all = _collected, _waited
         return self
 
     def __exit__(self, *exception: object) -> None:
+        torch.futures.collect_all, torch.futures.wait_all = self._torchs
         self._interceptor.remove()
 
     @contextmanager
@@ -133,7 +218,8 @@ class Spy:
                 f"rank {source} sends {coming} bytes to this rank, which sends {call.payload}: "
                 "all chunks have the same length"
             )
-        works = [dist.isend(tensor.detach().contiguous(), to), dist.irecv(out, source)]
+        torchs = self._interceptor.originals
+        works = [torchs["isend"](tensor.detach().contiguous(), to), torchs["irecv"](out, source)]
         for work in works:
             if work is not None:
                 work.wait(timedelta(seconds=self.patience))
@@ -172,9 +258,16 @@ class Spy:
     def _collective(self, call: Invocation) -> Any:
         arguments, asynchronous = call.arguments, call.asynchronous
         traffic = Traffic(call.name, max(map(nbytes, arguments.values()), default=0), self.world_size)
+        traffic.said, traffic.asynchronous = _in_words(call), asynchronous
         if splits := arguments.get("input_split_sizes"):
             traffic.payload = nbytes(arguments["input"])
             traffic.kept = traffic.payload * splits[self.rank] // max(1, sum(splits))
+        if call.name in ("gather", "scatter"):  # one rank receives, or sends, all of it
+            pieces = arguments[f"{call.name}_list"]
+            traffic.payload = nbytes(arguments["tensor"] if call.name == "gather" else pieces)
+            stays = call.name == "gather" and pieces
+            traffic.kept = traffic.payload if stays else traffic.payload // self.world_size * (call.name == "scatter")
+        traffic.on_world = call.module.startswith("ex_") and arguments.get("group") is None
         self.calls.append(traffic)
         if call.group == dist.group.WORLD:
             self._agree(traffic)
@@ -182,7 +275,8 @@ class Spy:
         copies: list[StandIn] = []
         if asynchronous and arguments.get(filled) is not None:
             arguments[filled], copies = _stand_ins(arguments[filled])
-        started = Started(self, traffic, call.start(), copies)
+        others = [value for name, value in arguments.items() if name != filled] if asynchronous else []
+        started = Started(self, traffic, call.start(), copies, _tensors(others))
         if asynchronous:
             return started
         started.wait()
@@ -193,9 +287,36 @@ class Spy:
         self.calls.append(Traffic(call.name, largest * self.world_size, self.world_size, waited=True))
         return call.proceed()
 
-    def _send(self, call: Invocation) -> Any:
-        self.calls.append(Traffic("send", nbytes(call.arguments["tensor"]), self.world_size, waited=True))
+    def _message(self, call: Invocation) -> Any:
+        """A send counts; what an irecv receives is there after the wait, and not before."""
+        tensor = call.arguments["tensor"]
+        if call.name == "irecv":
+            call.arguments["tensor"], copies = _stand_ins(tensor)
+            traffic = Traffic("irecv", 0, self.world_size)
+            self.calls.append(traffic)
+            return Started(self, traffic, call.with_arguments(), copies)
+        self.calls.append(Traffic(call.name, nbytes(tensor), self.world_size, waited=True))
         return call.proceed()
+
+    def _batch(self, call: Invocation) -> Any:
+        messages: list[dist.P2POp] = []
+        receives: list[tuple[Traffic, list[StandIn]] | None] = []
+        for message in call.arguments["p2p_op_list"]:
+            if message.op.__name__ == "irecv":
+                tensor, copies = _stand_ins(message.tensor)
+                messages.append(dist.P2POp(message.op, tensor, message.peer, message.group, message.tag))
+                receives.append((Traffic("irecv", 0, self.world_size), copies))
+            else:
+                messages.append(message)
+                receives.append(None)
+                self.calls.append(Traffic("isend", nbytes(message.tensor), self.world_size, waited=True))
+        self.calls += [receive[0] for receive in receives if receive]
+        call.arguments["p2p_op_list"] = messages
+        works = call.with_arguments()
+        return [
+            Started(self, receive[0], work, receive[1]) if receive else work
+            for work, receive in zip(works, receives, strict=True)
+        ]
 
     def wait(self, work: Any, op: str) -> None:
         """Wait for `work` in short turns, so that an interrupt gets through."""
@@ -208,11 +329,35 @@ class Spy:
             raise GaveUp(f"{op}: {error}") from None
 
 
+def _in_words(call: Invocation) -> str:
+    """ "self.comm.all_reduce", if that is what makes the call; "" for a call of torch.distributed's own."""
+    frame, said = sys._getframe(1) if call.module == Comm.__module__ else None, ""
+    while frame is not None:  # the outermost one is what was called; the others are its steps
+        name = frame.f_code.co_name
+        name = name.removesuffix("_steps").removeprefix("_")
+        if frame.f_globals.get("__name__") == Comm.__module__ and name in STEPS:
+            said = f"self.comm.{name}"
+        frame = frame.f_back
+    return said
+
+
 def _pickled_bytes(value: Any) -> int:
     try:
         return len(pickle.dumps(value))
     except (TypeError, AttributeError, pickle.PicklingError):  # a process group
         return 0
+
+
+def _tensors(value: Any) -> list[Tensor]:
+    """The tensors in `value`, a list of tensors, lists of them and anything else."""
+    if isinstance(value, (list, tuple)):
+        return [tensor for item in value for tensor in _tensors(item)]
+    return [value] if isinstance(value, Tensor) else []
+
+
+def _is_freed(tensor: Tensor) -> bool:
+    end = (int(tensor.storage_offset()) + tensor.numel()) * tensor.element_size()
+    return tensor.numel() > 0 and tensor.is_contiguous() and tensor.untyped_storage().nbytes() < end
 
 
 def _stand_ins(value: Any) -> tuple[Any, list[StandIn]]:

@@ -78,6 +78,10 @@ class Invocation:
     def start(self) -> Any:
         """Make the call with `async_op=True`, and return what it returns."""
         self.arguments["async_op"] = True
+        return self.with_arguments()
+
+    def with_arguments(self) -> Any:
+        """Make the call with the `arguments` as they are now."""
         return self._original(*self._bound.args, **self._bound.kwargs)
 
 

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -13,12 +14,16 @@ from zerolab.engine.layout import Layout
 from zerolab.engine.unit import Unit
 from zerolab.lab.exercises.checks import values
 from zerolab.lab.exercises.checks.lesson03 import INPUT, Block, gradients_alone, make_model, mean_explained
+from zerolab.lab.exercises.checks.training import check_cases
 from zerolab.lab.exercises.checks.values import check_tensor, compare
 from zerolab.lab.exercises.exercise import Exercise, World, Wrong
 from zerolab.lab.exercises.spy import Traffic
 from zerolab.measure import model_states
 
 ALL_REDUCE = "an all-reduce instead of a reduce-scatter: a rank needs only its own shard, which is half the bytes"
+
+
+TOO_SOON = "read before the wait: what was started has written its result only when wait() returns"
 
 
 def check_moved(what: str, calls: list[Traffic], world: World, payload: int, likely: str) -> None:
@@ -42,7 +47,13 @@ def explained(
     """As `mean_explained`, but a forgotten wait is always the first suspect."""
     named = mean_explained(base, world, calls, suspects)
     lost = world.unwaited(calls)
-    return lambda got: f"a forgotten wait: {lost}, so nothing had arrived" if lost else named(got)
+
+    def explain(got: Tensor) -> str:
+        if lost:
+            return f"a forgotten wait: {lost}, so nothing had arrived"
+        return named(got)
+
+    return explain
 
 
 # ---------------------------------------------------------------------- 04.1
@@ -51,6 +62,17 @@ SHARD = 5
 SWAPPED = "the output comes first, and it is a separate tensor: dist.all_to_all_single(received, flat)"
 OVER_ELEMENTS = "the mean was taken over elements, not over ranks: view(N, S) has a row per rank, so use dim=0"
 OWN_SHARDS = "this rank's own shards were added up: what the other ranks sent is in `received`"
+OWN_MISSING = "this rank's own contribution is missing: the mean is over all ranks"
+CALLERS = "the caller still needs its gradient: work on a copy"
+FIRST_CALL_ONLY = (
+    "right for the first call only: S is flat.numel() // world_size, and nothing may be kept from an earlier call"
+)
+ONE_DTYPE = "right in float32 only: make tensors with torch.empty_like(flat), which has the dtype of `flat`"
+KEPT_BUFFER = "all calls return the same tensor, a buffer that is kept between them: make a new one in every call"
+GLOOS = (
+    "gloo's own reduce-scatter is an all-reduce inside and sends twice as much; it is counted here as a ring sends it"
+)
+A_VIEW = "what it returns is a view of a tensor of N * S elements, which stays in memory with it (see lesson 05)"
 DIFFERENT_SHARDS = (
     "different shards were added up, rank 0's first and rank 1's second: on rank r, add up every rank's shard r"
 )
@@ -60,17 +82,21 @@ def check_reduce_scatter(answer: Any, world: World) -> None:
     N, rank = world.world_size, world.rank
     base = values.base(N * SHARD)
     flat = values.share(base, rank)
-    with world.record() as calls:
+    with world.record() as calls, values.nan_in_fresh_memory(), world.blamed(calls):
         got = answer.reduce_scatter_mean(flat, rank, N)
-    exchanged = bool(calls) and all(call.op == "all_to_all_single" for call in calls)
-    if exchanged and not torch.equal(flat, values.share(base, rank)):
-        raise Wrong("the all-to-all changed `flat`", SWAPPED)
+    check_input(flat, values.share(base, rank), calls, N)
     if isinstance(got, Tensor) and N > 1 and got.numel() == N * SHARD:
         raise Wrong(
             f"it returns {got.numel()} elements", "the full mean: return one shard, of flat.numel() / N elements"
         )
     if isinstance(got, Tensor) and got.numel() in (1, N):
-        raise Wrong(f"it returns {got.numel()} elements, and a shard has {SHARD}", OVER_ELEMENTS)
+        elements = "1 element" if got.numel() == 1 else f"{got.numel()} elements"
+        raise Wrong(f"it returns {elements}, and a shard has {SHARD}", OVER_ELEMENTS)
+    if isinstance(got, (int, float)):
+        raise Wrong(f"it returns the number {got}", "nothing was added up: the rank's own contribution is missing")
+    if isinstance(got, (list, tuple)):
+        likely = "there is a piece from every rank: add them up, divide by N, and return one tensor"
+        raise Wrong(f"it returns a {type(got).__name__}, not a tensor", likely)
     check_tensor("what it returns", got, (SHARD,))
     check_moved("a flat tensor", calls, world, 4 * base.numel(), _why_so_much(calls))
     shards = base.view(N, SHARD)
@@ -83,8 +109,72 @@ def check_reduce_scatter(answer: Any, world: World) -> None:
     own_shards = torch.stack([values.share(base, r).view(N, SHARD)[r] for r in range(N)]).sum(dim=0)
     others += [(how(flat.view(N, SHARD), 0), OWN_SHARDS) for how in (torch.mean, torch.sum) if N > 1]
     others += [(own_shards / k, DIFFERENT_SHARDS) for k in dict.fromkeys((1, N)) if N > 1]
+    others += [
+        (values.share(shards[rank], r) / k, _one_part(r, rank, calls)) for r in range(N) for k in (1, N) if N > 1
+    ]
+    others += [(mean[rank] - values.share(shards[rank], rank) / k, OWN_MISSING) for k in (N, 1)]
     compare("its shard", got, mean[rank], explained(shards[rank], world, calls, others))
     check_waited(calls, world)
+    for note, applies in (
+        (GLOOS, any(call.op.startswith("reduce_scatter") for call in calls)),
+        (A_VIEW, got.untyped_storage().nbytes() > 4 * SHARD),
+    ):
+        if N > 1 and applies:
+            world.note(note)
+    if N > 1:  # so that a larger mistake is told first
+        check_further_calls(answer, world, got, mean[rank])
+
+
+def check_input(flat: Tensor, before: Tensor, calls: list[Traffic], N: int) -> None:
+    if torch.equal(flat, before):
+        return
+    if torch.equal(flat, before / N):
+        raise Wrong("`flat` has changed: it was divided by N in place", CALLERS)
+    exchanged = bool(calls) and all(call.op == "all_to_all_single" for call in calls)
+    if exchanged:
+        raise Wrong("the all-to-all changed `flat`", SWAPPED)
+    if {call.op for call in calls} == {"all_reduce"}:
+        raise Wrong("the all-reduce changed `flat`", ALL_REDUCE)
+    raise Wrong("`flat` has changed", CALLERS)
+
+
+def _one_part(r: int, rank: int, calls: list[Traffic]) -> str:
+    if {call.op for call in calls} == {"scatter"}:
+        return (
+            f"a scatter hands out what rank {r} has, and nothing of the other ranks is in it: add up all ranks' parts"
+        )
+    whose = "this rank's own part" if r == rank else f"rank {r}'s part"
+    return f"{whose} alone: `received` has a part from every rank, one after another. Add them up"
+
+
+def check_further_calls(answer: Any, world: World, first: Tensor, expected: Tensor) -> None:
+    """Another length, dtype and other values, and what the first call returned must stay."""
+    N, rank = world.world_size, world.rank
+    for dtype, length, likely in (
+        (torch.float32, SHARD, FIRST_CALL_ONLY),
+        (torch.float32, 3, FIRST_CALL_ONLY),
+        (torch.float64, 7, ONE_DTYPE),
+        (torch.bfloat16, 4, ONE_DTYPE),
+    ):
+        when = f"another call, with {N} x {length} elements in {str(dtype).removeprefix('torch.')}"
+        # 1.5, 3, ...: exact in bfloat16, and no whole numbers
+        base = 1.5 * ((torch.arange(N * length, dtype=dtype) + rank) % 4 + 1).view(N, length)
+        parts = [(1.5 * ((torch.arange(N * length) + r) % 4 + 1)).view(N, length)[rank] for r in range(N)]
+        flat = base.flatten()
+        with world.record(), values.in_case(answer, when, likely):
+            got = answer.reduce_scatter_mean(flat, rank, N)
+        check_tensor(f"{when}: what it returns", got, (length,), dtype)
+        want = torch.stack(parts).sum(dim=0) / N
+        if not torch.allclose(got.double(), want.double(), rtol=1e-2 if dtype == torch.bfloat16 else 1e-6, atol=0.0):
+            floor = torch.equal(got.double(), want.floor().double())
+            likely = "// rounds down: divide with /" if floor else FIRST_CALL_ONLY
+            raise Wrong(
+                f"{when}: {got[0]:g} at [0], expected {want[0]:g}" * (not floor) or f"{when}: whole numbers", likely
+            )
+        if not torch.equal(flat, base.flatten()):
+            raise Wrong(f"{when}: `flat` has changed", CALLERS)
+    if not torch.equal(first, expected):
+        raise Wrong("what the first call returned has changed in a later call", KEPT_BUFFER)
 
 
 def _why_so_much(calls: list[Traffic]) -> str:
@@ -104,7 +194,7 @@ from zerolab.lab.exercises import Todo
 
 
 def reduce_scatter_mean(flat: Tensor, rank: int, world_size: int) -> Tensor:
-    """The mean over all ranks of this rank's shard of `flat`: (N * S,) -> (S,).
+    """The mean over all ranks of this rank's shard of `flat`: (N * S,) -> (S,). `flat` stays as it is.
 
     Shard r is elements r * S to (r + 1) * S.
     dist.all_to_all_single(received, flat) sends shard r to rank r, and stores what rank r sends in place r.
@@ -162,9 +252,11 @@ def check_zero1(answer: Any, world: World) -> None:
     before = [unit.full.clone() for unit in zero.units]
     for unit, full in zip(zero.units, before, strict=True):
         check_slices(unit, full, world)
-    check_gradients(zero, model, world)
-    check_step(zero, model, before, world)
+    with looking(zero, world):
+        check_gradients(zero, model, world)
+        check_step(zero, model, before, world)
     check_training(answer.MyZero1, zerolab.Zero1, world)
+    check_cases(answer, answer.MyZero1, world, ERRORS)
 
 
 def check_slices(unit: Unit, full: Tensor, world: World) -> None:
@@ -214,14 +306,87 @@ def payload_of(zero: zerolab.Engine) -> int:
 
 
 def check_gradients(zero: Any, model: nn.Module, world: World) -> None:
-    """After a backward each parameter's gradient is the mean of this rank's slice, and nothing else was sent."""
+    """After a backward each parameter's gradient is the mean of this rank's slice, and nothing else was sent.
+
+    The gradients of the second backward, twice those of the first, stay.
+    """
     check_no_gather(model, world, "a forward before any step")
-    loss = forward(model, world)
-    with world.record() as calls:
-        loss.backward()
-    check_moved("one backward", calls, world, payload_of(zero), _why_so_much(calls))
-    check_means(zero, world, calls, "one backward", 1.0)
-    check_waited(calls, world)
+    for times, when in ((1.0, "one backward"), (2.0, "a second backward")):
+        model.zero_grad()
+        loss = times * forward(model, world)
+        with world.record() as calls, values.nan_in_fresh_memory():
+            loss.backward()
+        check_moved(when, calls, world, payload_of(zero), _why_so_much(calls))
+        check_means(zero, world, calls, when, times, {1.0: KEPT_FIRST, 3.0: ADDED_FIRST} if times == 2.0 else None)
+        check_waited(calls, world)
+
+
+ZEROED = "zeros: the gradient was overwritten before the reduction had read it, or the result was never written"
+WAITS = (
+    "right, but it waits for each reduction before backward goes on, and so gives up their overlap. Start the "
+    "reduction and leave the wait to the engine"
+)
+KEPT_FIRST = "the first backward's gradients again: nothing may be kept from one backward to the next"
+ADDED_FIRST = "the first backward's gradients were added to the second's, although zero_grad() was called between them"
+OTHERS_PLACE = (
+    "another rank's slice: as output, reduce_scatter() takes this rank's shard of its input, or memory of its own"
+)
+DEFAULT_GROUP = (
+    "self.comm.group has the ranks that share this model; dist's functions talk to all processes, unless you pass "
+    "group=self.comm.group"
+)
+
+
+@contextmanager
+def looking(zero: Any, world: World) -> Iterator[None]:
+    """Look at what reduce() leaves, before the engine takes it."""
+    reduce = zero.reduce
+    found: list[Wrong] = []
+
+    def reduce_and_look(unit: Unit) -> Any:
+        full, before = unit.bucket.full, len(world.spy.calls)
+        result = reduce(unit)
+        grad, by_hand = unit.bucket.grad, [call for call in world.spy.calls[before:] if not call.said]
+        note_calls(world, world.spy.calls[before:])
+        if not isinstance(grad, Tensor):
+            likely = "reduce() did not leave the mean in unit.bucket.grad"
+            if hasattr(grad, "wait"):
+                likely = "reduce_scatter() returns something to wait for: return that; unit.bucket.grad is its output"
+            elif by_hand:
+                likely = NOT_RETURNED
+            raise Wrong(f"unit {unit.name}: after reduce() unit.bucket.grad is {_kind(grad)}, not a tensor", likely)
+        if result is not None and not hasattr(result, "wait"):
+            likely = "return what has a wait(), as self.comm.reduce_scatter() returns it, or None if the mean is there"
+            raise Wrong(f"reduce() returns {_kind(result)}", likely)
+        mine = unit.layout.shard(full, world.rank)
+        if _storage(grad) == _storage(full) and grad.shape == mine.shape and grad.data_ptr() != mine.data_ptr():
+            seen = f"unit {unit.name}: unit.bucket.grad is another rank's part of unit.bucket.full"
+            found.append(Wrong(seen, OTHERS_PLACE))  # rank 0 sees nothing, and goes on
+        return result
+
+    zero.reduce = reduce_and_look
+    yield
+    del zero.reduce
+    if found:
+        raise found[0]
+    with world.record():  # a rank that comes here was right
+        pass
+
+
+def note_calls(world: World, calls: list[Traffic]) -> None:
+    """What a right reduction by these calls should know."""
+    if any(call.on_world for call in calls):
+        world.note(DEFAULT_GROUP)
+    if world.world_size > 1 and calls and all(call.waited for call in calls):
+        world.note(WAITS)
+
+
+def _kind(value: Any) -> str:
+    return "None" if value is None else f"a {type(value).__name__}"
+
+
+def _storage(tensor: Tensor) -> int:
+    return tensor.untyped_storage()._cdata
 
 
 def check_means(
@@ -246,7 +411,18 @@ def check_means(
             for r in range(N)
             if r != rank
         ]
+        suspects += [
+            (
+                values.share(owned(layout, flat, rank, r), rank),
+                f"another rank's slice: rank {r}'s part of this rank's own",
+            )
+            for r in range(N)
+            if r != rank
+        ]
+        suspects += [(torch.zeros_like(base), ZEROED)]
         suspects += [(values.total(base, N) / N * (k / times), likely) for k, likely in (lost or {}).items()]
+        own = torch.stack([values.share(owned(layout, flat, rank, r), r) for r in range(N)]).sum(dim=0)
+        suspects += [(own / k, DIFFERENT_SHARDS) for k in (1, N) if N > 1]
         compare(what, got, values.total(base, N) / N, explained(base, world, calls, suspects))
 
 
@@ -260,7 +436,7 @@ def check_step(zero: Any, model: nn.Module, before: list[Tensor], world: World) 
     for unit, old in zip(zero.units, before, strict=True):
         layout = unit.layout
         grads = flat_of(layout, [alone[name] for name in unit.names])
-        want, got = old - 0.25 * values.total(grads, N) / N, unit.full.detach()
+        want, got = old - 2.0 * 0.25 * values.total(grads, N) / N, unit.full.detach()
         _compare_weights(unit, got, want, old, calls, world)
     likely = "extra traffic: after a step, one all-gather of each unit's new parameters is enough"
     check_moved("one step", calls, world, payload_of(zero), likely)
@@ -311,9 +487,10 @@ def check_training(theirs: type, stage: type, world: World) -> None:
     if sent > may_send:
         raise Wrong(f"{sent:,.0f} bytes were sent in three steps, not {may_send:,.0f}", "extra traffic")
     for name, value in wanted.items():
-        compare(f"{name} after three steps of Adam", ours[name], value)
+        compare(f"{name} after three steps of Adam", ours[name], value, lambda got: LATER_STEPS)
 
 
+LATER_STEPS = "the first step is right, a later one is not: nothing may be kept from one step to the next"
 TOO_MUCH = {
     "parameters": "a copy of the slice is kept besides the full parameters: give the optimizer views of them",
     "gradients": "full gradients are still there: after the reduction, keep only this rank's slice",
@@ -399,11 +576,20 @@ class MyZero1(zerolab.DDP):
 """
 
 
+NOT_RETURNED = "the functions of torch.distributed return None: the result is in the tensor that you pass to be filled"
+PENDING = "async_op=True returns something to wait for; the result is in the tensor that you pass, once wait() returns"
+
 ERRORS = {
     "left no unit.bucket.grad": "reduce() was not called, or did not leave the mean in unit.bucket.grad",
+    "increment_version": f"unit.full is no tensor any more: gather into it ({NOT_RETURNED})",
+    "object has no attribute 'wait'": "reduce() returns what has a wait(), as self.comm.reduce_scatter() returns it, "
+    "or None if the mean is there already",
+    "Boolean value of Tensor": "the tensor comes first, then the rank: layout.slices(shard, rank)",
+    "'int' object is not subscriptable": "the tensor comes first, then the rank: layout.shard(flat, rank)",
     "was replaced after sharding": "the optimizer got copies: give it views into unit.master",
     "storage of size": "unit.bucket.grad must be as long as unit.master: this rank's shard, (S,)",
-    "modified by an inplace operation": "unit.full was written to between forward and backward: gather after the step",
+    "modified by an inplace operation": "unit.full was written to between forward and backward: "
+    "after_step(unit) gathers that unit, after the step, and no other",
     "The size of tensor": "the full tensor, (N * S,), and a shard, (S,), were mixed up",
     "is invalid for input of size": "the full tensor and a shard were mixed up: reduce_scatter fills a shard "
     "from a full tensor, all_gather a full tensor from shards, and the output comes first",
@@ -412,11 +598,22 @@ ERRORS = {
     "'Pending' object": "reduce_scatter() returns something to wait for: return that; unit.bucket.grad is its output",
     "out=list": "layout.slices() is a list of views; unit.bucket.grad is one flat tensor, so use layout.shard()",
     "'NoneType' object is not iterable": "optimizer_params() returns nothing: `return` is missing",
-    "zip() argument 2 is": "optimizer_params() must return one tensor for each parameter: layout.slices(shard, rank)",
+    "zip() argument 2 is": "optimizer_params() must return one tensor for each parameter, empty ones too, as "
+    "layout.slices(shard, rank) does",
+    "'NoneType' object has no attribute": NOT_RETURNED + ". And outside of backward unit.bucket.grad is None",
+    "Expected parameter `tensor` of type torch.Tensor": "there is no tensor here: in reduce() the gradients "
+    "are in unit.bucket.full",
     "must be Tensor, not NoneType": "there is no tensor here: after a step unit.bucket.grad may be gone; what travels "
     "is unit.master",
     "in->size == out->size": "`received` needs room for a shard from every rank: as many elements as `flat`",
     "stuck in reduce: not finished": "all ranks must pass the same dst to dist.reduce(): make one call for each owner",
+}
+FUNCTION_ERRORS = {
+    "'NoneType' object": NOT_RETURNED,
+    "not NoneType": NOT_RETURNED,
+    "'NoneType' and": NOT_RETURNED,
+    "Work' object": PENDING,
+    "ReduceOp.AVG": "gloo has no AVG: sum, then divide by the number of ranks",
 }
 FIRST_RANK = "the result reached rank 0 only: each rank needs the mean of its own shard"
 
@@ -436,7 +633,7 @@ EXERCISES = [
         ),
         exports=("reduce_scatter_mean",),
         first_rank_only=FIRST_RANK,
-        errors=ERRORS,
+        errors=FUNCTION_ERRORS | ERRORS,
     ),
     Exercise(
         id="04.2",

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import time
 import weakref
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 import zerolab
 from zerolab.engine.unit import Unit
@@ -15,6 +17,7 @@ from zerolab.lab.exercises.checks.lesson03 import INPUT, Block, make_model
 from zerolab.lab.exercises.checks.lesson04 import (
     ERRORS,
     FIRST_RANK,
+    NOT_RETURNED,
     TOO_MUCH,
     check_class,
     check_gradients,
@@ -23,11 +26,19 @@ from zerolab.lab.exercises.checks.lesson04 import (
     check_training,
     check_waited,
     forward,
+    note_calls,
     payload_of,
 )
+from zerolab.lab.exercises.checks.training import check_cases
 from zerolab.lab.exercises.exercise import Exercise, World, Wrong
 from zerolab.world.processes import Patience
 
+VIEW = (
+    "full gradients are still there: unit.bucket.grad is a view of the full gradient, and a view keeps all of its "
+    "memory. Copy the slice once the reduction is over: unit.bucket.release() does that"
+)
+PARAMETERS = "unit.release() lets the *parameters* go, which is lesson 06: use unit.bucket.release()"
+AT_ONCE = "freed at once: when super() returns the reduction has only started, and still reads the full gradient"
 TOO_LATE = "released too late: the peak is as high as in stage 1. Release each unit's gradient as soon as it is reduced"
 
 
@@ -36,7 +47,8 @@ def check_zero2(answer: Any, world: World) -> None:
     model = make_model()
     zero = answer.MyZero2(model, units=[Block])
     try:
-        check_gradients(zero, model, world)
+        with looking_after(zero, world):
+            check_gradients(zero, model, world)
     except Wrong as wrong:
         if "own gradient: it was not reduced" not in wrong.likely:
             raise
@@ -46,6 +58,34 @@ def check_zero2(answer: Any, world: World) -> None:
     check_no_sync(zero, model, world)
     check_released(answer.MyZero2, world)
     check_training(answer.MyZero2, zerolab.Zero2, world)
+    check_cases(answer, answer.MyZero2, world, ERRORS5)
+
+
+@contextmanager
+def looking_after(zero: Any, world: World) -> Iterator[None]:
+    """Look at what post_backward() leaves, before the engine goes on."""
+    post_backward = zero.post_backward
+
+    def post_backward_and_look(unit: Unit) -> None:
+        full, reduces, before = unit.bucket.full, zero.reduces(unit), len(world.spy.calls)
+        post_backward(unit)
+        note_calls(world, world.spy.calls[before:])
+        bucket, name = unit.bucket, unit.name
+        if unit.full.untyped_storage().size() == 0:
+            raise Wrong(f"unit {name}: after post_backward() the parameters have no memory", PARAMETERS)
+        running = bucket.reduction is not None and not getattr(bucket.reduction, "done", False)
+        if running and full is not None and full.untyped_storage().size() == 0:
+            raise Wrong(f"unit {name}: the full gradient has no memory, and its reduction is still running", AT_ONCE)
+        if reduces and not isinstance(bucket.grad, Tensor):
+            by_hand = [call for call in world.spy.calls[before:] if not call.said]
+            likely = NOT_RETURNED if by_hand else "super().post_backward(unit) leaves the mean there: do not lose it"
+            if len(world.spy.calls) == before and not bucket.reduction:
+                likely = "reduce() was not called: super().post_backward(unit) does that"
+            raise Wrong(f"unit {name}: after post_backward() unit.bucket.grad is {bucket.grad}, not a tensor", likely)
+
+    zero.post_backward = post_backward_and_look
+    yield
+    del zero.post_backward
 
 
 def check_no_sync(zero: Any, model: nn.Module, world: World) -> None:
@@ -81,11 +121,14 @@ def check_released(cls: type, world: World) -> None:
             super().post_backward(unit)
 
     model = nn.Sequential(*(Block() for _ in range(4)))
-    Watched(model, units=[Block])
+    zero = Watched(model, units=[Block])
     model(INPUT).sum().backward()
     if left := alive(earlier, at_most=0):
         much = f"{left} of 4 units' full gradients are still in memory after backward"
-        raise Wrong(much, TOO_MUCH["gradients"])
+        grads = [param.grad for param in model.parameters() if param.grad is not None and param.grad.numel()]
+        shards = [4 * unit.layout.shard_size for unit in zero.units]
+        is_view = any(grad.untyped_storage().nbytes() > max(shards) for grad in grads)
+        raise Wrong(much, VIEW if is_view else TOO_MUCH["gradients"])
     if most > 1:
         raise Wrong(f"up to {most} units' full gradients were in memory at once, besides the current one", TOO_LATE)
 
@@ -140,9 +183,12 @@ ERRORS5 = {  # before those of lesson 04, which are about stage 1's methods
     "object has no attribute 'wait'": "unit.bucket.reduction is None where nothing was reduced, under no_sync(): check "
     "self.reduces(unit) first",
     "no attribute 'full'": "`del` removes the attribute itself, which the engine reads: set it to None instead",
-    "for storage of size 0": "unit.release() lets the *parameters* go, which is lesson 06: use unit.bucket.release()",
+    "'NoneType' object has no attribute": "where nothing was reduced, under no_sync(), unit.bucket.grad is None: check "
+    "self.reduces(unit) first",
+    "for storage of size 0": AT_ONCE,
     "killed by SIG": "memory was released while it was read: when super() returns, the reduction has only started",
 }
+ERRORS5 |= {part: mistake for part, mistake in ERRORS.items() if part not in ERRORS5}
 
 EXERCISES = [
     Exercise(
@@ -161,6 +207,6 @@ EXERCISES = [
         exports=("MyZero2",),
         extends="Zero2",
         first_rank_only=FIRST_RANK,
-        errors=ERRORS5 | ERRORS | {"NoneType": "the gradient was released before it was reduced: call super() first"},
+        errors=ERRORS5 | {"NoneType": "the gradient was released before it was reduced: call super() first"},
     ),
 ]

@@ -13,8 +13,10 @@ from torch import Tensor, nn
 from torch.optim import SGD
 
 import zerolab
-from zerolab.engine.unit import Unit
+from zerolab.engine.unit import FullState, Unit
 from zerolab.lab.exercises.checks import values
+from zerolab.lab.exercises.checks.lesson04 import FUNCTION_ERRORS, TOO_SOON
+from zerolab.lab.exercises.checks.training import NO_ROOT, check_cases
 from zerolab.lab.exercises.checks.values import compare
 from zerolab.lab.exercises.exercise import Exercise, World, Wrong
 from zerolab.measure.traffic import Ledger, ledger
@@ -44,6 +46,45 @@ def check_gather(answer: Any, world: World) -> None:
     check_gathering(answer, world, full, views, 2.0, "after a gather() of new values, without a release() before")
     if full.untyped_storage()._cdata != storage._cdata:
         raise Wrong("full has a new storage", "shrink and grow the storage it has: resize_")
+    if N > 1:  # so that a larger mistake is told first
+        check_further_units(answer, world)
+
+
+def check_further_units(answer: Any, world: World) -> None:
+    """Two units by turns, of other lengths and dtypes; and nothing is kept of them elsewhere."""
+    N = world.world_size
+    for dtype, lengths in ((torch.float32, (3, SHARD)), (torch.bfloat16, (2, 5)), (torch.float64, (1, 4))):
+        short = str(dtype).removeprefix("torch.")
+        shards = [[1.0 + i + r * n + torch.arange(n, dtype=dtype) for r in range(N)] for i, n in enumerate(lengths)]
+        fulls = [torch.full((N * n,), 0.5, dtype=dtype) for n in lengths]
+        when = f"two units by turns, in {short}"
+        with world.record(), values.in_case(answer, when, FIRST_UNIT_ONLY, ERRORS):
+            for full in fulls:
+                answer.release(full)
+            for full, parts in zip(fulls[::-1], shards[::-1], strict=True):
+                answer.gather(full, parts[world.rank])
+        for full, parts in zip(fulls, shards, strict=True):
+            if (held := full.untyped_storage().size()) != full.nbytes:
+                likely = f"resize_ counts bytes, and an element of {short} has {dtype.itemsize}: element_size() says so"
+                raise Wrong(f"{when}: the storage of full has {held} bytes, not {full.nbytes}", likely)
+            if not torch.equal(full, torch.cat(parts)):
+                raise Wrong(f"{when}: full has wrong values", FIRST_UNIT_ONLY)
+            answer.release(full)
+    for name, value in vars(answer).items():
+        if not name.startswith("__") and (held := bytes_in(value)):
+            raise Wrong(f"after release(), the name {name} still holds {held} bytes", KEPT_ELSEWHERE)
+
+
+def bytes_in(value: Any) -> int:
+    if isinstance(value, Tensor):
+        return value.untyped_storage().nbytes()
+    if isinstance(value, dict):
+        return sum(map(bytes_in, value.values()))
+    return sum(map(bytes_in, value)) if isinstance(value, (list, tuple)) else 0
+
+
+FIRST_UNIT_ONLY = "right for one unit only: lengths and dtypes differ, and nothing may be kept from an earlier call"
+KEPT_ELSEWHERE = "a copy was kept outside of `full`: release() is there to give the memory back"
 
 
 def check_released(full: Tensor, view: Tensor, size: int, when: str) -> None:
@@ -70,7 +111,7 @@ def check_gathering(answer: Any, world: World, full: Tensor, views: list[Tensor]
     N = world.world_size
     bases = [times * values.base(SHARD, r) for r in range(N)]
     shard = bases[world.rank].clone()
-    with world.record() as calls:
+    with world.record() as calls, values.nan_in_fresh_memory(), world.blamed(calls):
         returned = answer.gather(full, shard)
     held = views[0].untyped_storage().size()
     if held == 0 and full.untyped_storage()._cdata != views[0].untyped_storage()._cdata:
@@ -92,6 +133,8 @@ def check_gathering(answer: Any, world: World, full: Tensor, views: list[Tensor]
             return "gather() returned its result instead of writing it to `full`, whose views need it"
         if not calls:
             return "nothing was sent: these are old values, or whatever was in that memory"
+        if got.isnan().any() and any(call.asynchronous for call in calls):
+            return TOO_SOON
         if all(any(torch.equal(part, base) for base in bases) for part in parts):
             return "all shards are there, but not in rank order"
         if any(call.op == "all_gather" for call in calls):
@@ -324,8 +367,9 @@ def look(zero: zerolab.Zero2, unit: Unit, book: Ledger) -> None:
     """Runs in the middle of the forward of `unit`: it must be gathered, and hardly anything else."""
     if not full_bytes(unit):
         was_there = any(call.op == "all_gather" and call.unit == unit.name for call in book.calls)
-        likely = "it was gathered, but released before its forward was over" if was_there else NOT_GATHERED
+        likely = f"it was gathered, but released before its forward was over. {ALONE}" if was_there else NOT_GATHERED
         raise Wrong(f"in the forward of {unit.name} its full parameters have no memory", likely)
+    check_finished(unit, "in its forward")
     blocks = [other for other in zero.units if other not in zero.root]
     gathered = [other for other in blocks if full_bytes(other)]
     if len(gathered) > 2:
@@ -338,7 +382,7 @@ def look(zero: zerolab.Zero2, unit: Unit, book: Ledger) -> None:
 def forward(zero: zerolab.Zero2, world: World) -> Tensor:
     """Run a forward, and raise Wrong if units are gathered that should not be, or the other way round."""
     blocks = [unit for unit in zero.units if unit not in zero.root]
-    with ledger(zero) as book:
+    with ledger(zero) as book, world.record() as traffic:
         model: Any = zero.model
         model.look = partial(look, zero, zero.root[0], book)
         for module, unit in zip(model.blocks, blocks, strict=True):
@@ -349,11 +393,27 @@ def forward(zero: zerolab.Zero2, world: World) -> Tensor:
         calls = [call for call in book.calls if call.unit == unit.name and not call.control]
         if len(calls) > 1:
             raise Wrong(f"{unit.name}: {len(calls)} collectives in one forward", "one all-gather is enough")
+    sent, N = sum(call.sent for call in traffic), world.world_size
+    allowed = 4 * sum(unit.layout.size for unit in zero.units) * (N - 1) / N
+    if sent > allowed + OF_THE_ENGINE * len(traffic):
+        ops = ", ".join(dict.fromkeys(call.in_words for call in traffic))
+        likely = f"extra traffic ({ops}): one all-gather of each unit is enough"
+        raise Wrong(f"{sent:,.0f} bytes were sent per rank in one forward, {allowed:,.0f} are needed", likely)
     kept = [unit.name for unit in blocks if full_bytes(unit)]
     if kept:
         are = "is" if len(kept) == 1 else "are"
         raise Wrong(f"when forward returns, {in_words(kept)} {are} still gathered", NEVER_RELEASED)
     return output
+
+
+OF_THE_ENGINE = 8  # bytes at most of a call in which the ranks agree on what to gather
+ALONE = "Each call releases `unit` alone"
+NOT_FINISHED = "started without waiting: start_gather() returns at once; gather() waits until the values are there"
+
+
+def check_finished(unit: Unit, when: str) -> None:
+    if unit._state is FullState.GATHERING:
+        raise Wrong(f"{unit.name} is still being gathered {when}", NOT_FINISHED)
 
 
 NOT_GATHERED = "it was not gathered: pre_forward() is called before the forward of a unit, and must gather it"
@@ -372,7 +432,10 @@ def check_forward(answer: Any, world: World) -> None:
     output = forward(zero, world)
     compare("the model's output", output.detach(), Model()(inputs(world, 0)).detach())
     if not full_bytes(root):
-        likely = "backward begins with the root: keep it while gradients are enabled, which saves one gather"
+        likely = (
+            "backward begins with the root: keep it while gradients are enabled, which saves one gather. (self.root is "
+            "a list: ask `unit in self.root`)"
+        )
         raise Wrong("when forward returns, the root has been released", likely)
     output.sum().backward()
     with torch.no_grad():
@@ -381,6 +444,7 @@ def check_forward(answer: Any, world: World) -> None:
         likely = "under no_grad no backward follows, so the root must go too: check torch.is_grad_enabled()"
         raise Wrong(f"after a forward under no_grad the root still holds {held} bytes of full parameters", likely)
     check_training(cls(Model(), units=[Block]), world)
+    check_cases(answer, cls, world, FORWARD_ERRORS)
 
 
 FORWARD_STUB = '''\
@@ -439,13 +503,23 @@ ERRORS = {
     "`tensor_list` of type List": "all_gather takes a list of tensors, one for each rank: list(full.chunk(N))",
     "invalid output tensor list": "all_gather takes as many tensors as there are ranks: dist.get_world_size()",
     "SIGSEGV": DIED,
-}
+} | FUNCTION_ERRORS
 
 MEMBERS = "a Unit has gather() and release(); the rest is on the engine, self: super()'s methods, self.reduce(unit)"
 ITS_OWN_FILE = "each exercise is a file of its own; here they are methods of the unit: unit.gather(), unit.release()"
 ITS_ARGUMENT = "the engine passes the unit: def pre_forward(self, unit), and so on"
 
-FORWARD_ERRORS = {
+BY_HAND = {
+    "modified by an inplace operation": "autograd took the gather for a change of the parameters: fill unit.full.data, "
+    "which it does not watch, or call unit.gather()",
+    "a leaf Variable that requires grad": "autograd watches these parameters: fill unit.full.data, which it does not "
+    "watch, or call unit.gather()",
+    "list index out of range": NO_ROOT,
+    "'NoneType' object has no attribute": "unit.full, unit.shard and unit.master stay tensors: unit.release() lets the "
+    "memory go, and keeps the tensor",
+}
+
+FORWARD_ERRORS = BY_HAND | {
     "'Unit' object has no attribute": MEMBERS,
     "takes 1 positional argument but 2 were given": ITS_ARGUMENT,
     "name 'gather' is not defined": ITS_OWN_FILE,

@@ -10,6 +10,8 @@ import zerolab
 from zerolab.engine.unit import Unit
 from zerolab.lab.exercises.checks.lesson06 import (
     ALL_AT_ONCE,
+    ALONE,
+    BY_HAND,
     DIED,
     MEMBERS,
     SIZE_0,
@@ -17,35 +19,46 @@ from zerolab.lab.exercises.checks.lesson06 import (
     Forward,
     Model,
     check_class,
+    check_finished,
     check_flag,
     check_training,
     full_bytes,
     in_words,
     inputs,
 )
+from zerolab.lab.exercises.checks.training import check_cases
 from zerolab.lab.exercises.exercise import Exercise, World, Wrong
 from zerolab.measure.traffic import Ledger, ledger
 from zerolab.measure.watch import watched
 
 AGAIN = "post_forward() released it: pre_backward() must gather it again (torch would say: storage of size 0)"
-TOO_EARLY = "it was gathered, but released before its backward was over"
+TOO_EARLY = f"it was gathered, but released before its backward was over. {ALONE}"
 LET_GO = "it was gathered, and pre_backward() released it: backward needs it now (gather() keeps what is there)"
 NEVER = "post_backward() does not release the full parameters, which backward no longer needs"
 LATE = "released after the reduction started, so both need memory at once: first unit.release(), then super()"
 NOT_ALWAYS = "post_backward() also runs when nothing is reduced (no_sync, frozen units): release then too"
 ROOT = "the root stays from its forward to its reduction, and no longer: post_backward() must release it too"
+TWICE = (
+    "after two forwards, the first backward releases it: pre_backward() must gather every unit, the root too (gather() "
+    "does nothing if it is there)"
+)
 OLD = "the optimizer has changed the shards, so gathered parameters are out of date: after_step() must release them"
-STALE = "Zero2.after_step() puts units in self.stale, and the next forward begins by gathering all of those"
+STALE = (
+    "super().after_step(unit) is ZeRO-2's: it has the next forward begin by gathering every unit. Here each is "
+    "gathered when its turn comes, so unit.release() is all"
+)
 FULL_GRAD = "the full gradient is kept: super().post_backward(unit) reduces it and keeps only this rank's slice"
 
 
 class Eyes:
     """Looks at what is gathered at each of the engine's calls during backward."""
 
-    def __init__(self, zero: Any, book: Ledger) -> None:  # a Zero2, whose reduce() is replaced
-        self.zero, self.book = zero, book
+    def __init__(self, zero: Any, book: Ledger, again: str = AGAIN) -> None:  # a Zero2, whose reduce() is replaced
+        self.zero, self.book, self.again = zero, book, again
+        self.most = 3 if again is AGAIN else len(zero.units)  # after two forwards, units stay for the other backward
         self.blocks = [unit for unit in zero.units if unit not in zero.root]
         self.late: set[str] = set()  # units that were still gathered when their reduction began
+        self.open: list[Unit] = []  # those whose backward has begun and is not over
         self.kept: set[str] = set()  # units that were gathered when backward reached them
         reduce = zero.reduce
 
@@ -64,14 +77,21 @@ class Eyes:
 
     def after(self, point: str, unit: Unit) -> None:
         held = full_bytes(unit)
+        if point == "post_backward":
+            self.open = [other for other in self.open if other is not unit]
+            if gone := [other.name for other in self.open if not full_bytes(other)]:
+                seen = f"post_backward() of {unit.name} released {in_words(gone)}, whose backward is not over"
+                raise Wrong(seen, ALONE)
         if point == "pre_backward":
+            self.open.append(unit)
             if not held:
                 calls = [c for c in self.book.calls if c.unit == unit.name and c.phase == "backward"]
                 seen = f"backward reaches {unit.name}, but its full parameters have no memory"
-                likely = TOO_EARLY if calls else LET_GO if unit.name in self.kept else AGAIN
+                likely = TOO_EARLY if calls else LET_GO if unit.name in self.kept else self.again
                 raise Wrong(seen, likely)
+            check_finished(unit, "when backward needs it")
             gathered = [other.name for other in self.blocks if full_bytes(other)]
-            if len(gathered) > 3:
+            if len(gathered) > self.most:
                 raise Wrong(f"when backward reaches {unit.name}, {in_words(gathered)} are gathered", ALL_AT_ONCE)
         check_flag(unit)
         if point == "post_backward":
@@ -126,14 +146,32 @@ def check_backward(answer: Any, world: World) -> None:
     optimizer.step()
     check_gone(zero, "after the optimizer's step", OLD)
     if zero.stale:
-        raise Wrong(f"after the optimizer's step {len(zero.stale)} units are in self.stale", STALE)
+        units = "1 unit is" if len(zero.stale) == 1 else f"{len(zero.stale)} units are"
+        raise Wrong(f"after the optimizer's step {units} marked for the next forward to begin with", STALE)
 
     optimizer.zero_grad()
-    with zero.no_sync():
+    with zero.no_sync(), ledger(zero) as book:
         zero.model(inputs(world, 1)).sum().backward()
+    if any(call.op != "all_gather" and not call.control for call in book.calls):
+        raise Wrong("a gradient was reduced inside no_sync()", IGNORED)
     check_gone(zero, "after a backward under no_sync", NOT_ALWAYS)
     zero.model(inputs(world, 1)).sum().backward()
+    check_two_forwards(cls(Model(), units=[Block]), world)
     check_training(cls(Model(), units=[Block]), world)
+    check_cases(answer, cls, world, ERRORS)
+
+
+IGNORED = "no_sync() was ignored: reduce only if self.reduces(unit), as super().post_backward() does"
+
+
+def check_two_forwards(zero: Any, world: World) -> None:
+    outputs = [zero.model(inputs(world, i)) for i in (0, 1)]
+    for output in outputs:
+        with ledger(zero) as book:
+            eyes = Eyes(zero, book, TWICE)
+            with watched(zero, eyes.before, eyes.after):
+                output.sum().backward()
+    check_gone(zero, "after two forwards and two backwards", NEVER)
 
 
 BACKWARD_STUB = '''\
@@ -177,7 +215,9 @@ class MyZero3(zerolab.Zero2):
 """
 
 
-ERRORS = {
+ERRORS = BY_HAND | {
+    "'NoneType' object is not subscriptable": "unit.bucket.full is gone, it was reduced before: post_backward() must "
+    "reduce a unit once",
     "'Unit' object has no attribute": MEMBERS,
     "takes 1 positional argument but 2 were given": "the engine passes the unit: def pre_backward(self, unit)",
     "SIGSEGV": DIED,

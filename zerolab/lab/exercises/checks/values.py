@@ -6,13 +6,19 @@ in base 16, and each digit counts how often that rank's contribution is in it.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import math
+import traceback
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from zerolab.lab.exercises.exercise import Wrong
+from zerolab.comm.waiting import CommError
+from zerolab.lab.exercises.exercise import Todo, Wrong
+
+BY_ZERO = "a division by zero: the number of ranks is dist.get_world_size(); torch.cuda.device_count() counts GPUs"
 
 
 def base(numel: int, number: int = 0) -> Tensor:
@@ -35,6 +41,8 @@ def factor(got: Tensor, want: Tensor) -> float | None:
         return None
     ratio = got.double() / want.double()
     first = ratio.flatten()[0].item()
+    if not math.isfinite(first):
+        return None
     return first if torch.allclose(ratio, torch.full_like(ratio, first), rtol=1e-4, atol=0.0) else None
 
 
@@ -54,10 +62,18 @@ def contributions(got: Tensor, base: Tensor, world_size: int) -> list[float] | N
 
 
 def in_words(shares: list[float]) -> str:
-    """[1, 0, 2] -> "rank 0's contribution, rank 2's contribution twice"."""
-    times = {1.0: "", 2.0: " twice", 3.0: " three times", 4.0: " four times"}
-    said = [f"rank {rank}'s contribution{times.get(k, f' times {k:.3g}')}" for rank, k in enumerate(shares) if k]
-    return ", ".join(said) or "nobody's contribution"
+    """[1, 0, 2] -> "rank 0's and twice rank 2's contributions"."""
+    times = {1.0: "", 2.0: "twice ", 3.0: "three times ", 4.0: "four times "}
+    said = [f"{times.get(k, f'{k:.3g} times ')}rank {rank}'s" for rank, k in enumerate(shares) if k]
+    if not said:
+        return "nobody's contribution"
+    *others, last = said
+    return f"{', '.join(others)} and {last} contributions" if others else f"{last} contribution"
+
+
+def counted(number: int, thing: str) -> str:
+    """ "1 round", "2 rounds"."""
+    return f"{number:,} {thing}{'s' * (number != 1)}"
 
 
 def check_tensor(what: str, got: Any, shape: tuple[int, ...], dtype: torch.dtype = torch.float32) -> Tensor:
@@ -83,21 +99,59 @@ def _shape_hint(got: Tensor, shape: tuple[int, ...]) -> str:
 
 
 def compare(
-    what: str, got: Tensor, want: Tensor, explain: Callable[[Tensor], str | tuple[str, str]] = lambda got: ""
+    what: str,
+    got: Tensor,
+    want: Tensor,
+    explain: Callable[[Tensor], str | tuple[str, str]] = lambda got: "",
+    rtol: float = 1e-6,
 ) -> None:
     """Raises Wrong unless the values are equal (to within two bits); `explain(got)` names the mistake."""
-    if torch.allclose(got.double(), want.double(), rtol=1e-6, atol=0.0):
+    different = ~torch.isclose(got.double(), want.double(), rtol=rtol, atol=0.0)
+    if not different.any():
         return
-    different = (got.double() - want.double()).abs() > 1e-6 * want.double().abs()
-    count, k = int(different.sum()), factor(got, want)
-    how_many = f"all {got.numel():,} elements" if different.all() else f"{count:,} of {got.numel():,} elements"
+    wrong, k = int(different.sum()), factor(got, want)
+    how_many = f"all {counted(got.numel(), 'element')}" if different.all() else f"{wrong:,} of {got.numel():,} elements"
+    if got.numel() == 1:
+        how_many = "its only element"
     if k is not None and different.all():
         seen = f"{what}: {k:.3f} x the expected value in {how_many}"
     else:
         at = tuple(torch.nonzero(different)[0].tolist())
-        place = at[0] if len(at) == 1 else at
-        seen = f"{what}: {how_many} wrong, the first at [{place}]: {got[at]:g}, expected {want[at]:g}"
-        seen = seen.replace("[(", "[").replace(")]", "]")
-    said = explain(got)
+        place = f", the first at [{', '.join(map(str, at))}]" if at else ""
+        digits = "g" if got.dtype != torch.float64 else ".17g"
+        seen = f"{what}: {how_many} wrong{place}: {got[at]:{digits}}, expected {want[at]:{digits}}"
+    said = BY_ZERO if bool(got.isinf().all()) else explain(got)
     likely, tip = said if isinstance(said, tuple) else (said, "")
     raise Wrong(seen, likely, tip, values_differ=True)
+
+
+class nan_in_fresh_memory:
+    """Makes torch.empty() return NaN, so that what was never written shows."""
+
+    def __enter__(self) -> None:
+        self.before = torch.are_deterministic_algorithms_enabled()
+        self._set(True)
+
+    def __exit__(self, *exception: object) -> None:
+        self._set(self.before)
+
+    def _set(self, on: bool) -> None:  # this fills what torch.empty() returns; torch's own function imports a compiler
+        torch._C._set_deterministic_algorithms(on, warn_only=True)
+
+
+@contextmanager
+def in_case(answer: Any, when: str, likely: str, errors: dict[str, str] | None = None) -> Iterator[None]:
+    """An error in the block is an answer's that fails only here: raises Wrong, with the answer's line.
+
+    likely: the mistake behind it, unless `errors` knows the message.
+    """
+    try:
+        yield
+    except (CommError, Todo, Wrong):
+        raise
+    except Exception as error:
+        what = str(error).strip().splitlines()[0] if str(error).strip() else ""
+        likely = next((mistake for part, mistake in (errors or {}).items() if part in what), likely)
+        lines = [f for f in traceback.extract_tb(error.__traceback__) if f.filename == answer.__file__]
+        line = f" · line {lines[-1].lineno}: {lines[-1].line}" if lines else ""
+        raise Wrong(f"{when}: {type(error).__name__}: {what}{line}", likely) from None

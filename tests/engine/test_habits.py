@@ -281,3 +281,53 @@ def test_writes_inside_forward_are_kept_or_refused(ranks):
                     torch.testing.assert_close(state[key], value)
         for said in ranks.run(written_in_forward, stage, Precision(torch.bfloat16), ranks=2):
             assert "forward wrote into parameters of blocks.1" in said
+
+
+# -- an optimizer's step, where all of it is plain ---------------------------------------------------------------------
+
+
+class Stumbling(torch.optim.SGD):
+    def step(self, closure: Any = None) -> None:
+        assert closure is not None
+        assert {type(p) for group in self.param_groups for p in group["params"]} == {nn.Parameter}
+        closure()
+        grads = [p.grad for group in self.param_groups for p in group["params"]]
+        assert {type(p) for group in self.param_groups for p in group["params"]} == {nn.Parameter}
+        assert {type(grad) for grad in grads} == {torch.Tensor}
+        super().step()
+
+
+zerolab.declare_elementwise(Stumbling)
+
+
+def stumble(stage: int) -> tuple[float, float, int]:
+    """Torch's clipping after a step that failed in its closure, and one that did not: what it and zerolab find."""
+    net = model()
+    zero = zerolab.shard(net, stage, units=[Block])
+    optimizer = Stumbling(net.parameters(), lr=0.1)
+    called = []
+    net.head.weight.register_hook(called.append)
+
+    def closure(fails: bool) -> torch.Tensor:
+        optimizer.zero_grad()
+        loss = net(batch(zero.rank, 0)).sum()
+        loss.backward()
+        if fails:
+            raise KeyError
+        return loss
+
+    try:
+        optimizer.step(lambda: closure(True))
+    except KeyError:
+        optimizer.zero_grad()
+    optimizer.step(lambda: closure(False))
+    optimizer.zero_grad()
+    net(batch(zero.rank, 1)).sum().backward()
+    theirs = nn.utils.clip_grad_norm_(net.parameters(), 100.0)
+    return theirs.item(), zero.clip_grad_norm_(100.0).item(), len(called)
+
+
+def test_a_step_that_fails_and_one_with_a_closure(ranks):
+    for stage in range(4):
+        for theirs, ours, called in ranks.run(stumble, stage, ranks=2):
+            assert theirs == pytest.approx(ours, rel=1e-12) and called == 3

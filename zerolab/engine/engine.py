@@ -41,7 +41,7 @@ from zerolab.engine.partition import Part, agree_on_parts, modules_within, units
 from zerolab.engine.precision import KEEP, Precision
 from zerolab.engine.prefetch import Prefetcher
 from zerolab.engine.pytree import cast_floats, detached_from, grad_tensors, kept_by_modules
-from zerolab.engine.shown import ShownParameter, answer_for_all, explain_shapes
+from zerolab.engine.shown import ShownParameter, become_plain, become_shown, explain_shapes
 from zerolab.engine.structure import Structure
 from zerolab.engine.unit import Unit
 
@@ -105,7 +105,7 @@ class Engine:
         self._versions: dict[Unit, int] = {}  # of the full parameters as a forward began
         self._held: list[Unit] = []  # units that stay gathered until backward ends
         self._reducing: deque[Unit] = deque()  # units whose reduction is under way
-        self._stepping = False  # inside optimizer.step()
+        self._step_frame: Any = None  # of optimizer.step(), inside of it
         self._stepped = False  # since the last forward
 
         settings = [type(self).__name__, str(self.precision), f"offload={offload}"]
@@ -398,6 +398,9 @@ class Engine:
             )
         if self.in_backward:
             self._drop_backward()
+        if self._step_frame is not None and not _on_stack(self._step_frame):  # it failed
+            self._step_frame = None
+            self._become_shown()
         self._stepped = False
         self.comm.phase = "forward"
         self._training = torch.is_grad_enabled()
@@ -439,7 +442,8 @@ class Engine:
             raise NotImplementedError("backward(create_graph=True) through a sharded model is not supported")
         Variable._execution_engine.queue_callback(self._end_backward)
         self.in_backward, self._reduces = True, self._sync
-        answer_for_all(True)  # an optimizer's step may have failed
+        if self._step_frame is not None:  # a closure
+            self._become_shown()
         for param in self.listeners.values():
             param.drop()
         self.comm.phase = "backward"
@@ -519,8 +523,8 @@ class Engine:
         self.in_backward = False
         for param in self.listeners.values():
             param.deliver()
-        if self._stepping:  # a closure: the optimizer goes on to use the gradients at once
-            self.promote_grads(self.units)
+        if self._step_frame is not None:  # a closure: the optimizer goes on to use the gradients at once
+            self._prepare_step(self.units)
 
     def _flags(self) -> bytes:
         """One byte for each parameter: what this rank knows about it."""
@@ -592,14 +596,13 @@ class Engine:
         self.forget_calls()
         self.structure.check()
         self.check_grads_final(units)
-        self._stepping = True
+        self._step_frame = sys._getframe(2)  # that of step.py's caller
         self.comm.phase = "step"
-        self.promote_grads(units)
-        answer_for_all(False)
+        self._prepare_step(units)
 
     def after_optimizer(self, units: list[Unit]) -> None:
-        self._stepping = False
-        answer_for_all(True)
+        self._step_frame = None
+        self._become_shown()
         for unit in units:
             unit.bucket.demote()
             self.master_changed(unit)
@@ -618,6 +621,15 @@ class Engine:
                     f"rank {self.rank}: the gradients of {unit.name} were added up under no_sync() and are not yet "
                     "averaged; run the last micro-batch's backward outside no_sync()"
                 )
+
+    def _prepare_step(self, units: list[Unit]) -> None:
+        self.promote_grads(units)
+        for unit in units:
+            become_plain(unit.params)
+
+    def _become_shown(self) -> None:
+        for unit in self.units:
+            become_shown(unit.params)
 
     def promote_grads(self, units: list[Unit]) -> None:
         for unit in units:

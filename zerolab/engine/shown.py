@@ -11,7 +11,7 @@ without a word. So what the model shows is a subclass, as a DTensor is, which do
     p.grad                   this rank's slice like any tensor; but when torch's clipping asks for its norm, or
                              GradScaler whether it is finite, the answer is that of all ranks
 
-During the optimizer's step torch treats them as plain tensors, so there they cost nothing.
+During the optimizer's step they are plain, so there they cost nothing.
 """
 
 from __future__ import annotations
@@ -257,12 +257,24 @@ class ShownGrad(Tensor):
 
 CLIPPING, SCALING = "torch.nn.utils.clip_grad", "torch.amp.grad_scaler"
 _get_dtype = Tensor.dtype.__get__  # type: ignore[attr-defined]
-_answer = ShownGrad.__dict__["__torch_function__"]
 
 
-def answer_for_all(yes: bool) -> None:
-    """Whether gradients answer for all ranks. During a step they do not: there they are as fast as plain tensors."""
-    ShownGrad.__torch_function__ = _answer if yes else torch._C._disabled_torch_function_impl  # type: ignore
+def become_plain(params: list[nn.Parameter]) -> None:
+    """An optimizer is about to step: torch is quicker with its own classes, also on subclasses that change nothing."""
+    for param in params:
+        if type(param) is ShownParameter:
+            param.__class__ = nn.Parameter  # type: ignore[assignment]
+            if type(param.grad) is ShownGrad:
+                param.grad.__class__ = Tensor  # type: ignore[assignment]
+
+
+def become_shown(params: list[nn.Parameter]) -> None:
+    """The step is over."""
+    for param in params:
+        if type(param) is nn.Parameter and hasattr(param, "full_name"):
+            param.__class__ = ShownParameter
+            if type(param.grad) is Tensor:
+                show_grad(param, param.grad)
 
 
 def explain_shapes(error: BaseException | None) -> None:

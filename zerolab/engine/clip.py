@@ -25,17 +25,16 @@ def clip_to_norm(engine: Engine, max_norm: float, norm_type: float = 2.0) -> Ten
         raise ValueError(f"norm_type must be greater than 0 and max_norm at least 0, not {norm_type} and {max_norm}")
     dtypes = (unit.dtypes.master for unit in engine.units if unit.trainable)
     dtype = functools.reduce(torch.promote_types, dtypes, torch.float32)  # the same on every rank
-    with torch._C.DisableTorchFunctionSubclass():  # gradients are plain tensors here
-        params = [param for unit in engine.units for param in unit.params if param.grad is not None]
-        grads = [p.grad for p in params if p.grad is not None and p.grad.numel()]
-        norms = [_norm(grad, norm_type).to(engine.comm.device) for grad in grads]
-        zero = torch.zeros((), dtype=torch.float64, device=engine.comm.device)
-        if math.isinf(norm_type):
-            total = _max_over_ranks(engine, torch.stack([zero, *norms]).max())
-        else:
-            total = _sum_over_ranks(engine, sum((norm**norm_type for norm in norms), zero)) ** (1 / norm_type)
-        total = total.to(dtype)
-        clip_grads_with_norm_(params, max_norm, total)
+    params = [param for unit in engine.units for param in unit.params if param.grad is not None]
+    grads = [p.grad for p in params if p.grad is not None and p.grad.numel()]
+    norms = [_norm(grad, norm_type).to(engine.comm.device) for grad in grads]
+    zero = torch.zeros((), dtype=torch.float64, device=engine.comm.device)
+    if math.isinf(norm_type):
+        total = _max_over_ranks(engine, torch.stack([zero, *norms]).max())
+    else:
+        total = _sum_over_ranks(engine, sum((norm**norm_type for norm in norms), zero)) ** (1 / norm_type)
+    total = total.to(dtype)
+    clip_grads_with_norm_(params, max_norm, total)
     return total
 
 

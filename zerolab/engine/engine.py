@@ -176,8 +176,11 @@ class Engine:
         The norm is float64 if a gradient is, else float32.
         """
         self.check_grads_final(self.units)
-        self.promote_grads(self.units)
-        return clip_to_norm(self, max_norm, norm_type)
+        self._prepare_step(self.units)
+        try:
+            return clip_to_norm(self, max_norm, norm_type)
+        finally:
+            self._become_shown()
 
     def full_parameters(self) -> AbstractContextManager[None]:
         """Inside, the model shows full parameters in the masters' dtype, on every rank, to look at or edit in place.
@@ -623,9 +626,9 @@ class Engine:
                 )
 
     def _prepare_step(self, units: list[Unit]) -> None:
-        self.promote_grads(units)
         for unit in units:
             become_plain(unit.params)
+        self.promote_grads(units)
 
     def _become_shown(self) -> None:
         for unit in self.units:

@@ -263,18 +263,23 @@ def become_plain(params: list[nn.Parameter]) -> None:
     """An optimizer is about to step: torch is quicker with its own classes, also on subclasses that change nothing."""
     for param in params:
         if type(param) is ShownParameter:
+            grad: Any = param.grad
             param.__class__ = nn.Parameter  # type: ignore[assignment]
-            if type(param.grad) is ShownGrad:
-                param.grad.__class__ = Tensor  # type: ignore[assignment]
+            if type(grad) is ShownGrad:
+                grad.__class__ = Tensor  # type: ignore[assignment]
 
 
 def become_shown(params: list[nn.Parameter]) -> None:
     """The step is over."""
     for param in params:
         if type(param) is nn.Parameter and hasattr(param, "full_name"):
+            grad: Any = param.grad
             param.__class__ = ShownParameter
-            if type(param.grad) is Tensor:
-                show_grad(param, param.grad)
+            if type(grad) is Tensor:
+                if hasattr(grad, "engine"):
+                    grad.__class__ = ShownGrad
+                else:
+                    show_grad(param, grad)
 
 
 def explain_shapes(error: BaseException | None) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import base64
+import dataclasses
 import io
 import json
 from pathlib import Path
@@ -135,6 +136,10 @@ def test_skyline(measured, tmp_path):
     assert [any(area.get_hatch() for area in axes.collections) for axes in figure.axes] == [True, True, True, False]
     with pytest.raises(ValueError, match="learner has 2 answers for 4 bars or panels"):
         plots.skyline(lines, learner=[True, False])
+    end = next(i for i, event in enumerate(lines[3].events) if i >= lines[3].before and event.phase == "backward")
+    figure, sentence = plots.skyline([dataclasses.replace(lines[3], events=lines[3].events[:end])])
+    assert sentence.startswith("The peak of a forward is ") and "comes in" not in sentence
+    assert [label.get_text() for label in figure.axes[0].get_xticklabels()] == ["forward"]
     with pytest.raises(ValueError, match="no timeline"):
         plots.skyline([])
 

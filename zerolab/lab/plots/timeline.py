@@ -38,15 +38,17 @@ def skyline(lines: Sequence[Timeline], learner: bool | Sequence[bool] = False) -
     """
     if not lines:
         raise ValueError("no timeline to draw")
-    sentence = _sentence(lines)
+    phases = [phase for phase in PHASES if any(phase in _phases(line) for line in lines)]
+    what = "step" if len(phases) > 1 else phases[0]  # a forward may be recorded alone
+    sentence = _sentence(lines, what)
     first = lines[0]
     yours = whose(learner, len(lines))
     columns = 2 if len(lines) > 1 else 1
-    subtitle = f"One training step as rank {first.rank} of {first.world_size} sees it"
+    subtitle = f"One {'training ' * (what == 'step')}{what} as rank {first.rank} of {first.world_size} sees it"
     subtitle += "; every panel on the same scale" * (columns - 1)
     rows = -(-len(lines) // columns)
     height = 1.95 + 2.5 * rows
-    figure = frame("The skyline of a step", subtitle, sentence, (9.0, height))
+    figure = frame(f"The skyline of a {what}", subtitle, sentence, (9.0, height))
     scale = scale_of(max(line.peak for line in lines))
     top = 1.35 * max(line.peak for line in lines) / scale.bytes
     for number, line in enumerate(lines):
@@ -55,7 +57,7 @@ def skyline(lines: Sequence[Timeline], learner: bool | Sequence[bool] = False) -
         left = 0.07 + column * width
         bottom = 1.0 / height + (rows - 1 - row) * 2.5 / height + 0.1 / height
         axes = figure.add_axes((left, bottom, width - 0.045, 2.02 / height))
-        _panel(axes, line, top, scale, yours[number])
+        _panel(axes, line, phases, top, scale, yours[number])
         if column == 0:
             axes.set_ylabel(scale.name, color=GREY)
     used = [kind for kind in ORDER if any(max(line.curve(kind)) for line in lines)]
@@ -74,9 +76,9 @@ def skyline(lines: Sequence[Timeline], learner: bool | Sequence[bool] = False) -
     return figure, sentence
 
 
-def _panel(axes: Any, line: Timeline, top: float, scale: Scale, learner: bool) -> None:
+def _panel(axes: Any, line: Timeline, phases: list[str], top: float, scale: Scale, learner: bool) -> None:
     plain(axes, grid="y")
-    xs, bounds = _course(line)
+    xs, bounds = _course(line, phases)
     curves = [[nbytes / scale.bytes for nbytes in line.curve(kind)] for kind in ORDER]
     floor = [0.0] * len(xs)
     for kind, curve in zip(ORDER, curves):
@@ -90,10 +92,10 @@ def _panel(axes: Any, line: Timeline, top: float, scale: Scale, learner: bool) -
     axes.step(xs, floor, where="post", color=INK, linewidth=0.7)
     title = f"stage {line.stage}, {zerolab.STAGES[line.stage].__name__}" + ", your code" * learner
     axes.set_title(title, loc="left", fontsize=11, color=INK)
-    axes.set_xlim(0, len(PHASES))
+    axes.set_xlim(0, len(phases))
     axes.set_ylim(0, top)
     axes.vlines(bounds[1:-1], 0, top, color=GREY, linewidth=0.6, linestyles=":")
-    axes.set_xticks([(a + b) / 2 for a, b in pairwise(bounds)], PHASES, fontsize=9)
+    axes.set_xticks([(a + b) / 2 for a, b in pairwise(bounds)], phases, fontsize=9)
 
     x = xs[line.peak_moment - line.before]
     made_of = [f"{LABELS.get(kind, kind)} {in_bytes(size)}" for kind, size in _largest(line)]
@@ -107,24 +109,31 @@ def _largest(line: Timeline) -> list[tuple[str, int]]:
     return sorted(line.by_kind().items(), key=lambda item: -item[1])[:3]
 
 
-def _course(line: Timeline) -> tuple[list[float], list[float]]:
-    """The x of every moment, from 0 to 3, and where the phases begin and end."""
-    phases = [event.phase for event in line.events[line.before :]]
+def _phases(line: Timeline) -> list[str]:
+    """The phase of each event that the timeline recorded."""
+    return [event.phase for event in line.events[line.before :]]
+
+
+def _course(line: Timeline, phases: list[str]) -> tuple[list[float], list[float]]:
+    """The x of every moment, from 0 to the number of `phases`, and where these begin and end."""
+    came = _phases(line)
     edges = [0]
-    for phase in PHASES[1:]:
-        edges.append(next((i for i in range(edges[-1], len(phases)) if phases[i] == phase), len(phases)))
-    edges.append(len(phases))
+    for phase in phases[1:]:
+        edges.append(next((i for i in range(edges[-1], len(came)) if came[i] == phase), len(came)))
+    edges.append(len(came))
     xs = [0.0]
     for number, (start, end) in enumerate(pairwise(edges)):
         xs += [number + (i + 1) / (end - start) for i in range(end - start)]
-    return xs, [float(number) for number in range(len(PHASES) + 1)]
+    return xs, [float(number) for number in range(len(phases) + 1)]
 
 
-def _sentence(lines: Sequence[Timeline]) -> str:
+def _sentence(lines: Sequence[Timeline], what: str) -> str:
     peaks = ", ".join(f"{in_bytes(line.peak)} in stage {line.stage}" for line in lines)
     highest = max(lines, key=lambda line: line.peak)
     kind, size = _largest(highest)[0]
-    phase = highest.events[highest.peak_moment - 1].phase
     largest = f"{LABELS.get(kind, kind)}, {in_bytes(size)}"
+    if what != "step":
+        return f"The peak of a {what} is {peaks}. The largest part is {largest}."
+    phase = highest.events[highest.peak_moment - 1].phase
     which = "The highest" if len(lines) > 1 else "It"
     return f"The peak of a step is {peaks}. {which} comes in {phase}; its largest part is {largest}."

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 import sys
 import threading
 import time
@@ -66,6 +67,8 @@ def _feel_the_pulse() -> None:
 
 
 def pytest_configure() -> None:
+    if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # as in a job in the background; tests send it
+        signal.signal(signal.SIGINT, signal.default_int_handler)
     threading.Thread(target=_feel_the_pulse, daemon=True, name="pulse").start()
 
 

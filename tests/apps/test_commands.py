@@ -103,7 +103,6 @@ def test_control_c_while_the_package_is_imported():
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
-        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),  # a job in the background ignores it
     )
     try:
         for line in process.stderr:

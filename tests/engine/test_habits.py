@@ -146,6 +146,22 @@ def hooks_and_accumulation(stage: int) -> tuple[list[str], list[float]]:
     return called, (weight.grad - grads[0] - grads[1]).abs().view(-1).tolist()
 
 
+def hook_that_registers_another(stage: int) -> list[str]:
+    net = model()
+    zero = zerolab.shard(net, stage, units=[Block])
+    called: list[str] = []
+
+    def first(param: nn.Parameter) -> None:
+        called.append("first")
+        handle.remove()
+        net.first.bias.register_post_accumulate_grad_hook(lambda _: called.append("second"))
+
+    handle = net.head.weight.register_post_accumulate_grad_hook(first)
+    for number in range(2):
+        zero.model(batch(zero.rank, number)).sum().backward()
+    return called
+
+
 def hook_of_another_shape(stage: int) -> str:
     net = model()
     zerolab.shard(net, stage, units=[Block])
@@ -162,6 +178,7 @@ def test_hooks_run_in_each_backward_that_reduces(ranks):
         for called, distances in ranks.run(hooks_and_accumulation, stage, ranks=2):
             assert called == ["hook", "after", "|", "|", "hook", "after"]
             assert all(distance < 1e-12 for distance in distances)
+        assert ranks.run(hook_that_registers_another, stage, ranks=2) == [["first", "second"]] * 2
         for said in ranks.run(hook_of_another_shape, stage, ranks=2):
             assert "a hook on first.weight returned a gradient of shape ()" in said
 

@@ -524,7 +524,7 @@ class Engine:
         self._backward.end(keep_graph=torch._C._autograd._get_current_graph_task_keep_graph())
         self._held = []
         self.in_backward = False
-        for param in self.listeners.values():
+        for param in list(self.listeners.values()):  # a hook may register another
             param.deliver()
         if self._step_frame is not None:  # a closure: the optimizer goes on to use the gradients at once
             self._prepare_step(self.units)

@@ -9,9 +9,9 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 # make demo ARGS="--ranks 2 --steps 5"; the test targets hand ARGS to pytest
 ARGS ?=
-# Files of tests run side by side, two at least: a test has up to four ranks, and mostly waits for them.
+# Files of tests run side by side, three at least: a test has up to four ranks, and mostly waits for them.
 CORES := $(shell nproc 2>/dev/null || getconf _NPROCESSORS_ONLN)
-WORKERS ?= $(shell echo $$(( $(CORES) < 4 ? 2 : $(CORES) / 2 )))
+WORKERS ?= $(shell echo $$(( $(CORES) < 6 ? 3 : $(CORES) / 2 )))
 TOGETHER = -n $(WORKERS) --dist loadfile
 
 help:

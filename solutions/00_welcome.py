@@ -157,8 +157,7 @@ lab.reveal("00.2")
 if lab.predicted("00.2"):
     plots.show(plots.ladder(report))
 
-# %%
-# NBVAL_CHECK_OUTPUT
+# %% tags=["nbval-check-output"]
 if lab.predicted("00.2"):
     for stage, size in held.items():
         print(f"stage {stage}: {size / report['parameters']:.1f} bytes per parameter on each rank")

@@ -222,8 +222,7 @@ lab.measured("01.2", busiest[4][1] / 1e6)
 lab.reveal("01.1")
 lab.reveal("01.2")
 
-# %%
-# NBVAL_CHECK_OUTPUT
+# %% tags=["nbval-check-output"]
 if lab.predicted("01.1"):
     for n, (root, ring) in busiest.items():
         print(f"{n} ranks: {root:,} bytes through a root, {ring:,} through each rank of the ring")
@@ -332,8 +331,7 @@ print(f"{dist.get_backend()} says {x[0]:g}")
 # Both sentences come from one article, on "ZeRO's gradient compression". Do the arithmetic: time is bytes over
 # bandwidth.
 
-# %%
-# NBVAL_CHECK_OUTPUT
+# %% tags=["nbval-check-output"]
 bandwidth, ratio = 10e9, 10  # bytes per second
 for size in (100e9, 10e9):
     print(f"{size / 1e9:.0f} GB: {size / bandwidth:.1f} s plain, {size / ratio / bandwidth:.1f} s compressed")

@@ -21,9 +21,8 @@ lab.start(1);
 # The model is a small GPT that reads bytes. The text is English prose that ships with Python. Ψ (psi) is what the
 # papers call the number of parameters.
 
-# %%
+# %% tags=["nbval-check-output"]
 # %%ranks
-# NBVAL_CHECK_OUTPUT
 import torch
 from zerolab.lab import GPT, Block, batch, text
 
@@ -84,8 +83,7 @@ moments = lab.pull("moments", rank=0)
 lab.measured("02.1", sum(moments["after\nbackward 2"].values()))
 lab.reveal("02.1")
 
-# %%
-# NBVAL_CHECK_OUTPUT
+# %% tags=["nbval-check-output"]
 if lab.predicted("02.1"):
     bars = {name: {kind: size / 1e6 for kind, size in held.items()} for name, held in moments.items()}
     title = "What is held during two steps"
@@ -102,8 +100,7 @@ if lab.predicted("02.1"):
 # %% [markdown]
 # The total is not exactly 16Ψ. Where do the extra bytes come from?
 
-# %%
-# NBVAL_CHECK_OUTPUT
+# %% tags=["nbval-check-output"]
 if lab.predicted("02.1"):
     psi, tensors = 867_072, 53
     held = moments["after\nbackward 2"]
@@ -120,9 +117,8 @@ if lab.predicted("02.1"):
 # Large models are trained in *mixed precision*: forward and backward compute in **bfloat16**, 2 bytes per number. So is
 # everything half the size? bfloat16 has about three decimal digits. Look at what that does to an update of a parameter:
 
-# %%
+# %% tags=["nbval-check-output"]
 # %%ranks
-# NBVAL_CHECK_OUTPUT
 weight = torch.tensor(1.0)
 print("float32: ", (weight + 0.001).item())
 print("bfloat16:", (weight.bfloat16() + 0.001).item(), "- the update is lost")
@@ -177,8 +173,7 @@ lab.measured("02.3", round(sum(costs["float32\nSGD"].values()), 2))
 lab.reveal("02.2")
 lab.reveal("02.3")
 
-# %%
-# NBVAL_CHECK_OUTPUT
+# %% tags=["nbval-check-output"]
 if lab.predicted("02.2") and lab.predicted("02.3"):
     title = "What a parameter costs when backward returns"
     plots.show(plots.stacks(costs, title, "Counted from the live storages of the GPT", "bytes per parameter"))
@@ -199,9 +194,8 @@ if lab.predicted("02.2") and lab.predicted("02.3"):
 # parameters of a block end to end in **one flat buffer**, and gives the model **views**. A view is a tensor with a
 # shape of its own and no memory of its own.
 
-# %%
+# %% tags=["nbval-check-output"]
 # %%ranks
-# NBVAL_CHECK_OUTPUT
 flat = torch.zeros(6)
 weight = flat[2:6].view(2, 2)  # no copy: the last four elements, viewed as a matrix
 weight += 1
@@ -213,8 +207,7 @@ print("the view starts", weight.data_ptr() - flat.data_ptr(), "bytes after the b
 # of ranks, zeros are added at the end: **padding**. The cuts ignore where one parameter ends and the next begins. That
 # is what makes all pieces equal.
 
-# %%
-# NBVAL_CHECK_OUTPUT
+# %% tags=["nbval-check-output"]
 import torch
 from zerolab import Layout
 
@@ -267,9 +260,8 @@ lab.reveal("02.4")
 # calls you back: a **hook** is a function that you register and that runs when something happens. This one runs each
 # time the gradient of a parameter is complete:
 
-# %%
+# %% tags=["nbval-check-output"]
 # %%ranks
-# NBVAL_CHECK_OUTPUT
 seen = []
 hooks = [param.register_post_accumulate_grad_hook(seen.append) for param in params]
 model.zero_grad()
@@ -336,8 +328,7 @@ states = {tokens: kinds["parameters"] + kinds["optimizer"] for tokens, kinds in 
 lab.measured("02.5", round(plots.fit_line(activations).slope))
 lab.reveal("02.5")
 
-# %%
-# NBVAL_CHECK_OUTPUT
+# %% tags=["nbval-check-output"]
 if lab.predicted("02.5"):
     title, subtitle = "Activations grow with the batch", "What one rank holds when forward returns"
     drawn = {"activations": activations, "parameters and optimizer": states}
@@ -356,8 +347,7 @@ if lab.predicted("02.5"):
 #
 # After the blocks come two more vectors, and the logarithm of a probability for each of the 256 possible bytes.
 
-# %%
-# NBVAL_CHECK_OUTPUT
+# %% tags=["nbval-check-output"]
 if lab.predicted("02.5"):
     tokens, layers, width, heads, vocabulary, number = 512, 4, 128, 4, 256, 4  # a float32 number has 4 bytes
     explained = {
@@ -413,8 +403,7 @@ if lab.predicted("02.6"):
 # (`root` is everything outside the blocks. An activation that backward makes is a gradient on its way through the
 # layers.)
 
-# %%
-# NBVAL_CHECK_OUTPUT
+# %% tags=["nbval-check-output"]
 if lab.predicted("02.6"):
     forward_ends = next(i for i, e in enumerate(line.events) if i >= line.before and e.phase == "backward")
     left, top = line.alive(forward_ends), line.alive(line.peak_moment)
@@ -455,8 +444,7 @@ for name, options in kinds.items():
     room = max(line.curve("other")) - text_and_masks
     found[name] = (line.peak - text_and_masks, torch_says.bytes, room)
 
-# %%
-# NBVAL_CHECK_OUTPUT
+# %% tags=["nbval-check-output"]
 if lab.predicted("02.6"):
     for name, (ours, torch_says, room) in lab.pull("found", rank=0).items():
         print(f"{name:10}  peak {ours:,}, torch's profiler {torch_says:,}; the step's working memory {room:,}")
@@ -505,8 +493,7 @@ for step in (0, 9, 19, 29):
     norms = f"norm of parameters {of_params:5.2f}, of gradients {of_grads:.2f}"
     print(f"step {step:2}: loss {loss:.2f}  {norms}  bytes since step 0: {held - table[0][3]:+}")
 
-# %%
-# NBVAL_CHECK_OUTPUT
+# %% tags=["nbval-check-output"]
 first, last = table[0], table[-1]
 print("did the norm of the parameters shrink?", last[1] < first[1])
 print("did the norm of the gradients shrink? ", last[2] < first[2])

@@ -15,9 +15,8 @@ from zerolab import lab
 
 lab.start(4);
 
-# %%
+# %% tags=["nbval-check-output"]
 # %%ranks
-# NBVAL_CHECK_OUTPUT
 import torch
 import torch.distributed as dist
 from zerolab.lab import GPT, Block, batch, text
@@ -162,8 +161,7 @@ one_process = alone(in_one_piece)
 naive = lab.pull("naive")
 print(f"four ranks and one process: their weights differ by {largest_difference(naive[0], one_process):.0e} at most")
 
-# %%
-# NBVAL_CHECK_OUTPUT
+# %% tags=["nbval-check-output"]
 same = all(largest_difference(naive[0], other) == 0 for other in naive)
 print("all ranks end with the same weights, to the bit:", same)
 print("four ranks and one process agree to 0.00001:", largest_difference(naive[0], one_process) < 1e-5)
@@ -245,8 +243,7 @@ if lab.predicted("03.3"):
     title = "The same bytes in 29 calls and in one"
     plots.show(plots.call_costs(costs, title, "Averaging the gradients of the GPT on 4 ranks"))
 
-# %%
-# NBVAL_CHECK_OUTPUT
+# %% tags=["nbval-check-output"]
 number, sent = lab.pull("number", rank=0), lab.pull("sent", rank=0)
 if lab.predicted("03.2") and lab.predicted("03.3"):
     print(f"with the bucket: {number} call, {sent:,.0f} bytes sent per rank")
@@ -309,8 +306,7 @@ for step in range(2):
 moved = {unit: total.sent for unit, total in book.totals("unit").items()}
 formula = moved_bytes(stage=0, world_size=world_size, parameters=470_528)
 
-# %%
-# NBVAL_CHECK_OUTPUT
+# %% tags=["nbval-check-output"]
 moved = lab.pull("moved", rank=0)
 if lab.predicted("03.2"):
     for unit, sent in moved.items():
@@ -325,8 +321,7 @@ if lab.predicted("03.2"):
 # **in rank order**. One process that does the same, batch by batch, must get the same bits:
 
 
-# %%
-# NBVAL_CHECK_OUTPUT
+# %% tags=["nbval-check-output"]
 def batch_by_batch(model, batches):
     for x, y in batches:
         model(x, y).backward()  # adds to the gradients of the earlier batches
@@ -363,8 +358,7 @@ for step in range(10):
 by_torch = [param.detach().clone() for param in model.parameters()]
 buckets = [call.payload for call in book.calls]
 
-# %%
-# NBVAL_CHECK_OUTPUT
+# %% tags=["nbval-check-output"]
 by_torch, buckets = lab.pull("by_torch", rank=0), lab.pull("buckets", rank=0)
 print("torch's DDP and ours agree to 0.00001:", largest_difference(by_torch, by_class[0]) < 1e-5)
 listed = " + ".join(f"{size:,}" for size in buckets)
@@ -431,8 +425,7 @@ said += f"they end at {ends[1]}. Four ranks with batches of their own end at {en
 title = "Four ranks with the same batches do the work of one"
 plots.show(plots.curves(series, title, "Loss on other pieces of the text while the GPT trains", "loss", said))
 
-# %%
-# NBVAL_CHECK_OUTPUT
+# %% tags=["nbval-check-output"]
 same = all(torch.equal(a, b.detach()) for a, b in zip(lab.pull("weights", rank=0), model.parameters()))
 print("four ranks with the same batches end with the weights of one process, to the bit:", same)
 
@@ -445,9 +438,8 @@ print("four ranks with the same batches end with the weights of one process, to 
 # `sampler.set_epoch(epoch)` too, or every epoch has the same order.) The test is cheap, and worth a line in every
 # training script: **do the ranks' first batches differ?**
 
-# %%
+# %% tags=["nbval-check-output"]
 # %%ranks 0,3
-# NBVAL_CHECK_OUTPUT
 from torch.utils.data import DistributedSampler
 
 dealt = DistributedSampler(range(10), num_replicas=4, rank=rank, shuffle=False)
@@ -472,8 +464,7 @@ model = make_model()
 model(*batch(words, rank, 0, 4, 64)).backward()
 own = torch.cat([param.grad.flatten() for param in model.parameters()])
 
-# %%
-# NBVAL_CHECK_OUTPUT
+# %% tags=["nbval-check-output"]
 own = lab.pull("own")
 torch.manual_seed(0)
 model = GPT(layers=2, width=128)
@@ -514,8 +505,7 @@ tensors = [*model.parameters(), *(param.grad for param in model.parameters())]
 tensors += [value for state in adam.state.values() for value in state.values()]
 torch_holds = sum(tensor.nbytes for tensor in tensors)
 
-# %%
-# NBVAL_CHECK_OUTPUT
+# %% tags=["nbval-check-output"]
 for rank, (ours, torchs) in enumerate(zip(lab.pull("held"), lab.pull("torch_holds"))):
     print(f"rank {rank} holds {sum(ours.values()):,} bytes of model states; with torch's DDP, {torchs:,}")
 print(f"{torchs / 470_528:.2f} bytes per parameter on each rank, {4 * torchs / 470_528:.0f} on all ranks together")

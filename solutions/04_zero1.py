@@ -16,9 +16,8 @@ from zerolab.lab import plots
 
 lab.start(4)
 
-# %%
+# %% tags=["nbval-check-output"]
 # %%ranks
-# NBVAL_CHECK_OUTPUT
 import torch
 import torch.distributed as dist
 import zerolab
@@ -103,8 +102,7 @@ with calls() as both_halves:
 mean = flat.view(world_size, -1)[rank] / world_size
 sent, equal = (first_half.sent, both_halves.sent), torch.allclose(shard, mean, atol=1e-7)
 
-# %%
-# NBVAL_CHECK_OUTPUT
+# %% tags=["nbval-check-output"]
 first_half, both_halves = lab.pull("sent", rank=0)
 print(f"reduce-scatter: {first_half:,.0f} bytes sent per rank, all-reduce: {both_halves:,.0f}")
 print("every rank has the mean of its shard:", all(lab.pull("equal")))
@@ -124,8 +122,7 @@ three = [("a", torch.empty(5)), ("b", torch.empty(2, 2)), ("c", torch.empty(3, 2
 layout = Layout(three, world_size=4)
 plots.show(plots.flat_storage(layout))
 
-# %%
-# NBVAL_CHECK_OUTPUT
+# %% tags=["nbval-check-output"]
 flat = torch.arange(float(layout.size))
 shard = layout.shard(flat, 1)
 slices = [part.flatten().tolist() for part in layout.slices(shard, 1)]
@@ -204,8 +201,7 @@ before, after = lab.pull("held", rank=0)
 lab.measured("04.1", before["optimizer"] - after["optimizer"])
 lab.reveal("04.1")
 
-# %%
-# NBVAL_CHECK_OUTPUT
+# %% tags=["nbval-check-output"]
 if lab.predicted("04.1"):
     psi, tensors, ranks = 867_072, 53, 4
     for rank, (before, after) in enumerate(lab.pull("held")):
@@ -239,8 +235,7 @@ for name, run in (("DDP", ddp), ("Zero1", sharded)):
         if not call.control:  # control calls are the few bytes with which the ranks check that they agree
             by_op[name, call.op] = by_op.get((name, call.op), 0) + call.sent
 
-# %%
-# NBVAL_CHECK_OUTPUT
+# %% tags=["nbval-check-output"]
 if lab.predicted("04.2"):
     by_op = lab.pull("by_op", rank=0)
     for stage in ("DDP", "Zero1"):
@@ -253,8 +248,7 @@ if lab.predicted("04.2"):
 # order.) In DDP the all-gather follows the reduce-scatter at once, and carries **gradients**. In ZeRO-1 the optimizer's
 # step comes *between* the halves, and the all-gather carries **parameters**. That is the whole trick. And the numbers?
 
-# %%
-# NBVAL_CHECK_OUTPUT
+# %% tags=["nbval-check-output"]
 same = lab.pull("same")
 print("all losses and parameters after 5 steps, bit for bit:")
 print("this ZeRO-1 equals DDP:", all(of["DDP"] for of in same))
@@ -383,8 +377,7 @@ in_backward, in_step = lab.pull("torchs", rank=0)["sent"]
 lab.measured("04.3", round((in_backward + in_step) / ddp_sent, 3))
 lab.reveal("04.3")
 
-# %%
-# NBVAL_CHECK_OUTPUT
+# %% tags=["nbval-check-output"]
 everyone = lab.pull("balance")
 if lab.predicted("04.1"):
     for model in ("small", "large"):
@@ -447,12 +440,10 @@ ways = {
     "flat": [Piece(psi // RANKS, rank) for rank in range(RANKS)],
 }
 
-# %%
-# NBVAL_CHECK_OUTPUT
+# %% tags=["nbval-check-output"]
 plots.show(shard_map(ways, RANKS))
 
-# %%
-# NBVAL_CHECK_OUTPUT
+# %% tags=["nbval-check-output"]
 for name, pieces in ways.items():
     state = largest_share(pieces, RANKS) * 8 * psi / RANKS
     print(f"{name:18} Adam's state on the fullest rank: {state:>12,.0f} bytes")
@@ -472,8 +463,7 @@ for name, pieces in ways.items():
 # %%ranks
 updated = sum(param.numel() for param in sharded["zero"].model.parameters())
 
-# %%
-# NBVAL_CHECK_OUTPUT
+# %% tags=["nbval-check-output"]
 if lab.predicted("04.2"):
     for rank, (_, bytes_sent) in enumerate(lab.pull("sent")):
         elements = lab.pull("updated", rank=rank)
@@ -497,8 +487,7 @@ rows["ZeRO-2, float32"] = train(zerolab.Zero2, steps=2)["held"]
 rows["ZeRO-2, bfloat16"] = train(zerolab.Zero2, half, steps=2)["held"]
 rows = {name: round(sum(held.values()) / psi, 2) for name, held in rows.items()}
 
-# %%
-# NBVAL_CHECK_OUTPUT
+# %% tags=["nbval-check-output"]
 if lab.predicted("04.1"):
     for name, measured in lab.pull("rows", rank=0).items():
         claimed = 12 + 4 / 4 if "ZeRO-1" in name else 8 + 8 / 4

@@ -15,9 +15,8 @@ from zerolab.lab import plots
 
 lab.start(4)
 
-# %%
+# %% tags=["nbval-check-output"]
 # %%ranks
-# NBVAL_CHECK_OUTPUT
 import torch
 import torch.distributed as dist
 import zerolab
@@ -144,8 +143,7 @@ if lab.predicted("05.1"):
     title = "What a rank holds when backward returns"
     plots.show(plots.stacks(bars, title, "4 ranks, float32 with AdamW", "MB", learner))
 
-# %%
-# NBVAL_CHECK_OUTPUT
+# %% tags=["nbval-check-output"]
 if lab.predicted("05.1"):
     for name, bytes_sent in lab.pull("sent", rank=0).items():
         size = held[name]["gradients"]
@@ -285,8 +283,7 @@ peaks = lab.pull("peaks", rank=0)
 for name, (peak, gradients) in peaks.items():
     print(f"{name:13} peak {peak:>10,} bytes, gradients up to {gradients:>9,}")
 
-# %%
-# NBVAL_CHECK_OUTPUT
+# %% tags=["nbval-check-output"]
 at_once = {name: gradients >= 4 * 1_660_160 for name, (_, gradients) in peaks.items()}
 print("all gradients of the model are in memory at once:", at_once)
 
@@ -339,8 +336,7 @@ lab.measured("05.4", accumulated["the last only"][1])
 lab.reveal("05.3")
 lab.reveal("05.4")
 
-# %%
-# NBVAL_CHECK_OUTPUT
+# %% tags=["nbval-check-output"]
 if lab.predicted("05.3") and lab.predicted("05.4"):
     for name, (bytes_sent, between) in accumulated.items():
         print(f"{name:17} {bytes_sent:>10,} bytes sent, {between:>9,} bytes of gradients in between")
@@ -420,8 +416,7 @@ print(f"the weights differ by at most {difference:.0e}; one step of Adam moves a
 ours, theirs = lab.pull("allocated", rank=0)
 print(f"the allocator's peak with the large batch: stage 2 {ours:,} bytes, fully_shard {theirs:,}")
 
-# %%
-# NBVAL_CHECK_OUTPUT
+# %% tags=["nbval-check-output"]
 print("after three steps the weights agree to 0.0001:", difference < 1e-4)
 if lab.predicted("05.1"):
     number, theirs = lab.pull("traffic", rank=0)
@@ -451,8 +446,7 @@ if lab.predicted("05.1"):
 #
 # > "ZeRO improves accuracy."
 
-# %%
-# NBVAL_CHECK_OUTPUT
+# %% tags=["nbval-check-output"]
 equal = [of["DDP"] == of["Zero1"] == of["Zero2"] for of in lab.pull("losses")]
 print("the losses of stages 0, 1 and 2 are equal on all ranks, bit for bit:", all(equal))
 
@@ -462,8 +456,7 @@ print("the losses of stages 0, 1 and 2 are equal on all ranks, bit for bit:", al
 #
 # > "Larger buckets are always faster."
 
-# %%
-# NBVAL_CHECK_OUTPUT
+# %% tags=["nbval-check-output"]
 highest = max(peaks, key=lambda name: peaks[name][0])
 for name, (units, _) in speed.items():
     print(f"{name:13} {6 * units:3} messages in a step")

@@ -14,9 +14,8 @@
 from zerolab import lab
 
 lab.start(4)
-# %%
+# %% tags=["nbval-check-output"]
 # %%ranks
-# NBVAL_CHECK_OUTPUT
 import torch
 from torch.optim import AdamW
 from zerolab import Zero2, Zero3
@@ -64,9 +63,8 @@ lab.predict("06.3", 3 * 4 * 1_263_616 // 4)  # bytes
 # tensor is a small Python object that describes its shape and points to a **storage**. A view shares the storage of the
 # tensor it was made from (lesson 02). And a storage can be made smaller, down to nothing:
 
-# %%
+# %% tags=["nbval-check-output"]
 # %%ranks
-# NBVAL_CHECK_OUTPUT
 flat = torch.arange(6.0)
 view = flat[2:6].view(2, 2)
 storage = flat.untyped_storage()
@@ -102,9 +100,8 @@ lab.check("06.1")
 # Now use your two functions on a real layer, by hand. Each rank keeps its quarter of a matrix, releases the full matrix,
 # and gathers it again just for the product.
 
-# %%
+# %% tags=["nbval-check-output"]
 # %%ranks
-# NBVAL_CHECK_OUTPUT
 from zerolab import lab
 
 gather = lab.mine("06.1", "gather")
@@ -164,8 +161,7 @@ lab.measured("06.2", max(kinds["gathered parameters"] for kinds in moments.value
 lab.reveal("06.1")
 lab.reveal("06.2")
 
-# %%
-# NBVAL_CHECK_OUTPUT
+# %% tags=["nbval-check-output"]
 if lab.predicted("06.1") and lab.predicted("06.2"):
     bars = {moment: {kind: size / 1e6 for kind, size in kinds.items()} for moment, kinds in moments.items()}
     title = "Parameters on one rank during a forward"
@@ -217,8 +213,7 @@ assert loss == zero2.model(*inputs).item()
 lab.measured("06.3", lab.pull("moved", rank=0))
 lab.reveal("06.3")
 
-# %%
-# NBVAL_CHECK_OUTPUT
+# %% tags=["nbval-check-output"]
 if lab.predicted("06.3"):
     print("gathers of each unit in one forward:", lab.pull("gathers", rank=0))
     assert set(lab.pull("moved")) == {3 * 4 * 1_263_616 // 4}
@@ -279,8 +274,7 @@ if lab.predicted("06.2"):
 #
 # Here is who holds what when backward has returned:
 
-# %%
-# NBVAL_CHECK_OUTPUT
+# %% tags=["nbval-check-output"]
 if lab.predicted("06.1"):
     plots.show(plots.who_holds_what([lab.pull("held2"), lab.pull("held3")]))
 
@@ -317,9 +311,8 @@ build(TooEarly).model(*inputs)
 #
 # Outside forward, the model's parameters are what the optimizer sees: slices. The engine shows the full ones on demand:
 
-# %%
+# %% tags=["nbval-check-output"]
 # %%ranks
-# NBVAL_CHECK_OUTPUT
 weight = zero3.model.blocks[0].mlp.up.weight
 print("outside forward:   ", tuple(weight.shape), weight.numel(), "elements here")
 with zero3.full_parameters():
@@ -349,8 +342,7 @@ with calls() as book, torch.no_grad():
     their_loss = theirs(*inputs).item()
 found = their_loss == build(Zero3).model(*inputs).item(), held, book.sent, len(book.calls)
 
-# %%
-# NBVAL_CHECK_OUTPUT
+# %% tags=["nbval-check-output"]
 if lab.predicted("06.1") and lab.predicted("06.3"):
     for rank, (same_loss, held, sent, number) in enumerate(lab.pull("found")):
         print(f"rank {rank}: same loss {same_loss}; {held:,} bytes held; {sent:,.0f} sent in {number} calls")

@@ -13,9 +13,8 @@
 from zerolab import lab
 
 lab.start(4)
-# %%
+# %% tags=["nbval-check-output"]
 # %%ranks
-# NBVAL_CHECK_OUTPUT
 import torch
 import zerolab
 from torch.optim import AdamW
@@ -79,8 +78,7 @@ with watched(zero, before=lambda *_: None, after=tell):
     loss.backward()
 most = max(sum(u.layout.size * 4 for u in zero.units if u.name in line.split("gathered: ")[1]) for line in story)
 
-# %%
-# NBVAL_CHECK_OUTPUT
+# %% tags=["nbval-check-output"]
 stories = lab.pull("story")
 if lab.predicted("07.3"):
     print("the same on all ranks:", all(story == stories[0] for story in stories))
@@ -149,8 +147,7 @@ lab.measured("07.2", lab.pull("moved", rank=0))
 lab.reveal("07.1")
 lab.reveal("07.2")
 
-# %%
-# NBVAL_CHECK_OUTPUT
+# %% tags=["nbval-check-output"]
 if lab.predicted("07.1") and lab.predicted("07.2"):
     rows = {}
     for unit, phase, op in lab.pull("table", rank=0):
@@ -169,9 +166,8 @@ if lab.predicted("07.1") and lab.predicted("07.2"):
 # Does it learn the same? Train five steps with your ZeRO-3, with the package's, and with plain data parallelism (`DDP`,
 # nothing sharded):
 
-# %%
+# %% tags=["nbval-check-output"]
 # %%ranks
-# NBVAL_CHECK_OUTPUT
 
 
 def train(stage):
@@ -286,9 +282,8 @@ zero.model(*batches[0]).backward()
 # old. The engine keeps track of that in `unit.gathered`, so a class without `after_step` wastes memory and nothing worse.
 # Without that record:
 
-# %%
+# %% tags=["nbval-check-output"]
 # %%ranks
-# NBVAL_CHECK_OUTPUT
 
 
 class KeepsOld(Zero3):
@@ -317,9 +312,8 @@ print(f"rank 0: the loss is {lab.pull('new', rank=0):.3f}; with the root's old v
 # *A tied weight* is one parameter that two modules share. What if the two modules belong to two units, which are gathered
 # at different times? Which unit releases it, and when?
 
-# %%
+# %% tags=["nbval-check-output"]
 # %%ranks
-# NBVAL_CHECK_OUTPUT
 from torch.distributed.fsdp import fully_shard
 
 
@@ -416,8 +410,7 @@ if lab.predicted("07.1") and lab.predicted("07.2"):
 peaks = lab.pull("peaks", rank=0)
 print(f"peak: ours {peaks[0]:,}, fully_shard {peaks[1]:,} bytes")
 
-# %%
-# NBVAL_CHECK_OUTPUT
+# %% tags=["nbval-check-output"]
 print("after five steps the weights agree to 0.0001:", max(lab.pull("difference")) < 1e-4)
 if lab.predicted("07.1") and lab.predicted("07.2"):
     print("the same traffic, to the byte:", lab.pull("sent", rank=0) == lab.pull("moved", rank=0))
@@ -466,8 +459,7 @@ lines = {2: record_pair(), 4: line3}
 KINDS = ("parameters", "optimizer", "gathered parameters", "activations")
 highest = {N: {kind: max(line.curve(kind)) for kind in KINDS} for N, line in lines.items()}
 
-# %%
-# NBVAL_CHECK_OUTPUT
+# %% tags=["nbval-check-output"]
 highest = lab.pull("highest", rank=0)
 if lab.predicted("07.3"):
     for kind in highest[2]:
@@ -479,8 +471,7 @@ if lab.predicted("07.3"):
 # Only what is *kept* shrinks. So continue the row, with what is kept computed from the formulas and what is in flight as
 # measured.
 
-# %%
-# NBVAL_CHECK_OUTPUT
+# %% tags=["nbval-check-output"]
 if lab.predicted("07.3"):
     psi, bars = 1_263_616, {}
     for N in (4, 16, 64, 256, 1024):

@@ -52,8 +52,7 @@ for number, id in ((1, "16.1"), (2, "16.2"), (3, "16.3")):
     lab.measured(id, round(held[number], 2 if number == 3 else 1))
     lab.reveal(id)
 
-# %%
-# NBVAL_CHECK_OUTPUT
+# %% tags=["nbval-check-output"]
 if lab.predicted("16.1"):
     for paper, engine, stage in zip(FIGURE_1, held, stages):
         print(f"{stage.__name__:6} the paper {paper:6.1f} GB, simulated {engine:6.2f} GB")
@@ -88,8 +87,7 @@ if lab.predicted("16.1") and lab.predicted("16.2") and lab.predicted("16.3"):
 if lab.predicted("16.3"):
     plots.show(plots.skyline([runs[2].timeline, runs[3].timeline], learner=yours[2:]))
 
-# %%
-# NBVAL_CHECK_OUTPUT
+# %% tags=["nbval-check-output"]
 if lab.predicted("16.3"):
     for run, stage in zip(runs[2:], stages[2:]):
         parts = {kind: round(size / 1e9, 1) for kind, size in run.timeline.by_kind().items() if size > 5e7}
@@ -140,8 +138,7 @@ lab.check("16.1")
 # GB of activations. In which stages does the model fit, and on how many of the GPUs? (The answer counts what is held,
 # and leaves no room for units in flight, so read it as a lower bound.)
 
-# %%
-# NBVAL_CHECK_OUTPUT
+# %% tags=["nbval-check-output"]
 fewest = lab.mine("16.1")
 needed = fewest(13_000_000_000, 80e9, 12e9)
 if lab.passed("16.1"):
@@ -156,8 +153,7 @@ else:
 # Now turn the question around. What is the largest model that 64 GPUs of each kind can train, if activations and units
 # in flight take a quarter of the memory? The explorer below it takes your own numbers.
 
-# %%
-# NBVAL_CHECK_OUTPUT
+# %% tags=["nbval-check-output"]
 from zerolab.measure import in_parameters, plan as compare
 
 for gpu in (24e9, 80e9, 141e9):
@@ -196,8 +192,7 @@ def flat(n):
     }
 
 
-# %%
-# NBVAL_CHECK_OUTPUT
+# %% tags=["nbval-check-output"]
 for n in (16, 64, 512, 4096):
     print(f"{n:5,} GPUs:", ", ".join(f"{kind} {seconds:.1f} s" for kind, seconds in flat(n).items()))
 
@@ -235,8 +230,7 @@ panels = {"flat": {n: flat(n) for n in counts}, "hybrid": {n: hybrid(n) for n in
 subtitle = "7.5 billion parameters, 16 sequences per GPU; by the formulas above, with no overlap"
 plots.show(plots.where_time_goes(panels, subtitle))
 
-# %%
-# NBVAL_CHECK_OUTPUT
+# %% tags=["nbval-check-output"]
 from zerolab.measure.paper import BF16
 from zerolab.measure import between_bytes, moved_bytes
 

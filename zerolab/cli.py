@@ -300,6 +300,9 @@ def _classroom_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--solutions", action="store_true", help="open all solutions (default: those in FOLDER/solutions)"
     )
+    parser.add_argument(
+        "--no-answers", action="store_true", help="keep the answers to the lessons' questions from the students"
+    )
     parser.add_argument("--board", action="store_true", help="only show how far the class is, without names")
     parser.add_argument("--plot", type=picture, metavar="FILE.png", help="the same, and draw what the class predicted")
 

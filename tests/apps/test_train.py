@@ -31,7 +31,7 @@ from zerolab.cli import main
 from zerolab.tasks import data
 from zerolab.tasks.models import PairEncoder
 
-pytestmark = [pytest.mark.alone, pytest.mark.slow]
+pytestmark = pytest.mark.slow
 
 ROOT = Path(__file__).resolve().parents[2]
 TINY = {
@@ -559,6 +559,7 @@ def finish(process: subprocess.Popen, seconds: float) -> tuple[int, str, str]:
 SMALL = f"--task text --data {ROOT / 'LICENSE'} --layers 1 --width 8 --context 8 --global-batch 4 --stage 2"
 
 
+@pytest.mark.alone
 def test_sigterm_to_the_command(tmp_path):
     """What a user, a batch system and torchrun do: the command, which starts the ranks, gets it."""
     path = tmp_path / "run.jsonl"
@@ -577,6 +578,7 @@ def test_sigterm_to_the_command(tmp_path):
 KILLS = 20
 
 
+@pytest.mark.alone
 @pytest.mark.timeout(500)
 def test_twenty_kills(tmp_path):
     """SIGKILL to a rank, at random moments and within saves, twenty times: the same bits as without."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import base64
 import re
+from collections.abc import Callable
 from pathlib import Path
 
 import nbformat
@@ -40,13 +41,17 @@ lab.predict("01.1", 12)
 # %%
 lab.mine("01.2")("mine", 0, 1, None)
 
-# %%
-# NBVAL_CHECK_OUTPUT
+# %% tags=["nbval-check-output"]
 lab.measured("01.1", 12, "MB")
 lab.reveal("01.1")
 
 # %% tags=["answer"]
 print("the answer is 12")
+
+# %% [markdown] tags=["answer"]
+# **Answers**
+#
+# 1. Twelve.
 
 # %% tags=["reveals"]
 print("and now it is out")
@@ -74,14 +79,16 @@ def read(course: Path, kind: str) -> NotebookNode:
 
 
 def printed(notebook: NotebookNode) -> str:
-    return "".join(output.get("text", "") for cell in notebook.cells for output in cell.get("outputs", []))
+    return "".join(build._text(output) for cell in notebook.cells for output in cell.get("outputs", []))
 
 
 def test_notebooks_of_a_source(course: Path) -> None:
     made = build.notebooks(course / "solutions" / "01_tiny.py")
     solution, lesson = made["solutions"], made["lessons"]
     ids = [cell.id for cell in solution.cells]
-    assert ids[:4] == ["01-a-tiny-lesson-1", "01-a-tiny-lesson-2", "write-it-here-now-1", "write-it-here-now-2"]
+    assert ids[:3] == ["01-a-tiny-lesson-1", "outputs", "01-a-tiny-lesson-2"]
+    assert ids[3:5] == ["write-it-here-now-1", "write-it-here-now-2"]
+    assert "the course's" in solution.cells[1].source and "before any exercise was solved" in lesson.cells[1].source
     assert len(set(ids)) == len(ids)
     assert ids == [cell.id for cell in build.notebooks(course / "solutions" / "01_tiny.py")["solutions"].cells]
 
@@ -90,7 +97,13 @@ def test_notebooks_of_a_source(course: Path) -> None:
     assert cells["write-it-here-now-2"] == 'lab.predict("01.1", ...)'
     assert cells["solution"] == "[The solution of this lesson](../solutions/01_tiny.ipynb)"
     assert "the answer is 12" not in str(lesson.cells)
-    assert solution.cells[4].source == "%%exercise 01.2\n" + find_exercise("01.2").reference.rstrip()
+    (folded,) = [cell.source for cell in lesson.cells if "Twelve" in cell.source]
+    assert folded.startswith("<details>\n<summary>") and folded.endswith("\n\n1. Twelve.\n\n</details>")
+    (open_,) = [cell.source for cell in solution.cells if "Twelve" in cell.source]
+    assert open_ == "**Answers**\n\n1. Twelve."
+    (checked,) = [cell for cell in lesson.cells if cell.source.startswith("lab.measured")]
+    assert checked.metadata.tags == ["nbval-check-output"]
+    assert solution.cells[5].source == "%%exercise 01.2\n" + find_exercise("01.2").reference.rstrip()
     assert any(cell.source.startswith("%%time\n") for cell in lesson.cells)
     nbformat.validate(solution)
     nbformat.validate(lesson)
@@ -214,11 +227,16 @@ def test_pictures_and_notebooks_have_a_limit() -> None:
         build.inspect(with_outputs(stream("x" * 1_000_001)), "lessons")
 
 
+def card(text: str) -> NotebookNode:
+    return nbformat.v4.new_output("display_data", {"text/plain": text, "text/html": "<div></div>"})
+
+
+@pytest.mark.parametrize("shown", [stream, card])
 @pytest.mark.parametrize("kind", ["solutions", "lessons"])
-def test_checks_say_what_they_must(kind: str) -> None:
+def test_checks_say_what_they_must(kind: str, shown: Callable[[str], NotebookNode]) -> None:
     right = {"solutions": "✓ 01.1 ring    N=1 ok\n", "lessons": "○ 01.1 ring    not done yet\n"}
     for other, text in right.items():
-        notebook = with_outputs(stream(text), source='lab.check("01.1")')
+        notebook = with_outputs(shown(text), source='lab.check("01.1")')
         if other == kind:
             build.inspect(notebook, kind)
         else:

@@ -30,7 +30,7 @@ def test_the_learners_classes_make_figure_1(tmp_path):
     NotebookClient(lesson, timeout=100, kernel_name="python3", resources={"metadata": {"path": str(tmp_path)}}).execute(
         env=os.environ | {"ZEROLAB_MY": str(my)}
     )
-    said = "".join(output.get("text", "") for cell in lesson.cells for output in cell.get("outputs", []))
+    said = "".join(build._text(output) for cell in lesson.cells for output in cell.get("outputs", []))
     for stage, exercises in {
         "DDP": "your code (03.3)",
         "Zero1": "your code (04.2)",

@@ -21,8 +21,6 @@ from jobs_common import PYTHONPATH
 from zerolab.world.environment import first_host, init, read_place
 from zerolab.world.processes import AlreadyRanks, Patience, RankError, Ranks, launch
 
-pytestmark = pytest.mark.alone
-
 ROOT = Path(__file__).resolve().parents[2]
 JOBS = Path(jobs_launch.__file__)
 LOCAL = ("127.0.0.1", "::1", "::ffff:127.0.0.1")
@@ -194,6 +192,7 @@ def test_output_in_whole_lines_and_no_noise_even_when_never_closed() -> None:
 # ---------------------------------------------------------------------- what goes wrong
 
 
+@pytest.mark.alone
 def test_the_first_failing_rank_is_named_with_its_traceback(two: Ranks) -> None:
     error = fails(two, jobs_launch.raises, 1)
     assert error.rank == 1
@@ -204,6 +203,7 @@ def test_the_first_failing_rank_is_named_with_its_traceback(two: Ranks) -> None:
     assert "\nrank 0 raised KeyError: 'a consequence'" in str(error)
 
 
+@pytest.mark.alone
 def test_others_that_still_wait_are_named(four: Ranks) -> None:
     error = fails(four, jobs_launch.dies, "sys")
     assert error.rank == 3
@@ -213,6 +213,7 @@ def test_others_that_still_wait_are_named(four: Ranks) -> None:
     assert str(error).count("in wait_for_all\n") == 3
 
 
+@pytest.mark.alone
 @pytest.mark.parametrize(
     ("how", "said"),
     [
@@ -227,6 +228,7 @@ def test_a_death_comes_before_those_who_noticed_it(two: Ranks, how: str, said: s
     assert "\nrank 0 " in str(error)
 
 
+@pytest.mark.alone
 @pytest.mark.slow
 def test_a_death_is_seen_though_an_heir_holds_the_pipe(two: Ranks) -> None:
     assert two.run(jobs_launch.echo, 1) == [1, 1]
@@ -236,6 +238,7 @@ def test_a_death_is_seen_though_an_heir_holds_the_pipe(two: Ranks) -> None:
     assert not children() & before
 
 
+@pytest.mark.alone
 @pytest.mark.slow
 def test_a_hang_names_the_ranks_and_where_they_stand(two: Ranks) -> None:
     start = time.monotonic()
@@ -249,6 +252,7 @@ def test_a_hang_names_the_ranks_and_where_they_stand(two: Ranks) -> None:
     assert "zerolab" not in str(error)
 
 
+@pytest.mark.alone
 @pytest.mark.slow
 def test_a_collective_fails_after_the_group_timeout(two: Ranks) -> None:
     error = fails(two, jobs_launch.hangs, timeout=30.0, group_timeout=1.0)
@@ -256,6 +260,7 @@ def test_a_collective_fails_after_the_group_timeout(two: Ranks) -> None:
     assert "rank 1 had not finished\n" in str(error) and "in oversleep" in str(error)
 
 
+@pytest.mark.alone
 def test_time_may_be_over_before_the_processes_have_started() -> None:
     before = children()
     with pytest.raises(RankError, match=r"time is up: rank 0 of 2 had not finished, at its start"):
@@ -372,6 +377,7 @@ def hanging(*arguments: object) -> tuple[subprocess.Popen, list[psutil.Process]]
     return program, ranks
 
 
+@pytest.mark.alone
 @pytest.mark.slow
 def test_no_rank_outlives_a_parent_that_is_killed(tmp_path: Path) -> None:
     """Not even when a process that the parent forked has inherited its ends of the pipes, and lives on."""
@@ -394,11 +400,13 @@ def interrupt(program: subprocess.Popen, ranks: list[psutil.Process]) -> str:
     return err
 
 
+@pytest.mark.alone
 @pytest.mark.slow
 def test_control_c(tmp_path: Path) -> None:
     assert interrupt(*hanging(tmp_path / "told")).count("Traceback") == 1
 
 
+@pytest.mark.alone
 @pytest.mark.slow
 def test_control_c_while_the_processes_start(tmp_path: Path) -> None:
     program = python(JOBS, "hang", tmp_path / "told")
@@ -407,6 +415,7 @@ def test_control_c_while_the_processes_start(tmp_path: Path) -> None:
     interrupt(program, parent.children())
 
 
+@pytest.mark.alone
 @pytest.mark.slow
 def test_control_z_takes_none_of_the_time(tmp_path: Path) -> None:
     program = python(JOBS, "rest", tmp_path / "told")

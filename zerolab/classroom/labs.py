@@ -36,7 +36,7 @@ import psutil
 
 from zerolab.classroom import shield
 from zerolab.classroom.broker import Broker
-from zerolab.lab.__main__ import REMEMBERED, copy_lessons, copy_notebooks
+from zerolab.lab.__main__ import REMEMBERED, copy_notebooks, write_settings
 from zerolab.lab.ranks import lease, notices, turns
 
 START_TIMEOUT = 120.0  # seconds until a JupyterLab must answer
@@ -46,11 +46,10 @@ CULL = 1800  # seconds until a notebook ends that runs nothing and that no brows
 NOT_FOR_STUDENTS = ("JPY_", "JUPYTER", "IPYTHON", "ZEROLAB_", "XDG_", "MPLCONFIGDIR", "SSH_", "GLOO_", "RANK", "WORLD_")
 STUDENT = "ZEROLAB_STUDENT"  # in the environment of a lab and of everything that it starts: the student's name
 
-SETTINGS = {
-    "notebook-extension/tracker": '{"kernelShutdown": true}',  # closing a notebook ends its kernel and its ranks
-    "apputils-extension/notification": '{"fetchNews": "false", "checkForUpdates": false}',
-}
+# Closing a notebook ends its kernel and its ranks.
+TRACKER, SHUTDOWN = "notebook-extension/tracker.jupyterlab-settings", '{"kernelShutdown": true}'
 
+NO_ANSWERS = "Your teacher has the answers to these questions."
 CLOSED = "This solution is not open yet. When your teacher has opened it, close this page and follow the link again."
 
 # However the classroom ends, its labs must not outlive it. This comes last, as a change of user would undo it.
@@ -108,7 +107,7 @@ class Classroom:
         self.first_port = first_port
         self.labs: list[Lab] = []
         self.broker = Broker(gpus, lease_seconds)
-        self._lessons = Path()
+        self._lessons, self._answers_shown = Path(), True
         self._solutions: dict[str, bytes] = {}  # what the last link of each lesson leads to
         self._opened: dict[Path, int] = {}  # the solutions that are open, and when they were written
         self._names = [f"student-{number:02}" for number in range(1, students + 1)]
@@ -121,9 +120,10 @@ class Classroom:
         assert self._scratch_folder is not None, "the classroom is not open"
         return self._scratch_folder
 
-    def open(self, lessons: Path, solutions: Path | None = None) -> None:
-        """Make the folders. `look` then starts the labs. solutions: those in this folder are open from the start."""
-        self._lessons = lessons
+    def open(self, lessons: Path, solutions: Path | None = None, answers: bool = True) -> None:
+        """Make the folders. `look` then starts the labs. solutions: those in this folder are open from the start.
+        answers: whether the lessons show the answers to their questions, folded."""
+        self._lessons, self._answers_shown = lessons, answers
         self.folder.mkdir(parents=True, exist_ok=True, mode=0o700)
         self._lock = os.open(self.folder / ".lock", os.O_CREAT | os.O_RDWR | os.O_CLOEXEC, 0o600)
         try:
@@ -200,7 +200,11 @@ class Classroom:
         lab.notices.mkdir(parents=True, exist_ok=True)
         lab.home.chmod(0o700)
         try:
-            lines = copy_lessons(self._lessons, lab.work)
+            handed_out = {
+                lesson.name: lesson.read_bytes() if self._answers_shown else _without_answers(lesson)
+                for lesson in sorted(self._lessons.glob("*.ipynb"))
+            }
+            lines = copy_notebooks(handed_out, lab.work)
         except ValueError as error:
             lines = [f"the lessons were not updated: {lab.work / REMEMBERED} is damaged ({error}): delete it"]
         for line in lines:
@@ -211,11 +215,10 @@ class Classroom:
         file.touch(0o600)
         file.chmod(0o600)
         file.write_text(json.dumps({"IdentityProvider": {"token": lab.token}}) + "\n")
-        for name, text in SETTINGS.items():
-            setting = lab.home / ".jupyter/lab/user-settings/@jupyterlab" / f"{name}.jupyterlab-settings"
-            setting.parent.mkdir(parents=True, exist_ok=True)
-            if not setting.exists():
-                setting.write_text(text + "\n")
+        setting = lab.home / ".jupyter/lab/user-settings/@jupyterlab" / TRACKER
+        setting.parent.mkdir(parents=True, exist_ok=True)
+        if not setting.exists():
+            setting.write_text(SHUTDOWN + "\n")
 
     def _look_at_solutions(self) -> bool:
         """Whether solutions were opened or closed since the last look."""
@@ -291,6 +294,7 @@ class Classroom:
         command = [sys.executable, "-c", LAST, str(os.getpid()), "-m", "jupyterlab", "--no-browser"]
         command += [f"--ip={self.ip}", f"--port={lab.port}", "--ServerApp.port_retries=0"]
         command += [f"--ServerApp.root_dir={lab.work}", f"--MappingKernelManager.cull_idle_timeout={CULL}"]
+        command += write_settings(lab.home / ".jupyter/lab/app-settings")
         command.append(f"--LabApp.default_url={lab.page}")
         if os.geteuid() == 0:
             command.append("--allow-root")
@@ -379,6 +383,15 @@ class Classroom:
             shutil.rmtree(self._scratch_folder, ignore_errors=True)
         if self._lock is not None:
             os.close(self._lock)
+
+
+def _without_answers(lesson: Path) -> bytes:
+    """The lesson, with a sentence in place of the answers to its questions."""
+    notebook = json.loads(lesson.read_bytes())
+    for cell in notebook["cells"]:
+        if "answer" in cell["metadata"].get("tags", []):
+            cell["source"] = NO_ANSWERS
+    return json.dumps(notebook).encode()
 
 
 def _closed(lesson: Path) -> bytes:

@@ -39,6 +39,7 @@ def hold(
     memory: float,
     processes: int,
     solutions: bool,
+    no_answers: bool,
 ) -> int:
     """Hold a classroom until Ctrl-C or SIGTERM. Returns exit status 0. Raises Refused if it cannot begin."""
     if not sys.platform.startswith("linux"):
@@ -73,7 +74,7 @@ def hold(
             print(
                 f"{in_bytes(free)} of memory is free, but {students} notebooks with four ranks each need about {need}"
             )
-        room.open(lessons, course / "solutions" if solutions else None)
+        room.open(lessons, course / "solutions" if solutions else None, answers=not no_answers)
         print(f"addresses and tokens: {room.handout} (only you can read it); Ctrl-C ends everything", flush=True)
         _attend(room, Watch(room.labs, memory * 1e9, processes, room.tell), ended)
     finally:

@@ -20,6 +20,9 @@ OPEN = (
     "programs as you. To work from elsewhere without opening it: ssh -L 8888:127.0.0.1:8888 <this machine>. If you "
     "really mean it, add --open-to-network"
 )
+SETTINGS = ".jupyterlab"  # in work/: how this JupyterLab differs from others; your own settings stay as they are
+OVERRIDES = {"@jupyterlab/apputils-extension:notification": {"fetchNews": "false", "checkForUpdates": False}}
+HIDDEN = {"ipyparallel-labextension": True}  # its tab belongs to clusters, which no lesson starts from there
 REMEMBERED = ".copied.json"  # in work/: the digest of each lesson as it was copied
 
 
@@ -51,6 +54,14 @@ def copy_notebooks(
         lines.append(f"{name} has changed in the course. Your copy was left alone; the new one is {beside}")
     _write(memory, (json.dumps(copied, indent=1) + "\n").encode())
     return lines
+
+
+def write_settings(folder: Path) -> list[str]:
+    """Options for a JupyterLab that asks for nothing, shows no foreign tab and logs errors only."""
+    folder.mkdir(parents=True, exist_ok=True)
+    _write(folder / "overrides.json", (json.dumps(OVERRIDES) + "\n").encode())
+    _write(folder / "page_config.json", (json.dumps({"disabledExtensions": HIDDEN}) + "\n").encode())
+    return [f"--LabApp.app_settings_dir={folder.resolve()}", "--log-level=ERROR"]
 
 
 def only_here(address: str) -> bool:
@@ -101,6 +112,7 @@ def main() -> int:
     first = next(iter(sorted(options.work.glob("00_*.ipynb"))), None)
     command = [sys.executable, "-m", "jupyterlab", f"--ip={options.ip}", f"--port={options.port}"]
     command += [f"--ServerApp.root_dir={options.work.resolve()}"]
+    command += write_settings(options.work / SETTINGS)
     if first is not None:
         command.append(f"--LabApp.default_url=/lab/tree/{first.name}")
     if hasattr(os, "geteuid") and os.geteuid() == 0:

@@ -9,8 +9,10 @@
     python -m zerolab.lab.build --check    # runs nothing: do the notebooks match the sources?
 
 A cell `%%exercise NN.k` is empty in the source: the solution gets the catalogue's reference, the lesson its stub. In
-the lesson `predict("NN.k", value)` becomes `predict("NN.k", ...)`, cells tagged `answer` are left out, and cells tagged
-`reveals` run but keep no output, since it would give a prediction away. A link to the solution is the last cell.
+the lesson `predict("NN.k", value)` becomes `predict("NN.k", ...)`. Of the cells tagged `answer`, code is left out and
+text is folded, one click away. Cells tagged `reveals` run but keep no output, since it would give a prediction away.
+nbval compares the output of cells tagged `nbval-check-output`. A note below the title says whose outputs one sees; the
+last cell is a link to the solution.
 """
 
 from __future__ import annotations
@@ -40,6 +42,11 @@ PICTURE_LIMIT = 60_000  # bytes
 NOTEBOOK_LIMIT = 1_000_000  # bytes
 CELL_TIMEOUT = 120  # seconds; starting ranks takes longer on a loaded machine
 WIDGET = "application/vnd.jupyter.widget-view+json"
+SOLVED = "*The outputs below are the course's. Run the cells (Shift-Enter runs one), and they become yours.*"
+UNSOLVED = (
+    "*The outputs below are the course's, from before any exercise was solved. Run the cells (Shift-Enter runs one), "
+    "and they become yours. A cell that begins with `%%exercise` becomes a file, so it needs its own imports.*"
+)
 EXERCISE = re.compile(r"%%exercise +(\d\d\.\d+)\s*(?:\n|$)")
 PREDICTION = re.compile(r"""(predict\(\s*["'][\d.]+["'],\s*).+(\)\s*(?:#.*)?)$""", re.MULTILINE)
 
@@ -71,7 +78,10 @@ def notebooks(source: Path) -> dict[str, NotebookNode]:
                 raise BuildError(f"{source.name}: the answer to {found[1]} is in the catalogue; leave its cell empty")
             cell.source = f"%%exercise {found[1]}\n{find_exercise(found[1]).reference.rstrip()}"
     lesson = copy.deepcopy(complete)
-    lesson.cells = [_for_learners(cell) for cell in lesson.cells if "answer" not in cell.metadata.get("tags", [])]
+    complete.cells[0].source = re.sub(r"^(# \d\d · .+)", r"\1 (solved)", complete.cells[0].source)
+    lesson.cells = [_for_learners(cell) for cell in lesson.cells if cell.cell_type != "code" or not _is_answer(cell)]
+    for notebook, note in ((complete, SOLVED), (lesson, UNSOLVED)):
+        notebook.cells.insert(1, nbformat.v4.new_markdown_cell(note, id="outputs"))
     link = nbformat.v4.new_markdown_cell(f"[The solution of this lesson](../solutions/{source.stem}.ipynb)")
     link.id = "solution"
     lesson.cells.append(link)
@@ -89,8 +99,15 @@ def _ids(cells: list[NotebookNode]) -> Iterator[str]:
         yield f"{heading}-{seen[heading]}"
 
 
+def _is_answer(cell: NotebookNode) -> bool:
+    return "answer" in cell.metadata.get("tags", [])
+
+
 def _for_learners(cell: NotebookNode) -> NotebookNode:
-    if cell.cell_type == "code":
+    if _is_answer(cell):
+        text = cell.source.removeprefix("**Answers**").strip()
+        cell.source = f"<details>\n<summary><b>Answers</b> (click to unfold)</summary>\n\n{text}\n\n</details>"
+    elif cell.cell_type == "code":
         if found := EXERCISE.match(cell.source):
             cell.source = f"%%exercise {found[1]}\n{find_exercise(found[1]).stub.rstrip()}"
         cell.source = PREDICTION.sub(r"\1...\2", cell.source)
@@ -159,6 +176,10 @@ def _reveals(cell: NotebookNode) -> bool:
     return "reveals" in cell.metadata.get("tags", [])
 
 
+def _text(output: NotebookNode) -> str:
+    return output.get("text", "") or output.get("data", {}).get("text/plain", "")
+
+
 def inspect(notebook: NotebookNode, kind: str) -> None:
     """Raises BuildError if the outputs are not fit to keep."""
     for cell in _code(notebook):
@@ -169,7 +190,7 @@ def inspect(notebook: NotebookNode, kind: str) -> None:
                 size = len(data) * 3 // 4 if mime in ("image/png", "image/jpeg") else len(str(data))
                 if mime.startswith("image/") and size > PICTURE_LIMIT:
                     raise BuildError(f"the picture of cell {cell.id} has {size:,} bytes, more than {PICTURE_LIMIT:,}")
-            for line in output.get("text", "").splitlines():
+            for line in _text(output).splitlines():
                 passed = re.match(r"[✓✗○] \d\d\.\d+ .*    ", line)
                 if passed and "check(" in cell.source and (line[0] == "✓") != (kind == "solutions"):
                     raise BuildError(f"cell {cell.id} of {kind} says: {line}")

@@ -68,11 +68,14 @@ class Verdict:
 
 
 def load(source: str, filename: str, name: str) -> ModuleType:
-    """`source` as a fresh module, whose lines tracebacks show and inspect finds."""
+    """`source` as a fresh module, whose lines tracebacks show and inspect finds.
+
+    Lines count as in the notebook, where `%%exercise` is the first.
+    """
     module = ModuleType(f"{name}_v{next(_versions)}")
     module.__file__ = filename
-    lines = source.splitlines(keepends=True)
-    linecache.cache[filename] = (len(source), None, lines, filename)
+    source = f"# %%exercise\n{source}"
+    linecache.cache[filename] = (len(source), None, source.splitlines(keepends=True), filename)
     sys.modules[module.__name__] = module
     try:
         exec(compile(source, filename, "exec"), vars(module))

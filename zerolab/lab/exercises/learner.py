@@ -25,6 +25,7 @@ from torch import Tensor
 
 from zerolab.engine.engine import Engine
 from zerolab.lab.exercises import judge
+from zerolab.lab.exercises.cards import say
 from zerolab.lab.exercises.catalogue import EXERCISES, find_exercise
 from zerolab.lab.exercises.exercise import Exercise, Todo
 from zerolab.lab.exercises.store import file_of, read_progress, write, write_progress
@@ -41,7 +42,7 @@ class NotPython(Misused):
     """An answer that does not compile. Shows the line, with a mark under the place."""
 
     def __init__(self, id: str, error: SyntaxError) -> None:
-        place = _syntax(error, 1) if error.text else ""  # line 1 of the cell is %%exercise, which is not in the file
+        place = _syntax(error) if error.text else ""
         super().__init__(f"{id} is not Python yet: {type(error).__name__}: {error.msg}\n{place}".rstrip())
 
 
@@ -51,7 +52,7 @@ class Broken(Misused):
     def __init__(self, id: str, error: Exception) -> None:
         file = str(file_of(id).absolute())
         own = [frame for frame in traceback.extract_tb(error.__traceback__) if frame.filename == file]
-        places = [f"\n  line {(frame.lineno or 0) + 1} of the cell\n    {frame.line}" for frame in own]
+        places = [f"\n  line {frame.lineno} of the cell\n    {frame.line}" for frame in own]
         super().__init__(f"{id} cannot be used yet: {type(error).__name__}: {error}{''.join(places)}")
 
 
@@ -197,11 +198,11 @@ def check(id: str | None = None) -> None:
     file = file_of(asked)
     if not file.exists():
         title = find_exercise(asked).title
-        print(f"○ {asked} {title}    not done yet: run the cell that begins with %%exercise {asked}")
+        say(f"○ {asked} {title}    not done yet: run the cell that begins with %%exercise {asked}", "open")
         return
     source = file.read_text()
     if _is_stub(find_exercise(asked), source):  # no need to start ranks for it
-        print(f"○ {asked} {find_exercise(asked).title}    not done yet")
+        say(f"○ {asked} {find_exercise(asked).title}    not done yet", "open")
         return
     verdict = judge.try_answer(asked, source, str(file.absolute()))
     progress = read_progress()
@@ -210,7 +211,7 @@ def check(id: str | None = None) -> None:
         progress["passed"][asked] = judge.digest(source)
     write_progress(progress)
     _tell_ranks()
-    print(verdict.text)
+    say(verdict.text, {"right": "right", "todo": "open"}.get(verdict.kind, "wrong"))
 
 
 def _which(id: str | None) -> str:

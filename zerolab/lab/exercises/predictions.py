@@ -14,6 +14,7 @@ import math
 import re
 from typing import Any
 
+from zerolab.lab.exercises.cards import say
 from zerolab.lab.exercises.questions import QUESTIONS, Question
 from zerolab.lab.exercises.store import read_progress, write_progress
 from zerolab.lab.ranks.report import Misused
@@ -41,13 +42,14 @@ def predict(id: str, value: Any = ...) -> None:
     """Write down what you expect before it is measured. `...` means that you have not decided yet."""
     question = _find(id)
     if value is ... or value is None:
-        print(f'{id}: replace `...` with {_wanted(question)}, or lab.skip("{id}")')
+        say(f'{id}: replace `...` with {_wanted(question)}, or lab.skip("{id}")', "open")
         return
     guess = _understand(id, question, value)
     kept = read_progress()
     kept["predictions"][id] = guess
     write_progress(kept)
-    print(f'{id}: {_with_unit(guess, question)}, written down; lab.reveal("{id}") compares it with the measurement')
+    guessed = _with_unit(guess, question)
+    say(f'{id}: {guessed}, written down; lab.reveal("{id}") compares it with the measurement', "prediction")
 
 
 def _find(id: Any) -> Question:
@@ -117,7 +119,7 @@ def skip(id: str) -> None:
     kept = read_progress()
     kept["predictions"][id] = None
     write_progress(kept)
-    print(f"{id}: skipped")
+    say(f"{id}: skipped", "open")
 
 
 def predicted(id: str) -> bool:
@@ -137,27 +139,29 @@ def reveal(id: str) -> None:
     question = _find(id)
     predictions = read_progress()["predictions"]
     if id not in predictions:
-        print(f'{id}: first lab.predict("{id}", what you expect), or lab.skip("{id}")')
+        say(f'{id}: first lab.predict("{id}", what you expect), or lab.skip("{id}")', "open")
         return
     if id not in _measured:
-        print(f"{id}: not measured yet: run the cells above, including those that begin with %%ranks")
+        say(f"{id}: not measured yet: run the cells above, including those that begin with %%ranks", "open")
         return
     value, guess = _measured[id], predictions[id]
     shown = _with_unit(value, question)
     if guess is None:
-        print(f"{id}: measured {shown}")
+        say(f"{id}: measured {shown}", "prediction")
         return
     try:  # what an earlier version of the course wrote down may be in words
         guess = _understand(id, question, guess)
     except NoPrediction:
-        print(f'{id}: you said {guess!r}, but this asks for {_wanted(question)}: lab.predict("{id}", ...) again')
+        wanted = _wanted(question)
+        say(f'{id}: you said {guess!r}, but this asks for {wanted}: lab.predict("{id}", ...) again', "open")
         return
     said = f"{id}: measured {shown}; you said {_with_unit(guess, question)}: "
     if question.formula is not None and _close(guess, question.formula):
-        print(f"{said}what the formula gives. {question.beside_formula}")
+        say(f"{said}what the formula gives. {question.beside_formula}", "right")
         return
     slip = "" if guess == value else question.slip(guess, value)
-    print(said + _how_far_off(guess, value) + (f". {slip}" if slip else ""))
+    kind = "right" if guess == value or _close(guess, value) else "wrong"
+    say(said + _how_far_off(guess, value) + (f". {slip}" if slip else ""), kind)
 
 
 def _with_unit(value: Any, question: Question) -> str:

@@ -73,6 +73,8 @@ def _somebody_watches() -> bool:
 def ranks(line: str, cell: str) -> None:
     chosen, timeout = parse(line)
     live, watch = session.need(), Watch() if _somebody_watches() else None
+    if not cell.startswith("%%"):
+        cell = f"# %%ranks\n{cell}"  # so that lines count as they do in the notebook
     results: dict[int, Result] = {}
     try:
         results = {result.rank: result for result in live.run(cell, chosen, timeout, watch=watch)}

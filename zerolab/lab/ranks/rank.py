@@ -243,11 +243,11 @@ def _show_failure(shell: Any, kind: type, error: BaseException, trace: Traceback
     return text
 
 
-def _syntax(error: SyntaxError, above: int = 0) -> str:
-    """The line of the cell, with a mark under the error. `above`: how many lines of the cell were left out."""
+def _syntax(error: SyntaxError) -> str:
+    """The line of the cell, with a mark under the error."""
     text = error.text or ""
     mark = " " * (max(error.offset or 1, 1) - 1 - (len(text) - len(text.lstrip())))
-    return f"  line {(error.lineno or 1) + above} of the cell\n    {text.strip()}\n    {mark}^"
+    return f"  line {error.lineno or 1} of the cell\n    {text.strip()}\n    {mark}^"
 
 
 def _frames(shell: Any, trace: TracebackType) -> list[str]:

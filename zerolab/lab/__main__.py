@@ -61,7 +61,7 @@ def write_settings(folder: Path) -> list[str]:
     folder.mkdir(parents=True, exist_ok=True)
     _write(folder / "overrides.json", (json.dumps(OVERRIDES) + "\n").encode())
     _write(folder / "page_config.json", (json.dumps({"disabledExtensions": HIDDEN}) + "\n").encode())
-    return [f"--LabApp.app_settings_dir={folder.resolve()}", "--log-level=ERROR"]
+    return [f"--LabApp.app_settings_dir={folder.resolve()}", "--log-level=ERROR", "--LabApp.log_level=ERROR"]
 
 
 def only_here(address: str) -> bool:

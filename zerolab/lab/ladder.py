@@ -20,6 +20,7 @@ from torch import Tensor
 
 import zerolab
 from zerolab.engine.precision import KEEP
+from zerolab.lab.exercises.cards import Status
 from zerolab.measure import CATEGORIES, model_states, moved_bytes, peak, state_bytes
 from zerolab.tasks.data import batch, text
 from zerolab.tasks.models import GPT, Block
@@ -57,14 +58,18 @@ def measure_ladder(
     job = (steps, precision, sizes or {})
     report: Report = {"ranks": ranks, "steps": steps, "parameters": 0, "stages": {}}
     problems: list[str] = []
+    status = Status()
     with _without_gpus(device == "cpu"), zerolab.Ranks(ranks, threads=1) as pool:
+        status("one process trains alone ...")
         alone = pool.run(train_alone, ranks, *job, ranks=1, timeout=3600)[0]
         report["parameters"] = sum(value.numel() for value in alone["state"].values())
         for stage in dict.fromkeys(stages):
+            status(f"{ranks} ranks train at stage {stage} ...")
             everyone = pool.run(train_sharded, classes[stage], *job, alone, timeout=3600, group_timeout=300)
             entry = _entry(stage, ranks, precision, report["parameters"], everyone)
             report["stages"][str(stage)] = entry
             problems += [f"stage {stage}: {what}" for what in _wrong(entry, everyone, alone, precision)]
+        status("trained")
     return report, problems
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 import sys
 from html import escape
+from typing import Any
 
 # As in the pictures: from the palette of Okabe and Ito. The sign in the text says the same as the colour.
 COLOURS = {"right": "#009E73", "wrong": "#D55E00", "open": "#888888", "prediction": "#0072B2"}
@@ -21,6 +22,39 @@ def say(text: str, kind: str) -> None:
     from IPython.display import display
 
     display({"text/plain": text, "text/html": as_html(text, kind)}, raw=True)
+
+
+class Status:
+    """What goes on in a cell that takes a while, if a person watches: each call replaces what the last one showed."""
+
+    def __init__(self) -> None:
+        self._handle: Any = None
+
+    def __call__(self, text: str) -> None:
+        if somebody_watches():
+            self._show(text, "open")
+
+    def end(self, text: str, kind: str) -> None:
+        """The outcome, in place of what was shown on the way."""
+        if self._handle is None:
+            say(text, kind)
+        else:
+            self._show(text, kind)
+
+    def _show(self, text: str, kind: str) -> None:
+        from IPython.display import display
+
+        shown = {"text/plain": text, "text/html": as_html(text, kind)}
+        if self._handle is None:
+            self._handle = display(shown, raw=True, display_id=True)
+        else:
+            self._handle.update(shown, raw=True)
+
+
+def somebody_watches() -> bool:
+    """Whether a person may be watching: not when nbval or nbclient runs the cells and records their output."""
+    shell = sys.modules["IPython"].get_ipython() if "IPython" in sys.modules else None
+    return bool(getattr(getattr(shell, "kernel", None), "_allow_stdin", False))
 
 
 def _in_a_notebook() -> bool:

@@ -12,6 +12,7 @@ import sys
 import time
 import traceback
 import warnings
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from types import ModuleType
 
@@ -195,16 +196,24 @@ def close() -> None:
         _pool = None
 
 
-def try_answer(id: str, source: str, filename: str = "answer.py", patience: float = PATIENCE) -> Verdict:
+def try_answer(
+    id: str,
+    source: str,
+    filename: str = "answer.py",
+    patience: float = PATIENCE,
+    tell: Callable[[str], None] = lambda line: None,
+) -> Verdict:
     """The verdict on `source` as the answer to exercise `id`.
 
     A rank waits `patience` seconds for the others, and longer on a loaded machine: ten times as long as an empty run.
+    tell: is told how far the check has come.
     """
     asked = find_exercise(id)
     good: list[int] = []  # the world sizes that passed
     notes: list[str] = []
     for world_size in WORLD_SIZES:
         ranks = pool()
+        tell(f"○ {id} {asked.title}    checking with {world_size} of {max(WORLD_SIZES)} ranks ...")
         try:
             waits = max(patience, 10 * min(_overhead, 3.0))
             # A rank that waits gives up before this; the pool's own limit catches an endless loop.

@@ -25,7 +25,7 @@ from torch import Tensor
 
 from zerolab.engine.engine import Engine
 from zerolab.lab.exercises import judge
-from zerolab.lab.exercises.cards import say
+from zerolab.lab.exercises.cards import Status, say
 from zerolab.lab.exercises.catalogue import EXERCISES, find_exercise
 from zerolab.lab.exercises.exercise import Exercise, Todo
 from zerolab.lab.exercises.store import file_of, read_progress, write, write_progress
@@ -204,14 +204,16 @@ def check(id: str | None = None) -> None:
     if _is_stub(find_exercise(asked), source):  # no need to start ranks for it
         say(f"○ {asked} {find_exercise(asked).title}    not done yet", "open")
         return
-    verdict = judge.try_answer(asked, source, str(file.absolute()))
+    status = Status()
+    status(f"○ {asked} {find_exercise(asked).title}    starting ranks for the check ...")
+    verdict = judge.try_answer(asked, source, str(file.absolute()), tell=status)
     progress = read_progress()
     progress["passed"].pop(asked, None)
     if verdict.passed:
         progress["passed"][asked] = judge.digest(source)
     write_progress(progress)
     _tell_ranks()
-    say(verdict.text, {"right": "right", "todo": "open"}.get(verdict.kind, "wrong"))
+    status.end(verdict.text, {"right": "right", "todo": "open"}.get(verdict.kind, "wrong"))
 
 
 def _which(id: str | None) -> str:

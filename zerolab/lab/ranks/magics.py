@@ -6,9 +6,9 @@ import argparse
 import time
 from typing import Any, NoReturn
 
-from IPython import get_ipython
 from IPython.display import clear_output
 
+from zerolab.lab.exercises.cards import somebody_watches
 from zerolab.lab.ranks import session
 from zerolab.lab.ranks.report import Misused, RankFailure, Result, show
 
@@ -42,13 +42,16 @@ class Watch:
     """Shows each rank's latest line while a cell runs longer than two seconds, and removes them at the end."""
 
     def __init__(self, first: float = 2.0, every: float = 0.5) -> None:
-        self._next, self._every, self._shown = time.monotonic() + first, every, ""
+        self._begin, self._every, self._shown = time.monotonic(), every, ""
+        self._next = self._begin + first
 
     def __call__(self, results: dict[int, Result]) -> None:
         if time.monotonic() < self._next:
             return
         self._next = time.monotonic() + self._every
         lines = [f"rank {rank}: {self._state(result)}" for rank, result in results.items()]
+        if not any(result.outputs or result.failure or result.seconds for result in results.values()):
+            lines = [f"{len(lines)} rank{'s' * (len(lines) > 1)} at work, {time.monotonic() - self._begin:.0f} s"]
         if (text := "\n".join(lines)) != self._shown:
             self._shown = text
             clear_output(wait=True)
@@ -60,19 +63,15 @@ class Watch:
         last = result.text.replace("\r", "").rstrip().rpartition("\n")[2]
         return f"{last[:100]} (done)" if result.seconds is not None else last[:100] or "..."
 
-    def clear(self) -> None:
+    def clear(self, more: bool) -> None:
+        """more: whether the cell's output follows, and so takes the place of what was shown."""
         if self._shown:
-            clear_output(wait=True)
-
-
-def _somebody_watches() -> bool:
-    """Whether a person may be watching: not when nbval or nbclient runs the cells and records their output."""
-    return bool(getattr(getattr(get_ipython(), "kernel", None), "_allow_stdin", False))
+            clear_output(wait=more)
 
 
 def ranks(line: str, cell: str) -> None:
     chosen, timeout = parse(line)
-    live, watch = session.need(), Watch() if _somebody_watches() else None
+    live, watch = session.need(), Watch() if somebody_watches() else None
     if not cell.startswith("%%"):
         cell = f"# %%ranks\n{cell}"  # so that lines count as they do in the notebook
     results: dict[int, Result] = {}
@@ -83,7 +82,7 @@ def ranks(line: str, cell: str) -> None:
         raise
     finally:
         if watch is not None:
-            watch.clear()
+            watch.clear(more=any(result.outputs for result in results.values()))
         show(results, live.size)
 
 

@@ -1,0 +1,56 @@
+"""The tests of a lesson's checks: right answers pass, and every catalogued mistake is named.
+
+Each lesson has a file that takes them from here, so that lessons are tried side by side.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+
+from zerolab.lab.exercises import judge
+from zerolab.lab.exercises.catalogue import EXERCISES
+
+from . import RIGHT, WRONG
+
+
+def tests_of(lesson: str) -> tuple[Callable[..., None], Callable[..., None]]:
+    """What a test file of `lesson` ("04") assigns to two names that pytest finds."""
+    exercises = [asked for id, asked in EXERCISES.items() if id.startswith(lesson)]
+    right = [
+        pytest.param(asked.id, source, id=f"{asked.id} {name}")
+        for asked in exercises
+        for name, source in [
+            ("reference", asked.reference),
+            *((f"alternative {i}", source) for i, source in enumerate(RIGHT[asked.id])),
+        ]
+    ]
+    wrong = [
+        pytest.param(asked.id, source, said, id=f"{asked.id} {name}")
+        for asked in exercises
+        for name, (source, said) in WRONG[asked.id].items()
+    ]
+
+    @pytest.mark.slow
+    @pytest.mark.parametrize(("id", "source"), right)
+    def test_right_answers_pass(id: str, source: str) -> None:
+        verdict = judge.try_answer(id, source)
+        assert verdict.passed, verdict.text
+        assert verdict.text.splitlines()[0].endswith("N=1, 2, 3, 4 ok")
+
+    @pytest.mark.slow
+    @pytest.mark.parametrize(("id", "source", "said"), wrong)
+    def test_mistakes_are_named(id: str, source: str, said: str) -> None:
+        verdict = judge.try_answer(id, source)
+        assert verdict.kind not in ("right", "todo"), verdict.text
+        assert said in verdict.text, verdict.text
+        first, seen, likely, tip = verdict.text.splitlines()[:4]
+        assert first.startswith(f"✗ {id} ") and first.endswith("wrong")
+        assert (
+            seen.startswith("  seen     rank ")
+            and likely.startswith("  likely   ")
+            and tip.startswith("  try      lab.hint()")
+        )
+
+    return test_right_answers_pass, test_mistakes_are_named

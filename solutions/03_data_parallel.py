@@ -187,7 +187,9 @@ lab.predict("03.3", 1000 * (29 * 6 * 0.001 + 2_823_168 / 200e6))  # ms
 # The gradients can travel together in one flat tensor, a **bucket**. You made a flat buffer in lesson 02. This one has
 # three methods: `collect` copies the gradients in, `reduce` makes one all-reduce, and `write_back` copies the means
 # out. Watch out for a parameter without a gradient: another rank may have one for it, and all ranks must send buckets
-# with the same layout.
+# with the same layout. (A parameter that no rank used then comes back with zeros, where `average` left `None`. To Adam
+# that is a difference: its averages and weight decay still move it. So this course's engine asks all ranks first, and
+# leaves `None` where nobody has a gradient.)
 
 # %%
 # %%exercise 03.2

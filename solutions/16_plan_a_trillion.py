@@ -135,15 +135,18 @@ lab.check("16.1")
 # ## A plan for a cluster
 #
 # A customer has 32 GPUs of 80 GB, and wants to train a model of 13 billion parameters. One sequence of theirs needs 12
-# GB of activations. In which stages does the model fit, and on how many of the GPUs? (The answer counts what is held,
-# and leaves no room for units in flight, so read it as a lower bound.)
+# GB of activations. In which stages does the model fit, and on how many of the GPUs? Another asks for a model of the size
+# of GPT-3, 175 billion parameters, on any number of them. (The answer counts what is held, and leaves no room for units
+# in flight, so read it as a lower bound.)
 
 # %% tags=["nbval-check-output"]
 fewest = lab.mine("16.1")
 needed = fewest(13_000_000_000, 80e9, 12e9)
 if lab.passed("16.1"):
     few = {stage: n for stage, n in needed.items() if n is not None and n <= 32}
-    print(", ".join(f"stage {stage}: {n} GPUs or more" for stage, n in few.items()))
+    print("13 billion:", ", ".join(f"stage {stage}: {n} GPUs or more" for stage, n in few.items()))
+    gpt3 = fewest(175_000_000_000, 80e9, 12e9)
+    print("GPT-3:", ", ".join(f"stage {s}: {f'{n} GPUs or more' if n else 'never'}" for s, n in gpt3.items()))
 else:
     print("the answer appears here once your function has passed")
 

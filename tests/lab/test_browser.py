@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import shutil
@@ -99,6 +100,10 @@ def test_lesson_00_in_a_browser(server, tmp_path):
             control.wait_for()
             page.get_by_text("0 predictions").first.wait_for()  # the last cell has run
             assert page.get_by_text("LostRank").count() >= 1  # the cell that breaks it on purpose
+            page.locator("div[style*='border-left: 5px']").first.wait_for()  # predictions are cards
+            expect(page.get_by_text("Would you like to get notified about official Jupyter news?")).to_have_count(0)
+            settings = page.locator("#jupyter-config-data").text_content()
+            assert "ipyparallel-labextension" in str(json.loads(settings)["disabledExtensions"])  # no foreign tab
             control.scroll_into_view_if_needed()
             expect.set_options(timeout=10_000 * SLOW)
             picture = page.locator(".jupyter-widgets.widget-image").last

@@ -254,7 +254,7 @@ QUESTIONS: dict[str, Question] = {
             2 / 3: "That is one for each file: files 1 and 2 have something for two ranks.",
             0.5: "That is one for each rank: every rank needs something from two files.",
             2: "That is every file for every rank: a rank reads only the files that have something for it.",
-            7 / 6: "Where a cut of the old and of the new shards would coincide, or at the end, there is one less.",
+            7 / 6: "There are three cuts inside the old unit and two in the new one: five cuts make six pieces.",
         },
     ),
     "16.1": Question(

@@ -47,6 +47,8 @@ def who_reads_what(
     for name, length in files:
         data = max(0, min(length, numel - begins[name]))
         _box(axes, begins[name], data, length, FILES, "#F2F2F2")
+        for border in (begins[name], begins[name] + length):
+            axes.plot([border] * 2, [FILES - 0.04, FILES + HIGH + 0.04], color=INK, linewidth=2.2, zorder=4)
         short = name.removesuffix(".safetensors")
         axes.text(begins[name] + length / 2, FILES + HIGH + 0.06, short, ha="center", fontsize=9, color=INK)
     for rank, plan in enumerate(plans):

@@ -11,6 +11,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -88,7 +89,7 @@ def check_reads(answer: Any, world: World) -> None:
         for number, (files, numel) in enumerate(cases(N)):
             given, old = list(files), len(files)
             when = f"{numel} elements, {old} file{'s' * (old > 1)} -> {N} rank{'s' * (N > 1)}, rank {rank}"
-            with world.record(), values.in_case(answer, when, "", ERRORS_1):
+            with world.record(), values.in_case(answer, when, "an error in the code, at the line shown", ERRORS_1):
                 got = _plan(answer, given, numel, N, rank)
             if given != files:
                 raise Wrong(f"{when}: `files` has changed", "the caller still needs it: work on a copy")
@@ -161,6 +162,10 @@ def _changed(change: Callable[[Read, int, int], tuple[Any, ...]]) -> Plan:
     return plan
 
 
+def _scaled(k: int, k_at: int) -> Plan:
+    return _changed(lambda r, begin, first: (r[0], k * r[1], k * r[2], k_at * r[3]))
+
+
 def _shards(length: Callable[[Files, int, int], int], longer: bool = False, padded: bool = False) -> Plan:
     """New shards of another length; the last one goes on to the end if `longer`, over the padding if `padded`."""
 
@@ -217,8 +222,8 @@ KNOWN: list[tuple[Plan, str]] = [
     (_changed(lambda r, begin, first: (r[0], r[1], r[2], r[1])), AT_IN_FILE),
     (_changed(lambda r, begin, first: (r[0], r[1], r[2], 0)), NO_AT),
     (_changed(lambda r, begin, first: (r[0], r[1], r[2] - r[1], r[3])), LENGTHS),
-    *((_changed(lambda r, begin, first, k=k: (r[0], *(k * x for x in r[1:]))), IN_BYTES) for k in (2, 4, 8)),
-    *((_changed(lambda r, begin, first, k=k: (r[0], k * r[1], k * r[2], r[3])), IN_BYTES) for k in (2, 4, 8)),
+    *((_scaled(k, k), IN_BYTES) for k in (2, 4, 8)),
+    *((_scaled(k, 1), IN_BYTES) for k in (2, 4, 8)),
     (lambda files, numel, ranks, rank: right_reads(sorted(files), numel, ranks, rank), BY_NAME),
     (lambda files, numel, ranks, rank: right_reads(files[:ranks], numel, ranks, rank), NOT_ALL_FILES),
     (_shards(lambda files, numel, ranks: numel // ranks), TAIL),
@@ -502,10 +507,10 @@ class _Tries:
     def scenarios(self, N: int) -> Iterator[Callable[[], Told | None]]:
         orders = [list(range(N))] + ([list(range(N))[::-1]] if N > 1 else [])
         for order in orders:
-            yield lambda order=order: self.complete(N, order, old=N)
-        yield lambda: self.complete(N, orders[-1], old=N + 1)
+            yield partial(self.complete, N, order, N)
+        yield partial(self.complete, N, orders[-1], N + 1)
         for order in orders[::-1]:
-            yield lambda order=order: self.in_a_row(N, order)
+            yield partial(self.in_a_row, N, order)
         if N <= 3:
             for target in dict.fromkeys((0, N - 1)):
                 others = [rank for rank in range(N) if rank != target]
@@ -514,10 +519,10 @@ class _Tries:
                     for number, operation in enumerate(run.of(target)):
                         for within in (False, True)[: 1 + (operation.what == "open")]:
                             death = Death(target, number, within)
-                            yield lambda order=order, death=death: self.killed(N, order, death)
+                            yield partial(self.killed, N, order, death)
         if N <= 2:
             for rank in range(N)[::-1]:
-                yield lambda rank=rank: self.full_disk(N, rank)
+                yield partial(self.full_disk, N, rank)
 
     # -- the scenarios ---------------------------------------------------------------------------------------------
 
@@ -843,7 +848,8 @@ def save_checkpoint(folder: Path, step: int, data: bytes, rank: int, world_size:
     Whenever a process is killed or the power goes, either the old or the new checkpoint must be there, complete.
 
     `folder` exists. There may be a checkpoint in it, of another step and perhaps of another number of ranks, and what
-    killed saves left behind. In the end only index.json and the files that it names are left.
+    killed saves left behind. In the end only index.json and the files that it names are left. If a write fails, the
+    error goes to the caller, and no half-written file stays.
     barrier() returns when all ranks have called it.
     """
     raise Todo("11.2")

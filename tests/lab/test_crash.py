@@ -74,7 +74,7 @@ def test_a_rank_that_does_not_end(tmp_path, monkeypatch):
 
 
 def test_what_a_reader_finds(tmp_path):
-    with pytest.raises(crash.Unreadable, match="there is no index.json"):
+    with pytest.raises(crash.Unreadable, match="there is no index"):
         crash.load(tmp_path)
     (tmp_path / crash.INDEX).write_text('{"step": 2, "files": ["a"')
     with pytest.raises(crash.Unreadable, match="not complete"):

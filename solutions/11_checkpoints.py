@@ -525,8 +525,8 @@ print("after every death a complete checkpoint was there:", set(table) == {60, 7
 # ## Going on with new data
 #
 # The run is over. Now the model is to learn something else: here Python source code, the standard library's decimal
-# arithmetic, in place of English. What of the checkpoint should come along? Try three ways, 16 steps each, with the *position in the data*
-# set back to 0.
+# arithmetic, in place of English. What of the checkpoint should come along? Try three ways, 16 steps each, with the
+# *position in the data* set back to 0.
 
 # %%
 # %%ranks
@@ -581,8 +581,8 @@ print(
 #
 # - *All of it*: Adam's averages are of the old gradients, and fade within some dozen steps for m, and hundreds for v
 #   (β₂ = 0.999). Take it if the new data resemble the old.
-# - *Weights alone* begins with the full-size steps that you saw above; look at step 2. A **warm-up**, a learning rate that grows from
-#   almost nothing, lets Adam collect its averages before it may take large steps.
+# - *Weights alone* begins with the full-size steps that you saw above; look at step 2. A **warm-up**, a learning rate that
+#   grows from almost nothing, lets Adam collect its averages before it may take large steps.
 # - In each case the *position* starts again. A resumed script that keeps the step counter skips the first 60 steps of the
 #   new data without a word, and its learning-rate schedule goes on where the old one ended, which is often at zero.
 #

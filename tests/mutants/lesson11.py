@@ -322,6 +322,7 @@ SAVE_MUTANTS = {
         "what a killed save left behind stays",
     ),
     "refuses leftovers": (edit(SAVE, 'open(new, "wb")', 'open(new, "xb")'), "made the next one fail"),
+    "appends": (edit(SAVE, 'open(new, "wb")', 'open(new, "ab")'), "begin each file anew"),
     "only rank 0 waits": (
         edit(
             SAVE,
@@ -363,8 +364,47 @@ SAVE_MUTANTS = {
     "paths": (edit(SAVE, "names}).encode())", "[folder / name for name in names]}).encode())"), "must be JSON"),
 }
 
+SAVE_CLEANING_FIRST = """\
+import json
+import os
+from contextlib import suppress
+
+
+def put(path, content):
+    file = open(path, "wb")
+    try:
+        file.write(content)
+        file.flush()
+        os.fsync(file)
+    except OSError:
+        with suppress(OSError):  # it tries once more to write what is in the buffer
+            file.close()
+        os.remove(path)
+        raise
+    file.close()
+
+
+def save_checkpoint(folder, step, data, rank, world_size, barrier):
+    index = folder / "index.json"
+    old = json.loads(index.read_text())["files"] if index.exists() else []
+    if rank == 0:  # what killed saves left behind
+        for name in os.listdir(folder):
+            if name not in old and name != "index.json":
+                os.remove(folder / name)
+    barrier()
+    put(folder / f"{step}-{rank}.st", data)
+    barrier()
+    if rank == 0:
+        files = [f"{step}-{r}.st" for r in range(world_size)]
+        put(folder / "tmp", json.dumps({"step": step, "files": files}).encode())
+        os.replace(folder / "tmp", index)
+        for name in old:
+            os.remove(folder / name)
+    barrier()
+"""
+
 RIGHT = {
     "11.1": (READS_BY_ELEMENT, READS_WALKING, READS_BY_RANGES),
-    "11.2": (SAVE_BY_FOLDERS, SAVE_BY_DESCRIPTORS),
+    "11.2": (SAVE_BY_FOLDERS, SAVE_BY_DESCRIPTORS, SAVE_CLEANING_FIRST),
 }
 WRONG = {"11.1": READS_MUTANTS, "11.2": SAVE_MUTANTS}

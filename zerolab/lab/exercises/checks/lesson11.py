@@ -405,6 +405,8 @@ OTHER_RANKS_STAY = (
     "a file of the old checkpoint stays: it was saved by more ranks than there are now, so nobody removed that rank's "
     "file"
 )
+NOT_THAT = "is not what it saved"
+APPENDED = "something was added to what a killed save left behind: begin each file anew, in mode 'wb'"
 LEFTOVER = "what a killed save left behind stays for ever: a save that succeeds must remove that too"
 TEMPORARY_STAYS = "after an error the temporary file stays, and fills the disk further: remove it in a `finally`"
 SWALLOWED = "the error was swallowed: the caller believes that there is a checkpoint. Clean up, then let it through"
@@ -569,26 +571,29 @@ class _Tries:
         steps = {1: N, 2: N}
         if said := look(folder, steps, run, death, old=1):
             return f"{name}: {said[0]}", said[1]
-        if N == 1:
-            # The same step again, as after a restart, and the next; or later ones.
-            again = self.home / "again"
-            shutil.rmtree(again, ignore_errors=True)
-            shutil.copytree(folder, again)
-            return (
-                self._next_saves(folder, name, (2, 3))
-                or (death.within and self._next_saves(again, name, (3, 4)))
-                or None
-            )
+        if N > 1:
+            return None
+        # After a restart: the same step again, unless it is the one that loads; or, with other intervals, a later one.
+        again = [3] if crash.load(folder)[0] == 2 else [2, 3][: 1 + death.within]
+        killed = self.home / "killed"
+        shutil.rmtree(killed, ignore_errors=True)
+        folder.rename(killed)
+        for step in again:
+            shutil.rmtree(folder, ignore_errors=True)
+            shutil.copytree(killed, folder)
+            if said := self._next_save(folder, name, step):
+                return said
         return None
 
-    def _next_saves(self, folder: Path, name: str, steps: tuple[int, int]) -> Told | None:
-        run = self._row(1, folder, [0], steps)
+    def _next_save(self, folder: Path, name: str, step: int) -> Told | None:
+        run = self._play(1, folder, step, [0])
         if error := run.ended.get(0):
-            return f"{name}, and the next save failed: {error}", EXISTS
-        if said := look(folder, {steps[1]: 1}, run, None):
-            return f"{name}, and two saves later: {said[0]}", said[1]
+            likely = EXISTS if "FileExistsError" in error else "an error in the code, at the line shown"
+            return f"{name}, and the next save failed: {error}", likely
+        if said := look(folder, {step: 1}, run, None):
+            return f"{name}, and after the next save: {said[0]}", APPENDED if NOT_THAT in said[0] else said[1]
         if left := _left(folder):
-            return f"{name}, and two saves later {left[0]} is still there", LEFTOVER
+            return f"{name}, and after the next save {left[0]} is still there", LEFTOVER
         return None
 
     def full_disk(self, N: int, rank: int) -> Told | None:
@@ -738,7 +743,7 @@ def look(folder: Path, steps: dict[int, int], run: Run, death: Death | None, old
         if part(step, rank).startswith(content) or not content:
             seen = f"{what} has {len(content)} of {len(part(step, rank))} bytes"
             return seen, OVERWRITTEN if step == old else _too_soon(death, rank)
-        return f"{what} is not what it saved", "write `data` as it is, in binary mode"
+        return f"{what} {NOT_THAT}", "write `data` as it is, in binary mode"
     return None
 
 

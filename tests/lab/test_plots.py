@@ -269,3 +269,25 @@ def test_a_page_without_a_kernel_shows_the_picture(measured):
 def test_colours_and_hatches_name_the_same_things():
     assert plots.COLOURS.keys() == plots.HATCHES.keys()
     assert len(set(plots.COLOURS.values())) == len(set(plots.HATCHES.values())) == len(plots.COLOURS)
+
+
+def cuts(n):
+    """The root unit of a model on `n` ranks: the length of a shard, and its elements without padding."""
+    layout = zerolab.Zero3(GPT(layers=1, width=20), units=[Block]).units[0].layout
+    assert layout.world_size == n
+    return layout.shard_size, layout.slots[-1].end
+
+
+def test_who_reads_what(ranks, tmp_path):
+    length, end = ranks.run(cuts, 4, ranks=4)[0]
+    files = [(f"rank-{rank}.safetensors", length) for rank in range(4)]
+    figure, sentence = plots.who_reads_what(files, end, 3)
+    save(figure, tmp_path)
+    assert sentence.startswith(f"3 ranks read the {end:,} elements in 6 reads, {end:,} elements in all; ")
+    small = [("rank-0.safetensors", 3), ("rank-1.safetensors", 3)]
+    plans = [[("rank-0.safetensors", 0, 2, 0)], [("rank-0.safetensors", 2, 3, 0), ("rank-1.safetensors", 0, 1, 1)], []]
+    figure, sentence = plots.who_reads_what(small, 4, plans)
+    save(figure, tmp_path)
+    assert "in 3 reads, 4 elements in all; the 2 of padding in the files" in sentence and "2 of their own" in sentence
+    with pytest.raises(ValueError, match="0 files and 1 ranks"):
+        plots.who_reads_what([], 4, [[]])

@@ -12,6 +12,7 @@ from zerolab.lab.plots.losses import curves
 from zerolab.lab.plots.memory import memory_plan
 from zerolab.lab.plots.overlap import gantt
 from zerolab.lab.plots.page import png, show
+from zerolab.lab.plots.reads import who_reads_what
 from zerolab.lab.plots.ring import ring_against_root
 from zerolab.lab.plots.scrubber import moment_picture
 from zerolab.lab.plots.shards import Piece, largest_share, shard_map
@@ -53,4 +54,5 @@ __all__ = [
     "to_a_trillion",
     "where_time_goes",
     "who_holds_what",
+    "who_reads_what",
 ]

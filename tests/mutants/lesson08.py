@@ -42,7 +42,8 @@ SCALER_BY_GATHER = f"""{HEAD}    def unscale_(self, optimizer):
 """
 
 # The engine's own collective, one call per parameter, a scale that is a tensor.
-SCALER_BY_TENSORS = f"""{HEAD.replace("init_scale, growth_interval", "torch.tensor(float(init_scale)), growth_interval")}\
+_AS_TENSOR = edit(HEAD, "zero, init_scale, growth_interval", "zero, torch.tensor(float(init_scale)), growth_interval")
+SCALER_BY_TENSORS = f"""{_AS_TENSOR}\
     def unscale_(self, optimizer):
         flags = []
         for grad in self.gradients():
@@ -110,10 +111,10 @@ SCALER_MUTANTS = {
     "MIN": (edit(SCALER, "ReduceOp.MAX", "ReduceOp.MIN"), "MIN says yes only if all do"),
     "rank 0's flag": (edit(SCALER, _REDUCE, "        dist.broadcast(found, src=0)\n"), "does not win"),
     "inf, not NaN": (edit(SCALER, _FINITE, "grad.isinf().any()"), "an overflow can also be NaN"),
-    "NaN, not inf": (edit(SCALER, _FINITE, "grad.isnan().any()"), "never looked at"),
+    "NaN, not inf": (edit(SCALER, _FINITE, "grad.isnan().any()"), "goes unnoticed"),
     "inf, not -inf": (edit(SCALER, _FINITE, "(grad == torch.inf).any() or grad.isnan().any()"), "-inf is an overflow"),
-    "never skips": (edit(SCALER, "        if not self.overflow:\n", "        if True:\n"), "never looked at"),
-    "never looks": (edit(SCALER, "found.fill_(1)", "pass"), "never looked at"),
+    "never skips": (edit(SCALER, "        if not self.overflow:\n", "        if True:\n"), "goes unnoticed"),
+    "never looks": (edit(SCALER, "found.fill_(1)", "pass"), "goes unnoticed"),
     "zeros the inf and steps": (
         edit(
             SCALER,
@@ -127,7 +128,8 @@ SCALER_MUTANTS = {
         edit(
             SCALER,
             "        if not self.overflow:\n            optimizer.step()",
-            "        for grad in self.gradients():\n            grad.nan_to_num_(0.0, 0.0, 0.0)\n        optimizer.step()",
+            "        for grad in self.gradients():\n            grad.nan_to_num_(0.0, 0.0, 0.0)\n"
+            "        optimizer.step()",
         ),
         "do not call optimizer.step() at all",
     ),
@@ -173,7 +175,8 @@ SCALER_MUTANTS = {
         edit(
             SCALER,
             "for grad in self.gradients():",
-            "for param in self.zero.model.parameters():\n            grad = param.grad\n            if grad is None:\n                continue",
+            "for param in self.zero.model.parameters():\n            grad = param.grad\n"
+            "            if grad is None:\n                continue",
         ),
         "float32",
     ),
@@ -262,7 +265,8 @@ SCALER_MUTANTS = {
             SCALER,
             "        elif self.good",
             "        if self.good",
-            "        self.good_steps += 1\n        if self.overflow:\n            self.factor, self.good_steps = self.factor / 2, 0",
+            "        self.good_steps += 1\n        if self.overflow:\n"
+            "            self.factor, self.good_steps = self.factor / 2, 0",
             "        self.good_steps += 1\n        if self.overflow:\n            self.factor = self.factor / 2",
         ),
         "sets the count back",
@@ -271,7 +275,8 @@ SCALER_MUTANTS = {
         edit(
             SCALER,
             "        if self.overflow:\n            self.factor",
-            "        if self.overflow and dist.get_rank() > 0:\n            self.good_steps = 0\n        elif self.overflow:\n            self.factor",
+            "        if self.overflow and dist.get_rank() > 0:\n            self.good_steps = 0\n"
+            "        elif self.overflow:\n            self.factor",
         ),
         "scales differ",
     ),
@@ -281,7 +286,8 @@ SCALER_MUTANTS = {
             "        dist.all_reduce(found",
             "        self.mine = bool(found)\n        dist.all_reduce(found",
             "        if self.overflow:\n            self.factor, self.good_steps = self.factor / 2, 0",
-            "        if self.overflow:\n            self.factor, self.good_steps = self.factor / (2 if self.mine else 1), 0",
+            "        if self.overflow:\n"
+            "            self.factor, self.good_steps = self.factor / (2 if self.mine else 1), 0",
         ),
         "scales differ",
     ),
@@ -289,7 +295,10 @@ SCALER_MUTANTS = {
         edit(
             SCALER,
             _REDUCE,
-            "        for grad in self.gradients():\n            every = [torch.zeros(400) for _ in range(dist.get_world_size())]\n            dist.all_gather(every, torch.nn.functional.pad(grad.flatten().float(), (0, 400 - grad.numel())))\n            found += float(not torch.stack(every).isfinite().all())\n",
+            "        for grad in self.gradients():\n            every = [torch.zeros(400) for _ in range(dist.get_world_size())]\n"
+            "            padding = (0, 400 - grad.numel())\n"
+            "            dist.all_gather(every, torch.nn.functional.pad(grad.flatten().float(), padding))\n"
+            "            found += float(not torch.stack(every).isfinite().all())\n",
         ),
         "one number is enough",
     ),
@@ -327,7 +336,8 @@ SCALER_MUTANTS = {
     "an interval of two": (edit(SCALER, "== self.growth_interval", "== 2"), "take the scale and the interval"),
     "torch's": (
         "import torch\n\n\nclass MyScaler(torch.amp.GradScaler):\n    def __init__(self, zero, init_scale=2.0**16, "
-        "growth_interval=2000):\n        super().__init__('cpu', init_scale=init_scale, growth_interval=growth_interval)\n",
+        "growth_interval=2000):\n"
+        "        super().__init__('cpu', init_scale=init_scale, growth_interval=growth_interval)\n",
         "without torch's GradScaler",
     ),
     "looks after clipping": (
@@ -363,7 +373,7 @@ SCALER_MUTANTS = {
             "            if not grad.isfinite().all():\n                found.fill_(1)\n",
             "        if not self.loss.isfinite().all():\n            found.fill_(1)\n",
         ),
-        "never looked at",
+        "goes unnoticed",
     ),
     "a flag in the gradient's place": (
         edit(
@@ -377,7 +387,7 @@ SCALER_MUTANTS = {
             "bool(found)",
             "bool(found.isnan())",
         ),
-        "never looked at",
+        "goes unnoticed",
     ),
     "no `return` of the loss": (
         edit(SCALER, "        return loss * self.factor\n", "        loss * self.factor\n"),

@@ -228,6 +228,31 @@ QUESTIONS: dict[str, Question] = {
             396_544 / 470_528: "The root counts as well: it stays until its gradient is reduced.",
         },
     ),
+    "08.1": Question(
+        "bytes per parameter",
+        slips={
+            5 / 3: "The masters in float32 come on top of the bf16 copy: 4 bytes, divided by 4.",
+            7 / 3: "That is half of everything. Adam's averages stay in float32, and the masters come on top.",
+            11 / 3: "That is what is held with bf16.",
+            14 / 3: "That is what is held with float32.",
+            4 / 3: "The copy saves 2 bytes and the gradient 2/4, but the masters cost 4/4.",
+            2: "That is stage 1. In stage 2 the gradients are already sharded.",
+        },
+    ),
+    "08.2": Question(
+        "× float32's bytes",
+        slips={
+            2: "Masters never travel: gradients go out in bf16, and weights come back in bf16.",
+            1.5: "The weights are gathered in bf16 as well: forward needs no more.",
+        },
+    ),
+    "08.3": Question("%"),
+    "08.4": Question(
+        slips={
+            65536.0: "That is the largest number itself: the gradient is multiplied by 2^16 first.",
+            2.0**32: "The gradient is multiplied by the scale, so divide 65,504 by 2^16.",
+        }
+    ),
     "16.1": Question(
         "GB",
         slips={

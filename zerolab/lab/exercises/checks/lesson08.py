@@ -30,7 +30,10 @@ LOST_FLAG = (
 )
 NOT_NAN = "an overflow can also be NaN (inf - inf): isfinite() finds inf, -inf and NaN"
 NOT_MINUS = "-inf is an overflow too: isfinite() finds inf, -inf and NaN"
-NEVER_LOOKED = "the gradients are never looked at: if one is not finite, step() must not call optimizer.step()"
+NEVER_LOOKED = (
+    "the overflow goes unnoticed, or the step is made all the same: ask isfinite() of the gradients (isnan() does not "
+    "find inf, and the loss may be finite), and if one is not, leave optimizer.step() out"
+)
 ONE_ONLY = (
     "the overflow of one parameter is forgotten when the next one is looked at: once the flag is set, it must stay set"
 )
@@ -44,13 +47,13 @@ HALF = (
     "gives them in float32"
 )
 NOT_IN_PLACE = (
-    "param.grad still has the scaled gradient, and clipping needs the true one: unscale_() must divide in place, with /= "
-    "or div_() (grad = grad / ... makes a new tensor, which nobody keeps)"
+    "param.grad still has the scaled gradient, and clipping needs the true one: unscale_() must divide in place, with "
+    "/= or div_() (grad = grad / ... makes a new tensor, which nobody keeps)"
 )
 MULTIPLIED = "multiplied by the scale once more: divide by it"
 NOT_UNSCALED = (
-    "step() used scaled gradients: it must unscale them itself, unless the loop has called unscale_() in this same step "
-    "(so update() must forget that it was done)"
+    "step() used scaled gradients: it must unscale them itself, unless the loop has called unscale_() in this same "
+    "step (so update() must forget that it was done)"
 )
 TWICE = "divided by the scale twice: after unscale_(), step() must not unscale again"
 IN_STEP = "step() divides by a scale that is not the one that the loss was multiplied by: only update() may change it"
@@ -165,7 +168,7 @@ def check_scaler(answer: Any, world: World) -> None:
 
 
 class Stage:
-    """Gradients written into the slices of a ZeRO-3 model, where a step moves nothing, and what each turn makes of them."""
+    """Gradients written into the slices of a ZeRO-3 model, where a step moves nothing, and each turn's outcome."""
 
     def __init__(self, answer: Any, world: World) -> None:
         self.answer, self.world, self.seen = answer, world, 0
@@ -266,7 +269,7 @@ class Stage:
                 likely = NOT_IN_PLACE if same(got, grad) else MULTIPLIED if ratio and ratio > 1 else ""
                 likely = HALF if bool(((got == 0) & (want != 0)).any()) else likely
                 likely = likely or (TWICE if ratio and ratio < 1 else "")
-                values.compare(what, got, want, lambda _, likely=likely: likely)
+                raise Wrong(f"{what} is {_times(ratio)} the unscaled one", likely)
 
     def exchange(self, name: str, made: bool, scale: float) -> list[tuple[bool, float]]:
         """What each rank did, told through the store, so that no call of the check's own gets between the answer's."""
@@ -564,10 +567,10 @@ EXERCISES = [
         stub=SCALER_STUB,
         reference=SCALER,
         hints=(
-            "unscale_(): for grad in self.gradients(): divide in place (grad /= ...), and note whether isfinite() holds "
-            "for all of it. A rank knows only its own slices, so the flag must go to all ranks.",
-            "The flag is a tensor of one number, 0 or 1. dist.all_reduce(flag, op=dist.ReduceOp.MAX) on EVERY rank makes "
-            "it 1 on all of them if it is 1 on any.",
+            "unscale_(): for grad in self.gradients(): divide in place (grad /= ...), and note whether isfinite() "
+            "holds for all of it. A rank knows only its own slices, so the flag must go to all ranks.",
+            "The flag is a tensor of one number, 0 or 1. dist.all_reduce(flag, op=dist.ReduceOp.MAX) on EVERY rank "
+            "makes it 1 on all of them if it is 1 on any.",
             "step(): if self.overflow is None, unscale_() has not run. update(): overflow: halve, good_steps = 0; else "
             "count, and at growth_interval double and begin again at 0; last, self.overflow = None for the next step.",
         ),

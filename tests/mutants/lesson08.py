@@ -141,6 +141,38 @@ SCALER_MUTANTS = {
         ),
         "once the flag is set, it must stay set",
     ),
+    "one overflow and no more": (
+        edit(SCALER, "ReduceOp.MAX", "ReduceOp.SUM", "bool(found)", "found.item() == 1"),
+        "an overflow on several ranks at once",
+    ),
+    "divides by the ranks too": (
+        edit(SCALER, "grad /= self.factor", "grad /= self.factor * dist.get_world_size()"),
+        "the mean already",
+    ),
+    "clears the gradients": (
+        edit(
+            SCALER,
+            "        self.overflow = bool(found)\n",
+            "        self.overflow = bool(found)\n        optimizer.zero_grad()\n",
+        ),
+        "are still needed for the step",
+    ),
+    "no NaN by comparison": (
+        edit(SCALER, "not grad.isfinite().all()", "(grad.abs() > 65504).any()"),
+        "an overflow can also be NaN",
+    ),
+    "forgets to False": (
+        edit(SCALER, "        self.overflow = None\n", "        self.overflow = False\n"),
+        "update() must forget",
+    ),
+    "the loss in place": (
+        edit(SCALER, "return loss * self.factor", "return loss.mul_(self.factor)"),
+        "a new tensor",
+    ),
+    "keeps the gradients": (
+        edit(SCALER, "for grad in self.gradients():", "self.grads = self.gradients()\n        for grad in self.grads:"),
+        "the scaler keeps the gradients",
+    ),
     "does not wait": (
         edit(SCALER, "op=dist.ReduceOp.MAX)", "op=dist.ReduceOp.MAX, async_op=True)"),
         "a forgotten wait",
@@ -295,7 +327,8 @@ SCALER_MUTANTS = {
         edit(
             SCALER,
             _REDUCE,
-            "        for grad in self.gradients():\n            every = [torch.zeros(400) for _ in range(dist.get_world_size())]\n"
+            "        for grad in self.gradients():\n"
+            "            every = [torch.zeros(400) for _ in range(dist.get_world_size())]\n"
             "            padding = (0, 400 - grad.numel())\n"
             "            dist.all_gather(every, torch.nn.functional.pad(grad.flatten().float(), padding))\n"
             "            found += float(not torch.stack(every).isfinite().all())\n",
@@ -420,6 +453,75 @@ SCALER_BY_ASSIGNMENT = edit(
 """,
 )
 
-RIGHT = {"08.1": (SCALER_BY_ASSIGNMENT, SCALER_BY_GATHER, SCALER_BY_TENSORS, SCALER_BY_REDUCE)}
+# Everyone's list of flags as objects; the scale as a power of two; nothing is kept for a step that is over.
+SCALER_BY_OBJECTS = """\
+import torch
+import torch.distributed as dist
+
+
+class MyScaler:
+    def __init__(self, zero, init_scale=2.0**16, growth_interval=2000):
+        self.zero, self.interval, self.since = zero, growth_interval, 0
+        self.power = torch.tensor(init_scale).log2().round().int().item()
+        self.state = {}
+
+    def scale(self, loss):
+        return torch.ldexp(loss, torch.tensor(self.power))
+
+    def unscale_(self, optimizer):
+        self.zero.promote_grads(self.zero.units)
+        params = [p for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
+        for p in params:
+            p.grad = torch.ldexp(p.grad, torch.tensor(-self.power))
+        flags = [None] * dist.get_world_size()
+        dist.all_gather_object(flags, any(bool(torch.isnan(p.grad * 0).any()) for p in params))
+        self.state["bad"] = any(flags)
+
+    def step(self, optimizer):
+        if "bad" not in self.state:
+            self.unscale_(optimizer)
+        if self.state["bad"]:
+            return None
+        return optimizer.step()
+
+    def update(self):
+        if self.state.pop("bad"):
+            self.power, self.since = max(self.power - 1, 0), 0
+        elif self.since + 1 < self.interval:
+            self.since += 1
+        else:
+            self.power, self.since = self.power + 1, 0
+"""
+
+# torch's own kernel for both: it divides, and sets the flag; on shards the gradients ask the other ranks themselves.
+SCALER_BY_KERNEL = edit(
+    SCALER,
+    """\
+        found = torch.zeros(1)
+        for grad in self.gradients():
+            grad /= self.factor
+            if not grad.isfinite().all():
+                found.fill_(1)
+        dist.all_reduce(found, op=dist.ReduceOp.MAX)
+        self.overflow = bool(found)
+""",
+    """\
+        found, inverse = torch.zeros(1), torch.tensor([1 / self.factor])
+        torch._amp_foreach_non_finite_check_and_unscale_(self.gradients(), found, inverse)
+        dist.all_reduce(found, op=dist.ReduceOp.MAX)
+        self.overflow = found.item() > 0
+""",
+)
+
+RIGHT = {
+    "08.1": (
+        SCALER_BY_OBJECTS,
+        SCALER_BY_KERNEL,
+        SCALER_BY_ASSIGNMENT,
+        SCALER_BY_GATHER,
+        SCALER_BY_TENSORS,
+        SCALER_BY_REDUCE,
+    )
+}
 
 WRONG = {"08.1": SCALER_MUTANTS}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import weakref
 from dataclasses import dataclass
 from typing import Any
 
@@ -56,6 +57,13 @@ NOT_UNSCALED = (
     "step (so update() must forget that it was done)"
 )
 TWICE = "divided by the scale twice: after unscale_(), step() must not unscale again"
+BY_RANKS = "divided by the number of ranks as well: the gradients are the mean already"
+GONE = "the gradients are still needed for the step: the loop itself calls zero_grad() after it"
+KEPT = "the scaler keeps the gradients themselves, 4 bytes for each: keep only whether they are finite"
+SEVERAL = (
+    "an overflow on several ranks at once is missed: after an all-reduce with SUM the flag may be 2 or more, so ask "
+    "whether it is greater than 0"
+)
 IN_STEP = "step() divides by a scale that is not the one that the loss was multiplied by: only update() may change it"
 REPAIRED = (
     "the step was made with changed gradients: momentum, weight decay and Adam's averages move weights even where "
@@ -219,7 +227,9 @@ class Stage:
             after = [param.detach().clone() for param in self.params]
             self.scaler.update()
         after_update = unchanged(after, self.params)
+        grads_left = [weakref.ref(param.grad) for param in self.params if param.grad is not None]
         self.optimizer.zero_grad(set_to_none=turn.set_to_none)
+        held = sum(1 for grad in grads_left if grad() is not None) if turn.set_to_none else 0
         now = scale_of(self.scaler)
         made = not unchanged(before, after)
         facts = self.exchange(name, made, now)
@@ -230,6 +240,8 @@ class Stage:
         else:
             self.check_made(turn, made, expected, before, after, speed, scale, calls)
         self.check_scale(turn, scale, now, [fact[1] for fact in facts])
+        if held:
+            raise Wrong(f"{name}: after zero_grad() {values.counted(held, 'gradient')} still in memory", KEPT)
         check_small(name, calls, world)
         check_waited(calls, world)
 
@@ -258,9 +270,11 @@ class Stage:
         if bad:
             return
         for number, (param, grad, want) in enumerate(zip(self.params, grads, expected, strict=True)):
-            if param.grad is None:
-                continue
             what = f"{name}, after unscale_(): the gradient of parameter {number}"
+            if param.grad is None:
+                if self.given[number]:
+                    raise Wrong(f"{what} is None", GONE)
+                continue
             if param.grad.dtype == torch.float16:
                 raise Wrong(f"{what} is in float16", NOT_IN_PLACE if same(param.grad, grad) else HALF)
             got = param.grad.detach().as_subclass(Tensor)
@@ -268,7 +282,8 @@ class Stage:
                 ratio = values.factor(got, want)
                 likely = NOT_IN_PLACE if same(got, grad) else MULTIPLIED if ratio and ratio > 1 else ""
                 likely = HALF if bool(((got == 0) & (want != 0)).any()) else likely
-                likely = likely or (TWICE if ratio and ratio < 1 else "")
+                by_ranks = bool(ratio) and math.isclose(ratio * self.world.world_size, 1.0, rel_tol=0.02)
+                likely = likely or (BY_RANKS if by_ranks else TWICE if ratio and ratio < 1 else "")
                 raise Wrong(f"{what} is {_times(ratio)} the unscaled one", likely)
 
     def exchange(self, name: str, made: bool, scale: float) -> list[tuple[bool, float]]:
@@ -301,13 +316,15 @@ class Stage:
         if len(moved) < N:
             raise Wrong(seen, ALONE)
         other = NOT_NAN if math.isnan(turn.bad) else NOT_MINUS if turn.bad < 0 else NEVER_LOOKED
-        if turn.first:
+        if turn.who == "all" and N > 1:
+            other = SEVERAL
+        elif turn.first:
             other = TOO_LATE
         elif turn.place == 0:
             other = ONE_ONLY
         elif bad and finite:
             other = REPAIRED
-        elif N > 1 and turn.who != "all":
+        elif N > 1:
             other = LOST_FLAG if calls and other is NEVER_LOOKED else other
         raise Wrong(seen, other)
 
@@ -351,6 +368,8 @@ class Stage:
             return MULTIPLIED
         if math.isclose(ratio, 1 / scale, rel_tol=0.02):
             return TWICE
+        if math.isclose(ratio * self.world.world_size, 1.0, rel_tol=0.02) and self.world.world_size > 1:
+            return BY_RANKS
         if turn.first and ratio == 2.0:
             return "gradients were read again after unscale_(): what clipping changed must be what the step uses"
         if ratio in (0.5, 2.0, 0.25, 4.0):

@@ -141,8 +141,8 @@ assert errors["float16, loss x 2^16"][0] < errors["bfloat16"][0] < errors["float
 
 # %% [markdown]
 # With a scale, fp16 is *more* exact than bf16: it has three more digits. Without one, this little model gets away with it.
-# The third line is what it would get in a batch 2,048 times as large, such as 2,048 micro-batches whose losses are divided
-# by their number. There the gradient is mostly noise and zeros, and no error tells you.
+# But accumulate 2,048 micro-batches, each of whose losses is divided by 2,048, and each gives the third line: noise and
+# zeros, without an error.
 #
 # ## Why the optimizer wants float32
 #
@@ -387,14 +387,38 @@ everyone = list(zip(*lab.pull("overflows"), strict=True))
 print("scale  ", *(f"{f'rank {rank}':>8}" for rank in range(4)))
 for power, found in enumerate(everyone, 17):
     print(f"2^{power:<5}", *(f"{count:>8,}" for count in found))
-assert any(0 < sum(count > 0 for count in found) < 4 for found in everyone)
+some = [power for power, found in enumerate(everyone, 17) if 0 < sum(count > 0 for count in found) < 4]
+lab.push(power=some[0])
 
 # %% [markdown]
-# There are scales at which one rank sees an overflow and its neighbour sees nothing wrong. Let each decide for itself, and
-# some ranks step while others skip. In stages 1 and 2 the ranks that step wait for an all-gather that the others never join:
-# a hang. In stage 3 nothing waits, and it is worse. The model is now made of new slices and old ones. From then on the
-# scales differ as well. Suppose that rank 2 alone has halved its own. Give all ranks the same batch, so that the right mean
-# is known:
+# There are scales at which one rank sees an overflow and its neighbour sees nothing wrong. Take the smallest of them, and
+# let each rank decide for itself:
+
+# %%
+# %%ranks
+zero = zerolab.Zero3(make_model(weights), units=[Block], precision=FP16)
+adam, said = AdamW(zero.model.parameters(), lr=1e-3), "nothing"
+try:
+    for step in (99, 100):
+        (zero.model(*batch(words, rank, step, 8, 64)) * 2.0**power).backward()
+        if all(param.grad is None or param.grad.isfinite().all() for param in zero.model.parameters()):
+            adam.step()
+        adam.zero_grad()
+except zerolab.CommError as error:
+    said = str(error).splitlines()[0]
+
+# %%
+said = lab.pull("said", rank=0)
+print(said.replace(": ", ":\n", 1))
+assert "out of step" in said
+
+# %% [markdown]
+# Some ranks stepped, and one did not. This engine counts every rank's steps and stops before the next forward. A program
+# that does not count hangs in stages 1 and 2, where the ranks that stepped wait for an all-gather that the others never
+# join. In stage 3 it goes on, with a model that is made of new slices and old ones.
+#
+# Nor is it enough to skip together. Say that all ranks skip, and rank 2 alone halves its scale, since only rank 2 saw the
+# overflow. In the next step, give all ranks the same batch, so that the right mean is known:
 
 
 # %%
@@ -414,7 +438,7 @@ for rank, times in enumerate(lab.pull("times")):
     print(f"rank {rank} updates its slice with {times:.3f} x the mean gradient")
 
 # %% [markdown]
-# (1 + 1 + ½ + 1)/4 is 0.875, and rank 2 divides that by half as much. All finite, no error, the wrong model.
+# (1 + 1 + ½ + 1)/4 is 0.875, and rank 2 divides that by half as much. Everything is finite, no error, the wrong model.
 #
 # ## All or none
 #
@@ -460,7 +484,7 @@ def run(precision, scaler_class=None, steps=24):
     adam, losses, scales = AdamW(zero.model.parameters(), lr=1e-3), [], []
     scaler = scaler_class(zero, init_scale=2.0**24, growth_interval=6) if scaler_class else None
     for step in range(steps):
-        loss = zero.model(*batch(words, rank, step, 8, 64))
+        loss = zero.model(*batch(words, rank, step, 4, 64))
         if scaler is None:
             loss.backward()
             zero.clip_grad_norm_(1.0)
@@ -625,8 +649,8 @@ print("the scale goes from 1,024 to", {scale for _, scale in found})
 #   where we have 14Ψ/N. Reducing in float32 sends 2Ψ · ¾ more.
 # - **DeepSpeed** names in its section `fp16` what you wrote: `loss_scale: 0` means found by trial, `initial_scale_power: 16`
 #   is 2¹⁶, and `loss_scale_window` is your `growth_interval`. `hysteresis: 2` skips at the first overflow and lowers the
-#   scale at the second, and `min_loss_scale` is where the run ends ([source](
-#   https://github.com/deepspeedai/DeepSpeed/blob/master/deepspeed/runtime/fp16/loss_scaler.py)).
+#   scale at the second, and `min_loss_scale` is where the run ends
+#   ([source](https://github.com/deepspeedai/DeepSpeed/blob/master/deepspeed/runtime/fp16/loss_scaler.py)).
 #
 # ## On trial
 #
@@ -691,11 +715,12 @@ if lab.predicted("08.1"):
 # 3. autocast casts the inputs of chosen operations, keeps weights and gradients in float32, and leaves delicate operations
 #    in float32. So it saves activations only, and DDP still sends 4 bytes per gradient. Casting the model halves weights,
 #    gradients and traffic too; then the optimizer needs masters.
-# 4. In stage 2 the others wait in the all-gather after the step, and time out. In stage 3 nothing waits: slices of two
-#    different steps make one model, and with different scales on different ranks every later mean is wrong.
+# 4. In stage 2 the others wait in the all-gather after the step, and time out. In stage 3 nothing waits, and the model is
+#    made of slices of two different steps. (This engine counts steps and says so at the next forward.) If the scales differ
+#    from then on, every later mean is wrong, and nobody notices.
 # 5. Unscale, and look at the same time; then clip, because clipping turns one inf into many NaN and zeros, and because a
 #    norm of scaled gradients means nothing; then step or skip. The scale and the count of good steps belong in a checkpoint,
-#    or a resumed run skips its first steps to find the scale again.
+#    or a resumed run has to find the scale again. (`LossScaler.state_dict()` has both, for `zerolab.save` as an extra.)
 # 6. One scale per tensor, or per block of a tensor, instead of one for the loss: 8 bits leave so few powers of two that no
 #    single factor fits all tensors, and there are two formats, one with more digits for weights and activations (E4M3), one
 #    with more powers for gradients (E5M2) ([Micikevicius et al., 2022](https://arxiv.org/abs/2209.05433)).

@@ -282,7 +282,7 @@ class Stage:
                 ratio = values.factor(got, want)
                 likely = NOT_IN_PLACE if same(got, grad) else MULTIPLIED if ratio and ratio > 1 else ""
                 likely = HALF if bool(((got == 0) & (want != 0)).any()) else likely
-                by_ranks = bool(ratio) and math.isclose(ratio * self.world.world_size, 1.0, rel_tol=0.02)
+                by_ranks = ratio is not None and math.isclose(ratio * self.world.world_size, 1.0, rel_tol=0.02)
                 likely = likely or (BY_RANKS if by_ranks else TWICE if ratio and ratio < 1 else "")
                 raise Wrong(f"{what} is {_times(ratio)} the unscaled one", likely)
 
@@ -580,7 +580,7 @@ ERRORS = {
 EXERCISES = [
     Exercise(
         id="08.1",
-        title="a loss scaler whose ranks skip together",
+        title="the loss scaler",
         section="All or none",
         check=check_scaler,
         stub=SCALER_STUB,

@@ -125,6 +125,34 @@ def test_who_holds_what(measured, tmp_path):
 # -- the others -----------------------------------------------------------------------------------------------------
 
 
+def gradients_of_a_backward():
+    torch.manual_seed(0)
+    model = GPT(layers=1, width=32, context=16)
+    x = torch.randint(0, 256, (4, 16), generator=torch.Generator().manual_seed(dist.get_rank()))
+    (model(x, x) / 64).backward()  # as with 64 micro-batches
+    grads = [param.grad for param in model.parameters()]
+    flat = torch.cat([grad.flatten() for grad in grads])
+    flat = flat[flat != 0]
+    becomes_zero = (flat.half() == 0).double().mean().item()
+    too_large = (~(flat * 2.0**30).half().isfinite()).double().mean().item()
+    return plots.binades(grads), len(flat), becomes_zero, too_large
+
+
+def test_number_line(ranks, tmp_path):
+    for counts, number, becomes_zero, too_large in ranks.run(gradients_of_a_backward, ranks=2):
+        assert sum(counts.values()) == number
+        assert plots.lost(counts).zero == pytest.approx(becomes_zero) and becomes_zero > 0.001
+        assert plots.lost(counts, 30).too_large == pytest.approx(too_large, abs=1e-3) and too_large > 0
+        assert plots.lost(counts, 24).zero < plots.lost(counts).zero
+    assert plots.binades([torch.tensor([0.0, 1.0, -1.5, 2.0**-24, 65504.0])]) == {0: 2, -24: 1, 15: 1}
+    figure, sentence = plots.number_line({"gradients": counts, "activations": counts}, 16, "title", "subtitle")
+    save(figure, tmp_path)
+    assert f"Gradients of weights: {100 * becomes_zero:.2g} % become 0 in float16" in sentence
+    assert "Gradients of activations: " in sentence and "times 2^16 it is" in sentence
+    with pytest.raises(ValueError, match="nothing to count"):
+        plots.number_line({"gradients": {}}, 16, "title", "subtitle")
+
+
 def test_skyline(measured, tmp_path):
     lines = [measured[stage][0][0] for stage in range(4)]
     figure, sentence = plots.skyline(lines)

@@ -25,12 +25,14 @@ _measured: dict[str, Any] = {}  # prediction id -> value
 # How many units one such unit is, by what a number is asked for in.
 _PREFIXES = {"": 1.0, "k": 1e3, "m": 1e6, "g": 1e9, "t": 1e12, "ki": 2.0**10, "mi": 2.0**20, "gi": 2.0**30}
 _BYTES = {prefix + name: size for prefix, size in _PREFIXES.items() for name in ("b", "byte", "bytes")}
+_TIMES = {"x": 1.0, "×": 1.0, "times": 1.0, "%": 0.01}
 _UNITS = {
     "bytes": _BYTES,
     "MB": {name: size / 1e6 for name, size in _BYTES.items()},
     "GB": {name: size / 1e9 for name, size in _BYTES.items()},
     "ms": {"ms": 1.0, "s": 1e3, "us": 1e-3, "µs": 1e-3},
-    "× DDP's bytes": {"x": 1.0, "×": 1.0, "times": 1.0, "%": 0.01},
+    "× DDP's bytes": _TIMES,
+    "× float32's bytes": _TIMES,
 }
 
 
@@ -78,6 +80,8 @@ def _wanted(question: Question) -> str:
         "": "a number",
         "bytes": 'a number of bytes (4e6 and "4 MB" are the same)',
         "× DDP's bytes": "a multiple of DDP's bytes (1.5 is half as much again)",
+        "× float32's bytes": "a multiple of float32's bytes (1.5 is half as much again)",
+        "%": "a percentage",
     }
     return special.get(question.unit, f"a number of {question.unit}")
 

@@ -256,6 +256,30 @@ QUESTIONS: dict[str, Question] = {
             2: "That is every file for every rank: a rank reads only the files that have something for it.",
             7 / 6: "There are three cuts inside the old unit and two in the new one: five cuts make six pieces.",
         },
+    "08.1": Question(
+        "bytes per parameter",
+        slips={
+            5 / 3: "The masters in float32 come on top of the bf16 copy: 4 bytes, divided by 4.",
+            7 / 3: "That is half of everything. Adam's averages stay in float32, and the masters come on top.",
+            11 / 3: "That is what is held with bf16.",
+            14 / 3: "That is what is held with float32.",
+            4 / 3: "The copy saves 2 bytes and the gradient 2/4, but the masters cost 4/4.",
+            2: "That is stage 1. In stage 2 the gradients are already sharded.",
+        },
+    ),
+    "08.2": Question(
+        "× float32's bytes",
+        slips={
+            2: "Masters never travel: gradients go out in bf16, and weights come back in bf16.",
+            1.5: "The weights are gathered in bf16 as well: forward needs no more.",
+        },
+    ),
+    "08.3": Question("%"),
+    "08.4": Question(
+        slips={
+            65536.0: "That is the largest number itself: the gradient is multiplied by 2^16 first.",
+            2.0**32: "The gradient is multiplied by the scale, so divide 65,504 by 2^16.",
+        }
     ),
     "16.1": Question(
         "GB",

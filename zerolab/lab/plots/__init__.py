@@ -10,6 +10,7 @@ from zerolab.lab.plots.hybrid import sharding_map, where_time_goes
 from zerolab.lab.plots.latency import cost, fit_cost
 from zerolab.lab.plots.losses import curves
 from zerolab.lab.plots.memory import memory_plan
+from zerolab.lab.plots.number_line import binades, lost, number_line
 from zerolab.lab.plots.overlap import gantt
 from zerolab.lab.plots.page import png, show
 from zerolab.lab.plots.reads import who_reads_what
@@ -30,6 +31,7 @@ __all__ = [
     "Cost",
     "Piece",
     "before_after",
+    "binades",
     "call_costs",
     "cost",
     "curves",
@@ -40,8 +42,10 @@ __all__ = [
     "growth",
     "ladder",
     "largest_share",
+    "lost",
     "memory_plan",
     "moment_picture",
+    "number_line",
     "png",
     "ring_against_root",
     "scaling",

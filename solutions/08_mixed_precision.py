@@ -1,0 +1,730 @@
+# %% [markdown]
+# # 08 · Mixed precision
+#
+# **The question.** GPUs multiply matrices of 16-bit numbers much faster than 32-bit ones (an H100 989 against 67 TFLOPS, by
+# NVIDIA's data sheet). So large models are trained in *mixed precision*: forward and backward in 16 bits, some of the rest
+# in 32. Half the bits, so half the memory? You plan for that, and your run is out of memory in its first step. Somebody
+# else picks the other 16-bit format. Their run trains for a day, then the loss is `nan`, and so is every weight in the
+# checkpoint that was written an hour later.
+#
+# After this lesson you can say, to the byte, what 16 bits save in each stage. And you will have written the part that keeps
+# a float16 run alive: a loss scaler whose ranks agree.
+
+# %%
+# %load_ext zerolab.lab
+from zerolab import lab
+from zerolab.lab import plots
+
+lab.start(4)
+
+# %%
+# %%ranks
+# NBVAL_CHECK_OUTPUT
+import torch
+import torch.distributed as dist
+import zerolab
+from torch import nn
+from torch.optim import AdamW
+from zerolab import Precision, lab
+from zerolab.lab import GPT, Block, batch, text
+from zerolab.measure import ledger, model_states, timeline
+
+words = text()
+STAGES = zerolab.DDP, zerolab.Zero1, zerolab.Zero2, zerolab.Zero3
+BF16, FP16 = Precision(torch.bfloat16), Precision(torch.float16)
+
+
+def make_model(weights=None):
+    torch.manual_seed(0)
+    model = GPT(layers=2, width=128)
+    if weights is not None:
+        model.load_state_dict(weights)
+    return model
+
+
+psi = sum(param.numel() for param in make_model().parameters())
+print(f"Ψ = {psi:,} parameters")
+
+# %% [markdown]
+# ## Predict
+#
+# In mixed precision with **bfloat16** (written bf16), forward and backward use a copy of the weights in 2 bytes, and
+# gradients are in 2 bytes too. The optimizer updates weights in float32, the **masters** (lesson 02), and Adam's two
+# averages stay in float32. Whatever a stage shards, it shards in both cases. In **stage 2** on N = 4 ranks, how many bytes
+# per parameter does a rank hold *less* with bf16 than with everything in float32?
+
+# %%
+lab.predict("08.1", (4 + 12 / 4) - (2 + 14 / 4))  # bytes per parameter
+
+# %% [markdown]
+# And how many bytes does a rank *send* in a step of stage 2, as a multiple of float32's?
+
+# %%
+lab.predict("08.2", 0.5)  # × float32's bytes
+
+# %% [markdown]
+# ## What 16 bits can hold
+#
+# A floating-point number is a sign, a power of two, and some binary digits. With 16 bits in all, more powers leave fewer
+# digits. **bf16** has float32's powers and 8 digits. **float16** (fp16) has 11 digits, and few powers. Its largest number is
+# 65,504. Below 2⁻¹⁴ it gives up its digits one by one (those numbers are called *subnormal*), and whatever is below 2⁻²⁵
+# becomes 0.
+#
+# Is that a problem? Train a model for a while, then look at the gradients of one backward in float32. There are two kinds:
+# those of the weights, and those of the activations, which carry backward from layer to layer.
+
+
+# %%
+# %%ranks
+def train(stage, precision=None, steps=30, weights=None):
+    zero = stage(make_model(weights), units=[Block], precision=precision)
+    adam = AdamW(zero.model.parameters(), lr=3e-3)
+    for step in range(steps):
+        adam.zero_grad()
+        zero.model(*batch(words, rank, step, 8, 64)).backward()
+        adam.step()
+    return zero
+
+
+weights = train(zerolab.Zero1).full_state_dict()  # from here on, a model that has learned something
+model, carried = make_model(weights), []
+for module in model.modules():
+    if isinstance(module, (nn.Linear, nn.LayerNorm)):
+        module.register_full_backward_hook(lambda module, before, after: carried.append(after[0]))
+model(*batch(words, rank, 99, 8, 64)).backward()
+
+# %%
+# %%ranks
+from zerolab.lab.plots import binades
+
+counts = {"gradients": binades(param.grad for param in model.parameters())}
+counts["activations"] = binades(carried)
+
+# %%
+title = "Where a gradient falls off"
+subtitle = "one backward of a GPT after 30 steps; % of the elements in each power of two"
+plots.show(plots.number_line(lab.pull("counts", rank=0), 16, title, subtitle))
+
+# %% [markdown]
+# bf16 and float32 hold all of it. In fp16 nearly all of the activations' gradients are subnormal, and some are gone. The
+# loss is a *mean* over tokens, so a larger batch pushes everything further to the left.
+#
+# The cure is in the outline. Backward is linear: multiply the loss by 2¹⁶, and every gradient is multiplied by 2¹⁶. Divide
+# again *in float32*, where nothing is lost. This factor is the **loss scale** ([Micikevicius et al.,
+# 2017](https://arxiv.org/abs/1710.03740)). What does the same backward give in each format?
+
+
+# %%
+# %%ranks
+def gradient(dtype, scale=1.0):
+    model = make_model(weights).to(dtype)
+    (model(*batch(words, rank, 99, 8, 64)) * scale).backward()
+    return torch.cat([param.grad.float().flatten() for param in model.parameters()]) / scale
+
+
+exact, errors = gradient(torch.float32), {}
+for name, dtype, scale in (
+    ("bfloat16", torch.bfloat16, 1.0),
+    ("float16", torch.float16, 1.0),
+    ("float16, loss x 2^-11", torch.float16, 2.0**-11),
+    ("float16, loss x 2^16", torch.float16, 2.0**16),
+):
+    found = gradient(dtype, scale)
+    became_zero = ((found == 0) & (exact != 0)).float().mean().item()
+    errors[name] = ((found - exact).norm() / exact.norm()).item(), became_zero
+
+# %%
+errors = lab.pull("errors", rank=0)
+for name, (error, zero) in errors.items():
+    print(f"{name:22} differs from float32 by {100 * error:6.2f} %, {100 * zero:5.1f} % became 0")
+assert errors["float16, loss x 2^16"][0] < errors["bfloat16"][0] < errors["float16, loss x 2^-11"][0]
+
+# %% [markdown]
+# With a scale, fp16 is *more* exact than bf16: it has three more digits. Without one, this little model gets away with it.
+# But accumulate 2,048 micro-batches, each of whose losses is divided by 2,048, and each gives the third line: noise and
+# zeros, without an error.
+#
+# ## Why the optimizer wants float32
+#
+# In both formats the *masters* are float32. Why? A number in bf16 has 8 binary digits: above 0.5 the next one is 0.0039
+# away, above 0.01 it is 0.00006 away. Schedules lower the learning rate as training goes on, say to 10⁻⁵, and then Adam
+# moves a weight by about 10⁻⁵ in its first step. How large are the weights of our model?
+
+# %%
+# %%ranks
+sizes = torch.cat([value.abs().flatten() for value in weights.values()])
+low, middle, high = sizes.quantile(torch.tensor([0.1, 0.5, 0.9])).tolist()
+
+# %%
+low, middle, high = (lab.pull(name, rank=0) for name in ("low", "middle", "high"))
+print(f"10 % of the weights are below {low:.4f}, half of them below {middle:.4f}, 90 % below {high:.4f}")
+
+# %% [markdown]
+# Keep these weights in bf16 alone, without masters, and make one step with a learning rate of 10⁻⁵. What percentage of the
+# weights stays exactly where it was?
+
+# %%
+lab.predict("08.3", 89)  # %
+
+
+# %%
+# %%ranks
+def stuck(precision, rate):
+    zero = zerolab.Zero2(make_model(weights), units=[Block], precision=precision)
+    before = [param.detach().clone() for param in zero.model.parameters()]
+    adam = AdamW(zero.model.parameters(), lr=rate, weight_decay=0.0)
+    zero.model(*batch(words, rank, 99, 8, 64)).backward()
+    adam.step()
+    same = sum(int((old == new).sum()) for old, new in zip(before, zero.model.parameters()))
+    count = torch.tensor([same, sum(old.numel() for old in before)])
+    dist.all_reduce(count)
+    return 100 * count[0].item() / count[1].item()
+
+
+kinds = {"bf16 alone": Precision(torch.bfloat16, master=torch.bfloat16), "bf16, float32 masters": BF16}
+still = {(name, rate): stuck(kind, rate) for name, kind in kinds.items() for rate in (1e-3, 1e-4, 1e-5)}
+
+# %%
+still = lab.pull("still", rank=0)
+lab.measured("08.3", round(still["bf16 alone", 1e-5], 1))
+lab.reveal("08.3")
+
+# %%
+if lab.predicted("08.3"):
+    for (name, rate), share in still.items():
+        print(f"{name:22} learning rate {rate:.0e}: {share:5.1f} % of the weights did not move")
+    assert still["bf16 alone", 1e-5] > 50 > 15 > still["bf16, float32 masters", 1e-5]
+
+# %% [markdown]
+# The smaller the steps, the fewer weights take part, and nothing warns you: the loss curve only goes flat. The masters keep
+# every step. They are rounded to bf16 for the *next* forward, and once enough small steps have added up, the copy moves
+# too. (The weights that do not move even with masters have a gradient of 0: they are rows of the embedding, for bytes that
+# do not occur in this batch.)
+#
+# ## Measure: what is held, and what is sent
+#
+# Now the bytes. All four stages, float32 and bf16, when backward of the second step returns:
+
+
+# %%
+# %%ranks
+def measure(stage, precision):
+    zero = stage(make_model(), units=[Block], precision=precision)
+    adam = AdamW(zero.model.parameters(), lr=1e-3)
+    for step in range(2):
+        adam.zero_grad()
+        with ledger(zero) as book:
+            zero.model(*batch(words, rank, step, 4, 64)).backward()
+            held = model_states(zero, adam)
+            adam.step()
+    return held, book.moved
+
+
+table = {}
+for number, stage in enumerate(STAGES):
+    for name, precision in (("float32", None), ("bf16", BF16)):
+        table[number, name] = measure(stage, precision)
+
+# %%
+table, psi = lab.pull("table", rank=0), 470_528
+per_param = {key: sum(held.values()) / psi for key, (held, sent) in table.items()}
+lab.measured("08.1", round(per_param[2, "float32"] - per_param[2, "bf16"], 2))
+lab.measured("08.2", table[2, "bf16"][1] / table[2, "float32"][1])
+lab.reveal("08.1")
+lab.reveal("08.2")
+
+# %%
+if lab.predicted("08.1"):
+    bars = {}
+    for (number, name), (held, _) in table.items():
+        bars[f"{number}\n{name}"] = {kind: size / psi for kind, size in held.items()}
+    title = "What a rank holds when backward returns"
+    plots.show(
+        plots.stacks(bars, title, "4 ranks, AdamW, by stage; masters count as parameters", "bytes per parameter")
+    )
+
+# %%
+# NBVAL_CHECK_OUTPUT
+from zerolab.measure.formulas import state_bytes
+from zerolab import Precision
+import torch
+
+if lab.predicted("08.1") and lab.predicted("08.2"):
+    for (number, name), (held, sent) in table.items():
+        precision = Precision(torch.bfloat16 if name == "bf16" else None, master=torch.float32)
+        formula = state_bytes(number, 4, psi, precision)
+        rest = {kind: held[kind] - formula[kind] for kind in formula}
+        total = f"{per_param[number, name]:5.2f} bytes per parameter"
+        print(f"stage {number}, {name:7} {total}, sent {sent:>9,}; beyond the formula {rest}")
+
+# %% [markdown]
+# The formulas hold, and what is beyond them is Adam's step counters, 4 bytes for each of the 29 tensors. Read down the
+# columns:
+#
+# | stage | float32 | bf16 | saved |
+# |---|---|---|---|
+# | 0 | 4Ψ + 4Ψ + 8Ψ | (2 + 4)Ψ + 2Ψ + 8Ψ | **nothing** |
+# | 1 | 8Ψ + 8Ψ/N | 2Ψ + 2Ψ + 12Ψ/N | 4Ψ - 4Ψ/N |
+# | 2 | 4Ψ + 12Ψ/N | 2Ψ + 14Ψ/N | 2Ψ - 2Ψ/N |
+# | 3 | 16Ψ/N | 14Ψ/N | 2Ψ/N |
+#
+# In stage 0 the masters cost as much as the two copies save: 2 + 4 + 2 + 8 is 16. From stage 1 on the masters are sharded,
+# and the copies that are still whole are half as large. In stage 3 nothing is whole. (There the bf16 weights are made on the
+# way into each all-gather; the paper keeps them, and has 16Ψ/N.) What is sent is half in every stage: only gradients and
+# bf16 weights travel, never masters.
+#
+# ## Where the sum is rounded
+#
+# Gradients travel in bf16, and 4 ranks' gradients are added up. Rank 0 brings 256, and the others 1 each: 259. In bf16,
+# numbers between 256 and 512 are 2 apart, so the best possible answers are 258 and 260.
+
+# %%
+# %%ranks
+brings = torch.full((16,), 256.0 if rank == 0 else 1.0, dtype=torch.bfloat16)
+library = brings.clone()
+dist.all_reduce(library)
+zero = zerolab.Zero1(make_model(), units=[Block])
+ours = torch.empty(4, dtype=torch.bfloat16)
+zero.comm.reduce_scatter(ours, brings, "256 + 1 + 1 + 1").wait()  # the mean of this rank's shard
+sums = library.tolist(), (4 * ours).tolist()
+
+# %%
+print("all-reduce of the library, 16 elements:", sorted(set(lab.pull("sums", rank=0)[0])))
+
+# %%
+# NBVAL_CHECK_OUTPUT
+print("added in float32, rounded once:          ", {total for of in lab.pull("sums") for total in of[1]})
+
+# %% [markdown]
+# A ring (lesson 01) passes *partial sums* from rank to rank, in the dtype of the tensor, so every hop rounds. 256 + 1 is
+# 257, which rounds to 256: the 1 is gone, and so is the next. Where a chunk begins its way decides what it loses, so equal
+# elements come out different. The engine sends each rank's part as it is, adds in float32, in rank order, and rounds
+# **once**. The bytes are the same. On the real gradient:
+
+# %%
+# %%ranks
+mine = gradient(torch.bfloat16).bfloat16()
+right = mine.double()
+dist.all_reduce(right)
+right = (right / world_size).float().bfloat16()
+library = mine.clone()
+dist.all_reduce(library)
+library = (library.float() / world_size).bfloat16()
+shard = torch.empty(len(mine) // world_size, dtype=torch.bfloat16)
+zero.comm.reduce_scatter(shard, mine, "a gradient").wait()
+wrong = (library != right).float().mean().item()
+wrong_here = int((shard != right.view(world_size, -1)[rank]).sum())
+
+# %%
+print(f"the library's mean: {100 * lab.pull('wrong', rank=0):.0f} % of the elements are not the rounded exact mean")
+print("added in float32, rounded once:", sum(lab.pull("wrong_here")), "elements")
+
+# %% [markdown]
+# With four ranks at most the last digits are wrong. Every hop adds its own error, so with hundreds of ranks it is more. The
+# remedy is to reduce in float32, for twice the bytes of the gradients: `Precision(reduce=torch.float32)` here,
+# `reduce_dtype` in FSDP2.
+#
+# ## The other end of fp16
+#
+# Back to the loss scale. If 2¹⁶ is good, why not 2²⁴? fp16's largest number is 65,504. If the scale is 2¹⁶, how large may
+# the largest gradient be before scaling, so that it is still a number afterwards?
+
+# %%
+lab.predict("08.4", 65504 / 2**16)
+
+# %%
+tried = torch.arange(0, 2, 2**-12)  # float32
+lab.measured("08.4", tried[(tried * 2**16).half().isfinite()].max().item())
+lab.reveal("08.4")
+if lab.predicted("08.4"):
+    print("1 x 2^16 in float16:", (torch.tensor(1.0) * 2**16).half().item())
+
+# %% [markdown]
+# Beyond it is **inf**, and inf - inf or 0 · inf is **NaN**. One of these in the gradient, and Adam writes NaN into the
+# weight and into both averages, for good. That is how fp16 ends a run. Here are four steps with a scale of 2²⁴, in which
+# nobody looks:
+
+# %%
+# %%ranks
+zero = zerolab.Zero2(make_model(), units=[Block], precision=FP16)
+adam, losses = AdamW(zero.model.parameters(), lr=1e-3), []
+for step in range(4):
+    adam.zero_grad()
+    loss = zero.model(*batch(words, rank, step, 8, 64))
+    (loss * 2.0**24).backward()
+    for param in zero.model.parameters():
+        if param.grad is not None:
+            param.grad /= 2.0**24  # in float16 here, but nothing is left to lose
+    adam.step()
+    losses.append(round(loss.item(), 2))
+
+# %%
+print("losses on rank 0:", lab.pull("losses", rank=0))
+assert lab.pull("losses", rank=0)[1] != lab.pull("losses", rank=0)[1]  # NaN is not equal to itself
+
+# %% [markdown]
+# So after every backward, look: if a gradient is not finite, **skip the step** and halve the scale. If all went well for a
+# while, double it. That finds the largest scale that works, and follows it when gradients shrink.
+#
+# ## Who sees the overflow?
+#
+# Who looks, though? In stages 1 to 3 a rank has only its shard of the mean gradient. Raise the scale by powers of two until
+# something overflows, and count the elements that are not finite on each rank:
+
+
+# %%
+# %%ranks
+def not_finite(power):
+    zero = zerolab.Zero3(make_model(weights), units=[Block], precision=FP16)
+    (zero.model(*batch(words, rank, 99, 8, 64)) * 2.0**power).backward()
+    return sum(int((~param.grad.isfinite()).sum()) for param in zero.model.parameters())
+
+
+overflows = [not_finite(power) for power in range(17, 25)]
+
+# %%
+everyone = list(zip(*lab.pull("overflows"), strict=True))
+print("scale  ", *(f"{f'rank {rank}':>8}" for rank in range(4)))
+for power, found in enumerate(everyone, 17):
+    print(f"2^{power:<5}", *(f"{count:>8,}" for count in found))
+some = [power for power, found in enumerate(everyone, 17) if 0 < sum(count > 0 for count in found) < 4]
+lab.push(power=some[0])
+
+# %% [markdown]
+# There are scales at which one rank sees an overflow and its neighbour sees nothing wrong. Take the smallest of them, and
+# let each rank decide for itself:
+
+# %%
+# %%ranks
+zero = zerolab.Zero3(make_model(weights), units=[Block], precision=FP16)
+adam, said = AdamW(zero.model.parameters(), lr=1e-3), "nothing"
+try:
+    for step in (99, 100):
+        (zero.model(*batch(words, rank, step, 8, 64)) * 2.0**power).backward()
+        if all(param.grad is None or param.grad.isfinite().all() for param in zero.model.parameters()):
+            adam.step()
+        adam.zero_grad()
+except zerolab.CommError as error:
+    said = str(error).splitlines()[0]
+
+# %%
+said = lab.pull("said", rank=0)
+print(said.replace(": ", ":\n", 1))
+assert "out of step" in said
+
+# %% [markdown]
+# Some ranks stepped, and one did not. This engine counts every rank's steps and stops before the next forward. A program
+# that does not count hangs in stages 1 and 2, where the ranks that stepped wait for an all-gather that the others never
+# join. In stage 3 it goes on, with a model that is made of new slices and old ones.
+#
+# Nor is it enough to skip together. Say that all ranks skip, and rank 2 alone halves its scale, since only rank 2 saw the
+# overflow. In the next step, give all ranks the same batch, so that the right mean is known:
+
+
+# %%
+# %%ranks
+def with_scale(scale):
+    zero = zerolab.Zero3(make_model(weights), units=[Block], precision=FP16)
+    (zero.model(*batch(words, 0, 99, 8, 64)) * scale).backward()
+    return torch.cat([param.grad.float().flatten() for param in zero.model.parameters()]) / scale
+
+
+same, torn = with_scale(2.0**12), with_scale(2.0**11 if rank == 2 else 2.0**12)
+times = round((torn.norm() / same.norm()).item(), 3)
+
+# %%
+# NBVAL_CHECK_OUTPUT
+for rank, times in enumerate(lab.pull("times")):
+    print(f"rank {rank} updates its slice with {times:.3f} x the mean gradient")
+
+# %% [markdown]
+# (1 + 1 + ½ + 1)/4 is 0.875, and rank 2 divides that by half as much. Everything is finite, no error, the wrong model.
+#
+# ## All or none
+#
+# Your turn: a loss scaler whose ranks decide together. It goes into the loop like this, as torch's own does:
+#
+# ```
+# scaler.scale(loss).backward()
+# scaler.unscale_(optimizer)        # only if you clip: a norm of 1 means nothing while gradients are scaled
+# zero.clip_grad_norm_(1.0)
+# scaler.step(optimizer)            # all ranks or none
+# scaler.update()
+# optimizer.zero_grad()
+# ```
+#
+# `scale` and `gradients` are given. Write three methods, about 15 lines:
+#
+# - `unscale_(optimizer)` divides this rank's gradients by `self.factor`, in place, and sets `self.overflow`: does **any**
+#   rank have a gradient that is not finite? One all-reduce of one number tells all of them.
+# - `step(optimizer)` calls `optimizer.step()`, or does not. If the loop has not called `unscale_`, do it here.
+# - `update()` halves `self.factor` after an overflow. It doubles it after `self.growth_interval` good steps in a row. And
+#   it makes ready for the next step.
+
+# %%
+# %%exercise 08.1
+
+# %%
+lab.check("08.1")
+
+# %% [markdown]
+# ## Measure: a run in fp16
+#
+# Train for 24 steps from the beginning, in stage 2: in float32, in bf16, and in fp16 with your scaler. It starts at 2²⁴,
+# which is too much, and may grow after 6 good steps. (2,000, the default, would be too long to watch.) The package's
+# `LossScaler` runs beside it.
+
+# %%
+# %%ranks
+Scaler = lab.mine("08.1")
+
+
+def run(precision, scaler_class=None, steps=24):
+    zero = zerolab.Zero2(make_model(), units=[Block], precision=precision)
+    adam, losses, scales = AdamW(zero.model.parameters(), lr=1e-3), [], []
+    scaler = scaler_class(zero, init_scale=2.0**24, growth_interval=6) if scaler_class else None
+    for step in range(steps):
+        loss = zero.model(*batch(words, rank, step, 4, 64))
+        if scaler is None:
+            loss.backward()
+            zero.clip_grad_norm_(1.0)
+            adam.step()
+        else:
+            scales.append(scaler.scale(torch.ones(())).item())
+            scaler.scale(loss).backward()
+            scaler.unscale_(adam)
+            zero.clip_grad_norm_(1.0)
+            scaler.step(adam)
+            scaler.update()
+        adam.zero_grad()
+        losses.append(loss.item())
+    return {"losses": losses, "scales": scales, "weights": zero.full_state_dict()}
+
+
+runs = {"float32": run(None), "bf16": run(BF16), "fp16 and a loss scaler": run(FP16, Scaler)}
+package, mine = run(FP16, zerolab.LossScaler), runs["fp16 and a loss scaler"]
+losses, scales = {name: found["losses"] for name, found in runs.items()}, mine["scales"]
+pairs = zip(mine["weights"].values(), package["weights"].values(), strict=True)
+equal = scales == package["scales"] and all(torch.equal(a, b) for a, b in pairs)
+
+# %%
+from math import log2
+
+every = lab.pull("scales")
+powers = {f"rank {rank}": [log2(scale) for scale in scales] for rank, scales in enumerate(every)}
+skipped = sum(after < before for before, after in zip(every[0], every[0][1:]))
+sentence = (
+    f"The scale falls from 2^24 to 2^{min(powers['rank 0']):.0f} and ends at 2^{powers['rank 0'][-1]:.0f}, the same on "
+    f"every rank; {skipped} of {len(every[0])} steps were skipped, by all ranks together."
+)
+plots.show(plots.curves(powers, "The loss scale finds its place", "fp16, stage 2, 4 ranks", "power of two", sentence))
+
+# %%
+plots.show(plots.curves(lab.pull("losses", rank=0), "The same run in three formats", "rank 0, stage 2", "loss"))
+
+# %%
+# NBVAL_CHECK_OUTPUT
+print("the scale is the same on all ranks in every step:", all(of == every[0] for of in every))
+print("this scaler's run equals the package's, bit for bit:", all(lab.pull("equal")))
+
+# %% [markdown]
+# Finding the scale costs steps: a skipped step is a batch computed for nothing, and the fp16 run lags by as many as it
+# skipped. That is the price of a start at 2²⁴ (torch starts at 2¹⁶) and of trying a larger scale every 6 good steps. Otherwise
+# the three learn alike.
+#
+# A scaler cannot cure everything. It scales the *loss*, and so the gradients. An activation beyond 65,504 overflows in
+# *forward*, whatever the scale. Make the weights of the MLPs larger, so that each of them still fits into fp16:
+
+# %%
+# %%ranks
+large = make_model(weights)
+with torch.no_grad():
+    for block in large.blocks:
+        block.mlp.up.weight *= 1000
+        block.mlp.down.weight *= 100
+    fits = max(param.abs().max().item() for param in large.parameters()) < 65_504
+    finite = {}
+    for dtype in (torch.bfloat16, torch.float16):
+        loss = large.to(dtype)(*batch(words, rank, 99, 8, 64))
+        finite[str(dtype)] = bool(loss.isfinite())
+
+# %%
+# NBVAL_CHECK_OUTPUT
+print("does every weight fit into float16?", lab.pull("fits", rank=0))
+print("is the loss a finite number?", lab.pull("finite", rank=0))
+
+# %% [markdown]
+# Now every step is skipped, and the scale halves each time, to no avail: the run is over, though it does not stop.
+# (DeepSpeed [ends it](https://github.com/deepspeedai/DeepSpeed/blob/master/deepspeed/runtime/fp16/loss_scaler.py) when the
+# scale has reached its minimum.) bf16 has the powers of two of float32, and needs no scale at all.
+#
+# ## In production
+#
+# Three ways that torch offers, on the same model and four ranks. First DDP with `autocast` and torch's `GradScaler`, which
+# also starts at 2²⁴ here. Then FSDP2 with `MixedPrecisionPolicy`, with gradients reduced in bf16 and in float32. Last, FSDP2
+# in fp16 with torch's `GradScaler`, and an overflow on rank 2 alone.
+
+# %%
+# %%ranks
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.nn.parallel import DistributedDataParallel
+from zerolab.lab import calls
+
+
+def autocast_ddp():
+    model = DistributedDataParallel(make_model())
+    adam, scaler = AdamW(model.parameters(), lr=1e-3), torch.amp.GradScaler("cpu", init_scale=2.0**24)
+    for step in range(2):
+        adam.zero_grad()
+        with calls() as book:
+            with torch.autocast("cpu", dtype=torch.float16):
+                loss = model(*batch(words, rank, step, 8, 64))
+            scaler.scale(loss).backward()
+        bad = sum(int((~param.grad.isfinite()).sum()) for param in model.parameters())
+        scaler.step(adam)
+        scaler.update()
+    sizes = sum(param.nbytes for param in model.parameters()), sum(param.grad.nbytes for param in model.parameters())
+    return {"held": sizes, "sent": book.sent, "bad": bad, "scale": scaler.get_scale()}
+
+
+def fsdp2(reduce):
+    model = make_model()
+    for module in (*model.blocks, model):
+        fully_shard(module, mp_policy=MixedPrecisionPolicy(torch.bfloat16, reduce))
+    with calls() as book:
+        model(*batch(words, rank, 0, 8, 64)).backward()
+    held = [param.to_local().nbytes for param in model.parameters()]
+    grads = [param.grad.to_local().nbytes for param in model.parameters()]
+    return {"held": (sum(held), sum(grads)), "sent": book.sent}
+
+
+def overflow_on_rank_2():
+    model = make_model()
+    for module in (*model.blocks, model):
+        fully_shard(module, mp_policy=MixedPrecisionPolicy(torch.float16))
+    adam, scaler = AdamW(model.parameters(), lr=1e-3), torch.amp.GradScaler("cpu", init_scale=1024.0)
+    scaler.scale(model(*batch(words, rank, 0, 8, 64))).backward()
+    mine = [param.to_local() for param in model.parameters()]
+    if rank == 2:
+        next(model.parameters()).grad.to_local()[0] = torch.inf
+    before = [tensor.clone() for tensor in mine]
+    scaler.step(adam)
+    scaler.update()
+    return all(map(torch.equal, before, mine)), scaler.get_scale()
+
+
+theirs = {"DDP, autocast": autocast_ddp()}
+theirs["FSDP2, reduced in bf16"] = fsdp2(None)
+theirs["FSDP2, reduced in float32"] = fsdp2(torch.float32)
+on_rank_2 = overflow_on_rank_2()
+
+# %%
+# NBVAL_CHECK_OUTPUT
+if lab.predicted("08.1") and lab.predicted("08.2"):
+    for name, found in lab.pull("theirs", rank=0).items():
+        held, grads = (size / psi for size in found["held"])
+        print(f"{name:26} parameters {held:.0f}Ψ, gradients {grads:.0f}Ψ bytes, sent {found['sent'] / psi:.2f}Ψ")
+    held, sent = table[3, "bf16"]
+    print(f"zerolab, stage 3           parameters {held['parameters'] / psi:.0f}Ψ, gradients", end=" ")
+    print(f"{held['gradients'] / psi:.1f}Ψ bytes, sent {sent / psi:.2f}Ψ")
+
+# %%
+# NBVAL_CHECK_OUTPUT
+found = [of["DDP, autocast"] for of in lab.pull("theirs")]
+print("DDP: all ranks see the same overflow:", len({of["bad"] for of in found}) == 1 and found[0]["bad"] > 0)
+print("DDP: the scale after two skipped steps:", {f"2^{log2(of['scale']):.0f}" for of in found})
+found = lab.pull("on_rank_2")
+print("FSDP2, overflow on rank 2: all ranks skip:", all(skipped for skipped, _ in found), end="; ")
+print("the scale goes from 1,024 to", {scale for _, scale in found})
+
+# %% [markdown]
+# - **autocast** changes no weight. It casts the inputs of chosen operations, such as matrix products, on their way, and runs
+#   others in float32 ([the list](https://docs.pytorch.org/docs/stable/amp.html)). So parameters and gradients stay float32,
+#   4Ψ each, and so does DDP's traffic, 8Ψ · ¾. Only activations become smaller.
+# - **DDP needs no agreement.** It averages before anyone looks, and an inf in the mean is there on all ranks. So a
+#   `GradScaler` that looks at its own rank decides the same everywhere. With shards it does not. FSDP2's gradients are
+#   tensors that know of the other ranks' shards, and ask them when `GradScaler` looks.
+# - **FSDP2** keeps sharded masters and makes bf16 weights for each all-gather, as our stage 3 does, and sends as many bytes.
+#   It turns the reduced gradients into the masters' float32 at once, Ψ bytes where ours keeps Ψ/2 until the step: 16Ψ/N
+#   where we have 14Ψ/N. Reducing in float32 sends 2Ψ · ¾ more.
+# - **DeepSpeed** names in its section `fp16` what you wrote: `loss_scale: 0` means found by trial, `initial_scale_power: 16`
+#   is 2¹⁶, and `loss_scale_window` is your `growth_interval`. `hysteresis: 2` skips at the first overflow and lowers the
+#   scale at the second, and `min_loss_scale` is where the run ends
+#   ([source](https://github.com/deepspeedai/DeepSpeed/blob/master/deepspeed/runtime/fp16/loss_scaler.py)).
+#
+# ## On trial
+#
+# > "Mixed precision halves training memory."
+#
+# Model states you have measured. What has to fit is the *peak* of a step, with activations. A small and a large batch, in
+# stage 0 and in stage 2:
+
+
+# %%
+# %%ranks
+def peak(stage, precision, sequences):
+    zero = stage(make_model(), units=[Block], precision=precision)
+    adam = AdamW(zero.model.parameters(), lr=1e-3)
+
+    def step():
+        zero.model(*batch(words, rank, 0, sequences, 64)).backward()
+        adam.step()
+        adam.zero_grad()
+
+    step()  # creates the optimizer state
+    with timeline(zero, adam) as line:
+        step()
+    return line.peak, max(line.curve("activations"))
+
+
+cases = [(number, sequences) for number in (0, 2) for sequences in (1, 16)]
+peaks = {(number, n): (peak(STAGES[number], None, n), peak(STAGES[number], BF16, n)) for number, n in cases}
+
+# %%
+if lab.predicted("08.1"):
+    peaks = lab.pull("peaks", rank=0)
+    for (number, sequences), ((wide, wide_acts), (half, half_acts)) in peaks.items():
+        what = f"stage {number}, {sequences:2} sequences"
+        acts = f"activations {wide_acts / 1e6:5.1f} -> {half_acts / 1e6:5.1f} MB"
+        print(f"{what}: {acts}, peak {wide / 1e6:5.1f} -> {half / 1e6:5.1f} MB, {half / wide:.2f} times")
+    assert peaks[0, 1][1][0] / peaks[0, 1][0][0] > 0.85  # a small batch: hardly anything
+    assert 0.4 < peaks[0, 16][1][1] / peaks[0, 16][0][1] < 0.75  # activations
+
+# %% [markdown]
+# **Nearly true of the activations, and false of the rest.** Activations fall to a little more than half (the loss is still
+# computed in float32). So the larger your batch, the closer the peak comes to that. Model states stay at 16Ψ in stage 0,
+# whatever the batch, and fall by the table above in the other stages. For 7.5 billion parameters in stage 0 they are 120 GB
+# with bf16 and 120 GB without. What mixed precision does halve is traffic. And matrix products become faster.
+#
+# ## Questions
+#
+# 1. Why does bf16 need no loss scale, and what does it pay for that?
+# 2. Why are the masters float32, when forward sees only 16 bits of them?
+# 3. What is the difference between `torch.autocast` and casting the model to bf16?
+# 4. An overflow shows in one rank's shard. What happens in stages 2 and 3 if only that rank skips the step?
+# 5. In which order do you unscale, clip, and look for an overflow, and which of the scaler's numbers belong in a checkpoint?
+# 6. What does fp8 change?
+
+# %% [markdown] tags=["answer"]
+# **Answers**
+#
+# 1. It has the powers of two of float32, so what float32 holds does not under- or overflow. It pays in digits: 8 where fp16
+#    has 11. In the table above its gradient was further from float32's than that of fp16 with a scale.
+# 2. Because a step is far smaller than the weight. In bf16, 8 binary digits, most steps of a learning rate of 10⁻⁵ round
+#    back to the weight as it was. Masters keep the steps until they add up to something that 16 bits can show.
+# 3. autocast casts the inputs of chosen operations, keeps weights and gradients in float32, and leaves delicate operations
+#    in float32. So it saves activations only, and DDP still sends 4 bytes per gradient. Casting the model halves weights,
+#    gradients and traffic too; then the optimizer needs masters.
+# 4. In stage 2 the others wait in the all-gather after the step, and time out. In stage 3 nothing waits, and the model is
+#    made of slices of two different steps. (This engine counts steps and says so at the next forward.) If the scales differ
+#    from then on, every later mean is wrong, and nobody notices.
+# 5. Unscale, and look at the same time; then clip, because clipping turns one inf into many NaN and zeros, and because a
+#    norm of scaled gradients means nothing; then step or skip. The scale and the count of good steps belong in a checkpoint,
+#    or a resumed run has to find the scale again. (`LossScaler.state_dict()` has both, for `zerolab.save` as an extra.)
+# 6. One scale per tensor, or per block of a tensor, instead of one for the loss: 8 bits leave so few powers of two that no
+#    single factor fits all tensors, and there are two formats, one with more digits for weights and activations (E4M3), one
+#    with more powers for gradients (E5M2) ([Micikevicius et al., 2022](https://arxiv.org/abs/2209.05433)).
+
+# %%
+lab.stop()
+lab.progress()

@@ -8,6 +8,7 @@ from zerolab.lab.plots.flat import flat_storage
 from zerolab.lab.plots.holdings import who_holds_what
 from zerolab.lab.plots.hybrid import sharding_map, where_time_goes
 from zerolab.lab.plots.latency import cost, fit_cost
+from zerolab.lab.plots.link_sweep import Phase, knee, link_sweep
 from zerolab.lab.plots.losses import curves
 from zerolab.lab.plots.memory import memory_plan
 from zerolab.lab.plots.overlap import gantt
@@ -27,6 +28,7 @@ __all__ = [
     "HATCHES",
     "LABELS",
     "Cost",
+    "Phase",
     "Piece",
     "before_after",
     "call_costs",
@@ -37,8 +39,10 @@ __all__ = [
     "flat_storage",
     "gantt",
     "growth",
+    "knee",
     "ladder",
     "largest_share",
+    "link_sweep",
     "memory_plan",
     "moment_picture",
     "png",

@@ -84,7 +84,8 @@ OVERLAP_MUTANTS = {
         edit(
             OVERLAP,
             _RATIO,
-            "    every = sum(b - a for a, b in merged(computing + travelling))\n    return hidden / every if every else 1.0\n",
+            "    every = sum(b - a for a, b in merged(computing + travelling))\n"
+            "    return hidden / every if every else 1.0\n",
         ),
         "divided by the time of the whole step",
     ),
@@ -140,6 +141,24 @@ OVERLAP_MUTANTS = {
     ),
     "rounds": (edit(OVERLAP, "return hidden / total", "return round(hidden / total, 2)"), "it was rounded"),
     "returns nothing": (edit(OVERLAP, "    return hidden", "    hidden"), "`return` is missing"),
+    "a tensor": (
+        "import torch\n\n\n"
+        + edit(
+            OVERLAP, "return hidden / total if total else 1.0", "return torch.tensor(hidden / total if total else 1.0)"
+        ),
+        "return a Python number",
+    ),
+    "in float32": (
+        edit(
+            "import torch\n\n\n" + OVERLAP,
+            "    computing, travelling = merged(computing), merged(travelling)\n",
+            "    computing, travelling = (\n"
+            "        merged([tuple(torch.tensor(span).tolist()) for span in spans])\n"
+            "        for spans in (computing, travelling)\n"
+            "    )\n",
+        ),
+        "float32 has too few digits",
+    ),
     "the first of an empty list": (
         edit(
             OVERLAP,
@@ -228,12 +247,20 @@ PREFETCH_MUTANTS = {
         edit(PREFETCH, _FORWARD, _FORWARD.replace("        self.start_ahead()\n", "")),
         "it must be on its way",
     ),
+    "not without gradients": (
+        "import torch\n"
+        + edit(
+            PREFETCH, _FORWARD, _FORWARD.replace("self.start", "if torch.is_grad_enabled():\n            self.start")
+        ),
+        "a forward under no_grad is a pass like any other",
+    ),
     "after forward": (
         edit(
             PREFETCH,
             _FORWARD,
-            _FORWARD.replace("        self.start_ahead()\n", "")
-            + "\n    def post_forward(self, unit: Unit) -> None:\n        super().post_forward(unit)\n        self.start_ahead()\n",
+            _FORWARD.replace("        self.start_ahead()\n", "") + "\n    def post_forward(self, unit: Unit) -> None:\n"
+            "        super().post_forward(unit)\n"
+            "        self.start_ahead()\n",
         ),
         "it must be on its way *before*",
     ),
@@ -341,9 +368,22 @@ PREFETCH_MUTANTS = {
     "another base": (edit(PREFETCH, "MyPrefetch(Recorded)", "MyPrefetch(Unit)"), "class MyPrefetch(Recorded)"),
 }
 
+PREFETCH_BEFORE_THE_WAIT = """\
+from zerolab.lab import Recorded
+
+
+class MyPrefetch(Recorded):
+    def start(self, unit):
+        for each in [unit, *self.coming[: self.ahead]]:
+            each.start_gather()
+        unit.gather()
+
+    pre_forward = pre_backward = start
+"""
+
 RIGHT = {
     "09.1": (OVERLAP_SWEPT, OVERLAP_IN_PIECES, OVERLAP_BY_INCLUSION),
-    "09.2": (PREFETCH_SELF_RECORDED, PREFETCH_AFTER_RELEASE, PREFETCH_BY_ENGINE_GATHER),
+    "09.2": (PREFETCH_SELF_RECORDED, PREFETCH_AFTER_RELEASE, PREFETCH_BY_ENGINE_GATHER, PREFETCH_BEFORE_THE_WAIT),
 }
 
 WRONG = {

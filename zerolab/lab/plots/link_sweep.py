@@ -9,7 +9,7 @@ from typing import NamedTuple
 from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 
-from zerolab.lab.plots.style import COLOURS, GREY, INK, frame, legend, plain
+from zerolab.lab.plots.style import COLOURS, GREY, INK, Look, frame, legend, plain
 from zerolab.measure.units import in_bytes, in_seconds
 
 
@@ -58,13 +58,13 @@ def link_sweep(
     handles = []
     for (stage, times), marker in zip(measured.items(), cycle("osD^")):
         colour = COLOURS["communication"] if stage == list(measured)[-1] else INK
-        look = {"color": colour, "linewidth": 1.2, "zorder": 2}
+        look: Look = {"color": colour, "linewidth": 1.2, "zorder": 2}
         axes.plot(smooth, [1e3 * overlapped(phases[stage], speed) for speed in smooth], **look)
         serial = [1e3 * one_after_the_other(phases[stage], speed) for speed in smooth]
         axes.plot(smooth, serial, linestyle="--", **(look | {"linewidth": 0.8}))
         axes.axvline(knees[stage], color=colour, linewidth=0.8, linestyle=":")
         filled = colour if stage == list(measured)[-1] else "white"
-        dots = {"markerfacecolor": filled, "markeredgecolor": colour, "markersize": 7, "linestyle": ""}
+        dots: Look = {"markerfacecolor": filled, "markeredgecolor": colour, "markersize": 7, "linestyle": ""}
         axes.plot(list(times), [1e3 * seconds for seconds in times.values()], marker, zorder=3, **dots)
         handles.append(Line2D([], [], marker=marker, label=stage, **dots))
     handles.append(Line2D([], [], color=GREY, linewidth=1.2, label="predicted: overlapped"))
@@ -77,7 +77,7 @@ def link_sweep(
     axes.minorticks_off()
     axes.set_ylabel("milliseconds a step", color=GREY)
     axes.set_xlabel("bandwidth of the link", color=GREY)
-    place = {"loc": "upper center", "bbox_to_anchor": (0.53, 1 - 0.85 / 5.4), "ncols": len(handles)}
+    place: Look = {"loc": "upper center", "bbox_to_anchor": (0.53, 1 - 0.85 / 5.4), "ncols": len(handles)}
     legend(figure, handles, columnspacing=1.0, fontsize=9, borderpad=0.0, handletextpad=0.4, **place)
     return figure, sentence
 
@@ -91,6 +91,4 @@ def _sentence(measured: Mapping[str, Mapping[float, float]], knees: Mapping[str,
     where = f"{in_bytes(lowest)}/s"
     if highest > 1.02 * lowest:
         where = f"between {where} and {in_bytes(highest)}/s"
-    return (
-        f"The predicted knee is at {where}. A step at {in_bytes(slowest)}/s and at {in_bytes(fastest)}/s: {ends}."
-    )
+    return f"The predicted knee is at {where}. A step at {in_bytes(slowest)}/s and at {in_bytes(fastest)}/s: {ends}."

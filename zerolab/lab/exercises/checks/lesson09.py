@@ -39,6 +39,10 @@ CALLERS = "the caller's lists have changed: sorted(spans) makes a new list, span
 NO_FRACTION = "a fraction from 0 to 1: the time that is hidden, divided by the time in which something travels"
 
 APART = "two pairs that lie apart have nothing in common: max(0, ...), or the difference is negative"
+LATE_CLOCK = (
+    "times are read from a clock that may have run for days: only differences count, and float32 has too few digits"
+)
+AN_ITEM = "return a Python number: a tensor or an array of one element has .item()"
 ROUNDED = "it was rounded: return the fraction as it is"
 
 Lists = tuple[Intervals, Intervals]
@@ -74,12 +78,15 @@ def check_overlap(answer: Any, world: World) -> None:
         return  # one rank knows it all
     for about, computing, travelling, likely in CASES:
         _check_score(answer, about, computing, travelling, likely)
-    for about, scale, start in (("in microseconds, ", 1e-6, 0.0), ("late on the clock, ", 1e-3, 86_400.0)):
+    for about, scale, start, likely in (
+        ("in microseconds, ", 1e-6, 0.0, NO_UNIT),
+        ("late on the clock, ", 1e-3, 86_400.0, LATE_CLOCK),
+    ):
         for _, computing, travelling, _ in CASES[:10]:
             moved: Lists = ([], [])
             for into, spans in zip(moved, (computing, travelling), strict=True):
                 into += [(start + scale * a, start + scale * b) for a, b in spans]
-            _check_score(answer, about, *moved, NO_UNIT, 1e-6)
+            _check_score(answer, about, *moved, likely, 1e-6)
     many = [(float(7 * k % 101), 7 * k % 101 + 1.0 + k % 3) for k in range(60)]
     other = [(float(11 * k % 103), 11 * k % 103 + 0.5 + k % 2) for k in range(60)]
     _check_score(answer, "60 pairs in each list: ", many, other, IN_ORDER)
@@ -93,7 +100,10 @@ def _check_score(
     with in_case(answer, call, likely, OVERLAP_ERRORS):
         got = answer.overlap(*given)
     if not isinstance(got, Real) or isinstance(got, bool):
-        raise Wrong(f"{call} is a {type(got).__name__}, not a number", forgot_to_return(got) or NO_FRACTION)
+        raise Wrong(
+            f"{call} is a {type(got).__name__}, not a number",
+            forgot_to_return(got) or (AN_ITEM if hasattr(got, "item") else NO_FRACTION),
+        )
     if not abs(float(got) - want) <= tolerance:
         plain = likely in (NO_FRACTION, MERGE)
         found = plain and _which_slip(float(got), want, computing, travelling, tolerance)
@@ -262,8 +272,8 @@ WAITS = (
     "start_gather() returns at once, and the gather() of that unit's own turn waits"
 )
 LATE = (
-    "it must be on its way *before* the unit computes: start it in pre_forward() and in pre_backward(). What is started "
-    "after the unit has computed travels while nobody computes"
+    "it must be on its way *before* the unit computes: start it in pre_forward() and in pre_backward(). What is "
+    "started after the unit has computed travels while nobody computes"
 )
 BOTH_WAYS = (
     "forward prefetches and backward does not: self.coming holds what comes next there too, so do the same in both"
@@ -271,6 +281,7 @@ BOTH_WAYS = (
 FORWARD_TOO = (
     "backward prefetches and forward does not: self.coming holds what comes next there too, so do the same in both"
 )
+NO_GRAD = "a forward under no_grad is a pass like any other, and self.coming holds what comes next there too"
 TOO_FEW = "self.ahead says how many: start the first self.ahead units of self.coming"
 TOO_MANY = (
     "self.ahead is a budget, and every unit beyond it takes memory for its full parameters: start the first self.ahead "
@@ -425,6 +436,8 @@ class Eyes:
             return ASSUMED
         if self.early:
             return TOO_FEW
+        if self.kind != self.phase and self.phase in self.prefetched:
+            return NO_GRAD
         if self.prefetched == {"forward"} and self.phase == "backward":
             return BOTH_WAYS
         return LATE if self.phase == "forward" else FORWARD_TOO if self.prefetched == {"backward"} else LATE

@@ -110,7 +110,7 @@ lab.reveal("09.1")
 # `trace` records one step of a rank: **spans**, in which it computed, with a start and an end; the collectives, from
 # the moment each was issued to the moment it was complete; and **waits**, in which the rank stood still for one. To see
 # anything on a laptop we need a network that is slow enough. So first we time a step without any link to wait for. Then
-# we emulate a link that carries 18 bytes for every parameter in that time. (Why 18? You will be able to say so later.)
+# we emulate a link that carries 36 bytes for every parameter in that time. (Why 36? You will be able to say so later.)
 
 # %%
 # %%ranks
@@ -136,11 +136,11 @@ def timed(zero, adam, step, times=2):
 
 built = build(DDP)
 built[2]()  # creates the optimizer's state
-alone, _ = timed(*built, times=4)
+alone, _ = timed(*built, times=8)
 
 # %%
 alone = lab.pull("alone", rank=0)
-speed = 18 * 867_072 / alone
+speed = 36 * 867_072 / alone
 print(f"a step without a link takes {1000 * alone:.0f} ms here")
 lab.link(f"{speed / 1e6:.0f} MB/s, 20 us")
 
@@ -158,7 +158,7 @@ class JustInTime(Recorded):
 
 built = build(JustInTime)
 built[2]()
-seconds, record = timed(*built)
+seconds, record = timed(*built, times=4)
 
 # %%
 plots.show(plots.gantt(lab.pull("record")))
@@ -274,7 +274,7 @@ def one_step(ahead):
 
     with watched(zero, before=lambda *_: None, after=look):
         step(3)
-    seconds, record = timed(zero, adam, step)
+    seconds, record = timed(zero, adam, step, times=4)
     values = list(zero.full_state_dict().values())
     return {"calls": calls, "sent": book.moved, "most": most, "record": record, "values": values, "seconds": seconds}
 
@@ -356,8 +356,9 @@ if lab.predicted("09.3"):
 # stages 1 and 2 the forward decides: it gathers what the step has changed.
 #
 # So all four have the same **knee**: the bandwidth from which on communication hides. If a step computes for C seconds, a
-# third of them in forward, that is 3Ψ / (C/3) = 9Ψ/C bytes per second, with 4 ranks in float32. Below it, the link
-# decides, and ZeRO-3 is slower in the end by the 1.5 times that it sends.
+# third of them in forward, that is 3Ψ / (C/3) = 9Ψ/C bytes per second, with 4 ranks in float32. (The link of the timelines
+# above had four times as much.) Below the knee the link decides, and ZeRO-3 is slower, in the end by the 1.5 times that it
+# sends.
 #
 # Now measure: a step at five bandwidths, from a quarter of the knee to eight times the knee, at each of the four
 # stages.

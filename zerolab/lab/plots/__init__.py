@@ -1,5 +1,6 @@
 """The pictures of the course. Each takes measurements and returns a figure, and a sentence that says what to see."""
 
+from zerolab.lab.plots.bandwidth import Phase, knee, link_sweep
 from zerolab.lab.plots.bars import stacks
 from zerolab.lab.plots.bench import step_times
 from zerolab.lab.plots.calls import Cost, call_costs
@@ -8,7 +9,6 @@ from zerolab.lab.plots.flat import flat_storage
 from zerolab.lab.plots.holdings import who_holds_what
 from zerolab.lab.plots.hybrid import sharding_map, where_time_goes
 from zerolab.lab.plots.latency import cost, fit_cost
-from zerolab.lab.plots.link_sweep import Phase, knee, link_sweep
 from zerolab.lab.plots.losses import curves
 from zerolab.lab.plots.memory import memory_plan
 from zerolab.lab.plots.overlap import gantt

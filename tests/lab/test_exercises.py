@@ -343,6 +343,7 @@ def test_what_an_earlier_version_wrote_down(my: Path, capsys: pytest.CaptureFixt
         ("04.1", 8 * 867_072 * 3 // 4, 6 * 867_072 // 4, "number of elements"),
         ("06.2", 1_089_024, 793_088, "The root's forward is under way"),
         ("07.1", 20, 21, "stays from its forward"),
+        ("09.2", 4, 2, "without prefetching"),
         ("01.1", 48.0, 48e6, "Those are bytes"),
         ("02.1", 16 * 867_072, 16 * 8 * 867_072, "Those are bits"),
         ("03.3", 290, 188, "what the formula gives"),

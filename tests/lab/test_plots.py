@@ -6,6 +6,7 @@ import base64
 import dataclasses
 import io
 import json
+import time
 from pathlib import Path
 
 import matplotlib.pyplot as plt
@@ -15,7 +16,8 @@ import torch.distributed as dist
 from PIL import Image, ImageChops
 
 import zerolab
-from zerolab.measure import CATEGORIES, holdings, timeline, trace
+from zerolab.lab.ranks.network import linked
+from zerolab.measure import CATEGORIES, holdings, ledger, timeline, trace
 from zerolab.measure.paper import BF16
 from zerolab.tasks.models import GPT, Block
 
@@ -180,6 +182,52 @@ def test_gantt(measured, tmp_path):
         plots.gantt([])
     figure, _ = plots.gantt(measured[2][1][1])
     assert [label.get_text() for label in figure.axes[0].get_yticklabels()] == ["rank 1"]
+
+
+def step_on_a_link(stage, links):
+    """Seconds of a real step on each emulated link, and the bytes of its phases."""
+    zero = zerolab.STAGES[stage](GPT(layers=2, width=64, context=16), units=[Block])
+    optimizer = torch.optim.AdamW(zero.model.parameters())
+    x = torch.randint(0, 256, (2, 16), generator=torch.Generator().manual_seed(zero.rank))
+
+    def step():
+        zero.model(x, x).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    step()
+    with ledger(zero) as book:
+        step()
+    sent = {phase: sum(c.sent for c in book.calls if c.phase == phase) for phase in ("forward", "backward")}
+    times = {}
+    for speed in links:
+        with linked(f"{speed / 1e6} MB/s, 20 us"):
+            dist.barrier()
+            begin = time.perf_counter()
+            step()
+            times[speed] = time.perf_counter() - begin
+    return times, sent
+
+
+def test_link_sweep(ranks, tmp_path):
+    found = {stage: ranks.run(step_on_a_link, stage, (2e6, 50e6), ranks=2)[0] for stage in (0, 3)}
+    names = {0: "DDP", 3: "Zero3"}
+    measured = {names[stage]: times for stage, (times, _) in found.items()}
+    phases = {
+        names[stage]: {phase: plots.Phase(0.01 + 0.01 * (phase == "backward"), sent[phase]) for phase in sent}
+        for stage, (_, sent) in found.items()
+    }
+    for name, times in measured.items():
+        assert times[2e6] > sum(phase.sent for phase in phases[name].values()) / 2e6, "no step is faster than its link"
+    figure, sentence = plots.link_sweep(measured, phases, "title", "emulated links")
+    save(figure, tmp_path)
+    highest = max(plots.knee(of_stage) for of_stage in phases.values())
+    assert "The predicted knee is " in sentence and f"{highest / 1e6:.1f} MB/s" in sentence
+    assert "A step at 2.00 MB/s and at 50.0 MB/s: DDP " in sentence
+    alike = {"forward": plots.Phase(1.0, 3e6), "backward": plots.Phase(2.0, 6e6)}
+    assert plots.knee(alike) == 3e6
+    with pytest.raises(ValueError, match="no measurements"):
+        plots.link_sweep({}, {}, "title", "subtitle")
 
 
 def ring(n):

@@ -25,6 +25,7 @@ _HOME = {
         "current",
         "link",  # lab.link("200 MB/s, 50 us")
     ),
+    "zerolab.lab.ranks.network": ("linked",),  # on a rank, what link() does in the notebook
     "zerolab.lab.ranks.counting": ("calls",),
     "zerolab.lab.exercises.learner": (
         "Todo",
@@ -38,6 +39,7 @@ _HOME = {
     "zerolab.lab.exercises.predictions": ("predict", "predicted", "reveal", "measured", "skip"),
     "zerolab.lab.explorers": ("memory_explorer", "timeline_scrubber"),
     "zerolab.lab.ladder": ("measure_ladder",),
+    "zerolab.lab.recorded": ("Recorded",),
     "zerolab.tasks.data": ("batch", "text"),
     "zerolab.tasks.models": ("GPT", "Block"),
 }

@@ -12,6 +12,7 @@ from zerolab.lab.exercises.checks import (
     lesson07,
     lesson11,
     lesson08,
+    lesson09,
     lesson16,
 )
 from zerolab.lab.exercises.exercise import Exercise
@@ -19,6 +20,7 @@ from zerolab.lab.ranks.report import Plain
 
 _LESSONS = (lesson01, lesson02, lesson03, lesson04, lesson05, lesson06, lesson07, lesson11, lesson16)
 _LESSONS = (lesson01, lesson02, lesson03, lesson04, lesson05, lesson06, lesson07, lesson08, lesson16)
+_LESSONS = (lesson01, lesson02, lesson03, lesson04, lesson05, lesson06, lesson07, lesson09, lesson16)
 
 # By number, in the order of the course.
 EXERCISES: dict[str, Exercise] = {exercise.id: exercise for lesson in _LESSONS for exercise in lesson.EXERCISES}

@@ -33,6 +33,9 @@ _UNITS = {
     "ms": {"ms": 1.0, "s": 1e3, "us": 1e-3, "µs": 1e-3},
     "× DDP's bytes": _TIMES,
     "× float32's bytes": _TIMES,
+    "× DDP's bytes": {"x": 1.0, "×": 1.0, "times": 1.0, "%": 0.01},
+    "× DDP's bandwidth": {"x": 1.0, "×": 1.0, "times": 1.0, "%": 0.01},
+    "FLOP per byte": {"flop": 1.0, "flops": 1.0, "flop/byte": 1.0, "flops/byte": 1.0, "flop/b": 1.0, "kflop": 1e3},
 }
 
 
@@ -82,6 +85,7 @@ def _wanted(question: Question) -> str:
         "× DDP's bytes": "a multiple of DDP's bytes (1.5 is half as much again)",
         "× float32's bytes": "a multiple of float32's bytes (1.5 is half as much again)",
         "%": "a percentage",
+        "× DDP's bandwidth": "a multiple of DDP's bandwidth (1.5 is half as much again)",
     }
     return special.get(question.unit, f"a number of {question.unit}")
 

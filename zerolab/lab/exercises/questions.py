@@ -281,6 +281,35 @@ QUESTIONS: dict[str, Question] = {
             2.0**32: "The gradient is multiplied by the scale, so divide 65,504 by 2^16.",
         }
     ),
+    "09.1": Question(
+        "FLOP per byte",
+        slips={
+            1024 / 241.9: "That is FLOP for each element: an element has 4 bytes in float32.",
+            170.7 / 241.9: "That is ZeRO-3, which sends 1.5 times as much; or backward alone, without the 2 FLOP of "
+            "forward.",
+            85.3 / 241.9: "That is forward alone: backward computes twice as much.",
+            192 / 241.9: "A ring sends (N-1)/N of it, here 3/4, so there are more FLOP for each byte.",
+            512 / 241.9: "That is half of an all-reduce: it sends every element twice.",
+            64 / 241.9: "A rank's batch has 4 sequences of 64 tokens.",
+        },
+    ),
+    "09.2": Question(
+        "blocks",
+        slips={
+            1 / 2: "That is without prefetching: the two that are on their way come on top.",
+            3
+            / 4: "Those are the block at work and the two ahead: the block behind is released only after the next has "
+            "been reached.",
+        },
+    ),
+    "09.3": Question(
+        "× DDP's bandwidth",
+        slips={
+            1.5: "It sends 1.5 times as much, but a third of that in forward, where DDP sends nothing.",
+            3: "Forward has a third of the FLOP, and a third of the bytes.",
+            2: "Forward sends half of what backward sends, and computes half as much.",
+        },
+    ),
     "16.1": Question(
         "GB",
         slips={

@@ -1,5 +1,6 @@
 """The pictures of the course. Each takes measurements and returns a figure, and a sentence that says what to see."""
 
+from zerolab.lab.plots.bandwidth import Phase, knee, link_sweep
 from zerolab.lab.plots.bars import stacks
 from zerolab.lab.plots.bench import step_times
 from zerolab.lab.plots.calls import Cost, call_costs
@@ -29,6 +30,7 @@ __all__ = [
     "HATCHES",
     "LABELS",
     "Cost",
+    "Phase",
     "Piece",
     "before_after",
     "binades",
@@ -40,9 +42,11 @@ __all__ = [
     "flat_storage",
     "gantt",
     "growth",
+    "knee",
     "ladder",
     "largest_share",
     "lost",
+    "link_sweep",
     "memory_plan",
     "moment_picture",
     "number_line",

@@ -11,6 +11,8 @@ from __future__ import annotations
 
 import re
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import NamedTuple
 
 from zerolab.comm.recording import Observer, bytes_sent, observers, passes
@@ -66,6 +68,17 @@ def use(text: str | None) -> None:
         observers.remove(delay)
     if _link:
         observers.append(delay)
+
+
+@contextmanager
+def linked(text: str | None) -> Iterator[None]:
+    """On a rank, for the length of a block: what `lab.link` does in the notebook. All ranks must name the same link."""
+    before = current()
+    use(text)
+    try:
+        yield
+    finally:
+        use(before)
 
 
 def on() -> bool:

@@ -1,5 +1,6 @@
 """The pictures of the course. Each takes measurements and returns a figure, and a sentence that says what to see."""
 
+from zerolab.lab.plots.addresses import address_map
 from zerolab.lab.plots.bars import stacks
 from zerolab.lab.plots.bench import step_times
 from zerolab.lab.plots.calls import Cost, call_costs
@@ -28,6 +29,7 @@ __all__ = [
     "LABELS",
     "Cost",
     "Piece",
+    "address_map",
     "before_after",
     "call_costs",
     "cost",

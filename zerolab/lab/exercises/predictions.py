@@ -30,6 +30,7 @@ _UNITS = {
     "GB": {name: size / 1e9 for name, size in _BYTES.items()},
     "ms": {"ms": 1.0, "s": 1e3, "us": 1e-3, "µs": 1e-3},
     "× DDP's bytes": {"x": 1.0, "×": 1.0, "times": 1.0, "%": 0.01},
+    "× the arithmetic": {"x": 1.0, "×": 1.0, "times": 1.0, "%": 0.01},
 }
 
 
@@ -76,6 +77,7 @@ def _wanted(question: Question) -> str:
         "": "a number",
         "bytes": 'a number of bytes (4e6 and "4 MB" are the same)',
         "× DDP's bytes": "a multiple of DDP's bytes (1.5 is half as much again)",
+        "× the arithmetic": "a multiple of the arithmetic without it (1.5 is half as much again)",
     }
     return special.get(question.unit, f"a number of {question.unit}")
 

@@ -228,6 +228,49 @@ QUESTIONS: dict[str, Question] = {
             396_544 / 470_528: "The root counts as well: it stays until its gradient is reduced.",
         },
     ),
+    "10.1": Question(
+        "bytes",
+        slips={
+            34_960 / 4_113: "That is with everything kept: 16 vectors in each block.",
+            4 * 128 * 4 / 4_113: "That is the blocks' inputs alone: two vectors and 256 logarithms follow them.",
+            4 * (128 * 4 + 256) / 4_113: "The last norm keeps its input and its output: two vectors more.",
+            4 * 128 * 6 / 4_113: "The loss keeps 256 logarithms as well.",
+            (4 * (128 * 6 + 256) + 4 * 128 * 15) / 4_113: "While forward runs, yes. When it returns, no block's other "
+            "15 vectors are there.",
+        },
+    ),
+    "10.2": Question(
+        "× the arithmetic",
+        slips={
+            1.5 / 1.32: "Forward is one part of three, not of two: backward takes twice as much.",
+            2 / 1.32: "Only forward runs a second time: one part of three.",
+            5 / 3 / 1.32: "Backward runs once: one part more, for the second forward.",
+        },
+        formula=4 / 3,
+        beside_formula="It is a little less, since the head is not computed again.",
+    ),
+    "10.3": Question(
+        "bytes",
+        psi=GPT_4,
+        slips={
+            2: "Gradients go to the host as they come: the parameters' 2 bytes stay.",
+            1 / 4: "In stage 2 the parameters are whole on every rank. In stage 3 it would be a quarter.",
+            7 / 4: "That is what is on the host: 14Ψ/4.",
+            8: "That is everything. Masters, averages and gradients are on the host.",
+            11 / 4: "That is device and host together: 2Ψ and 14Ψ/4.",
+        },
+    ),
+    "10.4": Question(
+        "bytes",
+        psi=GPT_4,
+        slips={
+            1 / 2: "That is one direction: gradients go down, and parameters come up.",
+            4: "Each rank sends its quarter alone.",
+            2: "Both directions carry 2 bytes an element: the casts happen on the host.",
+            3 / 2: "Both directions carry 2 bytes an element: the casts happen on the host.",
+            3 / 4: "The link to the host has nothing to do with the other ranks: all of the shard crosses it.",
+        },
+    ),
     "16.1": Question(
         "GB",
         slips={

@@ -98,6 +98,7 @@ class Replay:
     arena: Arena
     pieces: list[Piece] = field(default_factory=list)
     needed: int = 0  # bytes in use at the peak
+    lost: int = 0  # the most bytes that were free at any moment, and not in the largest hole
     moment: int = 0
     until: str = ""  # the phase that it stopped after
     apart: tuple[str, ...] = ()
@@ -143,6 +144,8 @@ def _run(line: Timeline, arena: Arena, apart: Sequence[str], until: str) -> Repl
             in_use += sizes[number]
             live[number] = (place_of(kind).take(event.nbytes), moment)
         result.needed = max(result.needed, in_use)
+        if arena.size < _PLENTY:
+            result.lost = max(result.lost, arena.free - arena.largest)
     result.moment = last
     for number, (start, begin) in live.items():
         result.pieces.append(Piece(line.buffers[number].kind, start, sizes[number], begin, last))

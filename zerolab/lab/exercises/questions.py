@@ -41,7 +41,7 @@ _OF_BYTES = {
 }
 _OWN_PART = "A rank does not send its own part: (N-1)/N of it, here 3/4."
 
-GPT_4, GPT_8, GPT_6 = 867_072, 1_660_160, 1_263_616  # Ψ of the models of lessons 02 and 04, 05, 06 and 07
+GPT_4, GPT_8, GPT_6 = 867_072, 1_660_160, 1_263_616  # Ψ of the models of lessons 02 and 04, 05, 06, 07 and 10
 
 QUESTIONS: dict[str, Question] = {
     "00.1": Question(
@@ -231,27 +231,27 @@ QUESTIONS: dict[str, Question] = {
     "10.1": Question(
         "bytes",
         slips={
-            34_960 / 4_113: "That is with everything kept: 16 vectors in each block.",
-            4 * 128 * 4 / 4_113: "That is the blocks' inputs alone: two vectors and 256 logarithms follow them.",
-            4 * (128 * 4 + 256) / 4_113: "The last norm keeps its input and its output: two vectors more.",
-            4 * 128 * 6 / 4_113: "The loss keeps 256 logarithms as well.",
-            (4 * (128 * 6 + 256) + 4 * 128 * 15) / 4_113: "While forward runs, yes. When it returns, no block's other "
-            "15 vectors are there.",
+            51_200 / 5_137: "That is with everything kept: 16 vectors in each block.",
+            4 * 128 * 6 / 5_137: "That is the blocks' inputs alone: two vectors and 256 logarithms follow them.",
+            4 * (128 * 6 + 256) / 5_137: "The last norm keeps its input and its output: two vectors more.",
+            4 * 128 * 8 / 5_137: "The loss keeps 256 logarithms as well.",
+            (5_120 + 4 * 128 * 15) / 5_137: "While forward runs, yes. When it returns, no block's other 15 vectors are "
+            "there.",
         },
     ),
     "10.2": Question(
         "× the arithmetic",
         slips={
-            1.5 / 1.32: "Forward is one part of three, not of two: backward takes twice as much.",
-            2 / 1.32: "Only forward runs a second time: one part of three.",
-            5 / 3 / 1.32: "Backward runs once: one part more, for the second forward.",
+            1.5 / 1.324: "Forward is one part of three, not of two: backward takes twice as much.",
+            2 / 1.324: "Only forward runs a second time: one part of three.",
+            5 / 3 / 1.324: "Backward runs once: one part more, for the second forward.",
         },
         formula=4 / 3,
         beside_formula="It is a little less, since the head is not computed again.",
     ),
     "10.3": Question(
         "bytes",
-        psi=GPT_4,
+        psi=GPT_6,
         slips={
             2: "Gradients go to the host as they come: the parameters' 2 bytes stay.",
             1 / 4: "In stage 2 the parameters are whole on every rank. In stage 3 it would be a quarter.",
@@ -262,7 +262,7 @@ QUESTIONS: dict[str, Question] = {
     ),
     "10.4": Question(
         "bytes",
-        psi=GPT_4,
+        psi=GPT_6,
         slips={
             1 / 2: "That is one direction: gradients go down, and parameters come up.",
             4: "Each rank sends its quarter alone.",

@@ -363,8 +363,7 @@ for kind in ("tensor parallel", "data parallel"):
 # %%
 from zerolab.lab.arena import OutOfMemory, replay
 
-size = replay(plain).arena.size
-first_fit = replay(plain, size, until="backward")
+first_fit = replay(plain, until="backward")
 plots.show(plots.address_map([first_fit], ["first fit"]))
 
 # %% [markdown]
@@ -395,8 +394,7 @@ assert arena.free > 3 * 4 * psi > arena.largest
 # allocations once more, with one flat buffer for all gradients:
 
 # %%
-apart = replay(plain, apart=["gradients"])
-apart = replay(plain, apart.arena.size, apart=["gradients"], until="backward")
+apart = replay(plain, apart=["gradients"], until="backward")
 plots.show(plots.address_map([first_fit, apart], ["first fit", "gradients in one flat buffer"]))
 
 # %%

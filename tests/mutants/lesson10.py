@@ -154,6 +154,15 @@ CHECKPOINTED_MUTANTS = {
         edit(CHECKPOINTED, "torch.random.fork_rng(devices=[]), ", ""),
         "the second run has moved the generator",
     ),
+    "without dropout": (
+        edit(CHECKPOINTED, "y = ctx.block(x", "y = ctx.block.eval()(x"),
+        "dropout was off in the second run",
+    ),
+    "the block saved as a tensor": (
+        edit(CHECKPOINTED, "ctx.save_for_backward(x)", "ctx.save_for_backward(x, block)"),
+        "takes tensors alone",
+    ),
+    "not static": (edit(CHECKPOINTED, "    @staticmethod\n", ""), "@staticmethod is missing"),
     "a fixed seed": (
         edit(
             CHECKPOINTED,
@@ -436,7 +445,7 @@ HOST_MUTANTS = {
     ),
     "the gradient past the link": (
         edit(HOST, "self.link.to_host(grad).float()", "grad.float()"),
-        "the gradient did not come over the link",
+        "the gradient did not come over the link when it was there",
     ),
     "the result past the link": (
         edit(HOST, _SEND, "self.shard.copy_(self.master)"),
@@ -481,6 +490,30 @@ HOST_MUTANTS = {
             "        self.master.copy_(self.link.to_host(self.shard))\n        self.optimizer.step()",
         ),
         "loaded from the shard again",
+    ),
+    "updates the masters in receive": (
+        edit(
+            HOST,
+            "        self.optimizer.step()\n",
+            "",
+            _RECEIVE,
+            f"{_RECEIVE}\n        self.optimizer.step()\n        self.master.grad.zero_()",
+        ),
+        "updated before step()",
+    ),
+    "sent in float16": (edit(HOST, "self.master.to(self.shard.dtype)", "self.master.half()"), "another 16-bit format"),
+    "kept on the device until the step": (
+        edit(
+            HOST,
+            _RECEIVE,
+            "self.came.append((start, grad))",
+            "        self.optimizer.step()\n",
+            "        for start, grad in self.came:\n"
+            f"            {_RECEIVE}\n        self.came = []\n        self.optimizer.step()\n",
+            "        self.optimizer = make",
+            "        self.came = []\n        self.optimizer = make",
+        ),
+        "did not come over the link when it was there",
     ),
     "updates in receive": (
         edit(HOST, _RECEIVE, f"{_RECEIVE}\n        self.step()"),

@@ -5,7 +5,7 @@ from __future__ import annotations
 import gc
 import weakref
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 from unittest.mock import patch
@@ -81,6 +81,7 @@ DRAWN = (
     "the block drew other random numbers the second time: keep torch.get_rng_state() in forward, and set it again "
     "before the block runs in backward"
 )
+OFF = "dropout was off in the second run: leave the block in the mode it is in"
 FIRST_DRAW = "the first run draws as it would without checkpointing: leave the generator alone in forward"
 MOVED = (
     "the second run has moved the generator: whatever is drawn next differs from a run without checkpointing. Put its "
@@ -146,7 +147,7 @@ class Odd(nn.Module):
         self.to(dtype)
 
     def forward(self, x: Tensor, scale: float = 1.0, mask: Tensor | None = None) -> Tensor:
-        hidden = torch.nn.functional.dropout(torch.relu(self.up(x)) + 1.0, self.dropout)
+        hidden = torch.nn.functional.dropout(torch.relu(self.up(x)) + 1.0, self.dropout, self.training)
         device = x.device.type
         autocast = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else None
         dropped = (hidden == 0).detach()
@@ -173,6 +174,9 @@ def upstream(dtype: torch.dtype = torch.float32) -> Tensor:
 def check_checkpointed(answer: Any, world: World) -> None:
     with refusing_torchs():
         check_one_block(answer, world, {}, "")
+        check_under_an_engine(answer, world)
+        if world.world_size > 1:  # the rest has nothing to do with ranks
+            return
         check_one_block(answer, world, {"scale": 0.5, "mask": (rows(3) > 0).float()}, "with scale= and mask=")
         check_kept(answer, world)
         check_generator(answer)
@@ -185,7 +189,6 @@ def check_checkpointed(answer: Any, world: World) -> None:
         for dtype in (torch.float64, torch.bfloat16):
             name = str(dtype).removeprefix("torch.")
             check_one_block(answer, world, {}, f"in {name}", dtype, ONE_DTYPE)
-        check_under_an_engine(answer, world)
 
 
 @contextmanager
@@ -202,14 +205,10 @@ def refusing_torchs() -> Iterator[None]:
         yield
 
 
-Call = Callable[[], Tensor]
-
-
-def run_plain(block: Odd, x: Tensor, kwargs: dict[str, Any], within: AbstractContextManager[Any]) -> Tensor:
+def run_plain(block: Odd, x: Tensor, kwargs: dict[str, Any]) -> Tensor:
     """What the block returns, with the random numbers that the answer's call will draw."""
     state = torch.get_rng_state()
-    with within:
-        y = block(x, **kwargs)
+    y = block(x, **kwargs)
     torch.set_rng_state(state)
     return y
 
@@ -247,7 +246,7 @@ def check_one_block(
     weights = [torch.full((WIDTH,), 0.75, dtype=dtype, requires_grad=True) for _ in range(2)]
     data, grad = rows(0, dtype, world.rank), upstream(dtype)
     with values.in_case(answer, f"checkpointed(block, x){when}", likely, ERRORS):
-        want = run_plain(plain, data * weights[0], kwargs, nullcontext())
+        want = run_plain(plain, data * weights[0], kwargs)
         x = data * weights[1]
         tasks: list[int] = []
         x.register_hook(lambda _: tasks.append(torch._C._current_graph_task_id()))
@@ -261,7 +260,7 @@ def check_one_block(
             )
         got.register_hook(lambda _: tasks.append(torch._C._current_graph_task_id()))
         blind = Odd(dtype)  # for a backward that starts from ones
-        run_plain(blind, rows(0, dtype, world.rank) * 0.75, kwargs, nullcontext()).sum().backward()
+        run_plain(blind, rows(0, dtype, world.rank) * 0.75, kwargs).sum().backward()
         want.backward(grad)
         got.backward(grad)
     check_second_run(block, when)
@@ -292,7 +291,8 @@ def check_second_run(block: Odd, when: str, first: int = 0, calls: int = 2) -> N
     if not torch.equal(one.dropped, other.dropped):
         different = int((one.dropped != other.dropped).sum())
         seen = f"dropout chose other elements in backward than in forward, {different:,} of {one.dropped.numel():,}"
-        raise Wrong(f"{seen}{when}", DRAWN)
+        off = bool(one.dropped.any()) and not bool(other.dropped.any())
+        raise Wrong(f"{seen}{when}", OFF if off else DRAWN)
 
 
 def check_grads(block: Odd, plain: Odd, weights: list[Tensor], when: str, likely: str = "") -> None:
@@ -394,7 +394,7 @@ def check_no_gradient_to_input(answer: Any, world: World) -> None:
     plain, block = Odd(), Odd()
     x = rows(1, rank=world.rank)
     with values.in_case(answer, f"checkpointed(block, x){when}", NEEDS_GRAD, ERRORS):
-        want = run_plain(plain, x, {}, nullcontext())
+        want = run_plain(plain, x, {})
         got = called(answer, block, x, {}, when)
         if not got.requires_grad:
             raise Wrong(f"the output needs no gradient{when}", NEEDS_GRAD)
@@ -415,7 +415,7 @@ def check_leaf(answer: Any) -> None:
     when = " (x is a leaf of the graph)"
     plain, block = Odd(), Odd()
     one, other = rows(2).requires_grad_(), rows(2).requires_grad_()
-    want = run_plain(plain, one, {}, nullcontext())
+    want = run_plain(plain, one, {})
     want.backward(upstream())
     called(answer, block, other, {}, when).backward(upstream())
     if other.grad is None:
@@ -446,7 +446,7 @@ def check_autocast(answer: Any) -> None:
     plain, block = Odd(), Odd()
     x = rows(4).requires_grad_()
     with torch.autocast("cpu", torch.bfloat16):
-        want = run_plain(plain, x, {}, nullcontext())
+        want = run_plain(plain, x, {})
         got = called(answer, block, x, {}, when)
     want.backward(upstream())
     with values.in_case(answer, f"a backward{when}", NO_AUTOCAST, ERRORS):
@@ -647,6 +647,9 @@ def checkpointed(block: nn.Module, x: Tensor, **kwargs) -> Tensor:
 ERRORS = {
     "does not require grad and does not have a grad_fn": NOT_RECORDED,
     "backward through the graph a second time": HISTORY,
+    "can only save variables": "save_for_backward() takes tensors alone; anything else is an attribute, ctx.block",
+    "takes no keyword arguments": "apply() takes no keyword arguments: give it the dictionary itself",
+    "non-static forward": "@staticmethod is missing above forward and backward",
     "incorrect number of gradients": "backward() returns one value for each argument of forward(), without ctx: None "
     "for those that need no gradient",
     "unexpected keyword argument": NO_KWARGS,
@@ -673,7 +676,10 @@ SAME_MEMORY = (
 LOW = "the masters must be float32, whatever the shard is: small updates are lost in 16 bits (lesson 02)"
 WIDE_DOWN = "cast before it was sent, so twice the bytes travel: send the gradient as it is, and cast on the host"
 WIDE_UP = "sent in float32, and rounded only on the device: cast to the shard's dtype on the host, and send half"
-GRAD_BYPASS = "the gradient did not come over the link: on a GPU it is on the device; link.to_host(grad) copies it"
+GRAD_BYPASS = (
+    "the gradient did not come over the link when it was there: on a GPU it is on the device, which needs the memory; "
+    "link.to_host(grad) copies it"
+)
 UP_BYPASS = "the new values did not go over the link: link.to_device(shard, ...) copies them, in the shard's dtype"
 NEVER = "the device never gets the new values: link.to_device(self.shard, ...) after the update"
 TOO_OFTEN = "more travels than the part that came: send this part alone, when it comes"
@@ -696,6 +702,7 @@ SHARED = "two HostOptimizers share something: keep it on self, not on the class 
 OWN_OPTIMIZER = "make_optimizer([...]) makes the optimizer: it knows which kind, and with what settings"
 MUCH = "the host needs 16 bytes an element: masters, gradients and Adam's two averages in float32"
 NOT_TOUCHED = "the gradient is the caller's: work on the copy"
+OTHER_16 = "rounded to another 16-bit format on the way: cast to the shard's own dtype, self.shard.dtype"
 NO_UPDATE = "the masters are as before: the optimizer saw no gradient, or was not asked to step"
 SCALED = "the gradient that arrives is the mean already: do not divide it again"
 
@@ -766,13 +773,18 @@ def simulate(case: Case, how: str = "") -> list[tuple[Tensor, Tensor]]:
                 at = slice(0, end - start) if how == "start" else slice(start, end)
                 piece = full[start:end].to(total.dtype)
                 total[at] = piece if how == "last" else total[at] + piece
+                if how == "each":
+                    master.grad = total.clone()
+                    optimizer.step()
+                    total.zero_()
         if how == "reload":
             master.copy_(shard)
         if how == "new":
             optimizer = case.make([master])
         old = master.clone()
         master.grad = total.to(master.dtype)
-        optimizer.step()
+        if how != "each":
+            optimizer.step()
         shard.copy_(old if how == "late" else master)
         if how != "keeps":
             total.zero_()
@@ -790,11 +802,12 @@ SUSPECTS = {
     "late": LATE,
     "new": NEW_STATE,
     "one part": ONE_PART,
+    "each": EARLY,
 }  # "late" differs in the shard alone
 
 
 def check_host_optimizer(answer: Any, world: World) -> None:
-    for case in CASES:
+    for case in CASES if world.world_size == 1 else CASES[:1]:  # what is checked has nothing to do with ranks
         check_case(answer, case)
     check_two(answer)
 
@@ -844,7 +857,7 @@ def check_case(answer: Any, case: Case) -> None:
             check_made(made, shard, link, case)
             wrong = {how: found[step] for how, found in suspects.items()}
             check_masters(asked, made[0], expected[step][0], wrong, case, step)
-            check_values(asked, shard, before, expected[step][1], wrong, host, link.up - up)
+            check_values(asked, shard, before, *expected[step], wrong, host, link.up - up)
             check_up(asked, link.up - up, SHARD * itemsize)
             if link.down - bytes_down > sent:
                 raise Wrong(f"{asked}: {link.down - bytes_down - sent:,} bytes more came to the host", RELOADED)
@@ -919,10 +932,14 @@ def check_masters(
     raise Wrong(f"{seen}, {_worst(got, want)}", likely, values_differ=True)
 
 
+SIXTEEN = (torch.float16, torch.bfloat16)
+
+
 def check_values(
     asked: str,
     got: Tensor,
     before: Tensor,
+    masters: Tensor,
     want: Tensor,
     suspects: dict[str, tuple[Tensor, Tensor]],
     host: Any,
@@ -935,6 +952,8 @@ def check_values(
         likely = REPLACED
     elif torch.equal(got, before) and not went:
         likely = NEVER
+    elif not likely and any(matches(got, masters.to(wrong).to(got.dtype)) for wrong in SIXTEEN):
+        likely = OTHER_16
     seen = (
         f"{asked}: {_difference(got, want)} of the shard are wrong, {_worst(got, want)}, though the masters are right"
     )
@@ -1013,7 +1032,8 @@ class HostOptimizer:
     def receive(self, start: int, grad: Tensor) -> None:
         """Backward has the mean gradient of shard[start : start + len(grad)], in the shard's dtype, on the device.
 
-        Called for each part, in any order, and again for each micro-batch: until step(), gradients add up.
+        Bring it to the host now, so that the device can give its memory back. Called for each part, in any order, and
+        again for each micro-batch: until step(), gradients add up.
         """
         raise Todo("10.2")
 

@@ -162,7 +162,6 @@ CHECKPOINTED_MUTANTS = {
         edit(CHECKPOINTED, "ctx.save_for_backward(x)", "ctx.save_for_backward(x, block)"),
         "takes tensors alone",
     ),
-    "not static": (edit(CHECKPOINTED, "    @staticmethod\n", ""), "@staticmethod is missing"),
     "a fixed seed": (
         edit(
             CHECKPOINTED,
@@ -556,7 +555,7 @@ HOST_MUTANTS = {
         "the gradient is the caller's",
     ),
     "Adam, whatever was asked": (
-        edit(HOST, "make_optimizer([self.master])", "torch.optim.Adam([self.master], lr=2e-3)"),
+        edit(HOST, "make_optimizer([self.master])", "torch.optim.Adam([self.master], lr=3e-3)"),
         "make_optimizer([...]) makes the optimizer",
     ),
     "one for the whole class": (

@@ -215,8 +215,9 @@ if lab.predicted("10.1") and lab.predicted("10.2"):
 # The mountain has become a low ridge: kept inputs, and while backward is at a block, the 16 vectors of that block alone. The
 # peak is now made of model states, for which there are stages 1 to 3.
 #
-# A token leaves 4 bytes × (128 × (6 + 2) + 256) = 5,120, and 17 more, of which the last norm's mean and spread are 8. The arithmetic grows from three parts (forward one, backward two) to nearly four: 4/3. It is a little
-# less because the head is not computed again. And no bit of the loss or the weights has changed.
+# A token leaves 4 bytes × (128 × (6 + 2) + 256) = 5,120, and 16 more: 8 for the target, 8 for the last norm's mean and
+# spread. (The token itself was there before.) The arithmetic grows from three parts (forward one, backward two) to nearly
+# four, 4/3. It is a little less because the head is not computed again. No bit of the loss or the weights has changed.
 #
 # **In production** this is `torch.utils.checkpoint.checkpoint(block, x, use_reentrant=False)`, the third run above. Your
 # function is of the kind that torch calls *reentrant*: it starts a backward inside the backward. The other kind replaces
@@ -226,12 +227,12 @@ if lab.predicted("10.1") and lab.predicted("10.2"):
 #
 # ## Who has the same activations?
 #
-# Gradients were divided because all ranks had the same ones. Is that so for activations? In data parallelism each rank has
-# its own part of the batch, so every rank's activations are different: nothing is stored twice, and nothing can be divided.
+# Stages 1 to 3 divide what all ranks have in common. What about activations? In data parallelism each rank has its own part
+# of the batch, so its activations are its own: nothing is stored twice, and there is nothing to divide.
 #
 # It is different when ranks share the work of *one layer*. This is **tensor parallelism**, a kind of model parallelism
-# (lesson 15): each rank has a quarter of the hidden units of an MLP, computes with them, and an all-reduce adds up the four
-# partial outputs. For that, every rank needs the whole input. Here is such an MLP, with 16 hidden units for each rank:
+# (lesson 15). Each rank has a quarter of the hidden units of an MLP and computes with them, and an all-reduce adds up the
+# four partial outputs. For that, every rank needs the whole input. Here is such an MLP, with 16 hidden units on each rank:
 
 
 # %%
@@ -274,7 +275,7 @@ class QuarterMLP(nn.Module):
 # %% [markdown]
 # Checkpoint three of them, and every rank keeps the same three inputs. ZeRO-R's **P_a** (partitioned activations) keeps a
 # quarter of each instead, and all-gathers the rest before the second run. That changes two lines of a checkpointed block:
-# what forward keeps, and where backward gets it from.
+# what forward keeps, and where backward gets it from. (Random numbers and autocast are left out here.)
 
 
 # %%
@@ -302,9 +303,10 @@ class Partitioned(torch.autograd.Function):
         return None, None, x.grad, None
 
 
-def three_blocks(divide, source):
+def three_blocks(divide):
     blocks, asks, kept = [QuarterMLP(seed) for seed in range(3)], torch.empty(0, requires_grad=True), []
-    x = torch.randn(512, 128, generator=torch.Generator().manual_seed(source))
+    torch.manual_seed(0)
+    x = torch.randn(512, 128)  # the same on every rank
     with torch.autograd.graph.saved_tensors_hooks(lambda t: kept.append(t) or t, lambda t: t):
         for block in blocks:
             x = Partitioned.apply(asks, block, x, divide)
@@ -315,9 +317,10 @@ def three_blocks(divide, source):
     return sum(t.nbytes for t in kept), len(gathers), grads, kept[-1].double().sum().item()
 
 
-whole, quarter = three_blocks(False, source=0), three_blocks(True, source=0)  # the same tokens on every rank
+whole, quarter = three_blocks(divide=False), three_blocks(divide=True)
 partition = {"whole": whole[:2], "quarter": quarter[:2], "equal": torch.equal(whole[2], quarter[2])}
 
+# And in data parallelism? The sum of all elements of the last block's input tells ranks apart.
 fingerprints, model = {"tensor parallel": whole[3]}, make_model()
 
 
@@ -421,8 +424,8 @@ assert apart.arena.size > first_fit.arena.size
 # ## Beyond the device
 #
 # A server has more host memory than its GPUs have of theirs, and hardly uses it. In bfloat16 with float32 masters and Adam, 12
-# of 16 bytes are masters and averages. They are read and written *once a step*, while parameters are read in every forward
-# and backward. So **ZeRO-Offload** (Ren et al., arXiv 2101.06840) puts them on the host, with the optimizer's arithmetic:
+# of 16 bytes are masters and averages. These are read and written *once a step*; the parameters are read in every forward and
+# backward. So **ZeRO-Offload** (Ren et al., arXiv 2101.06840) puts masters and averages on the host, and updates them there:
 #
 # 1. forward and backward run on the device, with bfloat16 parameters;
 # 2. each mean gradient goes to the host as soon as it is there, in bfloat16;
@@ -598,7 +601,7 @@ assert all(seconds > on_link for seconds in detour.values())
 # NBVAL_CHECK_OUTPUT
 speed = 400e12  # operations per second: 40 % of the 989e12 (bfloat16) that NVIDIA states for an H100
 to_host = 50e9  # bytes per second and direction: most of the 64e9 of its PCIe 5 link
-memory = 300e9  # bytes per second of the host's memory, which 8 GPUs share
+memory = 300e9  # bytes per second of the host's memory, which 8 GPUs share: eight channels of DDR5-4800
 for ranks in (1, 8, 64):
     tokens = (4 / ranks) / to_host * speed / 6
     servers = max(1, ranks // 8)
@@ -607,15 +610,14 @@ for ranks in (1, 8, 64):
 
 # %% [markdown]
 # The surprise is the second column: on a server of 8 GPUs the host's own update costs far more than the link. One GPU or
-# eight, their host updates all Ψ parameters; with 64 GPUs eight hosts share them. With a few thousand
-# tokens per GPU and step, a short micro-batch, the GPU waits longer than it computes. With tens of thousands, which
-# gradient accumulation makes easy, the detour is noise. So offload pays when what it frees is what you lack: when a model
-# does not fit otherwise, or when the freed memory makes the batch so large that the wait no longer counts. On 64 GPUs
-# there is little left to free.
+# eight, their host updates all Ψ parameters; with 64 GPUs eight hosts share them. With a few thousand tokens per GPU and step,
+# one micro-batch, the GPU waits as long as it computes. With a hundred thousand, from gradient accumulation, the wait is a
+# tenth. So offload pays when a model does not fit otherwise, or when the freed memory makes the batch so large that the wait
+# no longer counts. On 64 GPUs there is little left to free.
 #
-# **In production.** DeepSpeed has `"offload_optimizer": {"device": "cpu", "pin_memory": true}` in `zero_optimization`, an Adam
-# for CPUs with vector instructions, and an option of the paper's that overlaps the update with the next step, whose gradients
-# then come from parameters one step old. FSDP2 has `CPUOffloadPolicy`, which keeps the shards of everything on the host, the
+# **In production.** DeepSpeed has `"offload_optimizer": {"device": "cpu", "pin_memory": true}` in `zero_optimization`, and
+# an Adam for CPUs with vector instructions. (The paper also overlaps the update with the next step, whose gradients then come
+# from parameters that are one step old.) FSDP2 has `CPUOffloadPolicy`, which keeps the shards of everything on the host, the
 # parameters too, and sends those up before each gather. Side by side with ours, on the CPU (where torch's copies do nothing):
 
 # %%
@@ -795,7 +797,7 @@ print("about a quarter touched by the optimizer:", abs(updating["Zero1"] / updat
 # %% [markdown] tags=["answer"]
 # **Answers**
 #
-# 1. Activation checkpointing: about a third more arithmetic, and a few percent of the activations remain. A smaller
+# 1. Activation checkpointing: about a third more arithmetic, and less than a tenth of the activations remains. A smaller
 #    micro-batch with accumulation: no more arithmetic, but smaller matrix products, and in stage 3 the gathers are repeated
 #    for every micro-batch.
 # 2. Of 64 inputs, and the 16 vectors of the one block that is computed again: 64 + 16 = 80 vectors per token instead of 1,024.
@@ -806,8 +808,8 @@ print("about a quarter touched by the optimizer:", abs(updating["Zero1"] / updat
 # 5. Fragmentation: 18 GB belong to the allocator, in holes of less than 4 GB. `expandable_segments:True`, reserving long
 #    lifetimes early, or the same sequence length in every step help.
 # 6. 2Ψ = 20 GB of parameters; masters, averages and gradients, 140 GB, are on the host. With one GPU per host the update
-#    costs as much as 6,000 tokens (by the numbers above) and the link as much as 5,000, so with some ten thousand tokens a
-#    step, accumulated over micro-batches, half of the time or more is compute; with a hundred thousand nearly all.
+#    costs as much as 6,000 tokens (by the numbers above) and the link as much as 5,000. So with ten thousand tokens a step,
+#    accumulated over micro-batches, about half of the time is compute, and with a hundred thousand nine tenths.
 
 # %%
 lab.stop()

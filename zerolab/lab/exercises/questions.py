@@ -231,11 +231,11 @@ QUESTIONS: dict[str, Question] = {
     "10.1": Question(
         "bytes",
         slips={
-            51_200 / 5_137: "That is with everything kept: 16 vectors in each block.",
-            4 * 128 * 6 / 5_137: "That is the blocks' inputs alone: two vectors and 256 logarithms follow them.",
-            4 * (128 * 6 + 256) / 5_137: "The last norm keeps its input and its output: two vectors more.",
-            4 * 128 * 8 / 5_137: "The loss keeps 256 logarithms as well.",
-            (5_120 + 4 * 128 * 15) / 5_137: "While forward runs, yes. When it returns, no block's other 15 vectors are "
+            51_200 / 5_136: "That is with everything kept: 16 vectors in each block.",
+            4 * 128 * 6 / 5_136: "That is the blocks' inputs alone: two vectors and 256 logarithms follow them.",
+            4 * (128 * 6 + 256) / 5_136: "The last norm keeps its input and its output: two vectors more.",
+            4 * 128 * 8 / 5_136: "The loss keeps 256 logarithms as well.",
+            (5_120 + 4 * 128 * 15) / 5_136: "While forward runs, yes. When it returns, no block's other 15 vectors are "
             "there.",
         },
     ),

@@ -112,7 +112,7 @@ plots.show(plots.skyline([plain], names=["everything kept"]))
 
 # %%
 lab.predict("10.1", 4 * (128 * (6 + 2) + 256))  # bytes
-lab.predict("10.2", 1.32)  # × the arithmetic
+lab.predict("10.2", 4 / 3)  # × the arithmetic
 
 # %% [markdown]
 # ## Write: a checkpointed block
@@ -687,10 +687,10 @@ print("the step takes every rank, not only the slow one, 0.42 s or more:", min(l
 print("bytes of parameters on the 4 ranks:", lab.pull("share"))
 
 # %% [markdown]
-# All ranks are as slow as the slowest: backward's first reduction waits for its gradients. And all shards are equal, so the
-# rank with the *least* memory decides what fits. A mean of equal batches over equal shards is what a collective computes.
-# To use unequal GPUs you would have to give the slow one fewer samples, weigh its mean accordingly, and cut uneven shards,
-# with uneven collectives. Neither DeepSpeed nor FSDP2 nor this engine does that.
+# All ranks are as slow as the slowest. In forward the fast ones wait whenever a block's new parameters are gathered, and in
+# backward the first reduction waits for rank 3's gradients. All shards are equal, so the rank with the *least* memory decides
+# what fits. To use unequal GPUs well you would have to give the slow one fewer samples, weigh its mean accordingly, and cut
+# uneven shards, with uneven collectives. This engine does not, and FSDP2 and DeepSpeed cut evenly too.
 #
 # ## On trial
 #
@@ -716,8 +716,8 @@ print("activations when forward returns, kB per token:", per_token)
 #
 # > "ZeRO balances GPUs with TPUs and FPGAs."
 #
-# **False.** You measured what happens with unequal ranks: equal shards, and everybody waits for the slowest. All ranks run
-# the same collectives, of one library, on one kind of device. Offload is what heterogeneity means today: the GPU computes, and
+# **False.** You measured what happens with unequal ranks: shards are equal, and everybody waits for the slowest. All ranks call
+# the same collectives of one library (NCCL on NVIDIA's GPUs). Offload is what heterogeneity means today: the GPU computes, and
 # the host of the same server keeps and updates what is used once a step.
 #
 # > "ZeRO cures fragmentation and memory bandwidth."

@@ -347,6 +347,9 @@ def test_what_an_earlier_version_wrote_down(my: Path, capsys: pytest.CaptureFixt
         ("01.1", 48.0, 48e6, "Those are bytes"),
         ("02.1", 16 * 867_072, 16 * 8 * 867_072, "Those are bits"),
         ("03.3", 290, 188, "what the formula gives"),
+        ("10.1", 5_136, 51_200, "16 vectors in each block"),
+        ("10.2", 1.324, 1.5, "one part of three"),
+        ("10.4", 1_263_616, 1_263_616 // 2, "one direction"),
     ],
 )
 def test_a_known_slip_is_named(

@@ -18,7 +18,10 @@ from PIL import Image, ImageChops
 import zerolab
 from zerolab.lab.ranks.network import linked
 from zerolab.measure import CATEGORIES, holdings, ledger, timeline, trace
+from zerolab.lab.arena import replay
+from zerolab.measure import CATEGORIES, holdings, timeline, trace
 from zerolab.measure.paper import BF16
+from zerolab.measure.units import in_bytes
 from zerolab.tasks.models import GPT, Block
 
 plots = pytest.importorskip("zerolab.lab.plots")
@@ -172,6 +175,29 @@ def test_skyline(measured, tmp_path):
     assert [label.get_text() for label in figure.axes[0].get_xticklabels()] == ["forward"]
     with pytest.raises(ValueError, match="no timeline"):
         plots.skyline([])
+
+
+def test_skyline_of_two_steps_in_one_stage(measured, tmp_path):
+    lines = [measured[1][0][0], measured[1][1][0]]
+    figure, sentence = plots.skyline(lines, names=["before", "after"])
+    save(figure, tmp_path)
+    assert [axes.get_title("left") for axes in figure.axes] == ["before", "after"]
+    assert " before, " in sentence and " after. " in sentence and "in stage" not in sentence
+
+
+def test_address_map(measured, tmp_path):
+    line = measured[0][0][0]
+    replays = [replay(line, until="backward"), replay(line, apart=["gradients"], until="backward")]
+    figure, sentence = plots.address_map(replays, ["first fit", "apart"])
+    save(figure, tmp_path)
+    arena = replays[1].arena
+    assert f"apart: {in_bytes(arena.size)} of addresses; at the end {in_bytes(arena.free)} free in" in sentence
+    assert sentence.endswith(f"the largest of {in_bytes(arena.largest)}.")
+    for axes, drawn_of in zip(figure.axes, replays, strict=True):
+        assert len(axes.patches) == len(drawn_of.pieces)
+    save(plots.address_map([replay(line)], ["a step"])[0], tmp_path)
+    with pytest.raises(ValueError, match="1 replays and 2 titles"):
+        plots.address_map(replays[:1], ["one", "two"])
 
 
 def test_gantt(measured, tmp_path):

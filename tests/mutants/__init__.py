@@ -21,6 +21,10 @@ from . import lesson01, lesson02, lesson03, lesson04, lesson05, lesson06, lesson
 from .former import FORMER as FORMER
 
 _LESSONS = (lesson01, lesson02, lesson03, lesson04, lesson05, lesson06, lesson07, lesson09, lesson16)
+from . import lesson01, lesson02, lesson03, lesson04, lesson05, lesson06, lesson07, lesson10, lesson16
+from .former import FORMER as FORMER
+
+_LESSONS = (lesson01, lesson02, lesson03, lesson04, lesson05, lesson06, lesson07, lesson10, lesson16)
 
 RIGHT: dict[str, tuple[str, ...]] = {id: answers for lesson in _LESSONS for id, answers in lesson.RIGHT.items()}
 WRONG: dict[str, dict[str, tuple[str, str]]] = {id: found for lesson in _LESSONS for id, found in lesson.WRONG.items()}

@@ -36,6 +36,7 @@ _UNITS = {
     "× DDP's bytes": {"x": 1.0, "×": 1.0, "times": 1.0, "%": 0.01},
     "× DDP's bandwidth": {"x": 1.0, "×": 1.0, "times": 1.0, "%": 0.01},
     "FLOP per byte": {"flop": 1.0, "flops": 1.0, "flop/byte": 1.0, "flops/byte": 1.0, "flop/b": 1.0, "kflop": 1e3},
+    "× the arithmetic": {"x": 1.0, "×": 1.0, "times": 1.0, "%": 0.01},
 }
 
 
@@ -86,6 +87,7 @@ def _wanted(question: Question) -> str:
         "× float32's bytes": "a multiple of float32's bytes (1.5 is half as much again)",
         "%": "a percentage",
         "× DDP's bandwidth": "a multiple of DDP's bandwidth (1.5 is half as much again)",
+        "× the arithmetic": "a multiple of the arithmetic without it (1.5 is half as much again)",
     }
     return special.get(question.unit, f"a number of {question.unit}")
 

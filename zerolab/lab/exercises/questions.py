@@ -43,6 +43,7 @@ _OWN_PART = "A rank does not send its own part: (N-1)/N of it, here 3/4."
 
 GPT_4, GPT_8, GPT_6 = 867_072, 1_660_160, 1_263_616  # Ψ of the models of lessons 02 and 04, 05, 06 and 07
 GPT_11 = 136_960
+GPT_4, GPT_8, GPT_6 = 867_072, 1_660_160, 1_263_616  # Ψ of the models of lessons 02 and 04, 05, 06, 07 and 10
 
 QUESTIONS: dict[str, Question] = {
     "00.1": Question(
@@ -308,6 +309,47 @@ QUESTIONS: dict[str, Question] = {
             1.5: "It sends 1.5 times as much, but a third of that in forward, where DDP sends nothing.",
             3: "Forward has a third of the FLOP, and a third of the bytes.",
             2: "Forward sends half of what backward sends, and computes half as much.",
+    "10.1": Question(
+        "bytes",
+        slips={
+            51_200 / 5_136: "That is with everything kept: 16 vectors in each block.",
+            4 * 128 * 6 / 5_136: "That is the blocks' inputs alone: two vectors and 256 logarithms follow them.",
+            4 * (128 * 6 + 256) / 5_136: "The last norm keeps its input and its output: two vectors more.",
+            4 * 128 * 8 / 5_136: "The loss keeps 256 logarithms as well.",
+            (5_120 + 4 * 128 * 15) / 5_136: "While forward runs, yes. When it returns, no block's other 15 vectors are "
+            "there.",
+        },
+    ),
+    "10.2": Question(
+        "× the arithmetic",
+        slips={
+            1.5 / 1.324: "Forward is one part of three, not of two: backward takes twice as much.",
+            2 / 1.324: "Only forward runs a second time: one part of three.",
+            5 / 3 / 1.324: "Backward runs once: one part more, for the second forward.",
+        },
+        formula=4 / 3,
+        beside_formula="It is a little less, since the head is not computed again.",
+    ),
+    "10.3": Question(
+        "bytes",
+        psi=GPT_6,
+        slips={
+            2: "Gradients go to the host as they come: the parameters' 2 bytes stay.",
+            1 / 4: "In stage 2 the parameters are whole on every rank. In stage 3 it would be a quarter.",
+            7 / 4: "That is what is on the host: 14Ψ/4.",
+            8: "That is everything. Masters, averages and gradients are on the host.",
+            11 / 4: "That is device and host together: 2Ψ and 14Ψ/4.",
+        },
+    ),
+    "10.4": Question(
+        "bytes",
+        psi=GPT_6,
+        slips={
+            1 / 2: "That is one direction: gradients go down, and parameters come up.",
+            4: "Each rank sends its quarter alone.",
+            2: "Both directions carry 2 bytes an element: the casts happen on the host.",
+            3 / 2: "Both directions carry 2 bytes an element: the casts happen on the host.",
+            3 / 4: "The link to the host has nothing to do with the other ranks: all of the shard crosses it.",
         },
     ),
     "16.1": Question(

@@ -30,17 +30,20 @@ ORDER = ("parameters", "optimizer", "gradients", "gathered parameters", "communi
 PHASES = ("forward", "backward", "step")
 
 
-def skyline(lines: Sequence[Timeline], learner: bool | Sequence[bool] = False) -> tuple[Figure, str]:
+def skyline(
+    lines: Sequence[Timeline], learner: bool | Sequence[bool] = False, names: Sequence[str] = ()
+) -> tuple[Figure, str]:
     """One rank's `measure.timeline` of a step at each stage: bytes by kind, and what the peak is made of.
 
     A phase of the step is equally wide in all panels; within a phase, x counts allocations and releases. learner:
-    whether the learner's code ran, in all panels or in each. Its areas are solid, the package's hatched.
+    whether the learner's code ran, in all panels or in each. Its areas are solid, the package's hatched. names: of the
+    panels, where they do not differ in their stage.
     """
     if not lines:
         raise ValueError("no timeline to draw")
     phases = [phase for phase in PHASES if any(phase in _phases(line) for line in lines)]
     what = "step" if len(phases) > 1 else phases[0]  # a forward may be recorded alone
-    sentence = _sentence(lines, what)
+    sentence = _sentence(lines, what, names or [f"in stage {line.stage}" for line in lines])
     first = lines[0]
     yours = whose(learner, len(lines))
     columns = 2 if len(lines) > 1 else 1
@@ -57,7 +60,7 @@ def skyline(lines: Sequence[Timeline], learner: bool | Sequence[bool] = False) -
         left = 0.07 + column * width
         bottom = 1.0 / height + (rows - 1 - row) * 2.5 / height + 0.1 / height
         axes = figure.add_axes((left, bottom, width - 0.045, 2.02 / height))
-        _panel(axes, line, phases, top, scale, yours[number])
+        _panel(axes, line, phases, top, scale, yours[number], names[number] if names else "")
         if column == 0:
             axes.set_ylabel(scale.name, color=GREY)
     used = [kind for kind in ORDER if any(max(line.curve(kind)) for line in lines)]
@@ -76,7 +79,7 @@ def skyline(lines: Sequence[Timeline], learner: bool | Sequence[bool] = False) -
     return figure, sentence
 
 
-def _panel(axes: Any, line: Timeline, phases: list[str], top: float, scale: Scale, learner: bool) -> None:
+def _panel(axes: Any, line: Timeline, phases: list[str], top: float, scale: Scale, learner: bool, name: str) -> None:
     plain(axes, grid="y")
     xs, bounds = _course(line, phases)
     curves = [[nbytes / scale.bytes for nbytes in line.curve(kind)] for kind in ORDER]
@@ -90,7 +93,7 @@ def _panel(axes: Any, line: Timeline, phases: list[str], top: float, scale: Scal
         axes.fill_between(xs, floor, ceiling, step="post", **look)
         floor = ceiling
     axes.step(xs, floor, where="post", color=INK, linewidth=0.7)
-    title = f"stage {line.stage}, {zerolab.STAGES[line.stage].__name__}" + ", your code" * learner
+    title = (name or f"stage {line.stage}, {zerolab.STAGES[line.stage].__name__}") + ", your code" * learner
     axes.set_title(title, loc="left", fontsize=11, color=INK)
     axes.set_xlim(0, len(phases))
     axes.set_ylim(0, top)
@@ -127,8 +130,8 @@ def _course(line: Timeline, phases: list[str]) -> tuple[list[float], list[float]
     return xs, [float(number) for number in range(len(phases) + 1)]
 
 
-def _sentence(lines: Sequence[Timeline], what: str) -> str:
-    peaks = ", ".join(f"{in_bytes(line.peak)} in stage {line.stage}" for line in lines)
+def _sentence(lines: Sequence[Timeline], what: str, where: Sequence[str]) -> str:
+    peaks = ", ".join(f"{in_bytes(line.peak)} {name}" for line, name in zip(lines, where, strict=True))
     highest = max(lines, key=lambda line: line.peak)
     kind, size = _largest(highest)[0]
     largest = f"{LABELS.get(kind, kind)}, {in_bytes(size)}"

@@ -17,9 +17,8 @@ from zerolab.lab import plots
 
 lab.start(4)
 
-# %%
+# %% tags=["nbval-check-output"]
 # %%ranks
-# NBVAL_CHECK_OUTPUT
 import torch
 import torch.distributed as dist
 import zerolab
@@ -243,8 +242,7 @@ if lab.predicted("08.1"):
         plots.stacks(bars, title, "4 ranks, AdamW, by stage; masters count as parameters", "bytes per parameter")
     )
 
-# %%
-# NBVAL_CHECK_OUTPUT
+# %% tags=["nbval-check-output"]
 from zerolab.measure.formulas import state_bytes
 from zerolab import Precision
 import torch
@@ -291,8 +289,7 @@ sums = library.tolist(), (4 * ours).tolist()
 # %%
 print("all-reduce of the library, 16 elements:", sorted(set(lab.pull("sums", rank=0)[0])))
 
-# %%
-# NBVAL_CHECK_OUTPUT
+# %% tags=["nbval-check-output"]
 print("added in float32, rounded once:          ", {total for of in lab.pull("sums") for total in of[1]})
 
 # %% [markdown]
@@ -432,8 +429,7 @@ def with_scale(scale):
 same, torn = with_scale(2.0**12), with_scale(2.0**11 if rank == 2 else 2.0**12)
 times = round((torn.norm() / same.norm()).item(), 3)
 
-# %%
-# NBVAL_CHECK_OUTPUT
+# %% tags=["nbval-check-output"]
 for rank, times in enumerate(lab.pull("times")):
     print(f"rank {rank} updates its slice with {times:.3f} x the mean gradient")
 
@@ -522,8 +518,7 @@ plots.show(plots.curves(powers, "The loss scale finds its place", "fp16, stage 2
 # %%
 plots.show(plots.curves(lab.pull("losses", rank=0), "The same run in three formats", "rank 0, stage 2", "loss"))
 
-# %%
-# NBVAL_CHECK_OUTPUT
+# %% tags=["nbval-check-output"]
 print("the scale is the same on all ranks in every step:", all(of == every[0] for of in every))
 print("this scaler's run equals the package's, bit for bit:", all(lab.pull("equal")))
 
@@ -548,8 +543,7 @@ with torch.no_grad():
         loss = large.to(dtype)(*batch(words, rank, 99, 8, 64))
         finite[str(dtype)] = bool(loss.isfinite())
 
-# %%
-# NBVAL_CHECK_OUTPUT
+# %% tags=["nbval-check-output"]
 print("does every weight fit into float16?", lab.pull("fits", rank=0))
 print("is the loss a finite number?", lab.pull("finite", rank=0))
 
@@ -618,8 +612,7 @@ theirs["FSDP2, reduced in bf16"] = fsdp2(None)
 theirs["FSDP2, reduced in float32"] = fsdp2(torch.float32)
 on_rank_2 = overflow_on_rank_2()
 
-# %%
-# NBVAL_CHECK_OUTPUT
+# %% tags=["nbval-check-output"]
 if lab.predicted("08.1") and lab.predicted("08.2"):
     for name, found in lab.pull("theirs", rank=0).items():
         held, grads = (size / psi for size in found["held"])
@@ -628,8 +621,7 @@ if lab.predicted("08.1") and lab.predicted("08.2"):
     print(f"zerolab, stage 3           parameters {held['parameters'] / psi:.0f}Ψ, gradients", end=" ")
     print(f"{held['gradients'] / psi:.1f}Ψ bytes, sent {sent / psi:.2f}Ψ")
 
-# %%
-# NBVAL_CHECK_OUTPUT
+# %% tags=["nbval-check-output"]
 found = [of["DDP, autocast"] for of in lab.pull("theirs")]
 print("DDP: all ranks see the same overflow:", len({of["bad"] for of in found}) == 1 and found[0]["bad"] > 0)
 print("DDP: the scale after two skipped steps:", {f"2^{log2(of['scale']):.0f}" for of in found})

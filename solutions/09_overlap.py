@@ -16,9 +16,8 @@ from zerolab.lab import plots
 
 lab.start(4)
 
-# %%
+# %% tags=["nbval-check-output"]
 # %%ranks
-# NBVAL_CHECK_OUTPUT
 import time
 
 import torch
@@ -295,8 +294,7 @@ most, everyone = lab.pull("most", rank=0), lab.pull("scores")
 lab.measured("09.2", most[2]["backward"])
 lab.reveal("09.2")
 
-# %%
-# NBVAL_CHECK_OUTPUT
+# %% tags=["nbval-check-output"]
 print("the same calls, and the same weights to the bit:", all(lab.pull("same_calls")), all(lab.pull("same_values")))
 if lab.predicted("09.2"):
     for ahead, bytes_sent in lab.pull("sent_ahead", rank=0).items():
@@ -344,8 +342,7 @@ need = {stage: max(sent[stage][phase] / flop[phase] for phase in flop) for stage
 lab.measured("09.3", round(need["Zero3"] / need["DDP"], 3))
 lab.reveal("09.3")
 
-# %%
-# NBVAL_CHECK_OUTPUT
+# %% tags=["nbval-check-output"]
 if lab.predicted("09.3"):
     for stage, phases in sent.items():
         print(f"{stage:5} sends {phases['forward']:>9,} bytes in forward, {phases['backward']:>9,} in backward")
@@ -450,8 +447,7 @@ equal = {
 }
 last = [found[1] for found in (waiting, overlapping, stale)]
 
-# %%
-# NBVAL_CHECK_OUTPUT
+# %% tags=["nbval-check-output"]
 equal = lab.pull("equal")
 print("launched asynchronously, the weights are the same to the bit:", all(of["launched"] for of in equal))
 print("updated asynchronously, they are the same:", all(of["updated"] for of in equal))
@@ -517,8 +513,7 @@ def ours():
 
 gathers = {"FSDP2": fsdp2(False), "FSDP2, named": fsdp2(True), "yours": ours()}
 
-# %%
-# NBVAL_CHECK_OUTPUT
+# %% tags=["nbval-check-output"]
 gathers = lab.pull("gathers", rank=0)
 print(f"{'':14}forward of blocks 0 1 2 3    backward of blocks 3 2 1 0")
 for name, counts in gathers.items():
@@ -556,8 +551,7 @@ def buckets(megabytes):
 
 by_cap = {megabytes: buckets(megabytes) for megabytes in (25, 1, 0.25)}
 
-# %%
-# NBVAL_CHECK_OUTPUT
+# %% tags=["nbval-check-output"]
 for megabytes, (sizes, storages) in lab.pull("by_cap", rank=0).items():
     many = f"{len(sizes)} bucket{'s' * (len(sizes) > 1)}"
     print(f"{megabytes:5} MB: {many:10} the last one has {sizes[-1]:>9,} of {sum(sizes):,} bytes")

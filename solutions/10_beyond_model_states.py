@@ -6,8 +6,7 @@
 #
 # Stages 1 to 3 divide parameters, gradients and optimizer state. The rest is whole on every GPU:
 
-# %%
-# NBVAL_CHECK_OUTPUT
+# %% tags=["nbval-check-output"]
 from zerolab.measure import activation_bytes, paper_state_bytes
 
 states = paper_state_bytes(3, 64, 7.5e9)
@@ -27,9 +26,8 @@ from zerolab.lab import plots
 
 lab.start(4)
 
-# %%
+# %% tags=["nbval-check-output"]
 # %%ranks
-# NBVAL_CHECK_OUTPUT
 import time
 
 import torch
@@ -202,8 +200,7 @@ if lab.predicted("10.1"):
     pair, names = [lines["kept"], lines["recomputed"]], ["everything kept", "inputs kept"]
     plots.show(plots.skyline(pair, learner=[False, lab.passed("10.1")], names=names))
 
-# %%
-# NBVAL_CHECK_OUTPUT
+# %% tags=["nbval-check-output"]
 print("loss and weights of all three, bit for bit the same:", all(lab.pull("same")))
 if lab.predicted("10.1") and lab.predicted("10.2"):
     print(f"per token: {16 * 6 * 128 * 4:,} bytes of blocks became {6 * 128 * 4:,}")
@@ -331,16 +328,14 @@ def note(block, inputs):
 model.blocks[-1].register_forward_pre_hook(note)
 _ = model(*batch(words, rank, 0, 8, 64))
 
-# %%
-# NBVAL_CHECK_OUTPUT
+# %% tags=["nbval-check-output"]
 partition = lab.pull("partition", rank=0)
 names = {"whole": "whole on every rank", "quarter": "a quarter each (P_a)"}
 bars = {names[name]: {"activations": partition[name][0] / 1e6} for name in names}
 title = "Inputs that a tensor-parallel rank keeps"
 plots.show(plots.stacks(bars, title, "Three blocks, 512 tokens of width 128 in float32, 4 ranks", "MB"))
 
-# %%
-# NBVAL_CHECK_OUTPUT
+# %% tags=["nbval-check-output"]
 for name in ("whole", "quarter"):
     size, gathers = partition[name]
     print(f"{name:8} {size:>8,} bytes kept on each rank, {gathers} all-gathers in backward")
@@ -556,8 +551,7 @@ if lab.predicted("10.3"):
     title = "Model states when backward returns, by place"
     plots.show(plots.stacks(bars, title, "One of 4 ranks; bfloat16 with float32 masters, and Adam", "MB"))
 
-# %%
-# NBVAL_CHECK_OUTPUT
+# %% tags=["nbval-check-output"]
 print("on the host or on the device, losses and parameters bit for bit:", all(lab.pull("equal")))
 if lab.predicted("10.3") and lab.predicted("10.4"):
     psi = 1_263_616
@@ -597,8 +591,7 @@ assert all(seconds > on_link for seconds in detour.values())
 # memory in an update (16 read, 12 written). The link's time is equal to the GPU's at a number of tokens per step and GPU in
 # which Ψ cancels: 4/N bytes ÷ bandwidth = 6 operations × tokens ÷ speed.
 
-# %%
-# NBVAL_CHECK_OUTPUT
+# %% tags=["nbval-check-output"]
 speed = 400e12  # operations per second: 40 % of the 989e12 (bfloat16) that NVIDIA states for an H100
 to_host = 50e9  # bytes per second and direction: most of the 64e9 of its PCIe 5 link
 memory = 300e9  # bytes per second of the host's memory, which 8 GPUs share: eight channels of DDR5-4800
@@ -643,8 +636,7 @@ ours = zerolab.Zero3(make_model(), units=[Block], offload="optimizer").model
 pairs = list(zip(losses_of(theirs), losses_of(ours), strict=True))
 close = all(abs(one - other) < 1e-4 for one, other in pairs)
 
-# %%
-# NBVAL_CHECK_OUTPUT
+# %% tags=["nbval-check-output"]
 print("the losses of three steps agree to 0.0001:", all(lab.pull("close")))
 
 # %% [markdown]
@@ -681,8 +673,7 @@ seen, seconds, share = step_with(0.07)
 # %%
 plots.show(plots.gantt(lab.pull("seen")))
 
-# %%
-# NBVAL_CHECK_OUTPUT
+# %% tags=["nbval-check-output"]
 print("the step takes every rank, not only the slow one, 0.42 s or more:", min(lab.pull("seconds")) > 0.42)
 print("bytes of parameters on the 4 ranks:", lab.pull("share"))
 
@@ -703,8 +694,7 @@ stages = (zerolab.DDP, zerolab.Zero1, zerolab.Zero2, zerolab.Zero3)
 by_stage = {stage.__name__: record(stage=stage, group=None)[0] for stage in stages}
 left_by = {name: when_forward_returns(line) for name, line in by_stage.items()}
 
-# %%
-# NBVAL_CHECK_OUTPUT
+# %% tags=["nbval-check-output"]
 left_by = lab.pull("left_by", rank=0)
 per_token = {name: round(size / 512 / 1000, 1) for name, size in left_by.items()}
 print("activations when forward returns, kB per token:", per_token)
@@ -766,8 +756,7 @@ traffic = lab.pull("traffic", rank=0)
 for name, (computing, updating) in traffic.items():
     print(f"{name:6} forward and backward touch {computing / 1e6:.0f} MB, the optimizer {updating / 1e6:.1f} MB")
 
-# %%
-# NBVAL_CHECK_OUTPUT
+# %% tags=["nbval-check-output"]
 beyond = {name: ways.arena.size / ways.needed for name, ways in found.items()}
 computing, updating = ({name: of[i] for name, of in traffic.items()} for i in (0, 1))
 print("fewer addresses than DDP beyond the peak, in stage 3:", beyond["Zero3"] < beyond["DDP"])

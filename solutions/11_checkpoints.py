@@ -21,9 +21,8 @@ lab.start(4)
 folder = tempfile.mkdtemp(prefix="zerolab-lesson-11-")
 lab.push(folder=folder)
 
-# %%
+# %% tags=["nbval-check-output"]
 # %%ranks
-# NBVAL_CHECK_OUTPUT
 import torch
 import torch.distributed as dist
 import zerolab
@@ -167,8 +166,7 @@ same = everything == never_stopped and torch.equal(end_everything, end_never)
 lab.measured("11.2", round(lab.pull("moved_weights", rank=0), 2))
 lab.reveal("11.2")
 
-# %%
-# NBVAL_CHECK_OUTPUT
+# %% tags=["nbval-check-output"]
 print("with everything, losses and weights equal the run that never stopped, bit for bit:", all(lab.pull("same")))
 
 # %%
@@ -212,8 +210,7 @@ for path in sorted(Path(folder, "step-60").iterdir()):
 lab.measured("11.1", total)
 lab.reveal("11.1")
 
-# %%
-# NBVAL_CHECK_OUTPUT
+# %% tags=["nbval-check-output"]
 import json
 
 manifest = json.loads(Path(folder, "step-60", "manifest.json").read_text())["content"]
@@ -344,8 +341,7 @@ if rank < 3:
     after = train(zero3, adam3, range(60, 76))
     equal = after == train(*packages, range(60, 76)) and torch.equal(full(zero3), full(packages[0]))
 
-# %%
-# NBVAL_CHECK_OUTPUT
+# %% tags=["nbval-check-output"]
 everyone = lab.pull("read")
 if lab.predicted("11.1"):
     print("bytes read:", *(f"rank {r} {everyone[r]:,}" for r in range(3)), f"together {sum(everyone):,}")
@@ -371,8 +367,7 @@ if lab.predicted("11.3"):
 #
 # The three ranks went on for 16 steps. Is it still the same run?
 
-# %%
-# NBVAL_CHECK_OUTPUT
+# %% tags=["nbval-check-output"]
 on_three, never = lab.pull("after", rank=0), lab.pull("never_stopped", rank=0)
 apart = max(abs(a - b) for a, b in zip(on_three, never))
 print("losses on 3 ranks and on the 4 that never stopped differ by less than 0.01:", apart < 0.01)
@@ -385,8 +380,7 @@ print("losses on 3 ranks and on the 4 that never stopped differ by less than 0.0
 # Many scripts do it the other way round: rank r draws from a stream of its own, seeded with its rank. Then the number of
 # ranks is part of the data. Here is what the two do when 4 ranks have trained 40 steps and 3 ranks train the next 40:
 
-# %%
-# NBVAL_CHECK_OUTPUT
+# %% tags=["nbval-check-output"]
 import torch
 
 SAMPLES, GLOBAL = 6_000, 24
@@ -423,8 +417,7 @@ for name, stream in (("a stream per rank", by_rank()), ("global sample index", b
 # to write, and the disk that is just now full is a reason to crash. Here is the obvious save, in a process of its own that
 # is really killed in the middle (SIGKILL: what the out-of-memory killer and an impatient scheduler send):
 
-# %%
-# NBVAL_CHECK_OUTPUT
+# %% tags=["nbval-check-output"]
 import subprocess
 import sys
 
@@ -510,8 +503,7 @@ for rank in (0, 1):
         table.append(step)
         print(f"rank {rank} killed just before it {last}: step {step} loads")
 
-# %%
-# NBVAL_CHECK_OUTPUT
+# %% tags=["nbval-check-output"]
 print("after every death a complete checkpoint was there:", set(table) == {60, 70} and len(table) > 5)
 
 # %% [markdown]
@@ -648,8 +640,7 @@ for name in ("dcp", "step-60") if lab.predicted("11.1") else ():
     files = sorted(Path(folder, name).iterdir())
     print(f"{name:8}", ", ".join(f"{file.name} {file.stat().st_size:,}" for file in files))
 
-# %%
-# NBVAL_CHECK_OUTPUT
+# %% tags=["nbval-check-output"]
 print("saved by 4 and loaded by 2, parameters and Adam's averages are equal:", lab.pull("loaded_equal")[:2])
 
 # %% [markdown]
@@ -714,8 +705,7 @@ rows = lab.pull("rows", rank=0)
 for name, (steps, loss) in rows.items():
     print(f"{name:20} {steps:2} steps for 144 samples, then a loss of {loss:.3f} on text that was held back")
 
-# %%
-# NBVAL_CHECK_OUTPUT
+# %% tags=["nbval-check-output"]
 losses = {name: loss for name, (_, loss) in rows.items()}
 same = abs(losses["2 ranks x 6"] - losses["4 ranks x 3"]) < 0.02
 print("the same global batch on twice the ranks learns the same:", same)

@@ -16,10 +16,9 @@ import torch.distributed as dist
 from PIL import Image, ImageChops
 
 import zerolab
+from zerolab.lab.arena import replay
 from zerolab.lab.ranks.network import linked
 from zerolab.measure import CATEGORIES, holdings, ledger, timeline, trace
-from zerolab.lab.arena import replay
-from zerolab.measure import CATEGORIES, holdings, timeline, trace
 from zerolab.measure.paper import BF16
 from zerolab.measure.units import in_bytes
 from zerolab.tasks.models import GPT, Block

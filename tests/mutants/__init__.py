@@ -9,22 +9,36 @@ part of the message that must name it. FORMER: exercise -> a right answer in the
 
 from __future__ import annotations
 
-from . import lesson01, lesson02, lesson03, lesson04, lesson05, lesson06, lesson07, lesson11, lesson16
+from . import (
+    lesson01,
+    lesson02,
+    lesson03,
+    lesson04,
+    lesson05,
+    lesson06,
+    lesson07,
+    lesson08,
+    lesson09,
+    lesson10,
+    lesson11,
+    lesson16,
+)
 from .former import FORMER as FORMER
 
-_LESSONS = (lesson01, lesson02, lesson03, lesson04, lesson05, lesson06, lesson07, lesson11, lesson16)
-from . import lesson01, lesson02, lesson03, lesson04, lesson05, lesson06, lesson07, lesson08, lesson16
-from .former import FORMER as FORMER
-
-_LESSONS = (lesson01, lesson02, lesson03, lesson04, lesson05, lesson06, lesson07, lesson08, lesson16)
-from . import lesson01, lesson02, lesson03, lesson04, lesson05, lesson06, lesson07, lesson09, lesson16
-from .former import FORMER as FORMER
-
-_LESSONS = (lesson01, lesson02, lesson03, lesson04, lesson05, lesson06, lesson07, lesson09, lesson16)
-from . import lesson01, lesson02, lesson03, lesson04, lesson05, lesson06, lesson07, lesson10, lesson16
-from .former import FORMER as FORMER
-
-_LESSONS = (lesson01, lesson02, lesson03, lesson04, lesson05, lesson06, lesson07, lesson10, lesson16)
+_LESSONS = (
+    lesson01,
+    lesson02,
+    lesson03,
+    lesson04,
+    lesson05,
+    lesson06,
+    lesson07,
+    lesson08,
+    lesson09,
+    lesson10,
+    lesson11,
+    lesson16,
+)
 
 RIGHT: dict[str, tuple[str, ...]] = {id: answers for lesson in _LESSONS for id, answers in lesson.RIGHT.items()}
 WRONG: dict[str, dict[str, tuple[str, str]]] = {id: found for lesson in _LESSONS for id, found in lesson.WRONG.items()}

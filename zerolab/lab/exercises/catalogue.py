@@ -10,19 +10,29 @@ from zerolab.lab.exercises.checks import (
     lesson05,
     lesson06,
     lesson07,
-    lesson11,
     lesson08,
     lesson09,
     lesson10,
+    lesson11,
     lesson16,
 )
 from zerolab.lab.exercises.exercise import Exercise
 from zerolab.lab.ranks.report import Plain
 
-_LESSONS = (lesson01, lesson02, lesson03, lesson04, lesson05, lesson06, lesson07, lesson11, lesson16)
-_LESSONS = (lesson01, lesson02, lesson03, lesson04, lesson05, lesson06, lesson07, lesson08, lesson16)
-_LESSONS = (lesson01, lesson02, lesson03, lesson04, lesson05, lesson06, lesson07, lesson09, lesson16)
-_LESSONS = (lesson01, lesson02, lesson03, lesson04, lesson05, lesson06, lesson07, lesson10, lesson16)
+_LESSONS = (
+    lesson01,
+    lesson02,
+    lesson03,
+    lesson04,
+    lesson05,
+    lesson06,
+    lesson07,
+    lesson08,
+    lesson09,
+    lesson10,
+    lesson11,
+    lesson16,
+)
 
 # By number, in the order of the course.
 EXERCISES: dict[str, Exercise] = {exercise.id: exercise for lesson in _LESSONS for exercise in lesson.EXERCISES}

@@ -33,10 +33,9 @@ _UNITS = {
     "ms": {"ms": 1.0, "s": 1e3, "us": 1e-3, "µs": 1e-3},
     "× DDP's bytes": _TIMES,
     "× float32's bytes": _TIMES,
-    "× DDP's bytes": {"x": 1.0, "×": 1.0, "times": 1.0, "%": 0.01},
-    "× DDP's bandwidth": {"x": 1.0, "×": 1.0, "times": 1.0, "%": 0.01},
+    "× DDP's bandwidth": _TIMES,
     "FLOP per byte": {"flop": 1.0, "flops": 1.0, "flop/byte": 1.0, "flops/byte": 1.0, "flop/b": 1.0, "kflop": 1e3},
-    "× the arithmetic": {"x": 1.0, "×": 1.0, "times": 1.0, "%": 0.01},
+    "× the arithmetic": _TIMES,
 }
 
 

@@ -41,9 +41,8 @@ _OF_BYTES = {
 }
 _OWN_PART = "A rank does not send its own part: (N-1)/N of it, here 3/4."
 
-GPT_4, GPT_8, GPT_6 = 867_072, 1_660_160, 1_263_616  # Ψ of the models of lessons 02 and 04, 05, 06 and 07
-GPT_11 = 136_960
 GPT_4, GPT_8, GPT_6 = 867_072, 1_660_160, 1_263_616  # Ψ of the models of lessons 02 and 04, 05, 06, 07 and 10
+GPT_11 = 136_960
 
 QUESTIONS: dict[str, Question] = {
     "00.1": Question(
@@ -230,33 +229,6 @@ QUESTIONS: dict[str, Question] = {
             396_544 / 470_528: "The root counts as well: it stays until its gradient is reduced.",
         },
     ),
-    "11.1": Question(
-        "bytes",
-        psi=GPT_11,
-        slips={
-            4 / 3: "That is 16Ψ: gradients are not saved, since a checkpoint is written after the step.",
-            1 / 3: "Those are the weights alone: Adam's two averages take as much each.",
-            2 / 3: "Adam keeps two averages, and the parameters come on top.",
-            1 / 4: "That is one rank's file: all four together.",
-            4: "Every rank writes what it owns, a quarter, and not everything.",
-        },
-    ),
-    "11.2": Question(
-        "learning rates",
-        slips={
-            0.1: "m is corrected for having started at zero: 0.1 g / (1 - 0.9) is g.",
-            10**-0.5: "Both averages are corrected for having started at zero: m is g, and v is g squared.",
-            0.1 / 0.001**0.5: "Both averages are corrected for having started at zero: m is g, and v is g squared.",
-        },
-    ),
-    "11.3": Question(
-        "reads",
-        slips={
-            2 / 3: "That is one for each file: files 1 and 2 have something for two ranks.",
-            0.5: "That is one for each rank: every rank needs something from two files.",
-            2: "That is every file for every rank: a rank reads only the files that have something for it.",
-            7 / 6: "There are three cuts inside the old unit and two in the new one: five cuts make six pieces.",
-        },
     "08.1": Question(
         "bytes per parameter",
         slips={
@@ -309,6 +281,8 @@ QUESTIONS: dict[str, Question] = {
             1.5: "It sends 1.5 times as much, but a third of that in forward, where DDP sends nothing.",
             3: "Forward has a third of the FLOP, and a third of the bytes.",
             2: "Forward sends half of what backward sends, and computes half as much.",
+        },
+    ),
     "10.1": Question(
         "bytes",
         slips={
@@ -350,6 +324,34 @@ QUESTIONS: dict[str, Question] = {
             2: "Both directions carry 2 bytes an element: the casts happen on the host.",
             3 / 2: "Both directions carry 2 bytes an element: the casts happen on the host.",
             3 / 4: "The link to the host has nothing to do with the other ranks: all of the shard crosses it.",
+        },
+    ),
+    "11.1": Question(
+        "bytes",
+        psi=GPT_11,
+        slips={
+            4 / 3: "That is 16Ψ: gradients are not saved, since a checkpoint is written after the step.",
+            1 / 3: "Those are the weights alone: Adam's two averages take as much each.",
+            2 / 3: "Adam keeps two averages, and the parameters come on top.",
+            1 / 4: "That is one rank's file: all four together.",
+            4: "Every rank writes what it owns, a quarter, and not everything.",
+        },
+    ),
+    "11.2": Question(
+        "learning rates",
+        slips={
+            0.1: "m is corrected for having started at zero: 0.1 g / (1 - 0.9) is g.",
+            10**-0.5: "Both averages are corrected for having started at zero: m is g, and v is g squared.",
+            0.1 / 0.001**0.5: "Both averages are corrected for having started at zero: m is g, and v is g squared.",
+        },
+    ),
+    "11.3": Question(
+        "reads",
+        slips={
+            2 / 3: "That is one for each file: files 1 and 2 have something for two ranks.",
+            0.5: "That is one for each rank: every rank needs something from two files.",
+            2: "That is every file for every rank: a rank reads only the files that have something for it.",
+            7 / 6: "There are three cuts inside the old unit and two in the new one: five cuts make six pieces.",
         },
     ),
     "16.1": Question(

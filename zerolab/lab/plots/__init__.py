@@ -1,7 +1,7 @@
 """The pictures of the course. Each takes measurements and returns a figure, and a sentence that says what to see."""
 
-from zerolab.lab.plots.bandwidth import Phase, knee, link_sweep
 from zerolab.lab.plots.addresses import address_map
+from zerolab.lab.plots.bandwidth import Phase, knee, link_sweep
 from zerolab.lab.plots.bars import stacks
 from zerolab.lab.plots.bench import step_times
 from zerolab.lab.plots.calls import Cost, call_costs

@@ -12,7 +12,7 @@ from zerolab.lab.plots.hybrid import sharding_map, where_time_goes
 from zerolab.lab.plots.latency import cost, fit_cost
 from zerolab.lab.plots.losses import curves
 from zerolab.lab.plots.memory import memory_plan
-from zerolab.lab.plots.number_line import binades, lost, number_line
+from zerolab.lab.plots.formats import binades, lost, number_line
 from zerolab.lab.plots.overlap import gantt
 from zerolab.lab.plots.page import png, show
 from zerolab.lab.plots.reads import who_reads_what

@@ -361,6 +361,41 @@ PREFETCH_MUTANTS = {
         edit(PREFETCH, _BACKWARD, _BACKWARD + "\n    def post_forward(self, unit: Unit) -> None:\n        pass\n"),
         "release what is no longer needed",
     ),
+    "lets go of what is ahead": (
+        edit(
+            PREFETCH,
+            _BACKWARD,
+            _BACKWARD + "\n    def post_forward(self, unit: Unit) -> None:\n"
+            "        super().post_forward(unit)\n"
+            "        for other in self.coming:\n"
+            "            other.release()\n",
+        ),
+        "each call releases `unit` alone",
+    ),
+    "each unit only once": (
+        edit(
+            PREFETCH,
+            "            unit.start_gather()\n",
+            "            if unit not in self.begun:\n"
+            "                self.begun = (*self.begun, unit)\n"
+            "                unit.start_gather()\n",
+            "class MyPrefetch(Recorded):\n",
+            "class MyPrefetch(Recorded):\n    begun = ()\n\n",
+        ),
+        "every time",
+    ),
+    "forgets the reduction": (
+        edit(
+            PREFETCH,
+            _BACKWARD,
+            _BACKWARD + "\n    def post_backward(self, unit: Unit) -> None:\n        unit.release()\n",
+        ),
+        "super().post_backward(unit) is missing",
+    ),
+    "the budget with the unit at work": (
+        edit(PREFETCH, "[: self.ahead]", "[: self.ahead - 1]"),
+        "it must be on its way",
+    ),
     "the package's own": (
         "from zerolab.lab import Recorded\n\n\nclass MyPrefetch(Recorded):\n    prefetch = True\n",
         "it must be on its way",

@@ -276,7 +276,8 @@ LATE = (
     "started after the unit has computed travels while nobody computes"
 )
 BOTH_WAYS = (
-    "forward prefetches and backward does not: self.coming holds what comes next there too, so do the same in both"
+    "forward prefetches and this backward does not: self.coming holds what comes next there too, every time. Do the "
+    "same in both"
 )
 FORWARD_TOO = (
     "backward prefetches and forward does not: self.coming holds what comes next there too, so do the same in both"
@@ -304,6 +305,7 @@ GUESSED = (
     "gathered for nothing: self.coming is empty while nothing is known, in the first pass, and after a pass has "
     "departed from the one before. Then start nothing, and keep no order of your own"
 )
+LET_GO = "it is needed next, and its gather was in vain: each call releases `unit` alone, as Zero3's methods do"
 STILL_THERE = "it was started after the last unit had been reached, and nobody needs it: self.coming is empty then"
 KEPT = "Zero3's post_forward() and post_backward() release what is no longer needed: if you override them, call super()"
 TOO_EARLY = "it was released while the unit still computes: Zero3 releases it when it is done"
@@ -359,6 +361,7 @@ class Eyes:
         return self.route[len(self.visits) :] if self.on_route else []
 
     def _before(self, point: str, unit: Unit) -> None:
+        self.were_early = self.early
         if not point.startswith("pre"):
             return
         place = len(self.visits)
@@ -378,6 +381,9 @@ class Eyes:
                 raise Wrong(f"{self.name}: after {point}() {unit.name} is still gathered", KEPT)
         if not self.looks or point == "after_step":
             return
+        gone = [other.name for other in self.were_early if other is not unit and not holds_memory(other)]
+        if gone and self.on_route:
+            raise Wrong(f"{self.name}: {point}() of {unit.name} released {_and(gone)}, gathered ahead", LET_GO)
         if point.startswith("pre"):
             seen = f"{self.name}: after {point}() of {unit.name}"
             if not holds_memory(unit):
@@ -586,6 +592,7 @@ PREFETCH_ERRORS = {
     "pop from empty list": "self.coming is empty in the first pass, and at the end of every pass",
     "out of bounds for storage of size 0": NOT_GATHERED,
     "its data is not allocated": NOT_GATHERED,
+    "left no unit.bucket.grad": "nothing was reduced: super().post_backward(unit) is missing",
     "'Unit' object has no attribute": "a Unit has gather(), start_gather() and release(); self has coming and ahead",
     "takes 1 positional argument but 2 were given": "the engine passes the unit: def pre_forward(self, unit)",
     "object has no attribute 'start_gather'": "self.coming is a list: start_gather() belongs to each unit in it",

@@ -94,8 +94,6 @@ def _band(axes: Any, above: float, below: float, size: int, start: int, rank: in
     axes.add_patch(Polygon(corners, closed=True, facecolor=colour, edgecolor=GREY, linewidth=0.6, alpha=0.75))
     axes.add_patch(Rectangle((above, top), size, HIGH, facecolor=colour, edgecolor=GREY, linewidth=0.6))
     if size > 0.045 * whole:
-        place = f"[{start:,}, {start + size:,})"
-        turn = 0 if size * 9 > len(place) * 0.11 * whole else 90
-        axes.text(
-            above + size / 2, top + HIGH / 2, place, ha="center", va="center", fontsize=8, color=INK, rotation=turn
-        )
+        fits = 7.8 * size / whole > 0.065 * len(f"[{start:,}, {start + size:,})")  # inches
+        place = f"[{start:,},{' ' if fits else chr(10)}{start + size:,})"
+        axes.text(above + size / 2, top + HIGH / 2, place, ha="center", va="center", fontsize=8, color=INK)

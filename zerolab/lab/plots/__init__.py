@@ -7,12 +7,12 @@ from zerolab.lab.plots.bench import step_times
 from zerolab.lab.plots.calls import Cost, call_costs
 from zerolab.lab.plots.cells import before_after
 from zerolab.lab.plots.flat import flat_storage
+from zerolab.lab.plots.formats import binades, lost, number_line
 from zerolab.lab.plots.holdings import who_holds_what
 from zerolab.lab.plots.hybrid import sharding_map, where_time_goes
 from zerolab.lab.plots.latency import cost, fit_cost
 from zerolab.lab.plots.losses import curves
 from zerolab.lab.plots.memory import memory_plan
-from zerolab.lab.plots.formats import binades, lost, number_line
 from zerolab.lab.plots.overlap import gantt
 from zerolab.lab.plots.page import png, show
 from zerolab.lab.plots.reads import who_reads_what

@@ -71,7 +71,7 @@ def record(stage, sequences, context, units=(Block,)):
 stage1 = record(zerolab.Zero1, sequences=1, context=16)
 
 # %%
-plots.show(plots.skyline([lab.pull("stage1", rank=0)]))
+plots.show(plots.skyline([lab.pull("stage1", rank=0)], title="1 × 16 tokens"))
 
 # %% [markdown]
 # Gradients arrive from the last block to the first. Once all of a block's gradients are there, their reduction starts, and
@@ -178,11 +178,11 @@ lab.reveal("05.2")
 
 # %%
 if lab.predicted("05.2"):
-    plots.show(plots.skyline(large, learner=[False, lab.passed("05.1")]))
+    plots.show(plots.skyline(large, learner=[False, lab.passed("05.1")], title="8 × 64 tokens"))
 
 # %%
 if lab.predicted("05.2"):
-    plots.show(plots.skyline(small, learner=[False, lab.passed("05.1")]))
+    plots.show(plots.skyline(small, learner=[False, lab.passed("05.1")], title="1 × 16 tokens"))
 
 # %% [markdown]
 # With the large batch the peak is a mountain of activations. It comes when forward is over and hardly any gradients are

@@ -31,13 +31,13 @@ PHASES = ("forward", "backward", "step")
 
 
 def skyline(
-    lines: Sequence[Timeline], learner: bool | Sequence[bool] = False, names: Sequence[str] = ()
+    lines: Sequence[Timeline], learner: bool | Sequence[bool] = False, names: Sequence[str] = (), title: str = ""
 ) -> tuple[Figure, str]:
     """One rank's `measure.timeline` of a step at each stage: bytes by kind, and what the peak is made of.
 
     A phase of the step is equally wide in all panels; within a phase, x counts allocations and releases. learner:
     whether the learner's code ran, in all panels or in each. Its areas are solid, the package's hatched. names: of the
-    panels, where they do not differ in their stage.
+    panels, where they do not differ in their stage. title: what sets this picture apart from the lesson's others.
     """
     if not lines:
         raise ValueError("no timeline to draw")
@@ -51,7 +51,7 @@ def skyline(
     subtitle += "; every panel on the same scale" * (columns - 1)
     rows = -(-len(lines) // columns)
     height = 1.95 + 2.5 * rows
-    figure = frame(f"The skyline of a {what}", subtitle, sentence, (9.0, height))
+    figure = frame(f"The skyline of a {what}" + f", {title}" * bool(title), subtitle, sentence, (9.0, height))
     scale = scale_of(max(line.peak for line in lines))
     top = 1.35 * max(line.peak for line in lines) / scale.bytes
     for number, line in enumerate(lines):

@@ -64,10 +64,10 @@ def _in_a_notebook() -> bool:
 
 
 def as_html(text: str, kind: str) -> str:
-    """`text` as a card: the first line in bold, and lines such as "  seen     rank 1, ..." as a table."""
+    """`text` as a card: a verdict in bold, and lines such as "  seen     rank 1, ..." as a table."""
     colour = COLOURS[kind]
     first, *lines = text.splitlines()
-    inside = [f"<b>{_sentence(first)}</b>" if lines or kind != "prediction" else _sentence(first)]
+    inside = [f"<b>{_sentence(first)}</b>" if first[0] in "✓✗○" else _sentence(first)]
     rows: list[tuple[str, str]] = []
     for line in lines:
         if row := _ROW.fullmatch(line):

@@ -70,6 +70,7 @@ def cost(times: Mapping[int, Sequence[float]], what: str) -> tuple[Figure, str]:
     axes.set_yticks(ticks, [f"{tick:g}" for tick in ticks])
     axes.set_xticks(sizes, [in_bytes(size) for size in sizes], fontsize=9)
     axes.minorticks_off()
+    axes.set_xlabel("size of the tensor", color=GREY, fontsize=9)
     axes.set_ylabel("milliseconds", color=GREY)
     axes.text(smooth[0], 1e3 * fit.latency, "latency", fontsize=9, color=GREY, va="bottom")
     axes.text(

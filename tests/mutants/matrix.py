@@ -15,7 +15,7 @@ from zerolab.lab.exercises.catalogue import EXERCISES
 from . import RIGHT, WRONG
 
 
-def tests_of(lesson: str) -> tuple[Callable[..., None], Callable[..., None]]:
+def answers_of(lesson: str) -> tuple[Callable[..., None], Callable[..., None]]:
     """What a test file of `lesson` ("04") assigns to two names that pytest finds."""
     exercises = [asked for id, asked in EXERCISES.items() if id.startswith(lesson)]
     right = [

@@ -1,3 +1,3 @@
-from mutants.matrix import tests_of
+from mutants.matrix import answers_of
 
-test_right_answers_pass, test_mistakes_are_named = tests_of("07")
+test_right_answers_pass, test_mistakes_are_named = answers_of("07")

@@ -272,8 +272,8 @@ WAITS = (
     "start_gather() returns at once, and the gather() of that unit's own turn waits"
 )
 LATE = (
-    "it must be on its way *before* the unit computes: start it in pre_forward() and in pre_backward(). What is "
-    "started after the unit has computed travels while nobody computes"
+    "it must be on its way *before* the unit computes: start it in pre_forward() and in pre_backward(). self.coming "
+    "begins with the unit after this one. What is started after the unit has computed travels while nobody computes"
 )
 BOTH_WAYS = (
     "forward prefetches and this backward does not: self.coming holds what comes next there too, every time. Do the "
@@ -284,6 +284,11 @@ FORWARD_TOO = (
 )
 NO_GRAD = "a forward under no_grad is a pass like any other, and self.coming holds what comes next there too"
 TOO_FEW = "self.ahead says how many: start the first self.ahead units of self.coming"
+EVERY_TIME = (
+    "an earlier call of this kind started what comes next, and this one did not: every call starts the first self.ahead "
+    "units of self.coming, and neither the unit at work nor the root counts as one of them"
+)
+SETTING = "self.ahead is a setting, and it holds in every pass: read it, and count with a name of your own"
 TOO_MANY = (
     "self.ahead is a budget, and every unit beyond it takes memory for its full parameters: start the first self.ahead "
     "units of self.coming"
@@ -332,6 +337,7 @@ class Eyes:
         self.prefetched: set[str] = set()  # the kinds of pass in which something was on its way at the right time
         self.passes: list[tuple[str, list[str], bool, list[str]]] = []  # kind, gathers, on route, visits
         self.blocks = [unit for unit in zero.units if unit not in zero.root]
+        self.ahead = zero.ahead  # as the check has set it
 
     @contextmanager
     def watching(self, kind: str) -> Iterator[None]:
@@ -386,6 +392,8 @@ class Eyes:
             raise Wrong(f"{self.name}: {point}() of {unit.name} released {_and(gone)}, gathered ahead", LET_GO)
         if point.startswith("pre"):
             seen = f"{self.name}: after {point}() of {unit.name}"
+            if self.zero.ahead != self.ahead:
+                raise Wrong(f"{seen} self.ahead is {self.zero.ahead}, and it was {self.ahead}", SETTING)
             if not holds_memory(unit):
                 raise Wrong(f"{seen} its full parameters have no memory", NOT_GATHERED)
             if unit._state is FullState.GATHERING:
@@ -446,6 +454,8 @@ class Eyes:
             return NO_GRAD
         if self.prefetched == {"forward"} and self.phase == "backward":
             return BOTH_WAYS
+        if self.phase in self.prefetched:
+            return EVERY_TIME
         return LATE if self.phase == "forward" else FORWARD_TOO if self.prefetched == {"backward"} else LATE
 
 
@@ -465,7 +475,7 @@ def _train(
     optimizer = SGD(model.parameters(), lr=2.0**-5, momentum=0.5)
     found: list[tuple[str, Tensor]] = []
     for step, (how, path, ahead) in enumerate(run.steps):
-        model.path, zero.ahead = path, ahead
+        model.path, zero.ahead, eyes.ahead = path, ahead, ahead
         for output in _step(zero, eyes, how, world, step):
             found.append((f"step {step + 1}, the output", output))
         optimizer.step()

@@ -392,6 +392,41 @@ PREFETCH_MUTANTS = {
         ),
         "super().post_backward(unit) is missing",
     ),
+    "the budget counted down": (
+        edit(
+            PREFETCH,
+            _AHEAD,
+            "        for unit in self.coming:\n"
+            "            if self.ahead > 0:\n"
+            "                unit.start_gather()\n"
+            "                self.ahead -= 1\n",
+        ),
+        "self.ahead is a setting",
+    ),
+    "the unit at work counted": (
+        edit(
+            PREFETCH,
+            _AHEAD,
+            "        there = sum(unit.full.untyped_storage().size() > 0 for unit in self.units)\n"
+            "        for unit in self.coming[: max(0, self.ahead - there + 1)]:\n"
+            "            unit.start_gather()\n",
+        ),
+        "neither the unit at work nor the root counts",
+    ),
+    "looks for the unit in what comes": (
+        edit(
+            PREFETCH,
+            _AHEAD,
+            "        at = self.coming.index(unit) if unit in self.coming else len(self.coming)\n"
+            "        for other in self.coming[at + 1 : at + 1 + self.ahead]:\n"
+            "            other.start_gather()\n",
+            "start_ahead(self)",
+            "start_ahead(self, unit)",
+            "self.start_ahead()",
+            "self.start_ahead(unit)",
+        ),
+        "begins with the unit after this one",
+    ),
     "the budget with the unit at work": (
         edit(PREFETCH, "[: self.ahead]", "[: self.ahead - 1]"),
         "it must be on its way",

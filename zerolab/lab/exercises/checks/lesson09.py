@@ -285,8 +285,8 @@ FORWARD_TOO = (
 NO_GRAD = "a forward under no_grad is a pass like any other, and self.coming holds what comes next there too"
 TOO_FEW = "self.ahead says how many: start the first self.ahead units of self.coming"
 EVERY_TIME = (
-    "an earlier call of this kind started what comes next, and this one did not: every call starts the first self.ahead "
-    "units of self.coming, and neither the unit at work nor the root counts as one of them"
+    "an earlier call started what comes next, and this one did not: every call starts the first self.ahead units of "
+    "self.coming, and neither the unit at work nor the root counts as one of them"
 )
 SETTING = "self.ahead is a setting, and it holds in every pass: read it, and count with a name of your own"
 TOO_MANY = (

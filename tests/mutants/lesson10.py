@@ -656,15 +656,6 @@ HOST_MUTANTS = {
         edit(HOST, "make_optimizer([self.master])", "make_optimizer(self.master)"),
         "takes a list",
     ),
-    "another master later": (
-        edit(
-            HOST,
-            _SEND,
-            f"{_SEND}\n        self.master = self.master.clone()\n"
-            "        self.master.grad = torch.zeros_like(self.master)",
-        ),
-        "the masters are as before",
-    ),
     "one part alone": (
         edit(
             HOST,

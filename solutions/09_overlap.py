@@ -7,7 +7,7 @@
 # need?
 #
 # After this lesson you can read a timeline, give it a score, write the order of calls that hides communication behind
-# computing, and work out from which bandwidth on there is nothing left to hide.
+# computing, and work out how much bandwidth is enough to hide all of it.
 
 # %%
 # %load_ext zerolab.lab
@@ -59,7 +59,7 @@ print(f"Ψ = {sum(param.numel() for param in make_model().parameters()):,} param
 # is a time, so they are the same on every machine: what a step computes, and what it sends.
 #
 # Computing is counted in **FLOP**, floating-point operations; one multiplication or one addition is one FLOP. In forward, a
-# weight is multiplied with something once for every token, and the product is added to a sum: 2 FLOP. Backward does that
+# weight is multiplied by something once for every token, and the product is added to a sum: 2 FLOP. Backward does that
 # twice, once for the gradient of the layer's input and once for the gradient of the weight: 4 FLOP.
 #
 # Sending you know: DDP sends 2Ψ(N-1)/N elements in a step (lesson 03), here in float32 on 4 ranks. A rank's batch has 4
@@ -184,8 +184,8 @@ plots.show(plots.gantt(lab.pull("record")))
 lab.check("09.1")
 
 # %% [markdown]
-# What does a rank compute? Its spans, without the waits inside them. With that, score the step that you have just seen.
-# `record.overlap` is the package's score. It counts every moment in which the rank does not wait, also those between
+# When does a rank compute? During its spans, except for the waits inside them. Score the step that you have just seen.
+# `record.overlap` is the package's score. It counts every moment in which the rank does not wait, including those between
 # two spans: copying, Python, another rank's turn at the core. So it is higher.
 
 # %%
@@ -219,15 +219,15 @@ for rank, (ours, packages) in enumerate(lab.pull("scores")):
 # %% [markdown]
 # ## Write the schedule
 #
-# The rank waited although nothing hindered it: while block 0 computed, the link was idle, and everybody knew that block 1
-# would be next. **Prefetching** means starting that gather early. A schedule says which gathers to start when. It has to
-# answer three questions:
+# The rank waited without need: while block 0 computed, the link was idle, and block 1 was known to be next.
+# **Prefetching** means starting that gather early. A schedule says which gathers to start when. It has to answer three
+# questions:
 #
 # - *What comes next?* Not the next one in `model.blocks`: a model may run its blocks in any order, skip some, or use one
 #   twice, and backward runs the other way round. So record one pass, a forward or a backward, and expect the next pass of
-#   the same kind to be like it. `Recorded` does that. `self.coming` is what the previous pass came to from here on: a list
-#   of units, in order. In the first pass it is empty, and also once a pass turns out differently. (Whatever was then
-#   gathered for nothing, `Recorded` releases.)
+#   the same kind to be like it. `Recorded` does that. `self.coming` lists the units that the previous pass came to after this
+#   one, in order. In the first pass it is empty, and also once a pass turns out differently. (`Recorded` then releases
+#   whatever was gathered for nothing.)
 # - *How many?* Each unit that is gathered ahead needs memory for its full parameters. `self.ahead` is your budget: so many
 #   units may be there, or on their way, before the pass comes to them.
 # - *When?* A unit has two methods. `unit.start_gather()` returns at once, and does nothing if the unit is there or on its
@@ -326,7 +326,7 @@ plots.show(plots.gantt(lab.pull("with_prefetch")))
 lab.link(None)
 
 # %% [markdown]
-# ## From which bandwidth on?
+# ## How much bandwidth is enough?
 #
 # What is sent in forward can hide only behind forward: a gather is needed before the block's forward, not later. Gradients
 # exist only in backward, so they can hide only there. So ask of each **phase**: how many bytes does it send for each FLOP
@@ -354,7 +354,7 @@ if lab.predicted("09.3"):
 # (less the root), and 3 more in forward, beside 2 FLOP: the same ratio. It uses a forward in which DDP's link is idle. In
 # stages 1 and 2 the forward decides: it gathers what the step has changed.
 #
-# So all four have the same **knee**: the bandwidth from which on communication hides. If a step computes for C seconds, a
+# So all four have the same **knee**: the lowest bandwidth at which communication hides. If a step computes for C seconds, a
 # third of them in forward, that is 3Ψ / (C/3) = 9Ψ/C bytes per second, with 4 ranks in float32. (The link of the timelines
 # above had four times as much.) Below the knee the link decides, and ZeRO-3 is slower, in the end by the 1.5 times that it
 # sends.
@@ -389,7 +389,7 @@ swept = lab.pull("swept")
 times = {stage: {speed: seconds for speed, (seconds, _) in found.items()} for stage, found in swept[0].items()}
 share = {"forward": alone / 3, "backward": 2 * alone / 3}  # of the FLOP, and so of the time
 phases = {stage: {phase: Phase(share[phase], sent[stage][phase]) for phase in share} for stage in sent}
-title = "From which bandwidth on does communication hide?"
+title = "How much bandwidth is enough to hide communication?"
 if lab.predicted("09.3"):
     plots.show(plots.link_sweep(times, phases, title, "4 ranks, 256 tokens on each; emulated links of 20 µs"))
 
@@ -406,10 +406,11 @@ if lab.predicted("09.3"):
     assert times["Zero3"][slow] > times["DDP"][fast]
 
 # %% [markdown]
-# To the right of the knee the four are alike, whatever they send. (On a busy machine the dots lie higher: other
-# programs compute as well.) To the left each follows the link, and ZeRO-3 is the highest. The line was not fitted to
-# the dots: it comes from the bytes, from the FLOP, and from one step that was timed without a link. (DDP's dots may lie
-# above the line: each unit's all-reduce is two collectives, one after the other.)
+# To the right of the knee the lines of all four meet, whatever they send. To the left each follows the link, and ZeRO-3 is
+# the highest. Most dots lie above their lines, more so on a busy machine: four ranks share its cores, and every
+# collective takes some of their time. ZeRO-3, which issues the most, pays the most. (DDP pays a little too: each unit's
+# all-reduce is two collectives, one after the other.) No line was fitted to its dots: it comes from the bytes, from the
+# FLOP, and from one step that was timed without a link.
 #
 # ## Launched asynchronously, updated asynchronously
 #
@@ -462,10 +463,10 @@ print("rank 0's last loss: waiting {:.3f}, overlapping {:.3f}, stale {:.3f}".for
 #
 # ## In production
 #
-# FSDP2 gathers the next block ahead too, in backward by itself. In forward on a GPU it relies on the host: Python issues the
-# next gather long before the GPU has computed the last block. Where the host is not that far ahead, you name the next
-# modules yourself, with `set_modules_to_forward_prefetch`. To see it, count how many gathers have been started when each
-# block begins to compute. (Our step: the package's `Recorded` with your schedule and `ahead = 1`.)
+# FSDP2 prefetches too. In backward it does so by itself. In forward it relies on the host: Python issues the next gather
+# long before the GPU has finished the block at work. Where the host is not that far ahead, you name the next modules
+# yourself, with `set_modules_to_forward_prefetch`. To see it, count how many gathers have been started when each block
+# begins to compute. (Our step: the package's `Recorded` with your schedule and `ahead = 1`.)
 
 # %%
 # %%ranks
@@ -614,7 +615,7 @@ if lab.predicted("09.3"):
 # **Verdict: false.** Stages 1 and 2 send what DDP sends, and have DDP's knee. ZeRO-3 sends 1.5 times as much and has the same
 # knee, as measured above. So where DDP hides its communication, all stages do. What ZeRO frees is memory for a
 # larger batch, and with more tokens the knee moves to slower networks. Below the knee a slow network does cost ZeRO-3 more
-# than DDP, and there `mesh=`, which gathers within a node only, is worth a look.
+# than DDP, and there it is worth a look at the package's option `mesh=`, which gathers within a node only.
 #
 # ## Questions
 #

@@ -99,7 +99,7 @@ plots.show(plots.skyline([plain], names=["everything kept"]))
 #
 # ## Forget, and compute again
 #
-# Of a block's 16 vectors, 15 can be computed from the first, its input. **Activation checkpointing** keeps the inputs alone.
+# Of a block's 16 vectors, 15 can be computed from the first, its input. **Activation checkpointing** keeps only the inputs.
 # When backward reaches a block, the block's forward runs *again*, from its kept input; now all 16 vectors are there, for
 # this one block, and its backward can follow.
 #
@@ -115,8 +115,8 @@ lab.predict("10.2", 4 / 3)  # × the arithmetic
 # %% [markdown]
 # ## Write: a checkpointed block
 #
-# To have a say in both directions you write a `torch.autograd.Function`: a forward and a backward of your own. Autograd
-# calls them in place of whatever it would have recorded. Three facts decide how they look:
+# To decide what happens in both directions, write a `torch.autograd.Function`: a forward and a backward of your own.
+# Autograd calls them in place of whatever it would have recorded. Three facts decide what they look like:
 #
 # - **Nothing is recorded inside either of them.** In forward that is what you want. In backward the block's second run
 #   *must* be recorded, or there is nothing to send the gradient through: `with torch.enable_grad():`.
@@ -124,9 +124,10 @@ lab.predict("10.2", 4 / 3)  # × the arithmetic
 #   `torch.autograd.backward(y, grad)`, ends at this input, and adds the parameters' gradients to their `.grad` on the way.
 #   Your backward returns the input's gradient, and autograd goes on from there.
 # - **Both runs must compute the same.** Dropout draws random numbers, and *autocast* picks a dtype for each operation
-#   (`with torch.autocast(...)`, usually around the forward alone). So keep the state of both, and set it again for the second
-#   run. Whoever draws random numbers afterwards must not notice: `with torch.random.fork_rng(devices=[]):` puts the state
-#   back. (This is the CPU's generator. A GPU has one of its own, and `torch.utils.checkpoint` keeps both.)
+#   (`with torch.autocast(...)`, usually around the forward only). So keep the state of both, `torch.get_rng_state()` and
+#   `torch.is_autocast_enabled("cpu")` with `torch.get_autocast_dtype("cpu")`, and set it again for the second run. Whoever
+#   draws random numbers afterwards must not notice: `with torch.random.fork_rng(devices=[]):` puts the state back. (This is
+#   the CPU's generator. A GPU has one of its own, and `torch.utils.checkpoint` keeps both.)
 
 # %%
 # %%exercise 10.1
@@ -209,7 +210,7 @@ if lab.predicted("10.1") and lab.predicted("10.2"):
     print("peaks of the two kinds of checkpointing differ by less than 2 %:", abs(ours / torchs - 1) < 0.02)
 
 # %% [markdown]
-# The mountain has become a low ridge: kept inputs, and while backward is at a block, the 16 vectors of that block alone. The
+# The mountain has become a low ridge: kept inputs, and while backward is at a block, the 16 vectors of that one block. The
 # peak is now made of model states, for which there are stages 1 to 3.
 #
 # A token leaves 4 bytes × (128 × (6 + 2) + 256) = 5,120, and 16 more: 8 for the target, 8 for the last norm's mean and
@@ -348,9 +349,9 @@ for kind in ("tensor parallel", "data parallel"):
 # A quarter of the bytes for one all-gather per block. The fingerprints (sums of all elements) say why it works here and only
 # here: with tensor parallelism all ranks have one and the same input, with data parallelism there are four.
 #
-# ## Free, and yet not to be had
+# ## Free, but of no use
 #
-# An allocator hands out pieces of the GPU's memory and never moves them: somebody has a pointer. So free memory is a number of
+# An allocator hands out pieces of the GPU's memory and never moves them: somebody has a pointer. So free memory comes in
 # **holes**, and a request must fit into one of them. **Fragmentation** means that the holes add up to much and none is large.
 #
 # `lab.arena.replay` takes every allocation of the step that you recorded, sizes and lifetimes, and performs it again in one
@@ -568,7 +569,7 @@ if lab.predicted("10.3") and lab.predicted("10.4"):
 # ## When does it pay?
 #
 # Whatever the batch, a step sends the same bytes over the link, and updates as many parameters. Compute grows with the batch.
-# So there is a batch from which on the detour hardly counts. Here is the loop with a slow link, emulated in real time, and
+# So beyond some batch the detour hardly counts. Here is the loop with a slow link, emulated in real time, and
 # batches of 1, 4 and 16 sequences:
 
 # %%
@@ -685,7 +686,7 @@ print("bytes of parameters on the 4 ranks:", lab.pull("share"))
 #
 # ## On trial
 #
-# > "Intermediate results are partitioned" (told of ZeRO, without further ado).
+# > "Intermediate results are partitioned" (said of ZeRO, without qualification).
 
 
 # %%

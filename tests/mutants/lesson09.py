@@ -139,6 +139,56 @@ OVERLAP_MUTANTS = {
         "    return both / total if total else 1.0\n",
         "the score is a ratio and has no unit",
     ),
+    "compared with the pair before": (
+        edit(
+            OVERLAP,
+            "    for start, end in sorted(spans):\n        if found and start <= found[-1][1]:\n",
+            "    spans, before = sorted(spans), 0.0\n    for start, end in spans:\n"
+            "        reached, before = before, end\n        if found and start <= reached:\n",
+        ),
+        "with the merged pair so far",
+    ),
+    "two by two": (
+        edit(
+            OVERLAP,
+            "        if found and start <= found[-1][1]:\n",
+            "        fresh = not found or len(found[-1]) == 2\n        if found and fresh and start <= found[-1][1]:\n",
+            "max(found[-1][1], end))",
+            "max(found[-1][1], end), 0)",
+            "    return found\n",
+            "    return [pair[:2] for pair in found]\n",
+        ),
+        "with the merged pair so far",
+    ),
+    "from the first to the last": (
+        edit(
+            OVERLAP,
+            "sum(end - start for start, end in travelling)",
+            "travelling[-1][1] - travelling[0][0] if travelling else 0",
+        ),
+        "from the first to the last pair",
+    ),
+    "the mean of fractions": (
+        edit(
+            OVERLAP,
+            _RATIO,
+            "    parts = [\n"
+            "        sum(max(0, min(a[1], b[1]) - max(a[0], b[0])) for a in computing) / (b[1] - b[0])\n"
+            "        for b in travelling\n"
+            "        if b[1] > b[0]\n"
+            "    ]\n"
+            "    return sum(parts) / len(parts) if parts else 1.0\n",
+        ),
+        "the mean of the pairs' fractions",
+    ),
+    "only those that lie inside": (
+        edit(
+            OVERLAP,
+            "sum(max(0, min(a[1], b[1]) - max(a[0], b[0])) for a in computing for b in travelling)",
+            "sum(b[1] - b[0] for a in computing for b in travelling if a[0] <= b[0] and b[1] <= a[1])",
+        ),
+        "a fraction from 0 to 1: the time that is hidden",
+    ),
     "rounds": (edit(OVERLAP, "return hidden / total", "return round(hidden / total, 2)"), "it was rounded"),
     "returns nothing": (edit(OVERLAP, "    return hidden", "    hidden"), "`return` is missing"),
     "a tensor": (
@@ -391,6 +441,41 @@ PREFETCH_MUTANTS = {
             _BACKWARD + "\n    def post_backward(self, unit: Unit) -> None:\n        unit.release()\n",
         ),
         "super().post_backward(unit) is missing",
+    ),
+    "the budget counted down": (
+        edit(
+            PREFETCH,
+            _AHEAD,
+            "        for unit in self.coming:\n"
+            "            if self.ahead > 0:\n"
+            "                unit.start_gather()\n"
+            "                self.ahead -= 1\n",
+        ),
+        "self.ahead is a setting",
+    ),
+    "the unit at work counted": (
+        edit(
+            PREFETCH,
+            _AHEAD,
+            "        there = sum(unit.full.untyped_storage().size() > 0 for unit in self.units)\n"
+            "        for unit in self.coming[: max(0, self.ahead - there + 1)]:\n"
+            "            unit.start_gather()\n",
+        ),
+        "neither the unit at work nor the root counts",
+    ),
+    "looks for the unit in what comes": (
+        edit(
+            PREFETCH,
+            _AHEAD,
+            "        at = self.coming.index(unit) if unit in self.coming else len(self.coming)\n"
+            "        for other in self.coming[at + 1 : at + 1 + self.ahead]:\n"
+            "            other.start_gather()\n",
+            "start_ahead(self)",
+            "start_ahead(self, unit)",
+            "self.start_ahead()",
+            "self.start_ahead(unit)",
+        ),
+        "begins with the unit after this one",
     ),
     "the budget with the unit at work": (
         edit(PREFETCH, "[: self.ahead]", "[: self.ahead - 1]"),

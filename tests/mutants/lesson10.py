@@ -255,6 +255,22 @@ CHECKPOINTED_MUTANTS = {
         edit(CHECKPOINTED, "torch.enable_grad(), autocast:", "torch.enable_grad():"),
         "autocast was on in forward",
     ),
+    "autocast of another dtype": (
+        edit(CHECKPOINTED, "*ctx.autocast", "torch.bfloat16, ctx.autocast[1]"),
+        "autocast has another dtype",
+    ),
+    "autocast only if it was on": (
+        edit(
+            CHECKPOINTED,
+            "autocast = torch.autocast(x.device.type, *ctx.autocast)",
+            "autocast = torch.autocast(x.device.type, *ctx.autocast) if ctx.autocast[1] else torch.enable_grad()",
+        ),
+        "autocast was off in forward",
+    ),
+    "autocast always": (
+        edit(CHECKPOINTED, "*ctx.autocast", "torch.bfloat16"),
+        "autocast was off in forward",
+    ),
     "float32 alone": (
         edit(CHECKPOINTED, "return block(x, **kwargs)", "return block(x, **kwargs).float()"),
         "must keep the input's dtype",
@@ -266,6 +282,18 @@ CHECKPOINTED_MUTANTS = {
     "a sum outside of what is recorded": (
         edit(CHECKPOINTED, "torch.autograd.backward(y, grad)", "(y * grad).sum().backward()"),
         "whatever you compute from its result",
+    ),
+    "the gradient passed on": (
+        edit(CHECKPOINTED, "return None, None, x.grad, None", "return None, None, grad, None"),
+        "the gradient of the block's output",
+    ),
+    "in another order": (
+        edit(CHECKPOINTED, "return None, None, x.grad, None", "return x.grad, None, None, None"),
+        "in the order of forward()'s arguments",
+    ),
+    "a tuple taken for the tensor": (
+        edit(CHECKPOINTED, "(kept,) = ctx.saved_tensors", "kept = ctx.saved_tensors"),
+        "is a tuple",
     ),
     "too few gradients": (
         edit(CHECKPOINTED, "return None, None, x.grad, None", "return x.grad"),
@@ -575,6 +603,58 @@ HOST_MUTANTS = {
     "divided": (
         edit(HOST, "self.link.to_host(grad).float()", "self.link.to_host(grad).float() / 2"),
         "do not divide it again",
+    ),
+    "averaged over micro-batches": (
+        edit(
+            HOST,
+            "        self.optimizer.step()\n",
+            "        self.master.grad /= max(1, self.micros)\n        self.micros = 0\n        self.optimizer.step()\n",
+            _RECEIVE,
+            f"{_RECEIVE}\n        self.micros += start == 0",
+            "        self.optimizer = make",
+            "        self.micros = 0\n        self.optimizer = make",
+        ),
+        "the micro-batches were averaged",
+    ),
+    "in order of arrival": (
+        edit(
+            HOST,
+            _RECEIVE,
+            "self.came.append(self.link.to_host(grad).float())",
+            "        self.optimizer.step()\n",
+            "        self.master.grad = torch.cat(self.came)\n        self.came = []\n        self.optimizer.step()\n",
+            "        self.optimizer = make",
+            "        self.came = []\n        self.optimizer = make",
+        ),
+        "put each part at its place",
+    ),
+    "the device's gradient kept": (
+        edit(HOST, _RECEIVE, f"self.last = grad\n        {_RECEIVE}"),
+        "the device cannot give its memory back",
+    ),
+    "differences sent": (
+        edit(
+            HOST,
+            "        self.optimizer.step()\n",
+            "        before = self.master.clone()\n        self.optimizer.step()\n",
+            _SEND,
+            "change = torch.empty_like(self.shard)\n"
+            "        self.link.to_device(change, (self.master - before).to(self.shard.dtype))\n"
+            "        self.shard += change",
+        ),
+        "send the masters' new values",
+    ),
+    "bfloat16 whatever the shard is": (
+        edit(HOST, "self.master.to(self.shard.dtype)", "self.master.bfloat16()"),
+        "this shard has more",
+    ),
+    "masters in float64": (
+        edit(HOST, "link.to_host(shard).float()", "link.to_host(shard).double()"),
+        "float32 is enough",
+    ),
+    "a tensor, not a list": (
+        edit(HOST, "make_optimizer([self.master])", "make_optimizer(self.master)"),
+        "takes a list",
     ),
     "one part alone": (
         edit(

@@ -265,6 +265,8 @@ QUESTIONS: dict[str, Question] = {
             512 / 241.9: "That is half of an all-reduce: it sends every element twice.",
             64 / 241.9: "A rank's batch has 4 sequences of 64 tokens.",
         },
+        formula=256,
+        beside_formula="It is a little less, since embeddings are looked up and not multiplied.",
     ),
     "09.2": Question(
         "blocks",
@@ -293,6 +295,8 @@ QUESTIONS: dict[str, Question] = {
             (5_120 + 4 * 128 * 15) / 5_136: "While forward runs, yes. When it returns, no block's other 15 vectors are "
             "there.",
         },
+        formula=5_120,
+        beside_formula="The 16 bytes more are the target, and the last norm's mean and spread.",
     ),
     "10.2": Question(
         "× the arithmetic",

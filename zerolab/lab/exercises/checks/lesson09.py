@@ -34,6 +34,10 @@ MERGE = (
 )
 IN_ORDER = "the pairs are in no order: sort them before you merge, with sorted(), which leaves the list as it is"
 NESTED = "a pair may lie inside an earlier one: the merged pair ends at the later of the two ends, max(end, other_end)"
+SO_FAR = (
+    "compare each pair with the merged pair so far, not with the pair before it: an earlier pair may reach further, "
+    "and more than two may belong together"
+)
 NO_UNIT = "the score is a ratio and has no unit: nothing may depend on whether times are in seconds or microseconds"
 CALLERS = "the caller's lists have changed: sorted(spans) makes a new list, spans.sort() and pop() change theirs"
 NO_FRACTION = "a fraction from 0 to 1: the time that is hidden, divided by the time in which something travels"
@@ -51,11 +55,13 @@ CASES: tuple[tuple[str, Intervals, Intervals, str], ...] = (
     ("", [(0.0, 10.0)], [(7.0, 15.0)], NO_FRACTION),
     ("", [(2.0, 9.0)], [(1.0, 11.0)], NO_FRACTION),
     ("", [(0.0, 4.0), (6.0, 7.0)], [(2.0, 10.0)], "add up over all pairs of both lists"),
-    ("", [(0.0, 2.0)], [(1.0, 3.0), (5.0, 6.0)], APART),
+    ("", [(0.0, 2.0)], [(1.0, 5.0), (7.0, 8.0)], APART),
     ("", [(3.0, 5.0)], [(0.0, 4.0), (2.0, 6.0)], MERGE),
     ("", [(0.0, 3.0), (1.0, 4.0)], [(2.0, 6.0)], MERGE),
     ("", [(1.0, 4.0)], [(0.0, 10.0), (2.0, 3.0)], NESTED),
     ("", [(0.0, 8.0), (1.0, 2.0)], [(5.0, 9.0)], NESTED),
+    ("", [(1.0, 4.0)], [(0.0, 10.0), (2.0, 3.0), (5.0, 6.0)], SO_FAR),
+    ("", [(0.0, 1.0)], [(0.0, 2.0), (1.0, 3.0), (2.5, 5.0)], SO_FAR),
     ("", [(8.0, 11.0), (0.0, 3.0)], [(9.0, 12.0), (1.0, 2.0), (2.0, 5.0)], IN_ORDER),
     ("", [(5.0, 7.0), (4.0, 6.0), (0.0, 1.0)], [(6.0, 9.0), (3.0, 6.5), (0.5, 2.0)], IN_ORDER),
     ("", [(0.0, 2.0), (2.0, 3.0)], [(1.0, 2.0), (2.0, 5.0)], "pairs that touch are merged like those that overlap"),
@@ -82,7 +88,7 @@ def check_overlap(answer: Any, world: World) -> None:
         ("in microseconds, ", 1e-6, 0.0, NO_UNIT),
         ("late on the clock, ", 1e-3, 86_400.0, LATE_CLOCK),
     ):
-        for _, computing, travelling, _ in CASES[:10]:
+        for _, computing, travelling, _ in CASES[:12]:
             moved: Lists = ([], [])
             for into, spans in zip(moved, (computing, travelling), strict=True):
                 into += [(start + scale * a, start + scale * b) for a, b in spans]
@@ -105,7 +111,7 @@ def _check_score(
             forgot_to_return(got) or (AN_ITEM if hasattr(got, "item") else NO_FRACTION),
         )
     if not abs(float(got) - want) <= tolerance:
-        plain = likely in (NO_FRACTION, MERGE)
+        plain = likely in (NO_FRACTION, MERGE, APART)
         found = plain and _which_slip(float(got), want, computing, travelling, tolerance)
         found = NOTHING_TRAVELS if math.isnan(got) else found or likely
         raise Wrong(f"{call} = {float(got):.6g}, expected {want:.6g}", found)
@@ -130,6 +136,8 @@ def _which_slip(got: float, want: float, computing: Intervals, travelling: Inter
     halves = [sum(max(0.0, min(a[1], b[1]) - max(a[0], b[0])) for a in x for b in y) for x, y in (
         (computing, merged[1]), (merged[0], travelling))]  # fmt: skip
     summed = sum(b - a for a, b in travelling)
+    shares = [length(intersection([pair], merged[0])) / (pair[1] - pair[0]) for pair in merged[1]]
+    from_first_to_last = merged[1][-1][1] - merged[1][0][0]
     slips = [
         (1 - want, "that is the part in which the rank stands still: the score is the part that is hidden"),
         (100 * want, "a fraction from 0 to 1, not a percentage"),
@@ -138,6 +146,10 @@ def _which_slip(got: float, want: float, computing: Intervals, travelling: Inter
         (hidden / busy if busy else -1.0, "divided by the time that the rank computes: divide by the time in which "
          "something travels"),
         (hidden / everything, "divided by the time of the whole step: divide by the time in which something travels"),
+        (hidden / from_first_to_last, "divided by the time from the first to the last pair: between them, nothing may "
+         "travel for a while"),
+        (sum(shares) / len(shares), "that is the mean of the pairs' fractions, in which a short pair counts as much as "
+         "a long one: add up seconds, and divide once"),
         (total / everything, "nothing says yet whether the rank computes at the same time"),
         (min(1.0, busy / total), "it compares two lengths: what counts is the time in which *both* happen"),
     ]  # fmt: skip
@@ -147,7 +159,7 @@ def _which_slip(got: float, want: float, computing: Intervals, travelling: Inter
     counted_twice = [up / down for up in (hidden, pairs, *halves) for down in (total, summed)]
     if any(abs(got - value) <= tolerance and abs(value - want) > 1e-6 for value in counted_twice):
         return MERGE
-    if any(got == round(want, digits) for digits in range(7)):
+    if any(got == round(want, digits) for digits in range(1, 7)):
         return ROUNDED
     return MERGE if got > 1 + tolerance else ""
 
@@ -272,8 +284,8 @@ WAITS = (
     "start_gather() returns at once, and the gather() of that unit's own turn waits"
 )
 LATE = (
-    "it must be on its way *before* the unit computes: start it in pre_forward() and in pre_backward(). What is "
-    "started after the unit has computed travels while nobody computes"
+    "it must be on its way *before* the unit computes: start it in pre_forward() and in pre_backward(). self.coming "
+    "begins with the unit after this one. What is started after the unit has computed travels while nobody computes"
 )
 BOTH_WAYS = (
     "forward prefetches and this backward does not: self.coming holds what comes next there too, every time. Do the "
@@ -284,6 +296,11 @@ FORWARD_TOO = (
 )
 NO_GRAD = "a forward under no_grad is a pass like any other, and self.coming holds what comes next there too"
 TOO_FEW = "self.ahead says how many: start the first self.ahead units of self.coming"
+EVERY_TIME = (
+    "an earlier call started what comes next, and this one did not: every call starts the first self.ahead units of "
+    "self.coming, and neither the unit at work nor the root counts as one of them"
+)
+SETTING = "self.ahead is a setting, and it holds in every pass: read it, and count with a name of your own"
 TOO_MANY = (
     "self.ahead is a budget, and every unit beyond it takes memory for its full parameters: start the first self.ahead "
     "units of self.coming"
@@ -332,6 +349,7 @@ class Eyes:
         self.prefetched: set[str] = set()  # the kinds of pass in which something was on its way at the right time
         self.passes: list[tuple[str, list[str], bool, list[str]]] = []  # kind, gathers, on route, visits
         self.blocks = [unit for unit in zero.units if unit not in zero.root]
+        self.ahead = zero.ahead  # as the check has set it
 
     @contextmanager
     def watching(self, kind: str) -> Iterator[None]:
@@ -386,6 +404,8 @@ class Eyes:
             raise Wrong(f"{self.name}: {point}() of {unit.name} released {_and(gone)}, gathered ahead", LET_GO)
         if point.startswith("pre"):
             seen = f"{self.name}: after {point}() of {unit.name}"
+            if self.zero.ahead != self.ahead:
+                raise Wrong(f"{seen} self.ahead is {self.zero.ahead}, and it was {self.ahead}", SETTING)
             if not holds_memory(unit):
                 raise Wrong(f"{seen} its full parameters have no memory", NOT_GATHERED)
             if unit._state is FullState.GATHERING:
@@ -446,6 +466,8 @@ class Eyes:
             return NO_GRAD
         if self.prefetched == {"forward"} and self.phase == "backward":
             return BOTH_WAYS
+        if self.phase in self.prefetched:
+            return EVERY_TIME
         return LATE if self.phase == "forward" else FORWARD_TOO if self.prefetched == {"backward"} else LATE
 
 
@@ -465,7 +487,7 @@ def _train(
     optimizer = SGD(model.parameters(), lr=2.0**-5, momentum=0.5)
     found: list[tuple[str, Tensor]] = []
     for step, (how, path, ahead) in enumerate(run.steps):
-        model.path, zero.ahead = path, ahead
+        model.path, zero.ahead, eyes.ahead = path, ahead, ahead
         for output in _step(zero, eyes, how, world, step):
             found.append((f"step {step + 1}, the output", output))
         optimizer.step()

@@ -91,6 +91,15 @@ NO_AUTOCAST = (
     "autocast was on in forward, and backward runs without it: keep what torch.is_autocast_enabled() and "
     "torch.get_autocast_dtype() say, and run the block again under the same torch.autocast(...)"
 )
+AUTOCAST_ON = (
+    "autocast was off in forward, so the second run must be without it, even if backward is called under autocast: "
+    "torch.autocast(device, dtype, enabled=False) switches it off"
+)
+AUTOCAST_DTYPE = (
+    "autocast has another dtype in the second run: keep torch.get_autocast_dtype() in forward, and give it to "
+    "torch.autocast(device, dtype, enabled)"
+)
+PASSED_ON = "that is the gradient of the block's output, as it arrived: return the gradient of its input, x.grad"
 NO_KWARGS = "the keyword arguments are lost: keep them, and pass them again in backward"
 OTHERS_INPUT = (
     "the second forward's input was used for both backwards: keep what a call needs with that call (ctx), not on the "
@@ -269,6 +278,8 @@ def check_one_block(
         raise Wrong(f"the gradient of block.down.bias is that of the sum of the output{when}", IGNORES_GRAD)
     if len(set(tasks)) > 1:
         raise Wrong(f"the gradient of x was passed on from inside the block's backward{when}", HISTORY)
+    if (found := weights[1].grad) is not None and torch.allclose(found, (data * grad).sum(0), rtol=0.01):
+        raise Wrong(f"the gradient of x is that of the output{when}", PASSED_ON)
     check_grads(block, plain, weights, when, likely)
 
 
@@ -285,7 +296,8 @@ def check_second_run(block: Odd, when: str, first: int = 0, calls: int = 2) -> N
     if one.total != other.total:
         raise Wrong(f"in backward the block got another input than in forward{when}", OTHERS_INPUT)
     if one.autocast != other.autocast:
-        raise Wrong(f"autocast was {one.autocast} in forward, and {other.autocast} in backward{when}", NO_AUTOCAST)
+        likely = NO_AUTOCAST if other.autocast is None else AUTOCAST_DTYPE if one.autocast else AUTOCAST_ON
+        raise Wrong(f"autocast was {one.autocast} in forward, and {other.autocast} in backward{when}", likely)
     if not other.recording:
         raise Wrong(f"the block was called in backward with gradients switched off{when}", NOT_RECORDED)
     if not torch.equal(one.dropped, other.dropped):
@@ -442,10 +454,19 @@ def check_leaf(answer: Any) -> None:
 
 
 def check_autocast(answer: Any) -> None:
-    when = " (forward under autocast, backward outside, as always)"
+    _check_autocast(answer, torch.bfloat16, " (forward under autocast, backward outside, as always)")
+    _check_autocast(answer, torch.float16, " (forward under autocast in float16, backward outside)")
+    block, when = Odd(), " (forward outside of autocast, backward under it)"
+    y = called(answer, block, rows(4).requires_grad_(), {}, when)
+    with torch.autocast("cpu", torch.bfloat16), values.in_case(answer, f"a backward{when}", AUTOCAST_ON, ERRORS):
+        y.backward(upstream())
+    check_second_run(block, when)
+
+
+def _check_autocast(answer: Any, dtype: torch.dtype, when: str) -> None:
     plain, block = Odd(), Odd()
     x = rows(4).requires_grad_()
-    with torch.autocast("cpu", torch.bfloat16):
+    with torch.autocast("cpu", dtype):
         want = run_plain(plain, x, {})
         got = called(answer, block, x, {}, when)
     want.backward(upstream())
@@ -608,7 +629,7 @@ class Recompute(torch.autograd.Function):
 
 
 def checkpointed(block: nn.Module, x: Tensor, **kwargs) -> Tensor:
-    """block(x, **kwargs), which keeps its input alone, and in backward runs again with the same random numbers
+    """block(x, **kwargs), which keeps only its input, and in backward runs again with the same random numbers
     and the same autocast. (Without torch.utils.checkpoint. No gradient is needed for what is in `kwargs`.)
     """
     return Recompute.apply(torch.empty(0, requires_grad=True), block, x, kwargs)
@@ -657,6 +678,9 @@ ERRORS = {
     "leaf variable that requires grad": CALLERS,
     "you can only change requires_grad flags of leaf": "x has a history here: x.detach() first, then requires_grad_()",
     "same dtype": NO_AUTOCAST,
+    "returned an invalid gradient at index": "backward() returns the gradients in the order of forward()'s arguments, "
+    "without ctx",
+    "'tuple' object has no attribute": "ctx.saved_tensors is a tuple, even of one tensor: (x,) = ctx.saved_tensors",
 }
 
 
@@ -689,6 +713,17 @@ NO_START = "`start` is not used: the part belongs at shard[start : start + len(g
 RELOADED = (
     "the masters were loaded from the shard again, which has only their rounded values: the host's copy is the true one"
 )
+AVERAGED = "the micro-batches were averaged: until step(), gradients add up; what arrives is divided already"
+KEPT_THERE = (
+    "the device cannot give its memory back while you keep the gradient itself: keep the copy that link.to_host(grad) "
+    "returns"
+)
+DIFFERENCE = (
+    "an update is too small for 16 bits to add it up there: send the masters' new values, which replace the shard's"
+)
+TOO_NARROW = "rounded to 16 bits, and this shard has more: cast to the shard's own dtype, self.shard.dtype"
+DOUBLE = "float32 is enough for the masters: float64 takes twice the host's memory"
+A_LIST = "make_optimizer takes a list of tensors, as every optimizer does: make_optimizer([master])"
 LATE = "the values of the step before: the masters were sent before the optimizer had updated them"
 NEW_STATE = "the optimizer's state starts over in every step: make the optimizer once, in __init__, and keep it"
 SUM_16 = "gradients were added up in the shard's 16 bits, which rounds: cast each to float32 first"
@@ -786,7 +821,7 @@ def simulate(case: Case, how: str = "") -> list[tuple[Tensor, Tensor]]:
         if how == "new":
             optimizer = case.make([master])
         old = master.clone()
-        master.grad = total.to(master.dtype)
+        master.grad = total.to(master.dtype) / (len(micros) if how == "mean" else 1)
         if how != "each":
             optimizer.step()
         shard.copy_(old if how == "late" else master)
@@ -806,6 +841,7 @@ SUSPECTS = {
     "late": LATE,
     "new": NEW_STATE,
     "one part": ONE_PART,
+    "mean": AVERAGED,
     "each": EARLY,
 }  # "late" differs in the shard alone
 
@@ -818,6 +854,8 @@ def check_host_optimizer(answer: Any, world: World) -> None:
 
 def make_and_note(case: Case, made: list[list[Tensor]]) -> Callable[[Any], Optimizer]:
     def make(params: Any) -> Optimizer:
+        if isinstance(params, Tensor):
+            raise Wrong("make_optimizer got a tensor, not a list", A_LIST)
         params = list(params)
         if params and isinstance(params[0], dict):
             params = [param for group in params for param in group["params"]]
@@ -848,6 +886,10 @@ def check_case(answer: Any, case: Case) -> None:
                     check_sent(asked, link.down - bytes_down, sent)
                     if not torch.equal(grad, full[start:end]):
                         raise Wrong(f"{asked}: grad has changed", NOT_TOUCHED)
+                    there = weakref.ref(grad.untyped_storage())
+                    del grad
+                    if there() is not None and gc.collect() >= 0 and there() is not None:
+                        raise Wrong(f"{asked}: the gradient on the device is still in memory afterwards", KEPT_THERE)
             if not torch.equal(shard, before):
                 raise Wrong(f"{case.name}, step {step + 1}: the shard has changed before step() was called", EARLY)
             up = link.up
@@ -860,14 +902,15 @@ def check_case(answer: Any, case: Case) -> None:
                 raise Wrong(f"{asked}: make_optimizer was never called", OWN_OPTIMIZER)
             check_made(made, shard, link, case)
             wrong = {how: found[step] for how, found in suspects.items()}
-            check_masters(asked, made[0], expected[step][0], wrong, case, step)
-            check_values(asked, shard, before, expected[step][1], wrong, host, link.up - up)
+            last = expected[step - 1][0] if step else first_shard(case.dtype).float()
+            check_masters(asked, made[0], expected[step][0], wrong, last, step)
+            check_values(asked, shard, before, expected[step][1], wrong, host, link.up - up, step)
             check_up(asked, link.up - up, SHARD * itemsize)
             if link.down - bytes_down > sent:
                 raise Wrong(f"{asked}: {link.down - bytes_down - sent:,} bytes more came to the host", RELOADED)
         if shard.requires_grad:
             raise Wrong(f"{case.name}: the shard needs a gradient now", "copy values, not what autograd recorded")
-        del full, grad, before, expected, suspects, link.came[:]
+        del full, before, last, expected, suspects, link.came[:]
         if case.held:
             held = alive.left(but=(shard,))
             total = sum(nbytes for nbytes, shape in held if nbytes >= SHARD)
@@ -888,7 +931,7 @@ def check_made(made: list[list[Tensor]], shard: Tensor, link: Meter, case: Case)
     if any(param.untyped_storage()._cdata == shard.untyped_storage()._cdata for param in params):
         raise Wrong(f"{at} got the shard's own memory", SAME_MEMORY)
     if any(param.dtype != torch.float32 for param in params):
-        raise Wrong(f"{at} got {params[0].dtype} to update", LOW)
+        raise Wrong(f"{at} got {params[0].dtype} to update", DOUBLE if params[0].itemsize > 4 else LOW)
     wanted = SHARD * case.dtype.itemsize
     if link.down < wanted:
         seen = f"{case.name}: {link.down:,} bytes had come to the host when the optimizer was made, not {wanted:,}"
@@ -920,17 +963,16 @@ def matches(got: Tensor, want: Tensor) -> bool:
 
 
 def check_masters(
-    asked: str, params: list[Tensor], want: Tensor, suspects: dict[str, tuple[Tensor, Tensor]], case: Case, step: int
+    asked: str, params: list[Tensor], want: Tensor, suspects: dict[str, tuple[Tensor, Tensor]], last: Tensor, step: int
 ) -> None:
     got = torch.cat([param.detach().flatten() for param in sorted(params, key=Tensor.data_ptr)])
     if matches(got, want):
         return
     likely = next((SUSPECTS[how] for how, (found, _) in suspects.items() if matches(got, found)), "")
-    start = first_shard(case.dtype).float()
-    if matches(got, start):
+    if matches(got, last):
         likely = likely or NO_UPDATE
     elif not step and not likely:
-        ratio = (got - start) / (want - start)
+        ratio = (got - last) / (want - last)
         likely = SCALED if torch.allclose(ratio, ratio.median(), rtol=0.01) else ""
     seen = f"{asked}: {_difference(got, want)} of the masters are wrong"
     raise Wrong(f"{seen}, {_worst(got, want)}", likely, values_differ=True)
@@ -944,10 +986,14 @@ def check_values(
     suspects: dict[str, tuple[Tensor, Tensor]],
     host: Any,
     went: int,
+    step: int,
 ) -> None:
     if matches(got, want):
         return
-    likely = LATE if matches(got, suspects["late"][1]) else ""
+    late = matches(got, suspects["late"][1])
+    likely = LATE if late and not step else DIFFERENCE if late else ""
+    if any(matches(got, want.to(low).to(want.dtype)) for low in (torch.bfloat16, torch.float16)):
+        likely = TOO_NARROW
     if torch.equal(got, before) and _replaced(host, got, want):
         likely = REPLACED
     elif torch.equal(got, before) and not went:
@@ -1002,6 +1048,8 @@ ERRORS2 = {
     "assigned grad has data of a different": "a tensor's .grad has its size and dtype: cast, and mind the part",
     "a leaf Variable that requires grad": "change values under torch.no_grad(), or use a tensor that needs no gradient",
     "can't optimize a non-leaf": "the optimizer takes a tensor with no history: detach() it",
+    "assign a gradient of size": "the shard's gradient has one element for each of the shard's: put each part at its "
+    "place, and add up those of several micro-batches",
     "must match the size": "the part belongs at [start : start + len(grad)], not over the entire shard",
     "doesn't match the broadcast shape": "the part belongs at [start : start + len(grad)], not over the entire shard",
 }

@@ -11,8 +11,8 @@
 # ## Ranks in a notebook
 #
 # A *rank* is one of the processes that train together. Usually each rank has its own GPU, and they talk over wires.
-# Here four of them run on your machine and talk through its memory, with a library called *gloo*. Between NVIDIA GPUs
-# it would be *NCCL*. What you write works unchanged on either.
+# Here four of them run on your machine, and a library called *gloo* carries their messages. Between NVIDIA GPUs it would
+# be *NCCL*. What you write works unchanged on either.
 
 # %%
 # %load_ext zerolab.lab

@@ -77,7 +77,7 @@ lab.predict("03.2", 2 * 3 / 4 * 4 * 470_528)  # bytes
 # %% [markdown]
 # ## Write: average
 #
-# Three lines are enough. There is one trap: a parameter that nobody used has no gradient.
+# Four lines are enough. There is one trap: a parameter that nobody used has no gradient.
 
 # %%
 # %%exercise 03.1
@@ -318,9 +318,9 @@ if lab.predicted("03.2"):
         print("the ledger is empty because your reduce() goes past self.comm, which alone writes it")
 
 # %% [markdown]
-# The same number of bytes as your first three lines, exactly. Now they travel in three buckets that leave during
-# backward, the last block first, as the hook in lesson 02 showed. And the numbers? This engine adds the ranks' parts
-# **in rank order**. One process that does the same, batch by batch, must get the same bits:
+# The same number of bytes as your `average`, exactly. Now they travel in three buckets that leave during backward, the
+# last block first, as the hook in lesson 02 showed. And the numbers? This engine adds the ranks' parts **in rank
+# order**. One process that does the same, batch by batch, must get the same bits:
 
 
 # %% tags=["nbval-check-output"]

@@ -308,8 +308,8 @@ if lab.predicted("04.1"):
 #   ZeRO touches them;
 # - *gradients* have only begun to arrive: these are the buckets of the last block and of the root (the unit for everything
 #   outside the blocks), where backward begins. They grow to 4Ψ while activations shrink, and are the subject of lesson 05;
-# - *other* is the text (about 465 kB), the batch, and the few bytes with which the ranks agree on what to send next. Those
-#   bytes can make a difference of about 20.
+# - *other* is the text (about 465 kB), the batch, and the few bytes with which the ranks agree on what to send next. It may
+#   differ by a few kB between the two stages, and then so does the total.
 #
 # ## In production
 #

@@ -245,8 +245,9 @@ for n in (64, 512):
         print(f"{n} GPUs, {way:6}: a GPU holds {kept / 1e9:4.1f} GB, {nbytes / 1e9:.0f} GB leave each node per step")
 
 # %% [markdown]
-# A third less leaves the node: 2Ψ elements, as in DDP, instead of 3Ψ. Latency nearly disappears, because a ring has 8
-# members, or as many as there are nodes. And what still travels between nodes can wait. A gradient isn't needed until
+# At least a third less leaves the node: 2Ψ elements, as in DDP, instead of 3Ψ. (On few nodes it is less still, because a
+# ring of 8 nodes sends 7/8 of them.) Latency nearly disappears, because a ring has 8 members, or as many as there are
+# nodes. And what still travels between nodes can wait. A gradient isn't needed until
 # the step, while a gather holds up the next block. If several micro-batches make up a step, parameters are gathered for
 # each of them, but gradients cross between nodes only once.
 #

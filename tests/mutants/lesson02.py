@@ -153,6 +153,7 @@ def flat_buffer(params, world_size):
         "autograd graph",
     ),
     "returns nothing": (edit(FLAT_BUFFER, "    return flat, views\n", ""), "`return` is missing"),
+    "the views first": (edit(FLAT_BUFFER, "return flat, views", "return views, flat"), "the buffer comes first"),
     "returns the buffer alone": (edit(FLAT_BUFFER, "return flat, views", "return flat"), "return flat, views"),
 }
 

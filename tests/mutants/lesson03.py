@@ -509,6 +509,40 @@ class Bucket:
         edit(BUCKET, "dist.all_reduce(self.flat)", "[dist.all_reduce(half) for half in self.flat.split(6)]"),
         "the buffer is sent in pieces",
     ),
+    "no place for what has no gradient": (
+        """\
+import torch
+import torch.distributed as dist
+
+
+class Bucket:
+    def __init__(self, params):
+        self.params = params
+
+    def collect(self):
+        self.flat = torch.cat([param.grad.flatten() for param in self.params if param.grad is not None])
+
+    def reduce(self):
+        dist.all_reduce(self.flat)
+        self.flat /= dist.get_world_size()
+
+    def write_back(self):
+        offset = 0
+        for param in self.params:
+            if param.grad is not None:
+                param.grad = self.flat[offset : offset + param.numel()].view_as(param).clone()
+                offset += param.numel()
+""",
+        "keeps its place",
+    ),
+    "the mean added to the own gradient": (
+        edit(
+            BUCKET,
+            "param.grad = view.clone()",
+            "param.grad = view.clone() if param.grad is None else param.grad + view",
+        ),
+        "was added to this rank's own gradient",
+    ),
     "added to what was there": (
         edit(BUCKET, "view.copy_(param.grad)", "view.add_(param.grad)"),
         "every step starts with an empty buffer",

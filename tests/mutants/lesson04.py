@@ -309,6 +309,14 @@ ZERO1_MUTANTS = {
         edit(ZERO1, _PARAMS, f"[view.clone() for view in {_PARAMS}]"),
         "copies: the optimizer would change them",
     ),
+    "slices of the full parameters": (
+        edit(
+            ZERO1,
+            f"return {_PARAMS}",
+            "unit.keep_shard()\n        return unit.layout.slices(unit.layout.shard(unit.full, self.rank), self.rank)",
+        ),
+        "slices of unit.full",
+    ),
     "a copy of the shard": (
         edit(
             ZERO1,

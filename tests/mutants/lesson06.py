@@ -75,6 +75,28 @@ GATHER_MUTANTS = {
         "these are old values",
     ),
     "the wrong order": (edit(GATHER, "size())), shard)", "size()))[::-1], shard)"), "not in rank order"),
+    "its own shard for all": (
+        edit(GATHER, _ALL_GATHER, "full.copy_(shard.repeat(dist.get_world_size()))"),
+        "nothing was sent",
+    ),
+    "one tensor for all that arrives": (
+        edit(
+            GATHER,
+            _ALL_GATHER,
+            "parts = [shard.clone()] * dist.get_world_size()\n"
+            "    dist.all_gather(parts, shard)\n"
+            "    full.copy_(__import__('torch').cat(parts))",
+        ),
+        "the same shard is in several parts",
+    ),
+    "sums what was in the memory": (  # if that was zero, the sum is right, but takes extra traffic
+        edit(
+            GATHER,
+            _ALL_GATHER,
+            "full.chunk(dist.get_world_size())[dist.get_rank()].copy_(shard)\n    dist.all_reduce(full)",
+        ),
+        "all_reduce",
+    ),
     "rank 0's shard for all": (
         edit(
             GATHER,

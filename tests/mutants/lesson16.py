@@ -44,6 +44,16 @@ WHERE_IT_ENDS = "max(1, math.ceil(shared[stage] * parameters / room))"
 FEWEST_MUTANTS = {
     "rounds down": (edit(FEWEST, "math.ceil(", "math.floor("), "round up, not down"),
     "forgets the activations": (edit(FEWEST, "memory - activations - ", "memory - "), "activations were forgotten"),
+    "shares the activations": (
+        edit(
+            FEWEST,
+            "memory - activations - ",
+            "memory - ",
+            "shared[stage] * parameters / room",
+            "(shared[stage] * parameters + activations) / room",
+        ),
+        "the activations were sharded",
+    ),
     "the paper's stage 3": (edit(FEWEST, "2: 14, 3: 14}", "2: 14, 3: 16}"), "no 16-bit copy is kept"),
     "float32's bytes": (
         edit(FEWEST, "1: 4, 2: 2, 3: 0}", "1: 8, 2: 4, 3: 0}", "1: 12, 2: 14, 3: 14", "1: 8, 2: 12, 3: 16"),

@@ -67,6 +67,8 @@ def _check(
         likely = "the function returns nothing: `return` is missing" if result is None else "`return flat, views`"
         raise Wrong(f"the result is a {type(result).__name__}, not (flat, views)", likely)
     flat, views = result
+    if isinstance(views, Tensor) and isinstance(flat, (tuple, list)):
+        raise Wrong("the result is (views, flat)", "the buffer comes first: `return flat, views`")
     case = f"{numel} elements, N={N}" + f", {str(dtype).removeprefix('torch.')}" * (dtype != torch.float32)
     _check_flat(flat, size, params, N, dtype, case, running)
     if not isinstance(views, (tuple, list)):

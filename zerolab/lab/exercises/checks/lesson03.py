@@ -319,6 +319,8 @@ class _Steps:
             grad = check_tensor(what, param.grad, tuple(param.shape), dtype)
             suspects = rounded(want, dtype)
             if not shared:
+                added = "the mean was added to this rank's own gradient: write_back() replaces param.grad"
+                suspects += [(want + grads[i], added)] if grads[i].any() else []
                 suspects += [(mean, OLD_MEANS) for mean in old[i : i + 1]]
             if missing[i] and not grad.any():
                 likely = "this rank had no gradient, but another one had: the mean of all is in the bucket"
@@ -348,6 +350,8 @@ class _Steps:
             raise Wrong(f"bucket.flat {what}", likely)
         if not numel <= flat.numel() < numel + N:
             likely = "it needs one place for each element"
+            if flat.numel() == sum(len(grad.flatten()) for grad, missing in pieces if not missing):
+                likely += ": a parameter without a gradient keeps its place, and zeros go there"
             if flat.numel() in (2 * numel, 3 * numel):
                 likely = "it grows with every step: start each collect() with an empty list, or with the same buffer"
             raise Wrong(f"bucket.flat has {values.counted(flat.numel(), 'element')}, not {numel}, {when}", likely)

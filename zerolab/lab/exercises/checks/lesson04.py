@@ -586,7 +586,7 @@ ERRORS = {
     "or None if the mean is there already",
     "Boolean value of Tensor": "the tensor comes first, then the rank: layout.slices(shard, rank)",
     "'int' object is not subscriptable": "the tensor comes first, then the rank: layout.shard(flat, rank)",
-    "was replaced after sharding": "the optimizer got copies: give it views into unit.master",
+    "was replaced after sharding": "the optimizer got copies or slices of unit.full: give it views into unit.master",
     "storage of size": "unit.bucket.grad must be as long as unit.master: this rank's shard, (S,)",
     "modified by an inplace operation": "unit.full was written to between forward and backward: "
     "after_step(unit) gathers that unit, after the step, and no other",

@@ -127,6 +127,8 @@ def check_gathering(answer: Any, world: World, full: Tensor, views: list[Tensor]
         if lost := world.unwaited(calls):
             return f"a forgotten wait: {lost}"
         parts = list(got.detach().chunk(N))
+        if all(torch.equal(part, shard) for part in parts) and N > 1 and not calls:
+            return "every part is this rank's own shard: nothing was sent, and the others' shards are not here"
         if all(torch.equal(part, bases[0]) for part in parts) and N > 1:
             return "every part is rank 0's shard: a broadcast, but each rank must contribute its own"
         if isinstance(returned, Tensor):
@@ -136,7 +138,11 @@ def check_gathering(answer: Any, world: World, full: Tensor, views: list[Tensor]
         if got.isnan().any() and any(call.asynchronous for call in calls):
             return TOO_SOON
         if all(any(torch.equal(part, base) for base in bases) for part in parts):
+            if any(torch.equal(part, other) for i, part in enumerate(parts) for other in parts[:i]):
+                return "the same shard is in several parts: each rank's shard needs a tensor of its own to arrive in"
             return "all shards are there, but not in rank order"
+        if any(call.op == "all_reduce" for call in calls):
+            return "all_reduce adds up all of `full`, with whatever was in its new memory: gather the shards instead"
         if any(call.op == "all_gather" for call in calls):
             return "the shards were received, but not into `full` (`full = ...` only binds the name to another tensor)"
         return ""

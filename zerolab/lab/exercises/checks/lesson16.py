@@ -102,6 +102,9 @@ def _why(got: dict[int, Any], case: tuple[int, float, float], stage: int) -> str
         return "it fits on fewer: any number of GPUs counts, not only powers of two or whole nodes"
     if stage == 3 and value == max(1, math.ceil(16 * parameters / room)):
         return "16 bytes per parameter is the paper's stage 3; here no 16-bit copy is kept, so it is 14"
+    if activations and room + activations > 0:
+        if value == max(1, math.ceil((SHARDED[stage][1] * parameters + activations) / (room + activations))):
+            return "the activations were sharded: every GPU has its own, however many there are"
     if value in {max(1, math.ceil(16 * parameters / (memory - activations)))}:
         return "all 16 bytes were sharded: in this stage every GPU keeps some of them in full"
     fp32 = {1: (8, 8), 2: (4, 12), 3: (0, 16)}.get(stage)

@@ -354,13 +354,13 @@ for kind in ("tensor parallel", "data parallel"):
 # An allocator hands out pieces of the GPU's memory and never moves them: somebody has a pointer. So free memory comes in
 # **holes**, and a request must fit into one of them. **Fragmentation** means that the holes add up to much and none is large.
 #
-# `lab.arena.replay` takes every allocation of the step that you recorded, sizes and lifetimes, and performs it again in one
+# `replay` takes every allocation of the step that you recorded, sizes and lifetimes, and performs it again in one
 # flat buffer, *first fit*: each request gets the lowest hole that is large enough. (CUDA's allocator has more rules. It cannot
 # move anything either.) It really writes each piece, and checks when it goes that nobody else wrote there. The buffer has
 # exactly as many bytes as the step turns out to need, and the replay stops when backward is over:
 
 # %%
-from zerolab.lab.arena import OutOfMemory, replay
+from zerolab.lab import OutOfMemory, replay
 
 first_fit = replay(plain, until="backward")
 plots.show(plots.address_map([first_fit], ["first fit"]))
@@ -463,7 +463,7 @@ lab.check("10.2")
 
 # %%
 # %%ranks
-from zerolab.lab.host import HostLink
+from zerolab.lab import HostLink
 
 flat_buffer, reduce_scatter_mean = lab.mine("02.1"), lab.mine("04.1")
 HostOptimizer = lab.mine("10.2")

@@ -27,8 +27,7 @@ import torch
 import torch.distributed as dist
 import zerolab
 from zerolab import lab
-from zerolab.lab import GPT, Block
-from zerolab.tasks.data import windows
+from zerolab.lab import GPT, Block, windows
 
 data = windows(None, 64)  # real text, cut into samples of 64 bytes, each with the 64 bytes to predict
 

@@ -39,8 +39,10 @@ _HOME = {
     "zerolab.lab.exercises.predictions": ("predict", "predicted", "reveal", "measured", "skip"),
     "zerolab.lab.explorers": ("memory_explorer", "timeline_scrubber"),
     "zerolab.lab.ladder": ("measure_ladder",),
+    "zerolab.lab.arena": ("OutOfMemory", "replay"),
+    "zerolab.lab.host": ("HostLink",),
     "zerolab.lab.recorded": ("Recorded",),
-    "zerolab.tasks.data": ("batch", "text"),
+    "zerolab.tasks.data": ("batch", "text", "windows"),
     "zerolab.tasks.models": ("GPT", "Block"),
 }
 _MODULE_OF = {name: module for module, names in _HOME.items() for name in names}

@@ -268,11 +268,14 @@ def test_the_teacher_opens_and_closes_solutions(room: Room) -> None:
 
 
 def test_all_solutions_may_be_open(tmp_path: Path) -> None:
-    room = Room(tmp_path, "--students", 1, "--solutions")
+    room = Room(tmp_path, "--students", 1, "--solutions", "--no-answers")
     try:
         room.wait_for("addresses and tokens", START)
         for solution in (ROOT / "solutions").glob("*.ipynb"):
             assert (room.folder / "student-01/work/solutions" / solution.name).read_bytes() == solution.read_bytes()
+            lesson = (room.folder / "student-01/work" / solution.name).read_text()
+            assert labs.NO_ANSWERS in lesson and "<details>" not in lesson
+            assert "<details>" in (ROOT / "lessons" / solution.name).read_text()
     finally:
         assert not room.end(signal.SIGTERM)
 

@@ -294,7 +294,7 @@ class Classroom:
         command = [sys.executable, "-c", LAST, str(os.getpid()), "-m", "jupyterlab", "--no-browser"]
         command += [f"--ip={self.ip}", f"--port={lab.port}", "--ServerApp.port_retries=0"]
         command += [f"--ServerApp.root_dir={lab.work}", f"--MappingKernelManager.cull_idle_timeout={CULL}"]
-        command += write_settings(lab.home / ".jupyter/lab/app-settings")
+        command.append(write_settings(lab.home / ".jupyter/lab/app-settings"))
         command.append(f"--LabApp.default_url={lab.page}")
         if os.geteuid() == 0:
             command.append("--allow-root")

@@ -56,12 +56,12 @@ def copy_notebooks(
     return lines
 
 
-def write_settings(folder: Path) -> list[str]:
-    """Options for a JupyterLab that asks for nothing, shows no foreign tab and logs errors only."""
+def write_settings(folder: Path) -> str:
+    """The option for a JupyterLab that asks for nothing and shows no foreign tab."""
     folder.mkdir(parents=True, exist_ok=True)
     _write(folder / "overrides.json", (json.dumps(OVERRIDES) + "\n").encode())
     _write(folder / "page_config.json", (json.dumps({"disabledExtensions": HIDDEN}) + "\n").encode())
-    return [f"--LabApp.app_settings_dir={folder.resolve()}", "--log-level=ERROR", "--LabApp.log_level=ERROR"]
+    return f"--LabApp.app_settings_dir={folder.resolve()}"
 
 
 def only_here(address: str) -> bool:
@@ -112,7 +112,7 @@ def main() -> int:
     first = next(iter(sorted(options.work.glob("00_*.ipynb"))), None)
     command = [sys.executable, "-m", "jupyterlab", f"--ip={options.ip}", f"--port={options.port}"]
     command += [f"--ServerApp.root_dir={options.work.resolve()}"]
-    command += write_settings(options.work / SETTINGS)
+    command += [write_settings(options.work / SETTINGS), "--log-level=ERROR", "--LabApp.log_level=ERROR"]
     if first is not None:
         command.append(f"--LabApp.default_url=/lab/tree/{first.name}")
     if hasattr(os, "geteuid") and os.geteuid() == 0:

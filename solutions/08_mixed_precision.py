@@ -70,7 +70,7 @@ lab.predict("08.2", 0.5)  # × float32's bytes
 # becomes 0.
 #
 # Is that a problem? Train a model for a while, then look at the gradients of one backward in float32. There are two kinds:
-# those of the weights, and those of the activations, which carry backward from layer to layer.
+# those of the weights, and those of the activations, which travel backward from layer to layer.
 
 
 # %%
@@ -108,8 +108,8 @@ plots.show(plots.number_line(lab.pull("counts", rank=0), 16, title, subtitle))
 # bf16 and float32 hold all of it. In fp16 nearly all of the activations' gradients are subnormal, and some are gone. The
 # loss is a *mean* over tokens, so a larger batch pushes everything further to the left.
 #
-# The cure is in the outline. Backward is linear: multiply the loss by 2¹⁶, and every gradient is multiplied by 2¹⁶. Divide
-# again *in float32*, where nothing is lost. This factor is the **loss scale** ([Micikevicius et al.,
+# The black outline shows the cure. Backward is linear: multiply the loss by 2¹⁶, and every gradient is multiplied by
+# 2¹⁶. Divide again *in float32*, where nothing is lost. This factor is the **loss scale** ([Micikevicius et al.,
 # 2017](https://arxiv.org/abs/1710.03740)). What does the same backward give in each format?
 
 
@@ -351,7 +351,7 @@ for step in range(4):
     (loss * 2.0**24).backward()
     for param in zero.model.parameters():
         if param.grad is not None:
-            param.grad /= 2.0**24  # in float16 here, but nothing is left to lose
+            param.grad /= 2.0**24  # in float16, a mistake of its own; but inf stays inf
     adam.step()
     losses.append(round(loss.item(), 2))
 

@@ -415,7 +415,7 @@ for name, stream in (("a stream per rank", by_rank()), ("global sample index", b
 # ## Write: a save that a crash cannot spoil
 #
 # The crash may come *while* the checkpoint is being written. This is likelier than it sounds: a large model takes minutes
-# to write, and the disk that is just now full is a reason to crash. Here is the obvious save, in a process of its own that
+# to write, and a disk that has just filled up makes it crash. Here is the obvious save, in a process of its own that
 # is really killed in the middle (SIGKILL: what the out-of-memory killer and an impatient scheduler send):
 
 # %% tags=["nbval-check-output"]
@@ -452,7 +452,7 @@ except Exception as error:
 # 3. **All ranks.** One file of four missing is as bad as all four. So the ranks meet, in a *barrier* (lesson 01), after
 #    everyone has written.
 # 4. **One rename decides.** A small file, the **index**, says which files are the checkpoint. Write the new index under
-#    another name, then rename it: `os.replace(new, old)` is a single operation of the file system. Whoever looks, finds the
+#    another name, then rename it: `os.replace(new, old)` is a single operation of the file system. Whoever looks finds the
 #    old index or the new one, never half of one.
 # 5. **Remove the old files last.**
 #
@@ -724,8 +724,8 @@ print("a script that counts steps skips", 12 * 24 - 12 * 12, "samples: it takes 
 #
 # 1. How is a checkpoint of 64 ranks loaded on 48?
 # 2. A colleague saves `model.state_dict()` every hour. The loss jumps after each restart. Why, and what does it take?
-# 3. Why is a rename safer than writing into the file? What does it not protect from?
-# 4. What does a barrier before the index appears protect from, and what would happen without it?
+# 3. Why is a rename safer than writing into the file? What does it not protect against?
+# 4. What does a barrier before the index appears protect against, and what would happen without it?
 # 5. Your job gets 16 GPUs instead of 12. Which numbers must stay, and which change?
 # 6. A checkpoint of a 70 billion parameter model, AdamW in float32: how many bytes? How many does each of 64 ranks write,
 #    and what if rank 0 gathered it all first?
@@ -738,7 +738,7 @@ print("a script that counts steps skips", 12 * 24 - 12 * 12, "samples: it takes 
 #    read twice. That takes at most 64 + 48 - 1 reads for each unit and each kind of state, since every read ends at a cut.
 # 2. Adam starts with empty averages, so its first steps have the full learning rate in every element. Save the optimizer's
 #    state and step counter as well, and with them the schedule, the position in the data and the random generators.
-# 3. A rename is one operation: a reader finds the old file or the new one. It does not protect from a power cut unless the
+# 3. A rename is one operation: a reader finds the old file or the new one. It does not protect against a power cut unless the
 #    new file was flushed to the disk (fsync) before, nor from a disk that dies: keep a copy elsewhere.
 # 4. From an index that names a file that some rank has not written yet. If the job dies at that moment, the index names a
 #    checkpoint that does not exist, and the old one is no longer named.

@@ -9,36 +9,13 @@ part of the message that must name it. FORMER: exercise -> a right answer in the
 
 from __future__ import annotations
 
-from . import (
-    lesson01,
-    lesson02,
-    lesson03,
-    lesson04,
-    lesson05,
-    lesson06,
-    lesson07,
-    lesson08,
-    lesson09,
-    lesson10,
-    lesson11,
-    lesson16,
-)
+from importlib import import_module
+
+from zerolab.lab.exercises.catalogue import EXERCISES
+
 from .former import FORMER as FORMER
 
-_LESSONS = (
-    lesson01,
-    lesson02,
-    lesson03,
-    lesson04,
-    lesson05,
-    lesson06,
-    lesson07,
-    lesson08,
-    lesson09,
-    lesson10,
-    lesson11,
-    lesson16,
-)
+_LESSONS = [import_module(f"{__name__}.lesson{number}") for number in sorted({id[:2] for id in EXERCISES})]
 
 RIGHT: dict[str, tuple[str, ...]] = {id: answers for lesson in _LESSONS for id, answers in lesson.RIGHT.items()}
 WRONG: dict[str, dict[str, tuple[str, str]]] = {id: found for lesson in _LESSONS for id, found in lesson.WRONG.items()}

@@ -16,7 +16,7 @@ _LINE = re.compile(r" · (line \d+): (.+)$")  # the learner's own line, at the e
 
 def say(text: str, kind: str) -> None:
     """Show `text` as a card of this kind (a key of COLOURS); print it where nothing can show HTML."""
-    if not _in_a_notebook():
+    if _kernel() is None:
         print(text)
         return
     from IPython.display import display
@@ -53,14 +53,13 @@ class Status:
 
 def somebody_watches() -> bool:
     """Whether a person may be watching: not when nbval or nbclient runs the cells and records their output."""
-    shell = sys.modules["IPython"].get_ipython() if "IPython" in sys.modules else None
-    return bool(getattr(getattr(shell, "kernel", None), "_allow_stdin", False))
+    return bool(getattr(_kernel(), "_allow_stdin", False))
 
 
-def _in_a_notebook() -> bool:
-    """Whether a kernel shows what this process displays."""
+def _kernel() -> Any:
+    """The kernel that shows what this process displays, or None."""
     shell = sys.modules["IPython"].get_ipython() if "IPython" in sys.modules else None
-    return hasattr(shell, "kernel")
+    return getattr(shell, "kernel", None)
 
 
 def as_html(text: str, kind: str) -> str:

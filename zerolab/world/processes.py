@@ -72,17 +72,17 @@ def launch(
 class Patience:
     """Seconds `left` to wait for other processes of this machine, in turns.
 
-    A turn of more than a second counts as one second: the machine stood still (a paused VM, Control-Z), and the other
-    processes with it.
+    A turn longer than `longest` seconds counts as that much: the machine stood still (a paused VM, Control-Z) or was
+    busy, and the other processes with it.
     """
 
-    def __init__(self, seconds: float) -> None:
-        self.left, self._last = seconds, time.monotonic()
+    def __init__(self, seconds: float, longest: float = 1.0) -> None:
+        self.left, self.longest, self._last = seconds, longest, time.monotonic()
 
     def turn(self) -> float:
         """The seconds left after the turn that ends here."""
         last, self._last = self._last, time.monotonic()
-        self.left -= min(self._last - last, 1.0)
+        self.left -= min(self._last - last, self.longest)
         return self.left
 
 

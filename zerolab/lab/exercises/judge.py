@@ -8,13 +8,14 @@ import hashlib
 import io
 import itertools
 import linecache
+import signal
 import sys
 import time
 import traceback
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
-from types import ModuleType
+from types import FrameType, ModuleType
 
 import torch
 import torch.distributed as dist
@@ -30,6 +31,8 @@ WORLD_SIZES = (1, 2, 3, 4)
 UNKNOWN = "a mistake that this check does not know; this is the smallest case that fails"
 RAISED = "an error in the code, at the line shown"
 RAISED_LATER = "no line of yours failed, but what it left behind: compare the types with those in the docstring"
+ENDLESS = "a loop that does not end"
+WALL = 60.0  # seconds for one number of ranks, for loops that sleep: the others are known by how much they compute
 PRINTED = 2000  # characters of the answer's own output that are shown
 
 _pool: Ranks | None = None
@@ -93,8 +96,31 @@ def digest(source: str) -> str:
 # ---------------------------------------------------------------------- on a rank
 
 
-def on_rank(id: str, source: str, filename: str, patience: float) -> Report:
-    """This rank's report on `source`, an answer to exercise `id`."""
+class Endless(BaseException):
+    """The answer has computed for so long that it will not end. Not an Exception, so that no answer catches it."""
+
+
+@contextlib.contextmanager
+def _computing_at_most(seconds: float) -> Iterator[None]:
+    """Raises Endless at the line that runs when this process has computed for `seconds`.
+
+    What it computed, not how long it took: a machine that is busy with something else makes no answer wrong.
+    """
+
+    def stop(signum: int, frame: FrameType | None) -> None:
+        raise Endless(f"had not finished after computing for {seconds:.0f} s")
+
+    before = signal.signal(signal.SIGPROF, stop)
+    signal.setitimer(signal.ITIMER_PROF, seconds, 1.0)  # and again, if something swallows it
+    try:
+        yield
+    finally:
+        signal.setitimer(signal.ITIMER_PROF, 0.0)
+        signal.signal(signal.SIGPROF, before)
+
+
+def on_rank(id: str, source: str, filename: str, patience: float, computes: float) -> Report:
+    """This rank's report on `source`, an answer to exercise `id`, which `computes` for so many seconds at most."""
     rank, world_size = dist.get_rank(), dist.get_world_size()
     store = dist.distributed_c10d._get_default_store()
     torch.manual_seed(0)  # the same on every rank and in every check
@@ -107,7 +133,7 @@ def on_rank(id: str, source: str, filename: str, patience: float) -> Report:
         ):
             warnings.simplefilter("ignore")
             world = World(rank, world_size, spy)
-            report = _judge(asked, source, filename, world)
+            report = _judge(asked, source, filename, world, computes)
         report.blocks, report.notes = spy.blocks, world.notes
         report.printed = printed.getvalue()[:PRINTED]
         return report
@@ -115,17 +141,20 @@ def on_rank(id: str, source: str, filename: str, patience: float) -> Report:
         store.set(f"over/{rank}", "1")
 
 
-def _judge(asked: Exercise, source: str, filename: str, world: World) -> Report:
+def _judge(asked: Exercise, source: str, filename: str, world: World, computes: float) -> Report:
     try:
-        answer = load(source, filename, f"ex_{asked.id.replace('.', '_')}")
-        missing = [name for name in asked.exports if not hasattr(answer, name)]
-        if missing:
-            raise Wrong(f"the cell does not define {missing[0]}", f"the name was changed: it must be {missing[0]}")
-        asked.check(answer, world)
+        with _computing_at_most(computes):
+            answer = load(source, filename, f"ex_{asked.id.replace('.', '_')}")
+            missing = [name for name in asked.exports if not hasattr(answer, name)]
+            if missing:
+                raise Wrong(f"the cell does not define {missing[0]}", f"the name was changed: it must be {missing[0]}")
+            asked.check(answer, world)
     except Todo:
         return Report(world.rank, "todo")
     except Wrong as wrong:
         return Report(world.rank, "wrong", wrong.seen, wrong.likely, wrong.tip, wrong.values_differ)
+    except Endless as error:
+        return Report(world.rank, "late", f"{error}{_line_of(error, filename)}", ENDLESS)
     except (GaveUp, CommError) as error:  # another rank's mistake, seen from here
         first = str(error).splitlines()[0]
         engines = first.removeprefix(f"rank {world.rank} of {world.world_size}: ")
@@ -216,10 +245,12 @@ def try_answer(
         tell(f"○ {id} {asked.title}    checking with {world_size} of {max(WORLD_SIZES)} ranks ...")
         try:
             waits = max(patience, 10 * min(_overhead, 3.0))
-            # A rank that waits gives up before this; the pool's own limit catches an endless loop.
-            limit = 2 * waits + 4 * min(_overhead, 3.0)
             reports = ranks.run(
-                on_rank, id, source, filename, waits, ranks=world_size, timeout=limit, group_timeout=2 * waits
+                on_rank,
+                *(id, source, filename, waits, 4 * patience),
+                ranks=world_size,
+                timeout=WALL,
+                group_timeout=2 * waits,
             )
         except RankError as error:
             lines = [line for line in error.traceback.splitlines() if filename in line]
@@ -229,7 +260,7 @@ def try_answer(
             known = [mistake for part, mistake in asked.errors.items() if part in first]
             likely = known[0] if known else "the process itself died: look for exit() or endless recursion"
             if "time is up" in str(error):
-                likely = "a loop that does not end"
+                likely = ENDLESS
             return _verdict(asked, good, world_size, [Report(error.rank, "late", f"{first}{where}", likely)])
         if any(report.kind != "right" for report in reports):
             return _verdict(asked, good, world_size, reports)

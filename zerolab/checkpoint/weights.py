@@ -14,6 +14,7 @@ from zerolab.checkpoint.files import DTYPES, CheckpointError, Pieces, flush_fold
 from zerolab.checkpoint.manifest import read_manifest
 from zerolab.checkpoint.state import on_all_ranks
 from zerolab.engine.engine import Engine
+from zerolab.engine.step import is_owned
 
 
 @torch.no_grad()
@@ -53,7 +54,7 @@ def _plain_targets(model: nn.Module) -> list[tuple[list[str], Tensor]]:
         if isinstance(value, Tensor):
             names_of.setdefault(id(value), ([], value))[0].append(name)
     for names, value in names_of.values():
-        if hasattr(value, "_zerolab_owner"):
+        if is_owned(value):
             raise CheckpointError("this model is sharded: use zerolab.load or zero.load_full_state_dict")
         if value.is_meta:
             raise CheckpointError(

@@ -44,11 +44,11 @@ class KeptBack:
         if unit.sharded:
             mine = unit.layout.shard(mine, unit.rank)
         mine = mine.to(unit.master.device)
-        for i, param in enumerate(unit.params):
+        for i, (param, part) in enumerate(zip(unit.params, unit.parts(mine), strict=True)):
             if self.bucket.have[i]:
                 is_ours = param.grad is None
                 if param.grad is None:
-                    show_grad(param, unit.part(i, mine))
+                    show_grad(param, part)
                 grad = param.grad
                 assert grad is not None
                 self._shown[i] = Shown(grad, grad._version, is_ours)

@@ -131,9 +131,11 @@ class Bucket:
     def show(self, used: list[bool]) -> None:
         """Show the mean as `.grad` of the parameters that some rank used, added to what is there already."""
         mean, self.grad = self.grad, None
-        for i, (param, is_used) in enumerate(zip(self.unit.params, used, strict=True)):
+        if not any(used):  # frozen, say
+            return
+        for param, part, is_used in zip(self.unit.params, self.unit.parts(mean), used, strict=True):
             if is_used:
-                receive(param, self.unit.part(i, mean))
+                receive(param, part)
 
     def end_backward(self) -> None:
         self.used = [False] * len(self.used)

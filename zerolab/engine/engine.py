@@ -176,11 +176,9 @@ class Engine:
         The norm is float64 if a gradient is, else float32.
         """
         self.check_grads_final(self.units)
-        self._prepare_step(self.units)
-        try:
+        with torch._C.DisableTorchFunctionSubclass():  # gradients as they are: this one knows of the other ranks
+            self.promote_grads(self.units)
             return clip_to_norm(self, max_norm, norm_type)
-        finally:
-            self._become_shown()
 
     def full_parameters(self) -> AbstractContextManager[None]:
         """Inside, the model shows full parameters in the masters' dtype, on every rank, to look at or edit in place.
@@ -266,10 +264,11 @@ class Engine:
         self._materialise([module for sites in unit.sites for module, _ in sites], init)
         unit.fill([module.get_parameter(name) for module, name in (sites[0] for sites in unit.sites)], self.comm.device)
         unit.adopt(self.optimizer_params(unit), [param.requires_grad for _, param in part.named], self._on_gradient)
+        owner = step.Owner(self, unit)
         for (name, original), param, full_param in zip(part.named, unit.params, unit.full_params, strict=True):
             step.mark_replaced(original, name)
             step.mark_full(full_param, name)
-            step.mark_owned(param, self, unit)
+            step.mark_owned(param, owner)
             if isinstance(param, ShownParameter):
                 param.belong(self, original)
         part.named.clear()
@@ -625,14 +624,14 @@ class Engine:
                     "averaged; run the last micro-batch's backward outside no_sync()"
                 )
 
+    def _become_shown(self) -> None:
+        for unit in self.units:
+            become_shown(unit.params)
+
     def _prepare_step(self, units: list[Unit]) -> None:
         for unit in units:
             become_plain(unit.params)
         self.promote_grads(units)
-
-    def _become_shown(self) -> None:
-        for unit in self.units:
-            become_shown(unit.params)
 
     def promote_grads(self, units: list[Unit]) -> None:
         for unit in units:

@@ -10,7 +10,7 @@ from torch import nn
 
 from zerolab.comm.collectives import Comm
 from zerolab.comm.waiting import CommError
-from zerolab.engine.step import OWNER
+from zerolab.engine.step import is_owned
 from zerolab.engine.unit import Site, Unit
 
 UnitClasses = Iterable[type[nn.Module]] | type[nn.Module] | None
@@ -194,7 +194,7 @@ def _check(named: list[tuple[str, nn.Parameter]], comm: Comm) -> None:
         )
     storages: dict[int, str] = {}
     for name, param in named:
-        if hasattr(param, OWNER):
+        if is_owned(param):
             raise ValueError(f"{name} is sharded already; build a new model")
         if param.is_meta:
             continue

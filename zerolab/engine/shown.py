@@ -88,7 +88,7 @@ class ShownParameter(_Settled, nn.Parameter):  # type: ignore[misc, override]
 
     def belong(self, engine: Engine, original: nn.Parameter) -> None:
         """Stand for `original`. Its hooks move here, and their handles still remove them."""
-        self._engine = weakref.ref(engine)
+        self._engine, self._is_slice = weakref.ref(engine), engine.stage > 0
         if original._backward_hooks is not None:
             self._hooks = original._backward_hooks
         if original._post_accumulate_grad_hooks is not None:
@@ -145,12 +145,9 @@ class ShownParameter(_Settled, nn.Parameter):  # type: ignore[misc, override]
 
     # -- hooks see a gradient when backward is over ----------------------------------------------------------------
 
-    def hold(self, mean: Tensor) -> bool:
-        """Keep an averaged gradient until `deliver`, if there are hooks for it."""
-        if not (self._hooks or self._hooks_after):
-            return False
+    def hold(self, mean: Tensor) -> None:
+        """Keep an averaged gradient for the hooks, until `deliver`."""
         self._mean = mean if self._mean is None else self._mean + mean
-        return True
 
     def deliver(self) -> None:
         """Backward is over: what was kept goes by the hooks."""
@@ -174,13 +171,11 @@ class ShownParameter(_Settled, nn.Parameter):  # type: ignore[misc, override]
         """Backward broke off."""
         self._mean = None
 
-    def mark(self, grad: Tensor) -> Tensor:
-        """`grad`, of this parameter, so that it can answer for all ranks."""
-        engine = self._engine()
-        if engine is not None and (engine.stage > 0 or grad.dtype == torch.float16):
-            grad = grad.as_subclass(ShownGrad)
+    def mark(self, grad: Any) -> None:
+        """Let `grad`, of this parameter, answer for all ranks."""
+        if self._is_slice or grad.dtype == torch.float16:
+            grad.__class__ = ShownGrad
             grad.engine = self._engine
-        return grad
 
     # -- copies --------------------------------------------------------------------------------------------------
 
@@ -202,7 +197,9 @@ def make_shown(tensor: Tensor, requires_grad: bool, full_name: str, aliases: lis
 
 def receive(param: nn.Parameter, mean: Tensor) -> None:
     """Show an averaged gradient, laid out as `param` is. Hooks see it first, when backward is over."""
-    if type(param) is not ShownParameter or not param.hold(mean):
+    if type(param) is ShownParameter and (param._hooks or param._hooks_after):
+        param.hold(mean)
+    else:
         _accumulate(param, mean)
 
 
@@ -217,7 +214,9 @@ def _accumulate(param: nn.Parameter, mean: Tensor) -> None:
 
 def show_grad(param: nn.Parameter, grad: Tensor) -> None:
     """Let `param.grad` show `grad`."""
-    param.grad = param.mark(grad) if type(param) is ShownParameter else grad
+    if type(param) is ShownParameter:
+        param.mark(grad)
+    param.grad = grad
 
 
 class ShownGrad(Tensor):

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from zerolab.engine.engine import Engine
     from zerolab.engine.unit import Unit
 
-REPLACED, FULL, OWNER = "_zerolab_replaced", "_zerolab_full", "_zerolab_owner"  # what parameters are marked with
+MARK = "_zerolab_mark"  # the attribute of a parameter: who updates it, or why no optimizer may
 
 _elementwise: set[type] = {ASGD, SGD, Adadelta, Adagrad, Adam, Adamax, AdamW, NAdam, RAdam, RMSprop, Rprop}
 
@@ -32,40 +32,49 @@ def declare_elementwise(optimizer_class: type[Optimizer]) -> None:
     _elementwise.add(optimizer_class)
 
 
+class Owner:
+    """What updates a parameter. Those of a unit share one, so that few are looked at in each step."""
+
+    def __init__(self, engine: Engine, unit: Unit) -> None:
+        self.engine, self.unit = weakref.ref(engine), weakref.ref(unit)
+
+
 def mark_replaced(original: nn.Parameter, name: str) -> None:
     """`original` is no longer a parameter of its model."""
-    setattr(original, REPLACED, name)
+    problem = (
+        f"was built before the model was sharded: it holds the old {name}, which the model no longer uses. Build the "
+        "optimizer from model.parameters() after sharding"
+    )
+    setattr(original, MARK, problem)
 
 
 def mark_full(full: nn.Parameter, name: str) -> None:
     """`full` is what forward sees of a parameter, not what an optimizer updates."""
-    setattr(full, FULL, name)
+    problem = (
+        f"was built inside a forward, or after one that was interrupted: it holds a full {name} that does not last. "
+        "Build it from model.parameters() outside of forward"
+    )
+    setattr(full, MARK, problem)
 
 
-def mark_owned(param: nn.Parameter, engine: Engine, unit: Unit) -> None:
-    setattr(param, OWNER, (weakref.ref(engine), weakref.ref(unit)))
+def mark_owned(param: nn.Parameter, owner: Owner) -> None:
+    setattr(param, MARK, owner)
+
+
+def is_owned(tensor: torch.Tensor) -> bool:
+    """Whether it is a parameter of a sharded model."""
+    return isinstance(getattr(tensor, MARK, None), Owner)
 
 
 def owners_of(optimizer: Optimizer) -> dict[Engine, list[Unit]]:
     """The engines whose parameters `optimizer` holds, each with its units that are concerned, in the engine's order."""
+    marks = [getattr(param, MARK, None) for group in optimizer.param_groups for param in group["params"]]
     touched: dict[Engine, set[int]] = {}
-    for group in optimizer.param_groups:
-        for param in group["params"]:
-            if name := getattr(param, REPLACED, None):
-                raise RuntimeError(
-                    f"{type(optimizer).__name__} was built before the model was sharded: it holds the old {name}, "
-                    "which the model no longer uses. Build the optimizer from model.parameters() after sharding"
-                )
-            if name := getattr(param, FULL, None):
-                raise RuntimeError(
-                    f"{type(optimizer).__name__} was built inside a forward, or after one that was interrupted: it "
-                    f"holds a full {name} that does not last. Build it from model.parameters() outside of forward"
-                )
-            if owner := getattr(param, OWNER, None):
-                reference, unit = owner
-                engine = reference()
-                if engine is not None:
-                    touched.setdefault(engine, set()).add(id(unit()))
+    for mark in dict.fromkeys(marks):
+        if isinstance(mark, str):
+            raise RuntimeError(f"{type(optimizer).__name__} {mark}")
+        if mark is not None and (engine := mark.engine()) is not None:
+            touched.setdefault(engine, set()).add(id(mark.unit()))
     return {engine: [u for u in engine.units if id(u) in ids] for engine, ids in touched.items()}
 
 

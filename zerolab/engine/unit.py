@@ -238,10 +238,10 @@ class Unit:
         """Grows with every write into the masters, `.data` included."""
         return self.master._version + sum(alias._version for alias in self.aliases)
 
-    def part(self, i: int, flat: Tensor) -> Tensor:
-        """The part of `flat`, a tensor laid out as `master` is, that belongs to `params[i]`."""
-        size, stride, offset = self._places[i]
-        return flat.as_strided(size, stride, int(flat.storage_offset()) + offset)
+    def parts(self, flat: Tensor) -> list[Tensor]:
+        """The parts of `flat`, a tensor laid out as `master` is, that belong to `params`."""
+        start = flat.storage_offset()
+        return [flat.as_strided(size, stride, start + offset) for size, stride, offset in self._places]
 
 
 def _is_plain(module: nn.Module) -> bool:

@@ -676,7 +676,7 @@ peaks = {(number, n): (peak(STAGES[number], None, n), peak(STAGES[number], BF16,
 if lab.predicted("08.1"):
     peaks = lab.pull("peaks", rank=0)
     for (number, sequences), ((wide, wide_acts), (half, half_acts)) in peaks.items():
-        what = f"stage {number}, {sequences:2} sequences"
+        what = f"stage {number}, {sequences:2} sequence{'s' * (sequences > 1):1}"
         acts = f"activations {wide_acts / 1e6:5.1f} -> {half_acts / 1e6:5.1f} MB"
         print(f"{what}: {acts}, peak {wide / 1e6:5.1f} -> {half / 1e6:5.1f} MB, {half / wide:.2f} times")
     assert peaks[0, 1][1][0] / peaks[0, 1][0][0] > 0.85  # a small batch: hardly anything

@@ -149,6 +149,28 @@ SCALER_MUTANTS = {
         edit(SCALER, "grad /= self.factor", "grad /= self.factor * dist.get_world_size()"),
         "the mean already",
     ),
+    "divides by a constant": (edit(SCALER, "grad /= self.factor", "grad /= 2.0**16"), "a fixed 2**16"),
+    "halves whole numbers": (edit(SCALER, "self.factor / 2", "self.factor // 2"), "must not end at 0"),
+    "an upper limit": (
+        edit(
+            SCALER,
+            "self.factor, self.good_steps = self.factor * 2, 0",
+            "self.factor = min(self.factor * 2, 2.0**16)\n            self.good_steps = 0",
+        ),
+        "has an upper limit",
+    ),
+    "raises on an overflow": (
+        edit(
+            SCALER,
+            "        if not self.overflow:\n",
+            "        if self.overflow:\n            raise OverflowError\n        if not self.overflow:\n",
+        ),
+        "which is no error",
+    ),
+    "raises on its own overflow": (
+        edit(SCALER, "found.fill_(1)", "raise FloatingPointError(f'{grad}')"),
+        "which is no error",
+    ),
     "clears the gradients": (
         edit(
             SCALER,

@@ -126,6 +126,25 @@ READS_MUTANTS = {
     "nothing returned": (edit(READS, "    return reads\n", ""), "`return` is missing"),
     "begin forgotten": (edit(READS, "        begin += length\n", ""), "each begins where the one before it ends"),
     "round": (edit(READS, "math.ceil(numel / ranks)", "round(numel / ranks)"), "rounds down as often as up"),
+    "one more for all": (edit(READS, "math.ceil(numel / ranks)", "numel // ranks + 1"), "one too many where"),
+    "balanced": (
+        edit(
+            READS,
+            "shard = math.ceil(numel / ranks)\n",
+            "share, more = divmod(numel, ranks)\n    first = rank * share + min(rank, more)\n",
+            "first, last = rank * shard, min((rank + 1) * shard, numel)",
+            "last = first + share + (rank < more)",
+        ),
+        "an element more than the others",
+    ),
+    "at before start": (
+        edit(READS, "start - begin, stop - begin, start - first", "start - first, start - begin, stop - begin"),
+        "(file, start, stop, at)",
+    ),
+    "stop before start": (
+        edit(READS, "start - begin, stop - begin", "stop - begin, start - begin"),
+        "(file, start, stop, at)",
+    ),
     "eats the list": (
         edit(READS, "        begin += length\n", "        begin += length\n    files.clear()\n"),
         "work on a copy",
@@ -229,6 +248,28 @@ SAVE_MUTANTS = {
     "the index first": (
         edit(SAVE, _BEFORE, "", "    barrier()  # nobody", f"    {_WRITE}\n    barrier()  # nobody"),
         "it comes last",
+    ),
+    "a temporary file elsewhere": (
+        edit(SAVE, 'file.with_name(f"{file.name}.tmp")', 'file.parent.parent / f"{file.name}.tmp"'),
+        "Put it beside the file",
+    ),
+    "tempfile's folder": (
+        edit(
+            SAVE,
+            'new = file.with_name(f"{file.name}.tmp")',
+            "import shutil, tempfile\n    new = Path(tempfile.mkdtemp()) / file.name",
+            "os.replace(new, file)",
+            "shutil.move(new, file)",
+        ),
+        "Put it beside the file",
+    ),
+    "a barrier after an error": (
+        edit(
+            SAVE,
+            "    write(folder / names[rank], data)\n    barrier()  # now all files are on the disk\n",
+            "    try:\n        write(folder / names[rank], data)\n    finally:\n        barrier()\n",
+        ),
+        "called barrier() all the same",
     ),
     "no barrier": (edit(SAVE, "    barrier()  # now all files are on the disk\n", ""), "wait for all of them"),
     "no second barrier": (

@@ -97,6 +97,13 @@ FIXED = "right for the first scaler only: take the scale and the interval from _
 MANY = (
     "an all-reduce for each parameter is right, and pays the latency each time: collect one flag, and all-reduce once"
 )
+CONSTANT = "divided by a fixed 2**16: divide by self.factor, which the loss was multiplied by"
+NO_ERROR = (
+    "this comes only with an overflow, which is no error: every rank leaves optimizer.step() out, and update() halves "
+    "the scale"
+)
+ZERO = "halving must not end at 0, which `//` or int() does with a scale of 1: divide by 2"
+LIMITED = "the scale has an upper limit: it grows for as long as no gradient overflows"
 INHERITED = "write unscale_(), step() and update() yourself, without torch's GradScaler"
 
 
@@ -172,6 +179,7 @@ def check_scaler(answer: Any, world: World) -> None:
         raise Wrong("MyScaler is a GradScaler of torch's", INHERITED)
     Stage(answer, world).run()
     check_again(answer, world)
+    check_limits(answer, world)
     check_training(answer, world)
 
 
@@ -214,8 +222,7 @@ class Stage:
         expected = [grad / scale for grad in grads]
         before = [param.detach().clone() for param in self.params]
         speed = [one.clone() for one in self.speed]
-        likely = ALONE if turn.bad and world.world_size > 1 else ""
-        with world.record() as calls, in_case(self.answer, name, likely, ERRORS):
+        with world.record() as calls, in_case(self.answer, name, NO_ERROR if turn.bad else "", ERRORS):
             if turn.first:
                 self.scaler.unscale_(self.optimizer)
                 self.check_unscaled(name, grads, expected, before, bad)
@@ -282,6 +289,7 @@ class Stage:
                 ratio = values.factor(got, want)
                 likely = NOT_IN_PLACE if same(got, grad) else MULTIPLIED if ratio and ratio > 1 else ""
                 likely = HALF if bool(((got == 0) & (want != 0)).any()) else likely
+                likely = CONSTANT if ratio and math.isclose(ratio * 2**16, START, rel_tol=0.02) else likely
                 by_ranks = ratio is not None and math.isclose(ratio * self.world.world_size, 1.0, rel_tol=0.02)
                 likely = likely or (BY_RANKS if by_ranks else TWICE if ratio and ratio < 1 else "")
                 raise Wrong(f"{what} is {_times(ratio)} the unscaled one", likely)
@@ -370,6 +378,8 @@ class Stage:
             return TWICE
         if math.isclose(ratio * self.world.world_size, 1.0, rel_tol=0.02) and self.world.world_size > 1:
             return BY_RANKS
+        if math.isclose(ratio * 2**16, scale, rel_tol=0.02):
+            return CONSTANT
         if turn.first and ratio == 2.0:
             return "gradients were read again after unscale_(): what clipping changed must be what the step uses"
         if ratio in (0.5, 2.0, 0.25, 4.0):
@@ -443,6 +453,31 @@ def check_again(answer: Any, world: World) -> None:
                 interval = 3 if scaler is one else 1
                 seen = f"another scaler, with growth_interval={interval}: after {values.counted(number, 'good step')}"
                 raise Wrong(f"{seen} its scale is {now:g}, not {want:g}", FIXED if scaler is one else SHARED)
+
+
+def check_limits(answer: Any, world: World) -> None:
+    """The scale grows beyond the usual first one, and never falls to 0."""
+    zero = make()
+    optimizer = SGD(zero.model.parameters(), lr=RATE)
+    for start, bad in ((2.0**20, 0.0), (1.0, math.inf)):
+        scaler, scales = answer.MyScaler(zero, init_scale=start, growth_interval=1), [start]
+        for _ in range(2):
+            with in_case(answer, f"a scaler that begins at {start:g}", NO_ERROR if bad else LIMITED, ERRORS):
+                loss = scaler.scale(zero.model(torch.ones(2, 7)).sum() * 2.0**-24)
+                loss.backward()
+                for param in zero.model.parameters():
+                    if param.grad is not None:
+                        param.grad.fill_(bad)
+                scaler.step(optimizer)
+                scaler.update()
+            optimizer.zero_grad()
+            scales.append(scale_of(scaler))
+        seen = f"a scaler that begins at {start:g}, after {'overflows' if bad else 'good steps'}: its scales are "
+        seen += ", ".join(f"{scale:g}" for scale in scales)
+        if bad and not scales[-1] > 0:
+            raise Wrong(seen, ZERO)
+        if not bad and scales[-1] != 4 * start:
+            raise Wrong(seen, LIMITED)
 
 
 STAGE_OF = {1: 0, 2: 2, 3: 3, 4: 1}  # world size -> stage

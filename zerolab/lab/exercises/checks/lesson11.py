@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import math
 import os
@@ -40,6 +41,12 @@ IN_UNIT = (
 AT_IN_UNIT = "`at` counts from the beginning of the unit: it must count from the beginning of this rank's new shard"
 AT_IN_FILE = "`at` counts in the file: it must count from the beginning of this rank's new shard"
 NO_AT = "every read goes to the beginning of the new shard, so that they overwrite each other: `at` must move on"
+PLUS_ONE = "numel // ranks + 1 is one too many where the ranks divide the unit evenly: math.ceil(numel / ranks)"
+BALANCED = (
+    "the first ranks got an element more than the others: all shards have math.ceil(numel / ranks) elements, and only "
+    "the last ones hold fewer"
+)
+ORDER = "the numbers of a read are in another order: (file, start, stop, at)"
 OWN_FILE = "rank r reads file r only: with another number of ranks, the shards are cut at other places"
 NOT_ALL_FILES = "it looks into the first `ranks` files only: there are len(files) of them, whatever `ranks` is"
 EVERYTHING = "it reads all of all files: a rank must read what it owns, and nothing else"
@@ -215,6 +222,22 @@ def _one_begin(files: Files, numel: int, ranks: int, rank: int) -> list[Read]:
 ROUND = "round() rounds down as often as up, and then the tail is lost: math.ceil(numel / ranks)"
 ONE_BEGIN = "every file is taken to begin where the unit does: each begins where the one before it ends"
 
+
+def _balanced(files: Files, numel: int, ranks: int, rank: int) -> list[Read]:
+    share, more = divmod(numel, ranks)
+    first = rank * share + min(rank, more)
+    return _cut(files, first, first + share + (rank < more))
+
+
+def _in_order(*order: int) -> Plan:
+    """The right reads, but for the order of their three numbers."""
+
+    def plan(files: Files, numel: int, ranks: int, rank: int) -> list[Any]:
+        return [(read[0], *(read[place] for place in order)) for read in right_reads(files, numel, ranks, rank)]
+
+    return plan
+
+
 KNOWN: list[tuple[Plan, str]] = [
     (_changed(lambda r, begin, first: (r[0], r[1] + begin, r[2] + begin, r[3])), IN_UNIT),
     (_changed(lambda r, begin, first: (r[0], r[1] + begin, r[2] + begin, r[3] + first)), IN_UNIT),
@@ -245,6 +268,9 @@ KNOWN: list[tuple[Plan, str]] = [
     (_whole(rest=False), WHOLE_FILES),
     (_whole(rest=True), WHOLE_FILES),
     (_one_begin, ONE_BEGIN),
+    (_shards(lambda files, numel, ranks: numel // ranks + 1), PLUS_ONE),
+    (_balanced, BALANCED),
+    *((_in_order(*order), ORDER) for order in itertools.permutations((1, 2, 3)) if order != (1, 2, 3)),
 ]
 
 
@@ -406,6 +432,14 @@ OTHER_RANKS_STAY = (
     "file"
 )
 NOT_THAT = "is not what it saved"
+OUTSIDE = (
+    "the temporary file is in another folder: a rename is a single operation only within one file system, and nobody "
+    "removes what a killed save leaves there. Put it beside the file that it becomes"
+)
+PASSED = (
+    "a rank whose write failed called barrier() all the same, as in a `finally`, so rank 0 took its file for written: "
+    "after an error do not call it, and no index appears"
+)
 APPENDED = "something was added to what a killed save left behind: begin each file anew, in mode 'wb'"
 LEFTOVER = "what a killed save left behind stays for ever: a save that succeeds must remove that too"
 TEMPORARY_STAYS = "after an error the temporary file stays, and fills the disk further: remove it in a `finally`"
@@ -604,7 +638,8 @@ class _Tries:
         if not run.ended.get(rank):
             return f"{name}, and save_checkpoint() returned as if nothing had happened", SWALLOWED
         if said := look(folder, {1: N}, run, None, old=1):
-            return f"{name}: {said[0]}", said[1]
+            passed = N > 1 and any(_appears(operation) for operation in run.operations)
+            return f"{name}: {said[0]}", PASSED if passed else said[1]
         if N == 1 and (left := [file for file in _files(folder) if file not in before]):
             return f"{name}: afterwards {left[0]} is still there", TEMPORARY_STAYS
         return None
@@ -681,6 +716,9 @@ def _calls(run: Run) -> Told | None:
         return f"{INDEX} never appeared", "the index is missing: rank 0 writes it, when all files are there"
     if any(operation.what == "open" for operation in appears):
         return f"rank {appears[0].rank} {appears[0]}", IN_PLACE
+    for operation in run.operations:
+        if operation.what in ("rename", "link") and os.path.isabs(operation.path) and not os.path.isabs(operation.to):
+            return f"rank {operation.rank} {operation}", OUTSIDE
     if len({operation.rank for operation in appears}) > 1:
         return f"ranks {' and '.join(str(o.rank) for o in appears)} each put {INDEX} in place", MANY_INDEXES
     opened: dict[tuple[int, str], int] = {}
@@ -825,6 +863,7 @@ def folder_of_all(world: World) -> Iterator[Path]:
 
 
 ERRORS_2 = {
+    "Invalid cross-device link": OUTSIDE,
     "of the default group": OWN_BARRIER,
     "a bytes-like object is required": "data is bytes and JSON is text: open files with 'wb', and .encode() the text",
     "must be str, not bytes": "`data` is bytes: open the file in binary mode, 'wb'",

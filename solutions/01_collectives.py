@@ -61,9 +61,9 @@ plots.show(plots.before_after("all-gather: everyone gets every part", lab.pull("
 # (Why not `dist.reduce_scatter_tensor`? On NCCL you would use it. gloo's version is an all-reduce in disguise, which
 # moves twice the bytes. An all-to-all followed by a sum is a real one.)
 #
-# Here are the other four, in one cell: *broadcast* (one rank's tensor to all), *reduce* (the sum to one rank), *gather*
-# (all tensors to one rank) and *all-to-all* (each rank sends a different part to each other rank; you have just used
-# it).
+# Here are the other five, in one cell: *broadcast* (one rank's tensor to all), *reduce* (the sum to one rank), *gather*
+# (all tensors to one rank), *scatter* (one rank's parts, one to each rank) and *all-to-all* (each rank sends a different
+# part to each other rank; the reduce-scatter above began with it).
 
 # %%
 # %%ranks
@@ -75,13 +75,23 @@ dist.reduce(summed, dst=0)
 summed = summed.tolist() if rank == 0 else []  # on the others it is of no use: perhaps a partial sum
 collected = [torch.empty(1) for _ in range(world_size)] if rank == 0 else None
 dist.gather(mine, collected, dst=0)
-mine, told = mine.tolist(), told.tolist()
-collected = [t.item() for t in collected] if rank == 0 else []
+parts = list(torch.arange(11.0, 11 + world_size).split(1)) if rank == 0 else None
+given = torch.empty(1)
+dist.scatter(given, parts, src=0)
+mine, told, given = mine.tolist(), told.tolist(), given.tolist()
+collected, parts = ([t.item() for t in tensors or []] for tensors in (collected, parts))
+swapped = received.tolist()  # by the all-to-all above
 
 # %%
-pairs = {"broadcast from rank 2": "told", "reduce to rank 0": "summed", "gather on rank 0": "collected"}
-for name, after in pairs.items():
-    plots.show(plots.before_after(name, lab.pull("mine"), lab.pull(after)))
+collectives = {
+    "broadcast from rank 2": ("mine", "told"),
+    "reduce to rank 0": ("mine", "summed"),
+    "gather on rank 0": ("mine", "collected"),
+    "scatter from rank 0": ("parts", "given"),
+    "all-to-all": ("start", "swapped"),
+}
+for name, (before, after) in collectives.items():
+    plots.show(plots.before_after(name, lab.pull(before), lab.pull(after)))
 
 # %% [markdown]
 # ## Root against ring

@@ -296,6 +296,7 @@ _GATHER = "self.comm.all_gather(unit.full, unit.master.to(unit.full.dtype), unit
 _HAND = "received.view(self.world_size, -1).sum(dim=0) / self.world_size"
 
 ZERO1_MUTANTS = {
+    "no stage": (edit(ZERO1, "    stage = 1\n\n", ""), "`stage = 1` is missing"),
     "full parameters": (
         edit(ZERO1, f"return {_PARAMS}", "return unit.layout.views(unit.master)"),
         "the optimizer sees full parameters",

@@ -66,6 +66,8 @@ def _prepare(shell: Any) -> None:
     modules["ipywidgets"] = None
     warnings.filterwarnings("ignore", "IProgress not found")
     warnings.filterwarnings("ignore", "To exit: use", UserWarning)
+    # torch 2.13 has new names for two collectives, and the old ones are what everybody writes.
+    warnings.filterwarnings("ignore", r"`torch\.distributed\.\w+` is deprecated", FutureWarning)
     shell.set_custom_exc((Exception, KeyboardInterrupt), _show_failure)
     shell.push({"torch": torch, "zerolab": zerolab}, interactive=False)
     shell.kernel.comm_manager.register_target(TARGET, _arrived)

@@ -479,6 +479,8 @@ def _compare_weights(unit: Unit, got: Tensor, want: Tensor, old: Tensor, calls: 
 
 def check_training(theirs: type, stage: type, world: World) -> None:
     """Three steps of Adam against the package's stage: the same numbers, and no more bytes held or sent."""
+    if theirs.stage != stage.stage:
+        raise Wrong(f"{theirs.__name__}.stage is {theirs.stage}", f"`stage = {stage.stage}` {NO_STAGE}")
     (ours, held, sent), (wanted, may_hold, may_send) = (_train(cls, world) for cls in (theirs, stage))
     for category, likely in TOO_MUCH.items():
         if held[category] > may_hold[category]:
@@ -490,6 +492,7 @@ def check_training(theirs: type, stage: type, world: World) -> None:
         compare(f"{name} after three steps of Adam", ours[name], value, lambda got: LATER_STEPS)
 
 
+NO_STAGE = "is missing from the class: clipping and checkpoints go by it, and would take each slice for all there is"
 LATER_STEPS = "the first step is right, a later one is not: nothing may be kept from one step to the next"
 TOO_MUCH = {
     "parameters": "a copy of the slice is kept besides the full parameters: give the optimizer views of them",

@@ -35,6 +35,7 @@ lab.predict("16.3", round(14 * 7.5 / 64, 2))  # GB
 # say whose code runs.
 
 # %%
+from tqdm import tqdm
 from zerolab import DDP, Zero1, Zero2, Zero3
 from zerolab.measure.paper import FIGURE_1, SIZES, simulate_gpt
 
@@ -46,7 +47,7 @@ for stage in stages:
 
 # %%
 layers, width = SIZES["7.5B"]
-runs = [simulate_gpt(layers, width, stage, ranks=64) for stage in stages]
+runs = [simulate_gpt(layers, width, stage, ranks=64) for stage in tqdm(stages, "stages", leave=False)]
 held = [sum(run.states.values()) / 1e9 for run in runs]
 for number, id in ((1, "16.1"), (2, "16.2"), (3, "16.3")):
     lab.measured(id, round(held[number], 2 if number == 3 else 1))

@@ -16,7 +16,6 @@ lab.start(4)
 
 # %% tags=["nbval-check-output"]
 # %%ranks
-import time
 
 import torch
 import torch.distributed as dist

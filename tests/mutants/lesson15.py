@@ -148,7 +148,10 @@ SPLIT_MUTANTS = {
         edit(
             SPLIT,
             _OUT,
-            "Leave.apply(F.linear(hidden, self.down.weight, self.down.bias if dist.get_rank(self.group) == 0 else None), self.group)",
+            "Leave.apply(F.linear(hidden, self.down.weight, self.first_bias()), self.group)",
+            "    def forward(self, x: Tensor) -> Tensor:\n",
+            "    def first_bias(self):\n        return self.down.bias if dist.get_rank(self.group) == 0 else None\n\n"
+            "    def forward(self, x: Tensor) -> Tensor:\n",
         ),
         "on one rank only",
     ),
@@ -157,7 +160,7 @@ SPLIT_MUTANTS = {
         edit(
             SPLIT,
             _OUT,
-            "Leave.apply(F.linear(hidden, self.down.weight, self.down.bias / dist.get_world_size(self.group)), self.group)",
+            "Leave.apply(F.linear(hidden, self.down.weight, self.down.bias / self.group.size()), self.group)",
         ),
         "divided by N",
     ),
@@ -171,7 +174,8 @@ SPLIT_MUTANTS = {
         edit(
             SPLIT,
             "    def backward(ctx, grad: Tensor):\n        return grad, None",
-            "    def backward(ctx, grad: Tensor):\n        grad = grad.clone()\n        dist.all_reduce(grad)\n        return grad, None",
+            "    def backward(ctx, grad: Tensor):\n        grad = grad.clone()\n        dist.all_reduce(grad)\n"
+            "        return grad, None",
         ),
         "N times too large",
     ),
@@ -231,8 +235,9 @@ SPLIT_MUTANTS = {
             _OUT,
             "self.total(F.linear(hidden, self.down.weight)) + self.down.bias",
             "    def forward(self, x: Tensor) -> Tensor:\n",
-            "    def total(self, part):\n        parts = [torch.empty_like(part) for _ in range(dist.get_world_size(self.group))]\n"
-            "        dist.all_gather(parts, part.detach(), group=self.group)\n        return torch.stack(parts).sum(dim=0)\n\n"
+            "    def total(self, part):\n        parts = [torch.empty_like(part) for _ in range(self.group.size())]\n"
+            "        dist.all_gather(parts, part.detach(), group=self.group)\n"
+            "        return torch.stack(parts).sum(dim=0)\n\n"
             "    def forward(self, x: Tensor) -> Tensor:\n",
         ),
         "know nothing of autograd",
@@ -495,7 +500,8 @@ PIPELINE_MUTANTS = {
         _order(
             "steps = [(what, m) for m in range(self.micro_batches) for what in ('forward', 'backward')]\n"
             "M = range(self.micro_batches)\n"
-            "return [('forward', m) for m in M] + [('backward', m) for m in M] if self.last and not self.first else steps"
+            "gpipe = [('forward', m) for m in M] + [('backward', m) for m in M]\n"
+            "return gpipe if self.last and not self.first else steps"
         ),
         "none goes on",
     ),

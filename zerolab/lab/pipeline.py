@@ -129,7 +129,9 @@ class Pipeline:
         if not 0 <= source < self.size:
             raise ValueError(f"rank {self.rank} of {self.size} waits for rank {source}, which does not exist")
         tensor = torch.empty_like(self._like)
-        dist.irecv(tensor, source, tag=tag).wait()
+        work = dist.irecv(tensor, source, tag=tag)
+        assert work is not None
+        work.wait()
         self._begin = time.perf_counter()  # until now it stood still
         return tensor
 

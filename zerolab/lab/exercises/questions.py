@@ -363,8 +363,7 @@ QUESTIONS: dict[str, Question] = {
         slips={
             1 / 2: "Attention and MLP are two split regions: two all-reduces in forward and two in backward.",
             2: "Between two ranks an all-reduce sends each element once, not twice: 2(N-1)/N = 1.",
-            1
-            / 16: "That is one all-reduce: there are two for each half of a block, one in forward and one in backward.",
+            1 / 16: "That is one all-reduce: each half of a block has two, in forward and in backward.",
             3_468_288 / 4_194_304: "That is 4Ψ, the gradients that DDP sends: here activations travel.",
         },
     ),
@@ -374,8 +373,7 @@ QUESTIONS: dict[str, Question] = {
         slips={
             4 / 4.355: "That is 16 bytes / 4: the copies in a pair are divided by two only.",
             16 / 4.355: "That is one rank alone.",
-            8
-            / 4.355: "That divides by one of the two dimensions: the pair halves the blocks, and ZeRO-3 halves the rest.",
+            8 / 4.355: "That divides by one of the two dimensions only: the pair halves the blocks, ZeRO-3 all.",
             8.711 / 4.355: "ZeRO-3 divides by two what a rank of the pair holds.",
         },
     ),

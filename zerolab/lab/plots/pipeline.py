@@ -14,7 +14,7 @@ from zerolab.measure.spans import Trace, length
 
 
 def bubble(traces: Sequence[Trace]) -> float:
-    """Of the time from the first span to the last, the fraction in which a rank does not compute; mean over the ranks."""
+    """Of the time from the first span to the last, the fraction in which a rank does not compute; the ranks' mean."""
     begin = min(span.start for trace in traces for span in trace.spans)
     end = max(span.end for trace in traces for span in trace.spans)
     busy = sum(length([(span.start, span.end) for span in trace.spans]) for trace in traces)

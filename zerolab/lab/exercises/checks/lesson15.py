@@ -61,15 +61,14 @@ BIAS_ONE_RANK = (
 )
 NO_GELU = "the GELU between the two layers is missing"
 GELU_BETWEEN = "GELU comes between the two layers, and not after the second"
-AFTER_SUM = (
-    "GELU of a part of a sum: a nonlinearity needs the complete sum. Give each rank complete hidden units, whole rows "
-    "of up.weight, so that it needs no other rank's"
-)
 UP_REDUCED = (
     "an all-reduce after the first layer adds hidden units of different ranks. They are different units: leave them "
     "where they are, the second layer wants each rank's own"
 )
-MUCH = "more was sent than one all-reduce of x's size: in forward only what leaves is added up, in backward only what came in"
+MUCH = (
+    "more was sent than one all-reduce of x's size: in forward only what leaves is added up, in backward only what "
+    "came in"
+)
 GATHERED = (
     "all ranks' parts were gathered and then added up here: that sends (N-1) times a part, and an all-reduce only "
     "2(N-1)/N times"
@@ -159,7 +158,7 @@ def check_enter(answer: Any, world: World, group: Any) -> None:
     if lost := world.unwaited(calls):
         suspects.insert(0, (x.grad, f"a forgotten wait: {lost}"))
     compare("Enter, the gradient of x", x.grad, total, explain_by(suspects))
-    if not (torch.equal(grad, values.share(base, rank)) and torch.equal(branch.grad, grad)):
+    if not (torch.equal(grad, values.share(base, rank)) and torch.equal(_grad(branch), grad)):
         raise Wrong("Enter.backward: the gradient that it was given has changed", IN_PLACE_GRAD)
     check_sent("Enter.backward", calls, N, grad)
 
@@ -285,7 +284,7 @@ def check_mlp(answer: Any, world: World, group: Any, rank: int, N: int, when: st
     bias = whole.down.bias.detach()
     want = whole(given).detach()
     total = want - bias
-    if N < world.world_size:
+    if world.world_size > N:
         suspects = [(got.detach(), WRONG_GROUP)]
     else:
         suspects = [(want + (N - 1) * bias, BIAS_TIMES_N), (total, BIAS_LOST), (total + bias / N, BIAS_DIVIDED)]
@@ -330,6 +329,11 @@ def _part(whole: Whole, x: Tensor, rank: int, N: int) -> Tensor:
         return _hidden(whole, x, rank, N) @ _chunk(whole.down.weight, 1, rank, N).T
 
 
+def _grad(tensor: Tensor) -> Tensor:
+    assert tensor.grad is not None
+    return tensor.grad
+
+
 def _check_gradients(
     split: nn.Module, whole: Whole, x: Tensor, given: Tensor, grad: Tensor, rank: int, N: int, when: str
 ) -> None:
@@ -339,29 +343,26 @@ def _check_gradients(
     if x.grad is None or any(param.grad is None for param in split.parameters()):
         who = "x" if x.grad is None else next(n for n, p in split.named_parameters() if p.grad is None)
         raise Wrong(f"{when}{who} gets no gradient", BIAS_ONE_RANK if who == "down.bias" else GATHER_NO_GRAD)
-    others = N < dist.get_world_size()
+    others = dist.get_world_size() > N
     wanted = {
-        "down.bias": (whole.down.bias.grad, "", 0),
-        "down.weight": (_chunk(whole.down.weight.grad, 1, rank, N), "down", 1),
-        "up.weight": (_chunk(whole.up.weight.grad, 0, rank, N), "up", 0),
-        "up.bias": (_chunk(whole.up.bias.grad, 0, rank, N), "up", 0),
+        "down.bias": _grad(whole.down.bias),
+        "down.weight": _chunk(_grad(whole.down.weight), 1, rank, N),
+        "up.weight": _chunk(_grad(whole.up.weight), 0, rank, N),
+        "up.bias": _chunk(_grad(whole.up.bias), 0, rank, N),
     }
-    for name, (want, _, _) in wanted.items():
-        got = split.get_parameter(name).grad
-        suspects = [(want * N, SUMS_AGAIN), (want / N, BIAS_DIVIDED if name == "down.bias" else NO_MEAN)]
+    for name, want in wanted.items():
+        got = _grad(split.get_parameter(name))
+        suspects: Suspects = [(want * N, SUMS_AGAIN), (want / N, NO_MEAN)]
         if name == "down.bias":
-            suspects.append((torch.zeros_like(want), BIAS_ONE_RANK))
-            suspects[0] = (want * N, BIAS_TIMES_N)
-        likely = [(got, WRONG_GROUP)] if others else suspects
-        compare(f"{when}the gradient of {name}", got, want, explain_by(likely))
+            suspects = [(want * N, BIAS_TIMES_N), (want / N, BIAS_DIVIDED), (torch.zeros_like(want), BIAS_ONE_RANK)]
+        compare(f"{when}the gradient of {name}", got, want, explain_by([(got, WRONG_GROUP)] if others else suspects))
     with torch.no_grad():
-        pre = [F.linear(given, whole.up.weight, whole.up.bias)]
-    with torch.enable_grad():
-        z = pre[0].requires_grad_()
-        F.gelu(z).backward(grad @ whole.down.weight.detach())
-        own = _chunk(z.grad, -1, rank, N) @ _chunk(whole.up.weight.detach(), 0, rank, N)
-    suspects = [(own, NOT_SUMMED), (alone.grad / N, NO_MEAN), (alone.grad * N, SUMS_AGAIN), (own / N, NO_MEAN)]
-    compare(f"{when}the gradient of x", x.grad, alone.grad, explain_by([(x.grad, WRONG_GROUP)] if others else suspects))
+        z = F.linear(given, whole.up.weight, whole.up.bias)
+    F.gelu(z.requires_grad_()).backward(grad @ whole.down.weight.detach())
+    own = _chunk(_grad(z), -1, rank, N) @ _chunk(whole.up.weight.detach(), 0, rank, N)
+    total = _grad(alone)
+    suspects = [(own, NOT_SUMMED), (total / N, NO_MEAN), (total * N, SUMS_AGAIN), (own / N, NO_MEAN)]
+    compare(f"{when}the gradient of x", x.grad, total, explain_by([(x.grad, WRONG_GROUP)] if others else suspects))
 
 
 def check_again(answer: Any, world: World, group: Any) -> None:
@@ -394,7 +395,7 @@ def check_again(answer: Any, world: World, group: Any) -> None:
                 want[k].backward(torch.ones_like(want[k]) * (k + 1))
             pairs = [(f"output {k}", got[k], want[k]) for k in (0, 1)]
             pairs += [(f"gradient of x {k}", xs[k].grad, alone[k].grad) for k in (0, 1)]
-            cut = _chunk(whole.up.weight.grad, 0, world.rank, N)
+            cut = _chunk(_grad(whole.up.weight), 0, world.rank, N)
             pairs.append(("gradient of up.weight", split.get_parameter("up.weight").grad, cut))
             for name, ours, theirs in pairs:
                 tolerance = near * float(theirs.detach().abs().max())
@@ -411,8 +412,8 @@ def check_again(answer: Any, world: World, group: Any) -> None:
     with in_case(answer, "up.weight is frozen, and x needs no gradient", FIRST_ONLY, ERRORS_1):
         split(x).sum().backward()
         whole(x).sum().backward()
-    got, want = split.get_parameter("down.weight").grad, _chunk(whole.down.weight.grad, 1, world.rank, N)
-    compare("up.weight is frozen: the gradient of down.weight", got, want)
+    mine, theirs = _grad(split.get_parameter("down.weight")), _chunk(_grad(whole.down.weight), 1, world.rank, N)
+    compare("up.weight is frozen: the gradient of down.weight", mine, theirs)
     with torch.no_grad(), in_case(answer, "under torch.no_grad()", FIRST_ONLY, ERRORS_1):
         compare("under torch.no_grad(), the output", split(x), whole(x))
 
@@ -422,9 +423,9 @@ ERRORS_1 = {
     "gradient, and None for `group`",
     "mat1 and mat2 shapes": SPLIT_DOWN,
     "not a Tensor": "backward returns tensors (or None), forward a tensor",
-    "modified by an inplace operation": "a collective overwrote what backward still needs: clone, then all-reduce the clone",
+    "modified by an inplace operation": "a collective overwrote what backward needs: clone, and all-reduce the clone",
     "is a view and is being modified inplace": "clone, then all-reduce the clone",
-    "a leaf Variable that requires grad": "copy values under torch.no_grad(), or make an nn.Parameter of the part's clone",
+    "a leaf Variable that requires grad": "copy under torch.no_grad(), or make an nn.Parameter of the part's clone",
     "does not require grad": GATHER_NO_GRAD,
     "must be the same size": "the ranks' parts have different shapes: each has hidden / N of the hidden units",
     "cannot assign": "an nn.Parameter is wanted: nn.Parameter(part.detach().clone())",
@@ -450,7 +451,7 @@ class Enter(torch.autograd.Function):
     @staticmethod
     def backward(ctx, grad: Tensor):
         """`grad`: this rank's part of the gradient, which others need too: leave it as it is. Return two things,
-        the gradient of x and None, since `group` has no gradient. dist.all_reduce(tensor, group=group) adds up in place.
+        the gradient of x and None, since `group` has none. dist.all_reduce(tensor, group=group) adds up in place.
         """
         raise Todo("15.1")
 
@@ -812,7 +813,7 @@ class Expected:
         for m in range(M):
             passed = [self.inputs[m]]
             for stage in self.stages:
-                passed.append(stage(passed[-1] if len(passed) > 1 else passed[-1]))
+                passed.append(stage(passed[-1]))
                 passed[-1].retain_grad()
             (self.loss(passed[-1], m) / M).backward()
             self.between.append(passed)
@@ -917,7 +918,8 @@ def checked(answer: Any, expected: Expected, alone: bool) -> type[Pipeline]:
                 compare(what, got.detach(), want.detach(), lambda got: likely(got) or default)
 
         def _do(self, what: str, m: int) -> None:
-            self.doing, self.called = (what, m), []
+            self.doing = what, m
+            self.called: list[str] = []
             super()._do(what, m)
             needed = ["take_input", "loss" if self.last else "send_output"]
             if what == "backward":
@@ -934,15 +936,20 @@ def checked(answer: Any, expected: Expected, alone: bool) -> type[Pipeline]:
                         f"{what}({m}) calls self.{name} {times}", f"{what} needs {', '.join(needed) or 'none'} only"
                     )
             if what == "backward":
-                gc.collect()
-                kept = self.inputs_seen.get(m)
-                alive = sum(ref() is not None for ref in self.stage.outputs)
-                flying = self.forwards - self.backwards - 1
                 self.backwards += 1
-                if (kept and kept() is not None) or alive > flying:
-                    raise Wrong(f"after backward({m}), the activations of micro-batch {m} are still held", KEPT_LONG)
+                if self._holds(m):
+                    gc.collect()
+                    if self._holds(m):
+                        raise Wrong(
+                            f"after backward({m}), what micro-batch {m}'s forward left is still held", KEPT_LONG
+                        )
             else:
                 self.forwards += 1
+
+        def _holds(self, m: int) -> bool:
+            kept = self.inputs_seen.get(m)
+            alive = sum(ref() is not None for ref in self.stage.outputs)
+            return bool(kept and kept() is not None) or alive > self.forwards - self.backwards
 
     return Checked
 
@@ -1042,7 +1049,7 @@ class MyPipeline(lab.Pipeline):
     """Stage self.rank of self.size. Also there: self.micro_batches, self.first, self.last, self.stage, self.kept."""
 
     def order(self) -> list[tuple[str, int]]:
-        """1F1B: ("forward", m) and ("backward", m), once for each micro-batch m, in the order in which this rank runs them.
+        """1F1B: ("forward", m) and ("backward", m), once for each micro-batch m, in the order of this rank.
 
         First size - 1 - rank forwards (or all, if there are fewer). Then one forward and one backward in turn. Then the
         backwards that are left.
@@ -1060,7 +1067,7 @@ class MyPipeline(lab.Pipeline):
     def backward(self, m: int) -> None:
         """self.take_grad(m) gives the gradient of y (the last stage has its loss). y.backward(grad) leaves x.grad.
 
-        self.send_grad(x.grad, m) passes it on; the first stage sends nothing. Parameters' gradients add up by themselves.
+        self.send_grad(x.grad, m) passes it on; the first stage sends nothing. Parameters' gradients add up.
         """
         raise Todo("15.3")
 '''
@@ -1102,10 +1109,10 @@ EXERCISES = [
         stub=SPLIT_STUB,
         reference=SPLIT,
         hints=(
-            "Enter and Leave mirror each other. One does nothing in forward and adds up in backward, the other adds up "
-            "in forward and does nothing in backward. Adding up: clone, dist.all_reduce(clone, group=group), return it.",
-            "chunk(N)[rank] cuts up.weight and up.bias by rows, chunk(N, dim=1)[rank] cuts down.weight by columns. Detach "
-            "and clone each part, and make an nn.Parameter of it. down.bias stays as it is.",
+            "Enter and Leave mirror each other. One does nothing in forward and adds up in backward, the other the "
+            "other way round. Adding up: clone, dist.all_reduce(clone, group=group), return the clone.",
+            "chunk(N)[rank] cuts up.weight and up.bias by rows, chunk(N, dim=1)[rank] cuts down.weight by columns. "
+            "Detach and clone each part, and make an nn.Parameter of it. down.bias stays as it is.",
             "forward: gelu of F.linear(Enter.apply(x, group), up.weight, up.bias), then F.linear with down.weight and "
             "without a bias, then Leave.apply(..., group), then + down.bias.",
         ),
@@ -1134,9 +1141,10 @@ EXERCISES = [
         stub=PIPELINE_STUB,
         reference=PIPELINE,
         hints=(
-            "order(): the last rank has no warm-up: F0 B0 F1 B1 ... The rank before it begins with F0, then F1 B0 F2 B1 "
-            "..., and ends with the backward that is left.",
-            "forward(): keep x and y, self.kept[m] = x, y. On the last stage y is self.loss(y, m) / self.micro_batches.",
+            "order(): the last rank has no warm-up: F0 B0 F1 B1 ... The rank before it begins with F0, then F1 B0 F2 "
+            "B1 ..., and ends with the backward that is left.",
+            "forward(): keep x and y, self.kept[m] = x, y. On the last stage, y is self.loss(y, m) divided by "
+            "self.micro_batches.",
             "backward(): x, y = self.kept.pop(m), then y.backward(self.take_grad(m)), on the last stage y.backward(). "
             "Unless this is the first stage, self.send_grad(x.grad, m).",
         ),

@@ -928,7 +928,7 @@ def checked(answer: Any, expected: Expected, alone: bool) -> type[Pipeline]:
                 if name not in self.called:
                     likely = NEVER_SENT if name.startswith("send") else f"{what} calls self.{name}(..., m)"
                     likely = NOT_LOSS if name == "loss" else TAKES_GRAD if name == "take_grad" else likely
-                    raise Wrong(f"{what}({m}) on rank {self.rank} of {self.size} does not call self.{name}", likely)
+                    raise Wrong(f"{what}({m}) on stage {self.rank} of {self.size} does not call self.{name}", likely)
             for name in dict.fromkeys(self.called):
                 if name not in needed or self.called.count(name) > 1:
                     times = f"{counted(self.called.count(name), 'time')}"

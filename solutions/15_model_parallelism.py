@@ -35,6 +35,10 @@ def make_model(dtype=torch.float32):
     return GPT(layers=4, width=128).to(dtype)  # 4 heads
 
 
+def loss_of(model, tokens, targets):  # in the dtype of the model, where the model itself would go through float32
+    return F.cross_entropy(model(tokens).flatten(0, 1), targets.flatten())
+
+
 psi = sum(param.numel() for param in make_model().parameters())
 print(f"Ψ = {psi:,} parameters")
 
@@ -89,16 +93,19 @@ with torch.no_grad():
     same.append(rank < 3 or torch.allclose(y, whole, atol=1e-6))
 
 # %%
-ways = {name: [area for areas in lab.pull("areas") for area in areas[name]] for name in ("samples", "each layer", "layers")}
+ways = {
+    name: [area for areas in lab.pull("areas") for area in areas[name]] for name in ("samples", "each layer", "layers")
+}
 plots.show(plots.who_computes_what(ways))
 
 # %% tags=["nbval-check-output"]
 print("the same results in all three ways:", all(all(same) for same in lab.pull("same")))
 
 # %% [markdown]
-# Follow the arrows, which are the **dependencies**. In the first row there are none: until backward has gradients to average,
-# no rank needs anything from another. In the second, no rank can begin a layer before *all* ranks have finished the one
-# before. In the third, a rank needs one message, from one other rank, but it needs it before it can do anything at all.
+# Follow the arrows, which are the **dependencies**. In the first row there are none: until backward has gradients to
+# average, no rank needs anything from another. In the second, no rank can begin a layer before *all* ranks have finished
+# the one before. In the third, a rank needs one message, from one other rank, but it needs it before it can do anything
+# at all.
 #
 # ## Predict
 #
@@ -114,10 +121,10 @@ lab.predict("15.1", 4 * 2 * 2 * 8 * 64 * 128 * 4)  # bytes
 # ## Rows first, then columns
 #
 # An MLP has two layers, `up` and `down`. Between them lie the **hidden units**. Give each rank some of the hidden units.
-# For its units it needs some *rows* of `up.weight`, and then it has their values in full, and no other rank needs them. In
-# `down` it multiplies them by the *columns* of `down.weight` that belong to them. The result has the full width, but is only a
-# part of a sum: each output adds up over *all* hidden units. Here is the smallest example: 2 inputs, 4 hidden units on 4
-# ranks, 3 outputs.
+# For its units it needs some *rows* of `up.weight`, and then it has their values in full, and no other rank needs them.
+# In `down` it multiplies them by the *columns* of `down.weight` that belong to them. The result has the full width, but
+# is only a part of a sum: each output adds up over *all* hidden units. Here is the smallest example: 2 inputs, 4 hidden
+# units on 4 ranks, 3 outputs.
 
 # %%
 # %%ranks
@@ -156,8 +163,9 @@ print(f"gelu(2) + gelu(-3) = {gelu(a) + gelu(b):.3f}, but gelu(2 - 3) = {gelu(a 
 # - *Where x enters*, each rank's hidden units use it. So each rank gets only the part of x's gradient that comes from its own
 #   units. Forward does nothing, backward adds up.
 #
-# The two mirror each other; the Megatron paper calls them g and f. Here they are `Leave` and `Enter`. autograd knows nothing
-# of `torch.distributed`, so each is an `autograd.Function`, in which you write both directions yourself.
+# The two mirror each other; the Megatron paper (arXiv 1909.08053) calls them g and f. Here they are `Leave` and `Enter`.
+# autograd knows nothing of `torch.distributed`, so each is an `autograd.Function`, in which you write both directions
+# yourself.
 #
 # ## Write the split
 #
@@ -172,9 +180,9 @@ lab.check("15.1")
 # %% [markdown]
 # ## Attention, by heads
 #
-# Attention comes in complete units too: its heads. Each head has its own queries q, keys k and values v, and no head looks
-# at another. So give each rank some of the heads. The first layer of our attention computes q, k and v at once. Its weight has
-# 3·C rows: first q of all heads, then k of all heads, then v of all heads. Which rows does a rank need?
+# Attention comes in complete units too: its heads. Each head has its own queries q, keys k and values v, and no head
+# looks at another. So give each rank some of the heads. The first layer of our attention computes q, k and v at once. Its
+# weight has 3·C rows: first q of all heads, then k of all heads, then v of all heads. Which rows does a rank need?
 
 # %%
 # %%exercise 15.2
@@ -234,7 +242,7 @@ tensor_group, place = pairs[rank // 2], rank % 2  # place: 0 or 1 in the pair
 # %%ranks
 whole, cut = make_model(torch.float64), split(make_model(torch.float64), tensor_group)
 tokens = batch(words, 0, 0, 8, 64)  # the same for everyone
-losses = [model(*tokens) for model in (whole, cut)]
+losses = [loss_of(model, *tokens) for model in (whole, cut)]
 for loss in losses:
     loss.backward()
 theirs, ours = whole.blocks[1], cut.blocks[1]
@@ -252,7 +260,7 @@ dist.all_gather(in_pair, norms, group=tensor_group)
 norms_equal = torch.equal(*in_pair)
 
 mixed = split(make_model(torch.float64), tensor_group, lambda rows, heads, rank, size: rows.chunk(size)[rank].clone())
-wrong = mixed(*tokens).item() - losses[0].item()
+wrong = loss_of(mixed, *tokens).item() - losses[0].item()
 
 # %% tags=["nbval-check-output"]
 for name in lab.pull("off", rank=0):
@@ -264,8 +272,8 @@ print("with q, k and v cut as they lie, the loss is another:", all(abs(off) > 1e
 # Close, not bit for bit: a sum in two parts is rounded differently. Look at the layer norm. Its weight is on both ranks,
 # nobody averaged its gradient, and still both have the right one, because everything outside `Enter` and `Leave` sees the
 # same numbers on both ranks. A gradient that came from inside, before `Enter` had added up, would differ between the two,
-# and so would the copies, after one step and without any error. And cutting q, k and v wrongly is no error either: the shapes
-# are right, and the model is another.
+# and so would the copies, after one step and without any error. And cutting q, k and v wrongly is no error either: the
+# shapes are right, and the model is another.
 #
 # Now the bytes, in float32:
 
@@ -312,16 +320,16 @@ if lab.predicted("15.1"):
 # them ZeRO works as ever. Which group sends what?
 
 # %% tags=["nbval-check-output"]
-print("          place 0    place 1")
-print("pair 0    rank 0 ─── rank 1    ─── tensor group: activations, in forward and backward")
-print("            │          │")
-print("pair 1    rank 2 ─── rank 3     │  data group: parameters and gradients, by ZeRO")
+print("        place 0    place 1")
+print("pair 0  rank 0 ─── rank 1    ───  a tensor group: activations")
+print("          │          │")
+print("pair 1  rank 2 ─── rank 3     │   a data group: parameters and gradients, by ZeRO")
 
 # %% [markdown]
-# Model states are 16 bytes for each parameter: 4 for the parameter, 4 for its gradient, 8 for Adam. Four ranks now hold one
-# GPT. Embeddings, layer norms, the model's head and the biases after `Leave` are not divided within a pair, 77,056 of the
-# 867,072 parameters. ZeRO-3 divides whatever a rank has by two. How many bytes does a rank hold, for each of the Ψ parameters
-# of the whole model?
+# Model states are 16 bytes for each parameter: 4 for the parameter, 4 for its gradient, 8 for Adam. Four ranks now hold
+# one GPT. Embeddings, layer norms, the model's head and the biases after `Leave` are not divided within a pair, 77,056 of
+# the 867,072 parameters. ZeRO-3 divides whatever a rank has by two. How many bytes does a rank hold, for each of the Ψ
+# parameters of the whole model?
 
 # %%
 lab.predict("15.2", 16 / 4 * (867_072 + 77_056) / 867_072)  # bytes per parameter
@@ -339,7 +347,7 @@ def train_two_by_two(dtype, steps=3):
     for step in range(steps):
         adam.zero_grad()
         with ledger(zero) as book, calls() as everything:
-            zero.model(*batch(words, pair, step, 8, 64)).backward()
+            loss_of(zero.model, *batch(words, pair, step, 8, 64)).backward()
             states = model_states(zero, adam)
             adam.step()
     tensor = sum(call.payload for call in everything.calls if call.op == "allreduce")  # ours; ZeRO-3 has none
@@ -352,7 +360,7 @@ def train_alone(steps=3):
     for step in range(steps):
         adam.zero_grad()
         for pair in range(2):
-            (model(*batch(words, pair, step, 8, 64)) / 2).backward()
+            (loss_of(model, *batch(words, pair, step, 8, 64)) / 2).backward()
         adam.step()
     return model
 
@@ -368,7 +376,9 @@ lab.measured("15.2", round(sum(states.values()) / 867_072, 3))
 lab.reveal("15.2")
 
 # %% tags=["nbval-check-output"]
-print("after 3 steps of AdamW in float64, every parameter is one process's, to 1e-10:", max(lab.pull("furthest")) < 1e-10)
+print(
+    "after 3 steps of AdamW in float64, every parameter is one process's, to 1e-10:", max(lab.pull("furthest")) < 1e-10
+)
 if lab.predicted("15.2"):
     for group, sent in lab.pull("by_group", rank=0).items():
         print(f"{group}: {sent:>9,} bytes sent by each rank in a step")
@@ -378,16 +388,17 @@ if lab.predicted("15.2"):
 # is almost half as large: 3/2 of the rank's parameters (less what the root keeps gathered, lesson 07). Two dimensions, two
 # kinds of bytes, and neither knows of the other. Neither class had to be changed: `group=data_group` was all.
 #
-# One thing does have to know. A gradient *norm* over the whole model adds up squares. In a pair, cut parameters count on both
-# ranks, copies only once. `zero.clip_grad_norm_` sees its data group only, and would clip the two ranks of a pair
-# differently. Megatron and FSDP2 mark each parameter for that reason (in FSDP2, by its DTensor).
+# One thing does have to know. A gradient *norm* over the whole model adds up squares. In a pair, cut parameters count on
+# both ranks, copies only once. `zero.clip_grad_norm_` sees its data group only, and would clip the two ranks of a pair
+# differently. Megatron marks the copies for that reason; in FSDP2 every parameter is a DTensor, which knows how it is
+# cut.
 #
 # ## By layers, and the bubble
 #
-# Now the third row of the first picture: each rank has some of the layers. `lab.Pipeline` connects the ranks. A **stage** is
-# what one rank computes. To see when it computes, every stage here sleeps a little for each sample, twice as long in backward
-# as in forward: sleeping ranks do not take turns at two cores. Messages and numbers are real. First, the plain division by
-# layers: the whole batch goes through stage 0, then 1, then 2, then 3, and back.
+# Now the third row of the first picture: each rank has some of the layers. `lab.Pipeline` connects the ranks. A **stage**
+# is what one rank computes. To see when it computes, every stage here sleeps 20 ms for each sample, and 40 ms in
+# backward: sleeping ranks do not take turns at two cores. So the *times* are emulated; messages and numbers are real.
+# First, the plain division by layers: the whole batch goes through stage 0, then 1, then 2, then 3, and back.
 
 # %%
 # %%ranks
@@ -434,15 +445,16 @@ pipe.run()
 by_layers = pipe.trace
 
 # %%
-plots.show(plots.pipeline_runs({"by layers": lab.pull("by_layers")}))
+paced = "emulated: 20 ms a sample"
+plots.show(plots.pipeline_runs({"by layers": lab.pull("by_layers")}, paced))
 assert plots.bubble(lab.pull("by_layers")) > 0.6
 
 # %% [markdown]
-# One stage works at a time: four ranks, the speed of one. The white area is the **bubble**. The remedy: cut the batch into
-# **micro-batches**, and send each on as soon as it is ready. While stage 1 computes micro-batch 0, stage 0 has micro-batch 1.
-# Gradients of all micro-batches add up, as in gradient accumulation, so the step is the same. With 4 stages and 8
-# micro-batches, first all forwards and then all backwards (the schedule is called **GPipe**): what fraction of the time is
-# bubble?
+# One stage works at a time: four ranks, the speed of one. The white area is the **bubble**. The remedy: cut the batch
+# into **micro-batches**, and send each on as soon as it is ready. While stage 1 computes micro-batch 0, stage 0 has
+# micro-batch 1. Gradients of all micro-batches add up, as in gradient accumulation, so the step is the same. With 4
+# stages and 8 micro-batches, first all forwards and then all backwards (the schedule is called **GPipe**, arXiv
+# 1811.06965): what fraction of the time is bubble?
 
 # %%
 lab.predict("15.3", 100 * 3 / 11)  # % of the time
@@ -470,20 +482,20 @@ lab.reveal("15.3")
 
 # %%
 if lab.predicted("15.3"):
-    plots.show(plots.pipeline_runs({"by layers": lab.pull("by_layers"), "GPipe, 8 micro-batches": gpipe}))
+    plots.show(plots.pipeline_runs({"by layers": lab.pull("by_layers"), "GPipe, 8 micro-batches": gpipe}, paced))
     assert plots.bubble(gpipe) < 0.55 < plots.bubble(lab.pull("by_layers"))
 
 # %% [markdown]
-# Count in units of one micro-batch on one stage. A rank works for M of them, and waits while the pipeline fills and empties:
-# N - 1. So the bubble is (N-1) / (M+N-1), here 3/11. With M much larger than N it nearly vanishes. (The measured one is a
-# little larger: stages compute besides sleeping, and take turns at the cores.)
+# Count in units of one micro-batch on one stage. A rank works for M of them, and waits while the pipeline fills and
+# empties: N - 1. So the bubble is (N-1) / (M+N-1), here 3/11. With M much larger than N it nearly vanishes. (The measured
+# one is a little larger: stages compute besides sleeping, and take turns at the cores.)
 #
 # ## Write a stage
 #
 # GPipe pays in memory: when the first backward begins, the activations of all M micro-batches are there. The remedy is an
-# order called **1F1B**, one forward, one backward. The last stage can run the backward of micro-batch 0 as soon as it has run
-# its forward. So start backwards as early as possible, and let each free its activations before the next forward takes more.
-# Rank r runs as many forwards as there are stages behind it, then takes turns.
+# order called **1F1B**, one forward, one backward. The last stage can run the backward of micro-batch 0 as soon as it has
+# run its forward. So start backwards as early as possible, and let each free its activations before the next forward
+# takes more. Rank r runs as many forwards as there are stages behind it, then takes turns.
 #
 # Write the order, and what a stage does in forward and in backward.
 
@@ -508,7 +520,7 @@ def compare(schedule):
     pipe = pipeline(schedule, micro_batches=8, dtype=torch.float64)
     loss = pipe.run()
     whole = make_model(torch.float64)
-    want = whole(*batch(words, 0, 0, 8, 64))
+    want = loss_of(whole, *batch(words, 0, 0, 8, 64))
     want.backward()
     mine = Part(whole, rank, 4)
     pairs = [(a.grad, b.grad) for a, b in zip(pipe.stage.parameters(), mine.parameters(), strict=True)]
@@ -525,21 +537,24 @@ compared = {"GPipe": compare(GPipe), "1F1B": compare(MyPipeline)}
 # %%
 if lab.predicted("15.3"):
     runs = {"GPipe": gpipe, "1F1B": lab.pull("one_by_one")}
-    plots.show(plots.pipeline_runs(runs))
+    plots.show(plots.pipeline_runs(runs, paced))
     assert [plots.in_flight(trace) for trace in runs["GPipe"]] == [8, 8, 8, 8]
     assert [plots.in_flight(trace) for trace in runs["1F1B"]] == [4, 3, 2, 1]
 
 # %% tags=["nbval-check-output"]
 compared = lab.pull("compared")
 for name in ("GPipe", "1F1B"):
-    print(f"{name:5} the loss and all gradients are one process's, to 11 digits:", all(of[name]["off"] < 1e-11 for of in compared))
+    print(
+        f"{name:5} the loss and all gradients are one process's, to 11 digits:",
+        all(of[name]["off"] < 1e-11 for of in compared),
+    )
 for rank, of in enumerate(compared):
     times = of["GPipe"]["kept"] / of["1F1B"]["kept"]
     print(f"rank {rank} sends {of['1F1B']['sent']:,} bytes; GPipe keeps {times:.1f} x the activations that 1F1B keeps")
 
 # %% [markdown]
-# The same bubble, the same bytes, the same gradients, and less memory: rank r keeps N - r micro-batches, whatever M is. Rank
-# 0 keeps half here (4 of 8); with M = 64 it would be a sixteenth.
+# The same bubble, the same bytes, the same gradients, and less memory: rank r keeps N - r micro-batches, whatever M is.
+# Rank 0 keeps half here (4 of 8); with M = 64 it would be a sixteenth.
 #
 # And the traffic is the smallest of all: one activation forward and its gradient back, between neighbours. So pipelines
 # cross the slow wires between nodes, where neither tensor parallelism nor ZeRO-3 would keep up.
@@ -618,22 +633,23 @@ assert largest["tensor"]["flop"] < 0.5 * one["flop"]
 # - *Bytes.* DDP and ZeRO-3 send parameters and gradients, however many tokens there are. The other two send activations, in
 #   proportion to the tokens.
 #
-# **When ZeRO is not enough**: one sample's activations (with checkpointing, lesson 10) or one unit's full parameters do not
-# fit on a GPU; or the batch that still trains well has fewer samples than you have GPUs. **When ZeRO is the wrong tool**: the
-# model fits anyway, then DDP is enough; or each rank has so few tokens that gathering the parameters takes longer than using
-# them (lesson 09), then leave the parameters where they are and send activations. **When model parallelism is the wrong
-# tool**: everything above fits ZeRO. It changes the model's code, and ZeRO does not.
+# **When ZeRO is not enough**: one sample's activations (with checkpointing, lesson 10) or one unit's full parameters do
+# not fit on a GPU; or the batch that still trains well has fewer samples than you have GPUs. **When ZeRO is the wrong
+# tool**: the model fits anyway, then DDP is enough; or each rank has so few tokens that gathering the parameters takes
+# longer than using them (lesson 09), then leave the parameters where they are and send activations. **When model
+# parallelism is the wrong tool**: everything above fits ZeRO. It changes the model's code, and ZeRO does not.
 #
 # ## In production
 #
-# torch has both kinds. `parallelize_module` replaces a layer's weight by a **DTensor**, a tensor that knows how it is cut over a
-# mesh: `ColwiseParallel` is our `up`, `RowwiseParallel` our `down`. And `torch.distributed.pipelining` has stages and schedules.
-# Both beside ours, on the same numbers:
+# torch has both kinds. `parallelize_module` replaces a layer's weight by a **DTensor**, a tensor that knows how it is cut
+# over a mesh: `ColwiseParallel` is our `up`, `RowwiseParallel` our `down`. And `torch.distributed.pipelining` has stages
+# and schedules. Both beside ours, on the same numbers:
 
 # %%
 # %%ranks
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.pipelining import PipelineStage, Schedule1F1B
+from torch.distributed.tensor.debug import CommDebugMode
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("data", "tensor"))
@@ -648,13 +664,15 @@ def forward_and_backward(mlp):
         (y**2).mean().backward()
     grad = mlp.up.weight.grad
     grad = grad.to_local() if hasattr(grad, "to_local") else grad
-    return y.detach(), x.grad, grad, book.payload
+    return y.detach(), x.grad, grad, len(book.calls)
 
 
 torchs = make_model().blocks[0].mlp
 parallelize_module(torchs, mesh["tensor"], {"up": ColwiseParallel(), "down": RowwiseParallel()})
-*torchs, torchs_bytes = forward_and_backward(torchs)
-*ours, our_bytes = forward_and_backward(MyMLP(make_model().blocks[0].mlp, tensor_group))
+with CommDebugMode() as torchs_book:  # torch calls its collectives by another name
+    *torchs, _ = forward_and_backward(torchs)
+torchs_calls = torchs_book.get_total_counts()
+*ours, our_calls = forward_and_backward(MyMLP(make_model().blocks[0].mlp, tensor_group))
 agree = all(torch.allclose(a, b, rtol=1e-4, atol=1e-8) for a, b in zip(torchs, ours, strict=True))
 
 pipe = pipeline(MyPipeline, micro_batches=8)
@@ -673,17 +691,16 @@ else:
     schedule.step(target=targets, losses=losses) if rank == 3 else schedule.step()
 pairs_of_grads = [(a.grad, b.grad) for a, b in zip(stage.parameters(), pipe.stage.parameters(), strict=True)]
 stages_agree = all(torch.allclose(a, b, rtol=1e-3, atol=1e-6) for a, b in pairs_of_grads)
-in_order = [str(action) for action in schedule.pipeline_order[rank] if action] if hasattr(schedule, "pipeline_order") else []
 
 # %% tags=["nbval-check-output"]
 print("Colwise and Rowwise: output and gradients agree:", all(lab.pull("agree")))
-print(f"bytes all-reduced: torch {lab.pull('torchs_bytes', rank=0):,}, ours {lab.pull('our_bytes', rank=0):,}")
+print(f"collectives: torch {lab.pull('torchs_calls', rank=0)}, ours {lab.pull('our_calls', rank=0)}")
 print("Schedule1F1B: all gradients agree:", all(lab.pull("stages_agree")))
 
 # %% [markdown]
 # The same two all-reduces, and the same gradients. Large runs use all three dimensions: tensor parallelism inside a node,
-# pipelines between nodes, ZeRO in the data dimension. (Stages 2 and 3 of ZeRO go badly with a pipeline: every micro-batch would
-# gather and reduce again. One uses stage 1 there.)
+# pipelines between nodes, ZeRO in the data dimension. (Stages 2 and 3 of ZeRO go badly with a pipeline: every micro-batch
+# would gather and reduce again. One uses stage 1 there.)
 #
 # ## On trial
 #
@@ -696,9 +713,10 @@ for way in ("DDP", "ZeRO-3", "tensor", "pipeline"):
     print(f"{way:9} each rank computes {', '.join(f'{part:.3f}' for part in each)} of one process's FLOP")
 
 # %% [markdown]
-# **False for ZeRO.** A quarter on every rank looks like a quarter of the model, but it is a quarter of the *samples*: each rank
-# runs every layer in full. Its backward computes the gradient of *every* parameter, and the reduce-scatter hands the
-# parts to their owners. Training a submodel is what the last two rows do, and there the quarters are of the layers.
+# **False for ZeRO.** A quarter on every rank looks like a quarter of the model, but it is a quarter of the *samples*:
+# each rank runs every layer in full. Its backward computes the gradient of *every* parameter, and the reduce-scatter
+# hands the parts to their owners. Training a submodel is what the last two rows do, and there the quarters are of the
+# layers. (In the tensor row every rank also computes the model's whole head; in the pipeline the last stage does.)
 #
 # > "Data parallelism lowers a GPU's memory; data and model parallelism both raise it."
 
@@ -707,9 +725,9 @@ for way, of in largest.items():
     print(f"{way:12} model states {of['states'] / largest['one process']['states']:.2f} x one process's")
 
 # %% [markdown]
-# **False, both halves.** Data parallelism neither lowers nor raises the model states: DDP's are those of one process. What it
-# lowers is activations, as far as it lowers the samples per GPU. (Its buckets may add to the peak, lesson 03.) ZeRO and model
-# parallelism lower the model states. Together they lower them further: 15.2.
+# **False, both halves.** Data parallelism neither lowers nor raises the model states: DDP's are those of one process.
+# What it lowers is activations, as far as it lowers the samples per GPU. (Its buckets may add to the peak, lesson 03.)
+# ZeRO and model parallelism lower the model states. Together they lower them further: 15.2.
 #
 # > "It needs a special model structure; synchronisation adds compute."
 
@@ -721,9 +739,9 @@ for way in ("one process", "DDP", "ZeRO-3"):
 
 # %% [markdown]
 # **False for ZeRO.** The same GPT class went into DDP and ZeRO-3 as it was. Forward and backward compute what one process
-# computes, and the update work of a rank *falls*, to Ψ/N. What synchronisation adds is traffic and waiting. The first half is
-# **true of model parallelism**: for the tensor row we replaced both halves of every block, and the pipeline needs a model that is
-# a chain of stages of equal cost.
+# computes, and the update work of a rank *falls*, to Ψ/N. What synchronisation adds is traffic and waiting. The first
+# half is **true of model parallelism**: for the tensor row we replaced both halves of every block, and the pipeline needs
+# a model that is a chain of stages of equal cost.
 #
 # > "Model parallelism suits little data."
 
@@ -741,14 +759,14 @@ for sequences in (1, 2, 4, 8):
 
 # %% tags=["nbval-check-output"]
 for sequences, (tensor, data) in lab.pull("by_batch", rank=0).items():
-    print(f"{sequences} sequences: tensor parallelism sends {tensor:>9,} bytes, DDP {data:,}")
+    print(f"sequences: {sequences}; tensor parallelism sends {tensor:>9,} bytes, DDP {data:,}")
 for micro_batches in (1, 2, 8):
-    print(f"a pipeline of 4 stages, {micro_batches} micro-batches: bubble {3 / (micro_batches + 3):.0%}")
+    print(f"a pipeline of 4 stages, micro-batches: {micro_batches}, bubble at best {3 / (micro_batches + 3):.0%}")
 
 # %% [markdown]
-# **True under a condition**, for one kind and for another sense of "data". The size of the *data set* decides nothing. With few
-# tokens in a *step*, tensor parallelism sends less and DDP as much as ever: between two ranks of this model it is ahead up to
-# six sequences. A pipeline is the opposite: with few micro-batches it stands still.
+# **True under a condition**, for one kind and for another sense of "data". The size of the *data set* decides nothing.
+# With few tokens in a *step*, tensor parallelism sends less and DDP as much as ever: between two ranks of this model it
+# is ahead up to six sequences. A pipeline is the opposite: with few micro-batches it stands still.
 #
 # > "Each shard's gradient sums over its own samples, and the full gradient is the sum of the shards."
 
@@ -786,9 +804,9 @@ for rank, found in enumerate(lab.pull("trial")):
     )
 
 # %% [markdown]
-# **False**: it mixes two ways to cut. *Samples* are cut among the ranks, and gradients over samples are averaged. *Elements* of
-# the gradient are cut into shards, and shards are put end to end. Each element of a shard is the mean over the samples of *all*
-# ranks. The shards belong to different parameters, so adding them up means nothing.
+# **False**: it mixes two ways to cut. *Samples* are cut among the ranks, and gradients over samples are averaged.
+# *Elements* of the gradient are cut into shards, and shards are put end to end. Each element of a shard is the mean over
+# the samples of *all* ranks. The shards belong to different parameters, so adding them up means nothing.
 #
 # ## Questions
 #

@@ -284,6 +284,11 @@ SPLIT_MUTANTS = {
         edit(SPLIT, "dist.all_reduce(grad, group=ctx.group)", "dist.all_reduce(grad)"),
         "over all ranks",
     ),
+    "the global rank": (edit(SPLIT, "dist.get_rank(group)", "dist.get_rank()"), "take rank and size from it"),
+    "the global size": (
+        edit(SPLIT, "dist.get_world_size(group)", "dist.get_world_size()"),
+        "take rank and size from it",
+    ),
     "wait forgotten": (
         edit(SPLIT, "dist.all_reduce(part, group=group)", "dist.all_reduce(part, group=group, async_op=True)"),
         "a forgotten wait",

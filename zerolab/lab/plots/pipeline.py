@@ -30,10 +30,11 @@ def in_flight(trace: Trace) -> int:
     return most
 
 
-def pipeline_runs(runs: Mapping[str, Sequence[Trace]]) -> tuple[Figure, str]:
+def pipeline_runs(runs: Mapping[str, Sequence[Trace]], note: str = "") -> tuple[Figure, str]:
     """A panel for each run, with a row for each stage; the number in a box is its micro-batch. All on one scale.
 
-    runs: name -> the traces of `lab.Pipeline` of all ranks. White is the bubble: the stage stands still.
+    runs: name -> the traces of `lab.Pipeline` of all ranks. White is the bubble: the stage stands still. note: what
+    the subtitle adds, for example that the computing is emulated.
     """
     if not runs or not all(runs.values()):
         raise ValueError("no run to draw")
@@ -42,6 +43,7 @@ def pipeline_runs(runs: Mapping[str, Sequence[Trace]]) -> tuple[Figure, str]:
     height = 1.95 + panel * len(runs)
     sentence = _sentence(runs)
     subtitle = f"{stages} stages, one step, recorded on live ranks; a number is a micro-batch"
+    subtitle += f" · {note}" * bool(note)
     figure = frame("Who computes which micro-batch when", subtitle, sentence, (9.0, height))
     longest = max(_end(traces) - _begin(traces) for traces in runs.values())
     for number, (name, traces) in enumerate(runs.items()):

@@ -422,6 +422,7 @@ ERRORS_1 = {
     "returned an incorrect number of gradients": "backward returns something for each argument of forward: the "
     "gradient, and None for `group`",
     "mat1 and mat2 shapes": SPLIT_DOWN,
+    "index out of range": WRONG_GROUP,
     "not a Tensor": "backward returns tensors (or None), forward a tensor",
     "modified by an inplace operation": "a collective overwrote what backward needs: clone, and all-reduce the clone",
     "is a view and is being modified inplace": "clone, then all-reduce the clone",
@@ -969,6 +970,7 @@ def check_run(answer: Any, world: World) -> None:
         name = str(dtype).removeprefix("torch.")
         when = f"{counted(M, 'micro-batch').replace('batchs', 'batches')} in {name}"
         with world.record():
+            dist.barrier()  # a message waits a few seconds only, and ranks may have taken different times to get here
             _run(answer, N, world.rank, M, seed, dtype, False, when)
 
 

@@ -17,6 +17,7 @@ from PIL import Image, ImageChops
 
 import zerolab
 from zerolab.lab.arena import replay
+from zerolab.lab.pipeline import Paced, Pipeline
 from zerolab.lab.ranks.network import linked
 from zerolab.measure import CATEGORIES, holdings, ledger, timeline, trace
 from zerolab.measure.paper import BF16
@@ -392,3 +393,76 @@ def test_who_reads_what(ranks, tmp_path):
     assert "in 3 reads, 4 elements in all; the 2 of padding in the files" in sentence and "2 of their own" in sentence
     with pytest.raises(ValueError, match="0 files and 1 ranks"):
         plots.who_reads_what([], 4, [[]])
+
+
+def three_ways():
+    """What this rank computes of two linear layers: half of the samples, half of each layer, or one layer."""
+    rank, half = dist.get_rank(), (dist.get_rank() / 2, (dist.get_rank() + 1) / 2)
+    x, full = torch.ones(4, 8), (0.0, 1.0)
+    part = x[:, :4] * (rank + 1)
+    dist.all_reduce(part)
+    y = torch.empty(4, 8)
+    dist.send(x, 1) if rank == 0 else dist.recv(y, 0)
+    return {
+        "samples": [plots.Area(rank, layer, half, full) for layer in range(2)],
+        "each layer": [plots.Area(rank, layer, full, half, part.nbytes * layer) for layer in range(2)],
+        "layers": [plots.Area(rank, rank, full, full, y.nbytes * rank)],
+    }
+
+
+def test_who_computes_what(ranks, tmp_path):
+    found = ranks.run(three_ways, ranks=2)
+    figure, sentence = plots.who_computes_what({way: found[0][way] + found[1][way] for way in found[0]})
+    save(figure, tmp_path)
+    assert sentence.startswith(
+        "samples: no rank waits for another; each layer: a rank waits for others before 1 layer;"
+    )
+    assert "layers: a rank waits for others before 1 layer." in sentence
+    with pytest.raises(ValueError, match="nothing was computed"):
+        plots.who_computes_what({"samples": []})
+
+
+class AllForwards(Pipeline):
+    """GPipe over identity stages, whose backward passes on what comes."""
+
+    def order(self):
+        each = range(self.micro_batches)
+        return [("forward", m) for m in each] + [("backward", m) for m in each]
+
+    def forward(self, m):
+        x = self.take_input(m)
+        y = self.stage(x)
+        self.kept[m] = x, self.loss(y, m) if self.last else y
+        if not self.last:
+            self.send_output(y, m)
+
+    def backward(self, m):
+        x, y = self.kept.pop(m)
+        y.backward(None if self.last else self.take_grad(m))
+        if not self.first:
+            self.send_grad(x.grad, m)
+
+
+def piped(micro_batches):
+    stage = Paced(torch.nn.Linear(4, 4), 0.02)
+    inputs = [torch.ones(2, 4)] * micro_batches
+    pipe = AllForwards(stage, inputs, lambda y, m: y.mean(), inputs[0])
+    pipe.run()
+    dist.barrier()
+    pipe.run()
+    return pipe.trace, pipe.sent
+
+
+def test_pipeline_runs(ranks, tmp_path):
+    runs = {f"{many} at a time": [trace for trace, _ in ranks.run(piped, many, ranks=3)] for many in (1, 4)}
+    assert [plots.in_flight(trace) for trace in runs["4 at a time"]] == [4, 4, 4]
+    assert plots.bubble(runs["1 at a time"]) > 0.5 and plots.bubble(runs["4 at a time"]) > 0.2
+    assert plots.bubble(runs["4 at a time"]) < plots.bubble(runs["1 at a time"])
+    assert [sent for _, sent in ranks.run(piped, 4, ranks=3)] == [4 * 32, 2 * 4 * 32, 4 * 32]
+    figure, sentence = plots.pipeline_runs(runs)
+    save(figure, tmp_path)
+    assert sentence.startswith("1 at a time: a stage stands still for ") and sentence.endswith(
+        "at most 4 micro-batches."
+    )
+    with pytest.raises(ValueError, match="no run"):
+        plots.pipeline_runs({})

@@ -42,6 +42,8 @@ _HOME = {
     "zerolab.lab.arena": ("OutOfMemory", "replay"),
     "zerolab.lab.host": ("HostLink",),
     "zerolab.lab.recorded": ("Recorded",),
+    "zerolab.lab.pipeline": ("Pipeline", "Paced"),
+    "zerolab.lab.activations": ("saved",),
     "zerolab.tasks.data": ("batch", "text", "windows"),
     "zerolab.tasks.models": ("GPT", "Block"),
 }

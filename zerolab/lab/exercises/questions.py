@@ -358,6 +358,30 @@ QUESTIONS: dict[str, Question] = {
             7 / 6: "There are three cuts inside the old unit and two in the new one: five cuts make six pieces.",
         },
     ),
+    "15.1": Question(
+        "bytes",
+        slips={
+            1 / 2: "Attention and MLP are two split regions: two all-reduces in forward and two in backward.",
+            2: "Between two ranks an all-reduce sends each element once, not twice: 2(N-1)/N = 1.",
+            1 / 16: "That is one all-reduce: each half of a block has two, in forward and in backward.",
+            3_468_288 / 4_194_304: "That is 4Ψ, the gradients that DDP sends: here activations travel.",
+        },
+    ),
+    "15.2": Question(
+        "bytes per parameter",
+        psi=GPT_4,
+        slips={
+            4 / 4.355: "That is 16 bytes / 4: the copies in a pair are divided by two only.",
+            16 / 4.355: "That is one rank alone.",
+            8 / 4.355: "That divides by one of the two dimensions only: the pair halves the blocks, ZeRO-3 all.",
+            8.711 / 4.355: "ZeRO-3 divides by two what a rank of the pair holds.",
+        },
+    ),
+    "15.3": Question(
+        "%",
+        formula=100 * 3 / 11,
+        beside_formula="Stages compute besides sleeping, and messages take time: what is measured is a little more.",
+    ),
     "16.1": Question(
         "GB",
         slips={

@@ -6,6 +6,7 @@ from zerolab.lab.plots.bars import stacks
 from zerolab.lab.plots.bench import step_times
 from zerolab.lab.plots.calls import Cost, call_costs
 from zerolab.lab.plots.cells import before_after
+from zerolab.lab.plots.cuts import Area, who_computes_what
 from zerolab.lab.plots.flat import flat_storage
 from zerolab.lab.plots.formats import binades, lost, number_line
 from zerolab.lab.plots.holdings import who_holds_what
@@ -15,6 +16,7 @@ from zerolab.lab.plots.losses import curves
 from zerolab.lab.plots.memory import memory_plan
 from zerolab.lab.plots.overlap import gantt
 from zerolab.lab.plots.page import png, show
+from zerolab.lab.plots.pipeline import bubble, in_flight, pipeline_runs
 from zerolab.lab.plots.reads import who_reads_what
 from zerolab.lab.plots.ring import ring_against_root
 from zerolab.lab.plots.scrubber import moment_picture
@@ -30,12 +32,14 @@ __all__ = [
     "COLOURS",
     "HATCHES",
     "LABELS",
+    "Area",
     "Cost",
     "Phase",
     "Piece",
     "address_map",
     "before_after",
     "binades",
+    "bubble",
     "call_costs",
     "cost",
     "curves",
@@ -44,6 +48,7 @@ __all__ = [
     "flat_storage",
     "gantt",
     "growth",
+    "in_flight",
     "knee",
     "ladder",
     "largest_share",
@@ -52,6 +57,7 @@ __all__ = [
     "memory_plan",
     "moment_picture",
     "number_line",
+    "pipeline_runs",
     "png",
     "ring_against_root",
     "scaling",
@@ -63,6 +69,7 @@ __all__ = [
     "step_times",
     "to_a_trillion",
     "where_time_goes",
+    "who_computes_what",
     "who_holds_what",
     "who_reads_what",
 ]

@@ -392,3 +392,32 @@ def test_who_reads_what(ranks, tmp_path):
     assert "in 3 reads, 4 elements in all; the 2 of padding in the files" in sentence and "2 of their own" in sentence
     with pytest.raises(ValueError, match="0 files and 1 ranks"):
         plots.who_reads_what([], 4, [[]])
+
+
+def rounded_gradients():
+    """(bytes, relative error) of a real gradient in three dtypes."""
+    torch.manual_seed(0)
+    model = GPT(layers=1, width=16, context=16)
+    x = torch.randint(0, 256, (2, 16))
+    model(x, x).backward()
+    grad = torch.cat([param.grad.flatten() for param in model.parameters()])
+    found = {}
+    for dtype in (torch.float32, torch.bfloat16, torch.float8_e4m3fn):
+        small = (grad / grad.abs().max()).to(dtype)
+        error = (small.float() * grad.abs().max() - grad).norm() / grad.norm()
+        found[str(dtype).removeprefix("torch.")] = (float(small.nbytes), error.item())
+    return found
+
+
+@pytest.mark.parametrize("logarithmic", [True, False])
+def test_tradeoff(logarithmic, tmp_path):
+    points = rounded_gradients()
+    assert points["bfloat16"][1] < points["float8_e4m3fn"][1]
+    figure, sentence = plots.tradeoff(
+        points, "Bytes against error", "A gradient", ("bytes", "error"), "Said.", "float32", logarithmic
+    )
+    save(figure, tmp_path)
+    names = {text.get_text() for text in figure.axes[0].texts}
+    assert sentence == "Said." and names == set(points)
+    with pytest.raises(ValueError, match="no points"):
+        plots.tradeoff({}, "", "", ("", ""), "")

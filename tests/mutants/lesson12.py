@@ -105,7 +105,13 @@ MUTANTS = {
         "this rank's own k elements alone",
     ),
     "residual to the mean": (
-        edit(REFERENCE, _CLEAR, "", _RETURN, "        mean /= N\n        self.residual = left - mean\n        return mean\n"),
+        edit(
+            REFERENCE,
+            _CLEAR,
+            "",
+            _RETURN,
+            "        mean /= N\n        self.residual = left - mean\n        return mean\n",
+        ),
         "the difference to what THIS rank has sent",
     ),
     "clears where any rank sent": (
@@ -163,8 +169,15 @@ MUTANTS = {
         "right in float32 only",
     ),
     "indices as numbers": (
-        edit(REFERENCE, "indices.to(torch.int32)\n", "indices.to(grad.dtype)\n", "left[indices] = 0", "left[indices.long()] = 0",
-             "torch.cat(all_indices)", "torch.cat(all_indices).long()"),
+        edit(
+            REFERENCE,
+            "indices.to(torch.int32)\n",
+            "indices.to(grad.dtype)\n",
+            "left[indices] = 0",
+            "left[indices.long()] = 0",
+            "torch.cat(all_indices)",
+            "torch.cat(all_indices).long()",
+        ),
         "bfloat16 counts only to 256",
     ),
     "residual divided": (

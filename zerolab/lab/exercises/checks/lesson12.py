@@ -33,7 +33,9 @@ RANK_0S = "the indices of one rank were used for all: every rank chooses its own
 BY_COUNT = "divided by the number of ranks that sent the element: a rank that did not send counts with 0. Divide by N"
 BY_K = "divided by k: the mean is over the ranks"
 NOTHING_LEFT_OUT = "that is the mean of everything: each rank sends its k largest elements, and no more"
-DIVIDED_FIRST = "the residual is the difference to what was sent divided by N: the division is no loss to be made up for"
+DIVIDED_FIRST = (
+    "the residual is the difference to what was sent divided by N: the division is no loss to be made up for"
+)
 NEGATIVE = "the residual was subtracted: it is what has not been sent yet, so it must be added"
 TWICE = "the residual was added twice"
 ONE_MORE = "one element too many goes: topk(self.k)"
@@ -117,7 +119,8 @@ def _step(grads: list[Tensor], residuals: list[Tensor], k: int, N: int, how: str
         for sparse, indices in pairs if how == "last wins" else reversed(pairs):
             total[indices] = sparse[indices]
     touched = torch.stack([torch.zeros_like(total).index_fill_(0, indices, 1) for indices in chosen]).sum(0)
-    means = [total / {"by count": touched.clamp(min=1), "by k": k or 1}.get(how, N)] * N
+    divisor = touched.clamp(min=1) if how == "by count" else torch.tensor(max(k, 1) if how == "by k" else N)
+    means = [total / divisor] * N
     if how == "own alone":
         means = [sparse / N for sparse in sent]
     if how == "others alone":
@@ -287,7 +290,9 @@ def check_scribbles(answer: Any, world: World) -> None:
             got = compressor.mean(grad)
         check_tensor("with k = 2: what mean() returns", got, (9,))
         if not close(got, right[step][rank]):
-            raise Wrong(difference(when if step else "another object", got, right[step][rank]), ALIAS, values_differ=True)
+            raise Wrong(
+                difference(when if step else "another object", got, right[step][rank]), ALIAS, values_differ=True
+            )
         grad.fill_(1000.0)
         if not close(got, right[step][rank]):
             raise Wrong("the result changes when the caller writes into `grad`", ALIAS)
@@ -442,8 +447,8 @@ EXERCISES = [
             "are the places to send, left[indices] the values. Then set left[indices] = 0: that is the new residual.",
             "Every rank chooses other places, so an all-reduce cannot add the values. dist.all_gather(list_of_N, mine) "
             "once for the values and once for the indices gives everyone all k pairs of all ranks.",
-            "zeros_like(grad), then index_add_(0, indices, values) for every rank: it also adds where two ranks chose the "
-            "same place. Divide by the number of ranks.",
+            "zeros_like(grad), then index_add_(0, indices, values) for every rank: it also adds where two ranks chose "
+            "the same place. Divide by the number of ranks.",
         ),
         exports=("TopK",),
         errors=ERRORS,

@@ -417,7 +417,7 @@ def test_tradeoff(logarithmic, tmp_path):
         points, "Bytes against error", "A gradient", ("bytes", "error"), "Said.", "float32", logarithmic
     )
     save(figure, tmp_path)
-    names = {text.get_text() for text in figure.axes[0].texts}
+    names = {name for text in figure.axes[0].texts for name in text.get_text().split("\n")}
     assert sentence == "Said." and names == set(points)
     with pytest.raises(ValueError, match="no points"):
         plots.tradeoff({}, "", "", ("", ""), "")

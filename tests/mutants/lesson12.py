@@ -194,6 +194,22 @@ MUTANTS = {
         ),
         "what is kept grows",
     ),
+    "the first residual for ever": (
+        edit(
+            REFERENCE,
+            "        self.residual = left\n",
+            "        if self.residual is None:\n            self.residual = left\n",
+        ),
+        "that of the first call",
+    ),
+    "piles up": (
+        edit(
+            REFERENCE,
+            "        self.residual = left\n",
+            "        self.residual = left if self.residual is None else self.residual + left\n",
+        ),
+        "the old residual is in it twice",
+    ),
     "one element more": (edit(REFERENCE, "topk(self.k)", "topk(min(self.k + 1, len(grad)))"), "one element too many"),
     "one call of all": (
         edit(REFERENCE, "topk(self.k)", "topk(len(grad))"),

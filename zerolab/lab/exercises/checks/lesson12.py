@@ -38,6 +38,10 @@ DIVIDED_FIRST = (
 )
 NEGATIVE = "the residual was subtracted: it is what has not been sent yet, so it must be added"
 TWICE = "the residual was added twice"
+STUCK = "the residual is that of the first call: it must be replaced in every call"
+PILES_UP = (
+    "the old residual is in it twice: gradient + residual, without what was sent, is the new one. Replace, do not add"
+)
 ONE_MORE = "one element too many goes: topk(self.k)"
 ONE_LESS = "one element too few goes: topk(self.k)"
 NOT_DIVIDED_RESIDUAL = "the residual was divided by N: only the sum over the ranks is"
@@ -83,6 +87,8 @@ def variants() -> dict[str, str]:
         "negative": NEGATIVE,
         "twice": TWICE,
         "divided residual": NOT_DIVIDED_RESIDUAL,
+        "stuck": STUCK,
+        "piles up": PILES_UP,
         "one more": ONE_MORE,
         "one less": ONE_LESS,
     }
@@ -137,6 +143,10 @@ def _step(grads: list[Tensor], residuals: list[Tensor], k: int, N: int, how: str
             left[touched > 0] = 0
         elif how != "keeps sent":
             left[indices] = 0
+        if how == "stuck" and residuals[rank].any():
+            continue
+        if how == "piles up":
+            left += residuals[rank]
         residuals[rank] = left / N if how == "divided residual" else left
     return means
 

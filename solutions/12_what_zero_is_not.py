@@ -375,7 +375,7 @@ if lab.predicted("12.3"):
 #   compression.
 # - **int8** loses nothing visible either. But it cannot be all-reduced: a sum of bytes overflows, and ranks have different
 #   scales. All-gathered as here, it sends (N-1)Ψ bytes, which is half of float32's at N = 4 and *more* from 9 ranks on. The
-#   difference sends just as much.
+#   difference sends just as much, and gains nothing.
 # - **Top 1 %** sends far less, and pays in loss. The residual gets a part of it back, for 4Ψ bytes of memory on every rank.
 #   It is gathered too, so it stops saving at 100 ranks. That is where large runs begin.
 # - **PowerSGD** is linear in the gradients, so its thin matrices *can* be all-reduced, at any N.
@@ -489,11 +489,14 @@ if lab.predicted("12.4"):
     said = "Mean staleness and loss: " + "; ".join(f"{n}: {x:.1f}, {y:.2f}" for n, (x, y) in points.items()) + "."
     says = ("updates that a gradient is old when it is applied", "loss after 120 gradients")
     title, subtitle = "Staleness against loss", "The same number of gradients everywhere; the order is that of real messages"
-    plots.show(plots.tradeoff(points, title, subtitle, says, said, "synchronous"))
+    plots.show(plots.tradeoff(points, title, subtitle, says, said, "one worker"))
     assert 1.8 < stale[1]["age"] <= 2 and alone["age"] == 0
     assert max(run["loss"] for run in stale.values()) > alone["loss"] + 0.05
 
 # %% [markdown]
+# The dashed rule is one worker alone: as many updates at the same rate, and no gradient is old. (Synchronous training has
+# made a third as many updates, with three times the rate.) With a higher rate, or more staleness, training diverges.
+#
 # The mean is N_workers - 1, whatever the speeds: between a worker's own two pushes lie the pushes of the others, and added
 # up over all workers each push is counted by the other two. Speed decides only *whose* gradients are old. Here worker 3
 # sleeps 30 ms for each gradient:

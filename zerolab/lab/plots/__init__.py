@@ -1,6 +1,7 @@
 """The pictures of the course. Each takes measurements and returns a figure, and a sentence that says what to see."""
 
 from zerolab.lab.plots.addresses import address_map
+from zerolab.lab.plots.against import tradeoff
 from zerolab.lab.plots.bandwidth import Phase, knee, link_sweep
 from zerolab.lab.plots.bars import stacks
 from zerolab.lab.plots.bench import step_times
@@ -23,7 +24,6 @@ from zerolab.lab.plots.stages import ladder
 from zerolab.lab.plots.step_growth import scaling
 from zerolab.lab.plots.style import COLOURS, HATCHES, LABELS
 from zerolab.lab.plots.timeline import skyline
-from zerolab.lab.plots.tradeoff import tradeoff
 from zerolab.lab.plots.trend import fit_line, growth
 from zerolab.lab.plots.trillion import to_a_trillion
 

@@ -164,6 +164,30 @@ MUTANTS = {
         ),
         "two objects share a residual",
     ),
+    "the residual of the class": (
+        edit(
+            REFERENCE,
+            "        self.residual: Tensor | None = None  # what this rank has not sent so far; None: nothing yet\n",
+            "",
+            "        self.residual = left\n",
+            "        TopK.residual = left\n",
+            "    def __init__",
+            "    residual = None\n\n    def __init__",
+        ),
+        "two objects share a residual",
+    ),
+    "indices in int16": (
+        edit(
+            REFERENCE,
+            "indices.to(torch.int32)",
+            "indices.to(torch.int16)",
+            "left[indices] = 0",
+            "left[indices.long()] = 0",
+            "torch.cat(all_indices)",
+            "torch.cat(all_indices).long()",
+        ),
+        "in int32 or int64",
+    ),
     "the residual in float32": (
         edit(REFERENCE, "        self.residual = left\n", "        self.residual = left.float()\n"),
         "right in float32 only",

@@ -12,6 +12,7 @@ from torch import Tensor
 from zerolab.lab.exercises.checks.lesson04 import CALLERS, KEPT_BUFFER, check_waited
 from zerolab.lab.exercises.checks.values import check_tensor, in_case, nan_in_fresh_memory
 from zerolab.lab.exercises.exercise import SUMMED, Exercise, World, Wrong
+from zerolab.lab.exercises.spy import GaveUp
 
 FORGETS = "nothing is kept of what was not sent: add self.residual to the gradient first, and keep the rest in it"
 KEEPS_SENT = "what has been sent is still in the residual, and will be sent again: set those elements to 0"
@@ -55,6 +56,8 @@ PICKLES = "the *_object functions pickle, which adds bytes: send two tensors, th
 GROWS = "what is kept grows with every call: one residual of the gradient's length is enough"
 ZEROS = "right as long as every gradient has something in it: a residual is sent even if the gradient is 0"
 SMALLER = "the indices are int64: in int32 they take half as many bytes"
+SIZES = {"must match the size": SHARED, "out of bounds": SHARED}
+GLOOS_DTYPES = "gloo has no collective for this dtype: send the indices in int32 or int64"
 CHANGED_K = "right for one k only: use self.k"
 
 STEPS = 5
@@ -206,8 +209,13 @@ def check_sequence(answer: Any, world: World, length: int, k: int) -> None:
     for step in range(STEPS):
         when = f"call {step + 1}"
         grad = grads[step][rank].clone()
-        with world.record() as calls, nan_in_fresh_memory(), world.blamed(calls):
-            got = compressor.mean(grad)
+        try:
+            with world.record() as calls, nan_in_fresh_memory(), world.blamed(calls):
+                got = compressor.mean(grad)
+        except GaveUp as error:
+            if "Invalid scalar type" in str(error):
+                raise Wrong(f"{when}: {error}", GLOOS_DTYPES) from None
+            raise
         if not torch.equal(grad, grads[step][rank]):
             raise Wrong(f"{when}: `grad` has changed", CALLERS)
         check_tensor(f"{when}: what mean() returns", got, (length,))
@@ -296,7 +304,7 @@ def check_scribbles(answer: Any, world: World) -> None:
     for step in range(STEPS):
         when = f"call {step + 1}, after the caller has changed `grad` and the result of the call before"
         grad = grads[step][rank].clone()
-        with world.record(), in_case(answer, "another gradient, of 9 elements, with k = 2", CHANGED_K):
+        with world.record(), in_case(answer, "another object, for 9 elements with k = 2", CHANGED_K, SIZES):
             got = compressor.mean(grad)
         check_tensor("with k = 2: what mean() returns", got, (9,))
         if not close(got, right[step][rank]):

@@ -70,6 +70,18 @@ def counted():
     return book.calls, book.sent, of_torch.calls
 
 
+def gathered_in_two_ways():
+    with calls() as book:
+        dist.all_gather([torch.empty(10) for _ in range(dist.get_world_size())], torch.ones(10))
+        gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+        gather(torch.empty(10 * dist.get_world_size()), torch.ones(10))
+    return [call.payload for call in book.calls]
+
+
+def test_an_all_gather_counts_the_parts_of_all_ranks(ranks):
+    assert ranks.run(gathered_in_two_ways, ranks=2) == 2 * [[80, 80]]
+
+
 def test_calls_are_counted_whoever_makes_them(ranks):
     for made, sent, of_torch in ranks.run(counted, ranks=2):
         assert made == [("allreduce", 40), ("broadcast", 24)]

@@ -395,6 +395,35 @@ def test_who_reads_what(ranks, tmp_path):
         plots.who_reads_what([], 4, [[]])
 
 
+def rounded_gradients():
+    """(bytes, relative error) of a real gradient in three dtypes."""
+    torch.manual_seed(0)
+    model = GPT(layers=1, width=16, context=16)
+    x = torch.randint(0, 256, (2, 16))
+    model(x, x).backward()
+    grad = torch.cat([param.grad.flatten() for param in model.parameters()])
+    found = {}
+    for dtype in (torch.float32, torch.bfloat16, torch.float8_e4m3fn):
+        small = (grad / grad.abs().max()).to(dtype)
+        error = (small.float() * grad.abs().max() - grad).norm() / grad.norm()
+        found[str(dtype).removeprefix("torch.")] = (float(small.nbytes), error.item())
+    return found
+
+
+@pytest.mark.parametrize("logarithmic", [True, False])
+def test_tradeoff(logarithmic, tmp_path):
+    points = rounded_gradients()
+    assert points["bfloat16"][1] < points["float8_e4m3fn"][1]
+    figure, sentence = plots.tradeoff(
+        points, "Bytes against error", "A gradient", ("bytes", "error"), "Said.", "float32", logarithmic
+    )
+    save(figure, tmp_path)
+    names = {name for text in figure.axes[0].texts for name in text.get_text().split("\n")}
+    assert sentence == "Said." and names == set(points)
+    with pytest.raises(ValueError, match="no points"):
+        plots.tradeoff({}, "", "", ("", ""), "")
+
+
 def three_ways():
     """What this rank computes of two linear layers: half of the samples, half of each layer, or one layer."""
     rank, half = dist.get_rank(), (dist.get_rank() / 2, (dist.get_rank() + 1) / 2)

@@ -14,6 +14,7 @@ from zerolab.lab.exercises.checks import (
     lesson09,
     lesson10,
     lesson11,
+    lesson12,
     lesson15,
     lesson16,
 )
@@ -32,6 +33,7 @@ _LESSONS = (
     lesson09,
     lesson10,
     lesson11,
+    lesson12,
     lesson15,
     lesson16,
 )

@@ -36,6 +36,7 @@ _UNITS = {
     "× DDP's bandwidth": _TIMES,
     "FLOP per byte": {"flop": 1.0, "flops": 1.0, "flop/byte": 1.0, "flops/byte": 1.0, "flop/b": 1.0, "kflop": 1e3},
     "× the arithmetic": _TIMES,
+    "× the gradient": _TIMES,
 }
 
 
@@ -87,6 +88,7 @@ def _wanted(question: Question) -> str:
         "%": "a percentage",
         "× DDP's bandwidth": "a multiple of DDP's bandwidth (1.5 is half as much again)",
         "× the arithmetic": "a multiple of the arithmetic without it (1.5 is half as much again)",
+        "× the gradient": "a multiple of the gradient's length (1 is as long)",
     }
     return special.get(question.unit, f"a number of {question.unit}")
 

@@ -358,6 +358,38 @@ QUESTIONS: dict[str, Question] = {
             7 / 6: "There are three cuts inside the old unit and two in the new one: five cuts make six pieces.",
         },
     ),
+    "12.1": Question(
+        "bytes",
+        psi=GPT_11,
+        slips={
+            24 / 15: "That is without compression: the gradients come in with 1 byte an element.",
+            3 / 15: "Those are the gradients that come in: the new parameters go out to three ranks as well.",
+            12 / 15: "Those are the parameters that go out: three gradients come in as well.",
+            6 / 15: "The parameters go out in float32: nobody compresses them.",
+            20 / 15: "Rank 0's own gradient does not travel, and it sends nothing to itself: 3 in and 3 out.",
+            5 / 15: "That is for one of the other ranks: the main GPU talks to three.",
+        },
+    ),
+    "12.2": Question("× the gradient"),
+    "12.3": Question(
+        "ranks",
+        slips={
+            2 / 3: "An index has 4 bytes here, so a pair has 8.",
+            2: "A pair has 8 bytes: 4 for the value and 4 for the index.",
+            1 / 2: "An all-reduce sends everything twice: 2(N-1)/N of 4Ψ bytes.",
+        },
+        formula=100,
+        beside_formula="It is a little more, since 1 % of Ψ was rounded down.",
+    ),
+    "12.4": Question(
+        "updates",
+        slips={
+            1.5: "Its own update is not between its pull and its push: those of the two others are.",
+            0.5: "There are two others, and each pushes once on average.",
+        },
+        formula=2,
+        beside_formula="It is a little less: at the very beginning nobody has pushed anything yet.",
+    ),
     "15.1": Question(
         "bytes",
         slips={

@@ -1,6 +1,7 @@
 """The pictures of the course. Each takes measurements and returns a figure, and a sentence that says what to see."""
 
 from zerolab.lab.plots.addresses import address_map
+from zerolab.lab.plots.against import tradeoff
 from zerolab.lab.plots.bandwidth import Phase, knee, link_sweep
 from zerolab.lab.plots.bars import stacks
 from zerolab.lab.plots.bench import step_times
@@ -68,6 +69,7 @@ __all__ = [
     "stacks",
     "step_times",
     "to_a_trillion",
+    "tradeoff",
     "where_time_goes",
     "who_computes_what",
     "who_holds_what",

@@ -58,6 +58,8 @@ class _Watch(TorchDispatchMode):
             op = function._opname.strip("_")
             if op != "barrier":
                 largest = max(map(nbytes, tree_leaves((args, kwargs or {}))), default=0)
+                if op == "allgather":  # into a list, whose tensors are the ranks' parts
+                    largest = sum(map(nbytes, tree_leaves(args[0])))
                 self.book.calls.append(Raw(op, largest))
         return function(*args, **(kwargs or {}))
 

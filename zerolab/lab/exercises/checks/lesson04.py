@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 import zerolab
+from zerolab.engine.engine import Engine
 from zerolab.engine.layout import Layout
 from zerolab.engine.unit import Unit
 from zerolab.lab.exercises.checks import values
@@ -477,7 +478,7 @@ def _compare_weights(unit: Unit, got: Tensor, want: Tensor, old: Tensor, calls: 
         raise Wrong(f"unit {unit.name}: after a step unit.full is not the tensor that forward reads", likely)
 
 
-def check_training(theirs: type, stage: type, world: World) -> None:
+def check_training(theirs: type[Engine], stage: type[Engine], world: World) -> None:
     """Three steps of Adam against the package's stage: the same numbers, and no more bytes held or sent."""
     if theirs.stage != stage.stage:
         raise Wrong(f"{theirs.__name__}.stage is {theirs.stage}", f"`stage = {stage.stage}` {NO_STAGE}")

@@ -42,8 +42,9 @@ _HOME = {
     "zerolab.lab.arena": ("OutOfMemory", "replay"),
     "zerolab.lab.host": ("HostLink",),
     "zerolab.lab.recorded": ("Recorded",),
-    "zerolab.tasks.data": ("batch", "text", "windows"),
-    "zerolab.tasks.models": ("GPT", "Block"),
+    "zerolab.tasks.data": ("batch", "pairs", "text", "windows"),
+    "zerolab.tasks.models": ("GPT", "Block", "PairEncoder"),
+    "zerolab.lab.scripts": ("torchrun",),
 }
 _MODULE_OF = {name: module for module, names in _HOME.items() for name in names}
 

@@ -14,6 +14,7 @@ from zerolab.lab.exercises.checks import (
     lesson09,
     lesson10,
     lesson11,
+    lesson14,
     lesson16,
 )
 from zerolab.lab.exercises.exercise import Exercise
@@ -31,6 +32,7 @@ _LESSONS = (
     lesson09,
     lesson10,
     lesson11,
+    lesson14,
     lesson16,
 )
 

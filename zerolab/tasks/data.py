@@ -1,4 +1,4 @@
-"""Data that needs no download: text, digits and sentence pairs; and readers for CIFAR-10 and for GLUE's sentence pairs."""
+"""Data that needs no download: text, digits and sentence pairs; and readers for CIFAR-10 and GLUE's pairs."""
 
 from __future__ import annotations
 

@@ -23,6 +23,7 @@ from zerolab.lab.plots.stages import ladder
 from zerolab.lab.plots.step_growth import scaling
 from zerolab.lab.plots.style import COLOURS, HATCHES, LABELS
 from zerolab.lab.plots.timeline import skyline
+from zerolab.lab.plots.tokens import token_weights
 from zerolab.lab.plots.trend import fit_line, growth
 from zerolab.lab.plots.trillion import to_a_trillion
 
@@ -62,6 +63,7 @@ __all__ = [
     "stacks",
     "step_times",
     "to_a_trillion",
+    "token_weights",
     "where_time_goes",
     "who_holds_what",
     "who_reads_what",

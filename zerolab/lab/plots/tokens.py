@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from matplotlib.figure import Figure
 
-from zerolab.lab.plots.style import COLOURS, GREY, INK, PALE, frame, many, plain
+from zerolab.lab.plots.style import COLOURS, GREY, INK, PALE, Look, frame, many, plain
 
 
 def token_weights(tokens: Sequence[int], places: Sequence[int]) -> tuple[Figure, str]:
@@ -29,13 +29,15 @@ def token_weights(tokens: Sequence[int], places: Sequence[int]) -> tuple[Figure,
     rows = range(ranks)
     plain(left, grid="x")
     left.barh(rows, places, 0.62, color="white", edgecolor=GREY, hatch="////", linewidth=0.8)
-    left.barh(rows, tokens, 0.62, color=COLOURS["activations"], edgecolor=INK, linewidth=0.8)
+    left.barh(rows, tokens, 0.62, color=COLOURS["other"], edgecolor=INK, linewidth=0.8)
     left.set_yticks(rows, [f"rank {rank}" for rank in rows], color=INK)
     left.set_xlabel("targets: filled, a token; hatched, padding", color=GREY)
     plain(right, grid="x")
     right.barh(rows, weights, 0.62, color=PALE, edgecolor=INK, linewidth=0.8)
     for rank, weight in enumerate(weights):
-        right.annotate(f"{weight:.2f}", (weight, rank), (4, 0), textcoords="offset points", va="center", color=INK)
+        box = {"facecolor": "white", "edgecolor": "none", "pad": 0.8}
+        place: Look = {"textcoords": "offset points", "va": "center", "zorder": 5, "bbox": box}
+        right.annotate(f"{weight:.2f}", (weight, rank), (5, 0), color=INK, **place)
     right.axvline(1.0, color=INK, linewidth=1.4, linestyle="--", zorder=4)
     right.set_yticks([])
     right.set_xlim(0, 1.25 * max(weights))

@@ -196,7 +196,8 @@ def check_batch(answer: Any, world: World, batches: list[Batch], dtype: torch.dt
         likely = GLOBAL_VALUE
         if math.isclose(sum(found) / N, N * mean, rel_tol=max(loose, 1e-5)):
             likely += ". The sum was taken over the ranks, and then multiplied by N"
-        raise Wrong(f"{when}: the mean over the ranks of what they return is {sum(found) / N:g}, not {mean:g}", likely)
+        seen = f"{when}: the mean over the ranks of what they return is {sum(found) / N:g}, not {mean:g}"
+        raise Wrong(seen, likely)
     sent = sum(call.sent for call in calls)
     if sent > 256 * N and sent > 0.2 * logits.numel() * logits.element_size():
         raise Wrong(f"{when}: {sent:,.0f} bytes were sent per rank", MUCH_SENT)
@@ -275,9 +276,10 @@ ERRORS_1 = {
     "must be Tensor": "all_reduce() takes a tensor and fills it: torch.tensor(...) makes one of a number",
     "Invalid function argument. Expected parameter `tensor`": "all_reduce() takes a tensor and fills it: "
     "torch.tensor(...) makes one of a number",
+    "does not make this call": "not every rank makes this call: all take part, also one that has nothing to add",
     "did not take part": "not every rank makes this call: all take part, also one that has nothing to add",
-    " instead": "the ranks make different calls. All run as many forwards and backwards, with the same collectives, also "
-    "one that has nothing to learn from",
+    " instead": "the ranks make different calls. All run as many forwards and backwards, with the same collectives, "
+    "also one that has nothing to learn from",
     "view size is not compatible": "what is cut by [:, :-1] is not contiguous: reshape() or flatten(), not view()",
     "only floating point": "a count is a whole number: it needs no gradient",
 }
@@ -822,7 +824,7 @@ def train(model, data, stage, steps, batch_size, make_optimizer):
     + _MAIN
 )
 
-ERRORS_2 = ERRORS_1 | {
+ERRORS_2 = {
     "was built before the model was sharded": "shard first: zero = zerolab.shard(model, stage), then the optimizer",
     "expected scalar type Long": "the tokens are int16 to save memory: model(inputs.long())",
     "to have one of the following scalar types": "the tokens are int16 to save memory: model(inputs.long())",
@@ -835,7 +837,7 @@ ERRORS_2 = ERRORS_1 | {
     "cannot reshape tensor of 0 elements": "a rank without samples has an empty batch: flatten(0, -2) can do that",
     "must not be None": "all ranks take part in every forward and backward, also those without samples",
     "trying to initialize the default process group twice": "zerolab.init() is in main() already",
-}
+} | ERRORS_1
 
 EXERCISES = [
     Exercise(

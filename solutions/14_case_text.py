@@ -461,12 +461,13 @@ there = importlib.util.find_spec("transformers") is not None
 two = dist.new_group([0, 1])  # two ranks, to save the time of the others' imports
 if there and rank < 2:
     from transformers import BertConfig, BertForSequenceClassification, GPT2Config, GPT2LMHeadModel
+    from transformers.utils import logging
 
+    logging.set_verbosity_error()
     small = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 64}
     no_dropout = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
     bert = BertConfig(vocab_size=4096, max_position_embeddings=32, **small, **no_dropout)
     no_dropout = {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0, "bos_token_id": 0, "eos_token_id": 0}
-    no_dropout["loss_type"] = "ForCausalLM"
     gpt2 = GPT2Config(vocab_size=256, n_positions=64, n_embd=32, n_layer=2, n_head=4, **no_dropout)
 
 
@@ -590,7 +591,8 @@ if lab.predicted("14.3"):
 # - **Hugging Face's Trainer** counts the tokens of all micro-batches and, with `average_tokens_across_devices` (on by
 #   default), of all ranks, and gives the model that number: `model(..., labels=labels, num_items_in_batch=n)` divides by it.
 #   Then it multiplies by the number of ranks, as you did. A script of your own that calls `.loss` has the mean of means.
-# - **FSDP2** averages too. Multiply by N as here, or switch the average off: `model.set_gradient_divide_factor(1.0)`.
+# - **FSDP2** averages too. Multiply by N as here, or switch the average off, in every
+#   module that you sharded: `module.set_gradient_divide_factor(1.0)`.
 # - **DeepSpeed** averages as well, over ranks and over micro-batches (it divides by `gradient_accumulation_steps`): scale by
 #   both.
 #
@@ -607,8 +609,9 @@ def with_fsdp2():
     for block in model.blocks:
         fully_shard(block, mesh=mesh)
     fully_shard(model, mesh=mesh)
-    model.set_gradient_divide_factor(1.0)  # a sum over the ranks
-    model.set_force_sum_reduction_for_comms(True)  # gloo has no other way to do that
+    for module in (*model.blocks, model):  # each by itself: the root's factor is not that of its blocks
+        module.set_gradient_divide_factor(1.0)  # a sum over the ranks
+        module.set_force_sum_reduction_for_comms(True)  # gloo knows no other way
     sgd = torch.optim.SGD(model.parameters(), lr=1.0)
     (token_loss(model(batch_of(0, rank)), batch_of(0, rank), world_size) / world_size).backward()
     sgd.step()

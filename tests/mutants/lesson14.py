@@ -41,6 +41,21 @@ def token_loss(logits, tokens, world_size):
     return mean * counts[dist.get_rank()] * world_size / sum(counts)
 """
 
+TOKEN_LOSS_THROUGH_AUTOGRAD = """\
+import torch
+import torch.distributed as dist
+import torch.distributed.nn.functional as distributed
+
+
+def token_loss(logits, tokens, world_size):
+    mask = tokens[:, 1:] != 0
+    chances = logits[:, :-1].log_softmax(-1, dtype=torch.float64)
+    losses = -torch.take_along_dim(chances, tokens[:, 1:, None], 2)[..., 0]
+    both = torch.stack([torch.where(mask, losses, 0).sum(), mask.sum()])
+    total, count = distributed.all_reduce(both)
+    return total / count.detach().clamp(min=1)
+"""
+
 TOKEN_LOSS_AVERAGE_COUNT = """\
 import torch.distributed as dist
 import torch.nn.functional as F
@@ -74,6 +89,15 @@ TOKEN_LOSS_MUTANTS = {
     "factor N forgotten": (edit(TOKEN_LOSS, "world_size * total", "total"), "average the gradients over the ranks"),
     "divided by N": (edit(TOKEN_LOSS, "world_size * total", "total / world_size"), "1/N^2 of the gradient"),
     "N twice": (edit(TOKEN_LOSS, "world_size * total", "world_size**2 * total"), "multiplied by world_size twice"),
+    "sentence by sentence": (
+        edit(
+            TOKEN_LOSS,
+            _RETURN,
+            "rows = [F.cross_entropy(x[:-1], y[1:], ignore_index=0) for x, y in zip(logits, tokens) if y.any()]\n"
+            "    return torch.stack([*rows, 0 * logits.sum()]).sum() / len(logits)",
+        ),
+        "a mean for each sentence",
+    ),
     "a sum": (edit(TOKEN_LOSS, _RETURN, "return total"), "a sum, which grows with the batch"),
     "N times the sum": (edit(TOKEN_LOSS, _RETURN, "return world_size * total"), "a sum, which grows with the batch"),
     "padding counted": (edit(TOKEN_LOSS, _COUNT, "count = torch.tensor(targets.numel())"), "padding counted as tokens"),
@@ -154,6 +178,15 @@ TRAIN_IN_CHUNKS = edit(
     "N * loss",
     "data.validation_inputs[mine], data.validation_targets[mine]",
     "data.validation_inputs.tensor_split(N)[rank], data.validation_targets.tensor_split(N)[rank]",
+)
+
+TRAIN_WITH_A_DUMMY = edit(
+    TRAIN,
+    "        loss, _, count = sums(model, data.inputs[numbers[mine]], data.targets[numbers[mine]])\n",
+    "        own = numbers[mine]\n"
+    "        weight = min(1, len(own))\n"
+    "        own = own if weight else numbers[:1]\n"
+    "        loss, _, count = (weight * x for x in sums(model, data.inputs[own], data.targets[own]))\n",
 )
 
 TRAIN_BY_HAND = (
@@ -369,8 +402,8 @@ TRAIN_MUTANTS = {
 }
 
 RIGHT = {
-    "14.1": (TOKEN_LOSS_MASKED, TOKEN_LOSS_WEIGHTED_MEAN, TOKEN_LOSS_AVERAGE_COUNT),
-    "14.2": (TRAIN_IN_CHUNKS, TRAIN_BY_HAND, TRAIN_MICRO),
+    "14.1": (TOKEN_LOSS_MASKED, TOKEN_LOSS_THROUGH_AUTOGRAD, TOKEN_LOSS_WEIGHTED_MEAN, TOKEN_LOSS_AVERAGE_COUNT),
+    "14.2": (TRAIN_IN_CHUNKS, TRAIN_WITH_A_DUMMY, TRAIN_BY_HAND, TRAIN_MICRO),
 }
 
 WRONG = {

@@ -41,6 +41,10 @@ FACTOR_NNN = "1/N^2 of the gradient: divided by world_size. The engine does that
 A_SUM = "a sum, which grows with the batch: divide by the number of tokens of all ranks"
 PADDING_COUNTED = "padding counted as tokens: divide by the number of targets that are not 0"
 FIRST_COUNTED = "the first token of each sentence was counted, but nobody predicts it: count the targets, tokens[:, 1:]"
+SENTENCE_MEANS = (
+    "a mean for each sentence, and then a mean of these: a token of a short sentence weighs more than one of a long. "
+    "Add up the losses of all tokens, and divide once"
+)
 SENTENCES_COUNTED = (
     "divided by the number of sentences: a long sentence has more tokens than a short one, and counts more"
 )
@@ -85,16 +89,24 @@ def summed(logits: Tensor, targets: Tensor, ignore: int = 0) -> Tensor:
 
 def patterns(logits: Tensor, tokens: Tensor) -> Iterator[tuple[Tensor, str]]:
     """What the gradient looks like, whatever it was divided by, if other positions were compared."""
-    yield gradient(logits, lambda x: summed(x, tokens)), NOT_SHIFTED
-    yield gradient(logits, lambda x: summed(x, tokens, -100)), NOT_SHIFTED
     for ignore in (0, -100):
-        yield gradient(logits, lambda x, i=ignore: summed(x[:, 1:], tokens[:, :-1], i)), SHIFTED_BACK
-        yield gradient(logits, lambda x, i=ignore: summed(x, tokens.roll(1, 1), i)), SHIFTED_BACK
+        yield _compared(logits, tokens, slice(None), slice(None), ignore), NOT_SHIFTED
+        yield _compared(logits, tokens, slice(1, None), slice(None, -1), ignore), SHIFTED_BACK
+        yield _compared(logits, tokens.roll(1, 1), slice(None), slice(None), ignore), SHIFTED_BACK
     yield gradient(logits, lambda x: summed(x[:, :-1], tokens[:, 1:], -100)), PADDING_LEARNT
     yield (
         gradient(logits, lambda x: summed(x, tokens.roll(-1, 1))),
         ("rolled, not shifted: roll() puts the first token behind the last, where nothing is to be predicted"),
     )
+
+
+def _listed(of_rows: list[float], want: Tensor, own: Tensor) -> str:
+    right = float((want * own).sum() / (own * own).sum())
+    return ", ".join(f"{k / right:.3g}" for k in of_rows if k) + " x the expected"
+
+
+def _compared(logits: Tensor, tokens: Tensor, at: slice, with_: slice, ignore: int) -> Tensor:
+    return gradient(logits, lambda x: summed(x[:, at], tokens[:, with_], ignore))
 
 
 def scales(batches: list[Batch], rank: int) -> Iterator[tuple[float, str]]:
@@ -108,15 +120,15 @@ def scales(batches: list[Batch], rank: int) -> Iterator[tuple[float, str]]:
         yield 1 / max(own, 1), MEAN_OF_MEANS
         yield N / max(own, 1), MEAN_OF_MEANS
         for op, found in (("MAX", max(counts)), ("MIN", min(counts)), ("PRODUCT", math.prod(counts))):
-            for k in (1, N) if found else ():
-                yield k / found, WRONG_OP.format(op=op)
+            for times in (1, N) if found else ():
+                yield times / found, WRONG_OP.format(op=op)
         yield 1 / total, FACTOR_N
         yield N * N / total, FACTOR_NN
         yield 1 / total / N, FACTOR_NNN
         yield 1 / max(own, 1) / N, MEAN_OF_MEANS
     for k in dict.fromkeys((1.0, float(N), 1 / N)):
         yield k, A_SUM
-    for k in dict.fromkeys((N, 1, N * N)):
+    for times in dict.fromkeys((N, 1, N * N)):
         for counted, likely in (
             (places, PADDING_COUNTED),
             ([tokens.numel() for _, tokens in batches], PADDING_COUNTED),
@@ -124,7 +136,7 @@ def scales(batches: list[Batch], rank: int) -> Iterator[tuple[float, str]]:
             (sentences, SENTENCES_COUNTED),
         ):
             for denominator in (sum(counted), counted[rank], counted[rank] * N):
-                yield k / denominator, likely
+                yield times / denominator, likely
 
 
 def check_token_loss(answer: Any, world: World) -> None:
@@ -224,6 +236,11 @@ def _gradient_explained(
         return f"{when}: the gradient is 0", NO_GRADIENT
     places = got.abs().sum(dim=2) > 0
     here = f"{int(places.sum())} positions have a gradient, and {count_of(tokens)} tokens are to be predicted"
+    mask = (tokens[:, 1:] != 0).unsqueeze(2)
+    own = gradient(logits, lambda x: summed(x[:, :-1], tokens[:, 1:]))
+    of_rows = [float((a * b).sum() / (b * b).sum()) if b.any() else 0.0 for a, b in zip(got, own)]
+    if equal(got, torch.tensor(of_rows, dtype=got.dtype).view(-1, 1, 1) * own) and mask.any():
+        return f"{when}: the tokens of its sentences weigh {_listed(of_rows, want, own)}", SENTENCE_MEANS
     for pattern, likely in patterns(logits, tokens):
         k = float((got * pattern).sum() / (pattern * pattern).sum()) if pattern.any() else 0.0
         if k and equal(got, k * pattern):
@@ -448,12 +465,19 @@ def _check_case(answer: Any, world: World, case: Case) -> None:
     _check_engine(watch, model, case, when)
     seen: list[list[Any]] = everyone(world, watch.forwards)
     results = everyone(world, [losses, accuracy])
-    _check_samples(seen, case, data, when, world)
-    if any(map(math.isnan, losses)):
-        likely = "a mean of nothing is nan: where a step has fewer samples than ranks, some have none. Take the sum"
-        raise Wrong(f"{when}: a loss is nan", likely)
-    _check_losses(losses, [result[0] for result in results], seen, case, data, world, when)
-    _check_accuracy(accuracy, [result[1] for result in results], seen, model, case, data, world, when)
+    everyones = [result[0] for result in results]
+    right: Forwards = [[[step, True, True, numbers_of(step, case, data)] for step in range(case.steps)]]  # of one rank
+    sums, trained = alone(case, data, right, right_weights)
+    counts = [int((data.targets[numbers_of(s, case, data)] != NOTHING).sum()) for s in range(case.steps)]
+    want = [row[0] / count for row, count in zip(sums, counts, strict=True)]
+    if not all(_close(other, want) for other in everyones):
+        _check_samples(seen, case, data, when, world)
+        if any(map(math.isnan, losses)):
+            likely = "a mean of nothing is nan: where a step has fewer samples than ranks, some have none. Take the sum"
+            raise Wrong(f"{when}: a loss is nan", likely)
+        _check_losses(losses, want, everyones, seen, case, data, world, when)
+    _check_work(seen, case, data, when)
+    _check_accuracy(accuracy, [result[1] for result in results], seen, trained, case, data, world, when)
 
 
 def _form(got: Any, case: Case, when: str) -> tuple[list[float], float]:
@@ -509,12 +533,12 @@ def _check_samples(seen: Forwards, case: Case, data: Split, when: str, world: Wo
         what = (
             f"{when}: in step {step + 1} the ranks learn from the samples {_shown(parts)}, expected {_shown([wanted])}"
         )
-        if N > 1 and all(sorted(part) == wanted for part in parts):
-            raise Wrong(what, ALL_SAMPLES)
         if any(n >= size for n in together):
             raise Wrong(what, "it learns from validation data: data.inputs and data.targets are for training")
         if -1 in together:
             raise Wrong(what, "some inputs are no samples of the data: a rank without samples has an empty batch")
+        if N > 1 and all(sorted(part) == wanted for part in parts):
+            raise Wrong(what, ALL_SAMPLES)
         if N > 1 and parts[0] and all(sorted(part) == sorted(parts[0]) for part in parts):
             raise Wrong(what, SAME_BATCH)
         if (step + 1) * case.batch_size > size:
@@ -525,6 +549,14 @@ def _check_samples(seen: Forwards, case: Case, data: Split, when: str, world: Wo
             raise Wrong(what, REPEATED)
         likely = "step s takes the samples from s * batch_size on, of all ranks together"
         raise Wrong(what, likely)
+
+
+def _check_work(seen: Forwards, case: Case, data: Split, when: str) -> None:
+    """The numbers are right. Has each rank computed only its part?"""
+    for step in range(case.steps):
+        parts, wanted = parts_of(seen, step), sorted(numbers_of(step, case, data))
+        if len(parts) > 1 and all(sorted(part) == wanted for part in parts):
+            raise Wrong(f"{when}: in step {step + 1} the ranks learn from the samples {_shown(parts)}", ALL_SAMPLES)
 
 
 def _shown(parts: list[list[int]]) -> str:
@@ -576,6 +608,14 @@ def _scaled(k: Callable[[int], float], weigh: Weigh) -> Weigh:
     return lambda counts, everything, samples: [k(len(counts)) * w for w in weigh(counts, everything, samples)]
 
 
+def _count_all(with_n: bool) -> Weigh:
+    return _by(lambda c, e, s: sum(e) * (len(c) if with_n else 1))
+
+
+def _by_samples(with_n: bool) -> Weigh:
+    return _by(lambda c, e, s: s * (len(c) if with_n else 1))
+
+
 def _by(pick: Callable[[list[int], list[int], int], float]) -> Weigh:
     return lambda c, e, s: [1 / pick(c, e, s)] * len(c)
 
@@ -589,8 +629,8 @@ GRADIENTS: list[tuple[Weigh, str]] = [
     (_scaled(lambda N: 1 / N, _means), "each rank's own mean, divided by N: " + MEAN_OF_MEANS_2),
     (_by(lambda c, e, s: 1), A_SUM),
     (_by(lambda c, e, s: len(c)), A_SUM),
-    *((_by(lambda c, e, s, k=k: sum(e) * (len(c) if k else 1)), COUNT_ALL) for k in (0, 1)),
-    *((_by(lambda c, e, s, k=k: s * (len(c) if k else 1)), BY_SAMPLES) for k in (0, 1)),
+    *((_count_all(k), COUNT_ALL) for k in (False, True)),
+    *((_by_samples(k), BY_SAMPLES) for k in (False, True)),
     (lambda c, e, s: [1 / max(1, n) / len(c) for n in e], COUNT_ALL),
 ]
 
@@ -618,7 +658,14 @@ REPORTS: list[tuple[Report, str]] = [
 
 
 def _check_losses(
-    losses: list[float], everyones: list[list[float]], seen: Forwards, case: Case, data: Split, world: World, when: str
+    losses: list[float],
+    want: list[float],
+    everyones: list[list[float]],
+    seen: Forwards,
+    case: Case,
+    data: Split,
+    world: World,
+    when: str,
 ) -> None:
     per_step = [
         _counts([torch.tensor(p, dtype=torch.long) for p in parts_of(seen, s)], data) for s in range(case.steps)
@@ -627,13 +674,10 @@ def _check_losses(
     def reported(sums: list[list[float]], report: Report) -> list[float]:
         return [report(row, *counts, world.rank) for row, counts in zip(sums, per_step, strict=True)]
 
-    sums, _ = alone(case, data, seen, right_weights)
-    want = reported(sums, REPORTS[0][0])
     if _close(losses, want):
-        if any(not _close(other, want) for other in everyones):
-            with world.record():  # the others say what is wrong
-                return
-        return
+        with world.record():  # the others say what is wrong
+            return
+    sums, _ = alone(case, data, seen, right_weights)
     first = next(i for i, (a, b) in enumerate(zip(losses, want)) if not math.isclose(a, b, rel_tol=1e-5))
     told = f"{when}: the loss of step {first + 1} is {losses[first]:.5g}, expected {want[first]:.5g}"
     trajectories: list[tuple[list[list[float]], str]] = [(sums, "")]
@@ -661,7 +705,7 @@ def _check_accuracy(
     accuracy: float,
     everyones: list[float],
     seen: Forwards,
-    model: Any,
+    trained: nn.Module,
     case: Case,
     data: Split,
     world: World,
@@ -673,7 +717,6 @@ def _check_accuracy(
         raise Wrong(f"{when}: it learns in eval mode", NOT_AGAIN)
     if any(training for training, _ in after):
         raise Wrong(f"{when}: accuracy is measured in training mode", IN_TRAINING_MODE)
-    _, trained = alone(case, data, seen, right_weights)
     hits, counted = _hits(trained, data.validation_inputs, data.validation_targets)
     want = hits.sum().item() / counted.sum().item()
     told = f"{when}: the accuracy is {accuracy:.4g}, expected {want:.4g}"

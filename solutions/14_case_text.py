@@ -3,9 +3,9 @@
 #
 # **The question.** A script trains on one GPU, and its numbers are good. Now it runs on four. Are they the same numbers?
 #
-# With text they often are not, and nothing fails. In October 2024 a trainer that thousands of runs had used was found to
-# compute [another loss](https://huggingface.co/blog/gradient_accumulation) than the one its users had asked for: it averaged
-# means of batches that had different numbers of tokens. A run that is a little wrong costs as much as one that is right, and
+# With text they often are not, and nothing fails. In October 2024 a widely used trainer was found to compute
+# [another loss](https://huggingface.co/blog/gradient_accumulation) than the one its users had asked for: it averaged the means
+# of batches that had different numbers of tokens. A run that is a little wrong costs as much as one that is right, and
 # you learn about it months later, if at all.
 #
 # This lesson is a case, from the file with the data to a checked result: sentence pairs, an encoder, and a GPT. On the way
@@ -48,8 +48,8 @@ print("Python's csv module:", len(by_csv), "pairs, the last with", len(by_csv[-1
 print("lab.pairs:", len(data.targets) + len(data.validation_targets), "pairs")
 
 # %% [markdown]
-# csv takes the quotation mark for the beginning of a field, and the field for everything up to the next one: nine pairs are
-# gone without an error. In GLUE's files quotes are plain characters (`quoting=csv.QUOTE_NONE`). `lab.pairs` also goes by the
+# For csv the quotation mark opens a field, which goes on to the next one or to the end of the file: one pair has swallowed
+# eight others, without an error. In GLUE's files quotes are plain characters (`quoting=csv.QUOTE_NONE`). `lab.pairs` also goes by the
 # names of the columns, because each task has them in another order. Give it the folder of MRPC, QQP, RTE, QNLI or WNLI, if
 # you have one. Without a folder, it makes pairs of its own:
 
@@ -68,8 +68,8 @@ print(f"who always says the same is right in {100 * max(share, 1 - share):.1f} %
 # ## A loss that falls, and learns nothing
 #
 # An **encoder** reads a sentence and returns, for each of its words, a vector that depends on the whole sentence: its hidden
-# states, (samples, words, width). Below is one, and a training loop that a colleague sends you. The loss falls. The accuracy
-# stays at chance. Everything that you need to find the mistake is in the picture.
+# states, (samples, words, width). Below is one, and a training loop that a colleague sends you. The loss falls. Does
+# the model learn? Everything that you need to know is in the picture.
 
 # %%
 # %%ranks
@@ -268,7 +268,7 @@ print(f"the mean of means is off by {100 * off[0]:.0f} % of the gradient's lengt
 # No rank failed, no number looked strange, and a good part of each step went elsewhere.
 #
 # The same mistake waits in **gradient accumulation**, where a rank splits its batch into micro-batches: the mean of their
-# means is wrong too. That was the bug of 2024. Count the tokens of *all* micro-batches of all ranks before the first
+# means is wrong too. That was the trainer's mistake. Count the tokens of *all* micro-batches of all ranks before the first
 # backward, and divide each sum by that.
 #
 # ## A table of which a batch reads 64 rows
@@ -384,7 +384,7 @@ for rank, row in enumerate(lab.pull("read")):
 #
 # ## Write: the training script
 #
-# Everything above in one file, for sentence pairs and for language models alike, so that its result does not depend on how
+# Now everything together in one file, for sentence pairs and for language models alike, so that its result does not depend on how
 # many ranks run it:
 #
 # - a step has `batch_size` samples of **all ranks together**, and every rank takes its part. Parts may differ by a sample, or
@@ -403,8 +403,8 @@ lab.check("14.2")
 
 # %% [markdown]
 # Now it runs as in production: torchrun starts the processes, and nothing of this notebook is in them. Three seeds (each with
-# its own weights and order of samples), on one rank, two and four, in another stage each time. (For your own data, add
-# `"--data", "path/to/MRPC"`.)
+# its own weights and order of samples), on one rank, two and four, in another stage each time. (For MRPC, pass `"--data"` and
+# its folder to `lab.torchrun` as well.)
 
 # %%
 def run(ranks, stage):
@@ -445,15 +445,15 @@ print("better than always the same answer, with every seed:", min(band) > 75)
 
 # %% [markdown]
 # This is what a checked result looks like: a number, beside what no learning reaches, with the **band** of several seeds. A
-# change that moves the accuracy by less than the band has not been shown to do anything. And the number of ranks moves it by
-# nothing: only the order of sums differs, in the seventh digit. (One thing would: **dropout**. Each rank draws its own mask,
-# and other ranks mean other masks. That is other luck, not a mistake. The script has switched it off, to compare.)
+# change that moves the accuracy by less than the band has not been shown to do anything. And the number of ranks does not move
+# it: only sums are taken in another order, which shows in the seventh digit. (One thing would: **dropout**. Each rank draws its own mask,
+# and other ranks mean other masks. That is other luck and no mistake. The script has switched it off, so that runs can be compared.)
 #
 # ## BERT and GPT-2
 #
-# The architectures as Hugging Face builds them from a configuration, small and with random weights (nothing is downloaded): BERT
-# with a head for pairs, and GPT-2, whose head is its embedding once more. Two of the ranks train them for three steps, in every
-# stage. (If transformers is not installed, this says so and goes on.)
+# The architectures as Hugging Face builds them from a configuration, small and with random weights (nothing is
+# downloaded): BERT with a head for pairs, and GPT-2, whose head is its embedding once more. Two of the ranks train them for
+# three steps, in every stage. (If transformers is not installed, this says so and goes on.)
 
 # %%
 # %%ranks
@@ -646,8 +646,9 @@ if lab.pull("there", rank=0):
 # > "Suits sparse data."
 #
 # **False.** You have measured it: whether a batch reads 16 rows of a table or 256, each rank sends the same 960,000 bytes,
-# zeros included. As rows with their numbers, 256 rows take 55,296. ZeRO is indifferent to sparse *data* (texts, clicks). It
-# is the wrong tool for sparse *gradients*: it can hold a large table, and pays for all of it in every step.
+# zeros included. As rows with their numbers, 256 rows take 55,296. Sparse *data* (texts, clicks) are neither better nor worse
+# for ZeRO than others. For sparse *gradients* it is the wrong tool: it holds a large table, and pays for all of it in every
+# step.
 #
 # > "Faster real-time or edge inference."
 

@@ -89,6 +89,19 @@ TOKEN_LOSS_MUTANTS = {
     "factor N forgotten": (edit(TOKEN_LOSS, "world_size * total", "total"), "average the gradients over the ranks"),
     "divided by N": (edit(TOKEN_LOSS, "world_size * total", "total / world_size"), "1/N^2 of the gradient"),
     "N twice": (edit(TOKEN_LOSS, "world_size * total", "world_size**2 * total"), "multiplied by world_size twice"),
+    "softmax first": (edit(TOKEN_LOSS, "logits[:, :-1]", "logits.softmax(-1)[:, :-1]"), "applies the softmax itself"),
+    "divided twice": (edit(TOKEN_LOSS, 'reduction="sum"', 'reduction="mean"'), "divided twice"),
+    "the first count kept": (
+        edit(
+            TOKEN_LOSS,
+            "def token_loss",
+            "COUNTS = []\n\n\ndef token_loss",
+            _REDUCE,
+            "if not COUNTS:\n        dist.all_reduce(count)\n        COUNTS.append(count)\n    count = COUNTS[0]",
+        ),
+        "right for the first call only",
+    ),
+    "in bfloat16": (edit(TOKEN_LOSS, _LOGITS, f"{_LOGITS}.bfloat16()"), "in less precision"),
     "sentence by sentence": (
         edit(
             TOKEN_LOSS,
@@ -290,6 +303,17 @@ TRAIN_MUTANTS = {
         edit(TRAIN, "numbers[mine]", "numbers[: batch_size // zero.world_size * zero.world_size][mine]"),
         "some samples are left out",
     ),
+    "another order on each rank": (
+        edit(
+            TRAIN,
+            "        loss, _, count",
+            "        generator = torch.Generator().manual_seed(zero.rank)\n"
+            "        numbers = numbers[torch.randperm(len(numbers), generator=generator)]\n"
+            "        loss, _, count",
+        ),
+        "one and the same order",
+    ),
+    "in percent": (edit(TRAIN, "(right / count).item()", "100 * (right / count).item()"), "not a percentage"),
     "filled up": (
         edit(
             TRAIN,

@@ -38,6 +38,9 @@ FACTOR_N = (
 )
 FACTOR_NN = "N times the gradient: multiplied by world_size twice, or divided by a count that is N times too small"
 FACTOR_NNN = "1/N^2 of the gradient: divided by world_size. The engine does that already, so multiply by it instead"
+DIVIDED_TWICE = "divided twice: reduction='mean' has divided by this rank's count already, so use 'sum'"
+FIRST_CALL = "right for the first call only: the count of an earlier call was kept, and every batch has its own"
+LESS_PRECISE = "nearly right: the loss is computed in less precision than the logits have"
 A_SUM = "a sum, which grows with the batch: divide by the number of tokens of all ranks"
 PADDING_COUNTED = "padding counted as tokens: divide by the number of targets that are not 0"
 FIRST_COUNTED = "the first token of each sentence was counted, but nobody predicts it: count the targets, tokens[:, 1:]"
@@ -94,10 +97,10 @@ def patterns(logits: Tensor, tokens: Tensor) -> Iterator[tuple[Tensor, str]]:
         yield _compared(logits, tokens, slice(1, None), slice(None, -1), ignore), SHIFTED_BACK
         yield _compared(logits, tokens.roll(1, 1), slice(None), slice(None), ignore), SHIFTED_BACK
     yield gradient(logits, lambda x: summed(x[:, :-1], tokens[:, 1:], -100)), PADDING_LEARNT
-    yield (
-        gradient(logits, lambda x: summed(x, tokens.roll(-1, 1))),
-        ("rolled, not shifted: roll() puts the first token behind the last, where nothing is to be predicted"),
-    )
+    rolled = gradient(logits, lambda x: summed(x, tokens.roll(-1, 1)))
+    yield rolled, "rolled, not shifted: roll() puts the first token behind the last, where nothing is to be predicted"
+    chances = gradient(logits, lambda x: summed(x[:, :-1].softmax(-1), tokens[:, 1:]))
+    yield chances, "cross_entropy takes logits as they are, and applies the softmax itself"
 
 
 def _listed(of_rows: list[float], want: Tensor, own: Tensor) -> str:
@@ -126,6 +129,8 @@ def scales(batches: list[Batch], rank: int) -> Iterator[tuple[float, str]]:
         yield N * N / total, FACTOR_NN
         yield 1 / total / N, FACTOR_NNN
         yield 1 / max(own, 1) / N, MEAN_OF_MEANS
+    for times in (1, N):
+        yield times / max(own, 1) / total, DIVIDED_TWICE
     for k in dict.fromkeys((1.0, float(N), 1 / N)):
         yield k, A_SUM
     for times in dict.fromkeys((N, 1, N * N)):
@@ -198,6 +203,9 @@ def check_batch(answer: Any, world: World, batches: list[Batch], dtype: torch.dt
             lost = world.unwaited(calls)
             likely = f"a forgotten wait: {lost}, and the others' counts had not arrived" if lost else ""
             seen = f"{when}: the gradient of its tokens is {k * total / N:.3g} x the expected"
+            first = sum(count_of(make_batch(r, 0, dtype)[1]) for r in range(N))
+            if first != total and all(f is None or math.isclose(f, N / first, rel_tol=loose) for f in factors):
+                likely = likely or FIRST_CALL
             likely = likely or _scale_explained(factors, batches, loose)
         raise Wrong(seen, likely, values_differ=True)
     sums = [float(summed(x[:, :-1].double(), y[:, 1:])) for x, y in batches]
@@ -234,6 +242,8 @@ def _gradient_explained(
         return f"{when}: the gradient is not a number", NOT_A_NUMBER
     if not got.any():
         return f"{when}: the gradient is 0", NO_GRADIENT
+    if (off := float((got - want).abs().max() / want.abs().max())) < 0.02:
+        return f"{when}: the gradient is off by {100 * off:.2g} %", LESS_PRECISE
     places = got.abs().sum(dim=2) > 0
     here = f"{int(places.sum())} positions have a gradient, and {count_of(tokens)} tokens are to be predicted"
     mask = (tokens[:, 1:] != 0).unsqueeze(2)
@@ -245,7 +255,8 @@ def _gradient_explained(
         k = float((got * pattern).sum() / (pattern * pattern).sum()) if pattern.any() else 0.0
         if k and equal(got, k * pattern):
             return f"{when}: {here}", likely
-    return f"{when}: {here}", "the gradient is that of other targets: tokens[:, 1:], which are not 0" * bool(want.any())
+    others = int(places.sum()) != count_of(tokens)
+    return f"{when}: {here}", "the gradient is that of other targets: tokens[:, 1:], which are not 0" * others
 
 
 TOKEN_LOSS_STUB = '''\
@@ -543,10 +554,12 @@ def _check_samples(seen: Forwards, case: Case, data: Split, when: str, world: Wo
             raise Wrong(what, SAME_BATCH)
         if (step + 1) * case.batch_size > size:
             raise Wrong(what, WRAP)
-        if set(together) < set(wanted):
+        if set(together) < set(wanted) and len({len(part) for part in parts}) == 1:
             raise Wrong(what, LEFT_OUT.format(batch=case.batch_size))
         if set(together) == set(wanted):
             raise Wrong(what, REPEATED)
+        if N > 1 and set(together) < set(wanted):
+            raise Wrong(what, "some samples are left out, others come twice: all ranks must cut one and the same order")
         likely = "step s takes the samples from s * batch_size on, of all ranks together"
         raise Wrong(what, likely)
 
@@ -732,7 +745,7 @@ def _check_accuracy(
     own = parts[world.rank]
     local = [(hits[p].sum().item(), counted[p].sum().item()) for p in parts]
     rates = [h / c if c else 0.0 for h, c in local]
-    known = {hits.sum().item() / counted.numel(): NOTHING_COUNTED}
+    known = {hits.sum().item() / counted.numel(): NOTHING_COUNTED, 100 * want: "a share is asked for, not a percentage"}
     if N > 1:
         known |= {
             rates[world.rank]: LOCAL_ACCURACY,

@@ -491,7 +491,7 @@ if lab.predicted("12.4"):
     title, subtitle = "Staleness against loss", "The same number of gradients everywhere; the order is that of real messages"
     plots.show(plots.tradeoff(points, title, subtitle, says, said, "one worker"))
     assert 1.8 < stale[1]["age"] <= 2 and alone["age"] == 0
-    assert max(run["loss"] for run in stale.values()) > alone["loss"] + 0.05
+    assert any(not run["loss"] <= alone["loss"] + 0.05 for run in stale.values())  # NaN too
 
 # %% [markdown]
 # The dashed rule is one worker alone: as many updates at the same rate, and no gradient is old. (Synchronous training has

@@ -503,8 +503,45 @@ def test_mrpc_by_path(tmp_path):
     (tmp_path / "msr_paraphrase_test.txt").write_text(head + "".join(rows[:15]), newline="")
     assert [len(t) for t in data.pairs(str(tmp_path), 8)] == [20, 20, 15, 15]
     file.write_text(head + rows[0] + "2\t1\t1\ta\tb\r\n", newline="")
-    with pytest.raises(data.DataError, match="line 3: not five columns"):
+    with pytest.raises(data.DataError, match="line 3: the answer is '2', none of 1, 0"):
         data.pairs(str(file), 8)
+    file.write_text(head + rows[0] + "1\t1\t1\ta\r\n", newline="")
+    with pytest.raises(data.DataError, match="line 3: 4 columns, and the first line has 5"):
+        data.pairs(str(file), 8)
+
+
+GLUE = {
+    "MRPC": ("Quality\t#1 ID\t#2 ID\t#1 String\t#2 String", "{a}\t{i}\t{i}\t{one}\t{two}", ("1", "0")),
+    "QQP": ("id\tqid1\tqid2\tquestion1\tquestion2\tis_duplicate", "{i}\t1\t2\t{one}\t{two}\t{a}", ("1", "0")),
+    "RTE": ("index\tsentence1\tsentence2\tlabel", "{i}\t{one}\t{two}\t{a}", ("entailment", "not_entailment")),
+    "QNLI": ("index\tquestion\tsentence\tlabel", "{i}\t{one}\t{two}\t{a}", ("entailment", "not_entailment")),
+    "WNLI": ("index\tsentence1\tsentence2\tlabel", "{i}\t{one}\t{two}\t{a}", ("1", "0")),
+}
+
+
+@pytest.mark.parametrize("task", GLUE)
+def test_other_tasks_of_glue(tmp_path, task):
+    """Columns go by the header; quotes and what other programs take for the end of a line are plain characters."""
+    head, row, (yes, no) = GLUE[task]
+    traps = ['He said "stop.', '"All quoted"', "a\u2028b\x85c", "it's 5\" wide"]
+    made = [row.format(i=i, a=(yes, no)[i % 2], one=traps[i % 4], two=f"other {i}") for i in range(20)]
+    (tmp_path / "train.tsv").write_text("\n".join([head, *made]) + "\n", encoding="utf-8")
+    (tmp_path / "dev.tsv").write_text("\r\n".join([head, *made[:12]]), encoding="utf-8-sig", newline="")
+    rows = data.glue(tmp_path / "train.tsv")
+    assert rows == [((i + 1) % 2, traps[i % 4], f"other {i}") for i in range(20)]
+    assert [len(t) for t in data.pairs(str(tmp_path), 8)] == [20, 20, 12, 12]
+
+
+def test_what_is_no_pair_of_sentences_with_two_answers(tmp_path):
+    for text, said in (
+        ("sentence\tlabel\n", "line 1 names no two sentences, but sentence, label"),  # SST-2
+        ("index\tsentence1\tsentence2\n0\ta\tb\n", "GLUE's test.tsv has no answers"),
+        ("index\tsentence1\tsentence2\tlabel\n0\ta\tb\tneutral\n", "line 2: the answer is 'neutral'"),  # MNLI
+        ("index\tsentence1\tsentence2\tlabel\n0\ta\tb\t1\n", "has 1 pairs below its first line"),
+    ):
+        (tmp_path / "train.tsv").write_text(text)
+        with pytest.raises(data.DataError, match=said):
+            data.glue(tmp_path / "train.tsv")
 
 
 def test_made_up_pairs_are_fair():

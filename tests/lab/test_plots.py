@@ -395,6 +395,26 @@ def test_who_reads_what(ranks, tmp_path):
         plots.who_reads_what([], 4, [[]])
 
 
+def tokens_of(texts):
+    """How many targets this rank's text has, and how many with padding."""
+    tokens = torch.tensor(list(texts[dist.get_rank()].encode().ljust(30, b"\0"))).view(1, 30)
+    targets = tokens[:, 1:]
+    return int((targets != 0).sum()), targets.numel()
+
+
+def test_token_weights(ranks, tmp_path):
+    found = ranks.run(tokens_of, ["a long sentence, of tokens", "short"], ranks=2)
+    tokens, places = zip(*found)
+    assert tokens == (25, 4) and places == (29, 29)
+    figure, sentence = plots.token_weights(tokens, places)
+    save(figure, tmp_path)
+    assert sentence.startswith(
+        "2 ranks have 25, 4 tokens. In the mean of their means a token of rank 1 weighs 6.25 times"
+    )
+    with pytest.raises(ValueError, match="one or more"):
+        plots.token_weights([3, 0], [5, 5])
+
+
 def rounded_gradients():
     """(bytes, relative error) of a real gradient in three dtypes."""
     torch.manual_seed(0)

@@ -74,7 +74,11 @@ class Refused(Exception):
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     say = parser.add_argument
     say("--task", choices=list(DEFAULTS), default="text", help="a GPT on text, a CNN on images, an encoder on pairs")
-    say("--data", metavar="PATH", help="a text file; the folder of CIFAR-10's binary version; MRPC (default: built in)")
+    say(
+        "--data",
+        metavar="PATH",
+        help="a text file; the folder of CIFAR-10's binary version, or of GLUE's MRPC (default: built in)",
+    )
     say("--stage", type=int, choices=range(4), default=2, help="0: DDP, 1 to 3: ZeRO (default 2)")
     say("--steps", type=int, default=200, help="optimizer steps of the whole run (default 200)")
     say(

@@ -44,8 +44,9 @@ _HOME = {
     "zerolab.lab.recorded": ("Recorded",),
     "zerolab.lab.pipeline": ("Pipeline", "Paced"),
     "zerolab.lab.activations": ("saved",),
-    "zerolab.tasks.data": ("batch", "text", "windows"),
-    "zerolab.tasks.models": ("GPT", "Block"),
+    "zerolab.lab.scripts": ("torchrun",),
+    "zerolab.tasks.data": ("batch", "pairs", "text", "windows"),
+    "zerolab.tasks.models": ("GPT", "Block", "PairEncoder"),
 }
 _MODULE_OF = {name: module for module, names in _HOME.items() for name in names}
 

@@ -1,4 +1,4 @@
-"""Data that needs no download: text, digits and sentence pairs; and readers for CIFAR-10 and MRPC."""
+"""Data that needs no download: text, digits and sentence pairs; and readers for CIFAR-10 and GLUE's pairs."""
 
 from __future__ import annotations
 
@@ -112,32 +112,57 @@ def _cifar10_file(path: Path) -> tuple[Tensor, Tensor]:
 def pairs(path: str | None, context: int) -> Split:
     """Sentence pairs as word numbers (samples, 2, context), 0 for padding. Target 1: both sentences mean the same.
 
-    path: the folder of MRPC (msr_paraphrase_train.txt and _test.txt, or GLUE's train.tsv and dev.tsv), or one such
-        file, of which every tenth pair is then for validation. None: sentences made from templates.
+    path: the folder of MRPC (msr_paraphrase_train.txt and _test.txt), or of a task of GLUE (train.tsv and dev.tsv; see
+        `glue`), or one such file, of which every tenth pair is then for validation. None: sentences from templates.
     """
     if path is None:
         return _split(*_numbered(made_up_pairs(4000), context))
     for train, validation in (("msr_paraphrase_train.txt", "msr_paraphrase_test.txt"), ("train.tsv", "dev.tsv")):
         files = Path(path) / train, Path(path) / validation
         if files[0].is_file() and files[1].is_file():
-            return Split(*_numbered(mrpc(files[0]), context), *_numbered(mrpc(files[1]), context))
+            return Split(*_numbered(glue(files[0]), context), *_numbered(glue(files[1]), context))
     if Path(path).is_dir():
         raise DataError(f"{path} has neither msr_paraphrase_train.txt and _test.txt nor train.tsv and dev.tsv")
-    return _split(*_numbered(mrpc(Path(path)), context))
+    return _split(*_numbered(glue(Path(path)), context))
 
 
-def mrpc(path: Path) -> list[tuple[int, str, str]]:
-    """Read a file of the Microsoft Research Paraphrase Corpus. Tabs separate columns; quotes are plain characters."""
+# The header's names of the two sentences, and of the answer; which answers say that they mean the same, or do not.
+SENTENCES = (
+    ("#1 String", "#2 String"),
+    ("sentence1", "sentence2"),
+    ("question1", "question2"),
+    ("question", "sentence"),
+)
+ANSWERS = ("Quality", "is_duplicate", "label", "gold_label")
+MEANS = {"1": 1, "0": 0, "entailment": 1, "not_entailment": 0}
+
+
+def glue(path: Path) -> list[tuple[int, str, str]]:
+    """Read a file of sentence pairs in GLUE's format: (1 or 0, sentence, sentence). MRPC, QQP, RTE, QNLI and WNLI.
+
+    Tabs separate columns, and the first line names them. Quotes are plain characters, so Python's csv would need
+    `quoting=csv.QUOTE_NONE`, or a single quotation mark swallows the lines up to the next one.
+    """
     try:
         lines = read(path).decode("utf-8-sig").replace("\r\n", "\n").rstrip("\n").split("\n")
     except UnicodeDecodeError as error:
         raise DataError(f"{path} is not text: {error}") from None
+    names = lines[0].split("\t")
+    pair = next((pair for pair in SENTENCES if set(pair) <= set(names)), None)
+    if pair is None:
+        raise DataError(f"{path}, line 1 names no two sentences, but {', '.join(names)[:200]}: it is no GLUE pair task")
+    answer = next((name for name in ANSWERS if name in names), None)
+    if answer is None:
+        raise DataError(f"{path} has no column {', '.join(ANSWERS)}: GLUE's test.tsv has no answers, use dev.tsv")
+    one, other, said = (names.index(name) for name in (*pair, answer))
     found = []
     for number, line in enumerate(lines[1:], 2):
         columns = line.split("\t")
-        if len(columns) != 5 or columns[0] not in ("0", "1"):
-            raise DataError(f"{path}, line {number}: not five columns (0 or 1, two numbers, two sentences)")
-        found.append((int(columns[0]), columns[3], columns[4]))
+        if len(columns) != len(names):
+            raise DataError(f"{path}, line {number}: {len(columns)} columns, and the first line has {len(names)}")
+        if columns[said] not in MEANS:
+            raise DataError(f"{path}, line {number}: the answer is {columns[said]!r}, none of {', '.join(MEANS)}")
+        found.append((MEANS[columns[said]], columns[one], columns[other]))
     if len(found) < 10:
         raise DataError(f"{path} has {len(found)} pairs below its first line; at least 10 are needed")
     return found

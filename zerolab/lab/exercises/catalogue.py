@@ -15,6 +15,7 @@ from zerolab.lab.exercises.checks import (
     lesson10,
     lesson11,
     lesson12,
+    lesson14,
     lesson15,
     lesson16,
 )
@@ -34,6 +35,7 @@ _LESSONS = (
     lesson10,
     lesson11,
     lesson12,
+    lesson14,
     lesson15,
     lesson16,
 )

@@ -390,6 +390,39 @@ QUESTIONS: dict[str, Question] = {
         formula=2,
         beside_formula="It is a little less: at the very beginning nobody has pushed anything yet.",
     ),
+    "14.1": Question(
+        "times as much",
+        slips={
+            8 / 9: "Those are the tokens. The first of a sentence is never predicted: 63 targets against 7.",
+            1 / 9: "That is the other way round: the fewer tokens a rank has, the more each of them weighs.",
+            1 / 81: "That is the other way round: the fewer tokens a rank has, the more each of them weighs.",
+        },
+    ),
+    "14.2": Question(
+        "bytes",
+        slips={
+            4 / 3: _OWN_PART,
+            2: "That is an all-reduce. In stage 2 the gradients are only reduce-scattered.",
+            8 / 3: "That is an all-reduce, and a rank does not send its own part.",
+            64 / 20_000: "Those are the rows that were looked up. A gradient is as large as its parameter, "
+            "zeros included.",
+            64 * 4 / 3 / 20_000: "Those are the rows that were looked up. A gradient is as large as its parameter, "
+            "zeros included.",
+            256 * 4 / 3 / 20_000: "Those are the rows that were looked up. A gradient is as large as its parameter, "
+            "zeros included.",
+        },
+    ),
+    "14.3": Question(
+        "bytes",
+        psi=GPT_4,
+        slips={
+            4 / 3: _OWN_PART,
+            1 / 3: "That is one quarter: every rank sends its quarter to the three others.",
+            2: "There is no backward: the parameters are gathered once.",
+            3: "There is no backward, and so no gradients: the parameters are gathered once.",
+            8: "A forward of 8 sentences gathers the parameters once.",
+        },
+    ),
     "15.1": Question(
         "bytes",
         slips={

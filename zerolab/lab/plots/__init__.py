@@ -26,6 +26,7 @@ from zerolab.lab.plots.stages import ladder
 from zerolab.lab.plots.step_growth import scaling
 from zerolab.lab.plots.style import COLOURS, HATCHES, LABELS
 from zerolab.lab.plots.timeline import skyline
+from zerolab.lab.plots.tokens import token_weights
 from zerolab.lab.plots.trend import fit_line, growth
 from zerolab.lab.plots.trillion import to_a_trillion
 
@@ -70,6 +71,7 @@ __all__ = [
     "step_times",
     "to_a_trillion",
     "tradeoff",
+    "token_weights",
     "where_time_goes",
     "who_computes_what",
     "who_holds_what",

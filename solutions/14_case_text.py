@@ -1,0 +1,697 @@
+# %% [markdown]
+# # 14 · Case: text
+#
+# **The question.** A script trains on one GPU, and its numbers are good. Now it runs on four. Are they the same numbers?
+#
+# With text they often are not, and nothing fails. In October 2024 a widely used trainer was found to compute
+# [another loss](https://huggingface.co/blog/gradient_accumulation) than the one its users had asked for: it averaged the means
+# of batches that had different numbers of tokens. A run that is a little wrong costs as much as one that is right, and
+# you learn about it months later, if at all.
+#
+# This lesson is a case, from the file with the data to a checked result: sentence pairs, an encoder, and a GPT. On the way
+# you meet four things that are special about text: labels that never reach the loss, sentences of different lengths, tables
+# of embeddings of which a batch touches a few rows, and generation, one token after the other. In the end the same script
+# runs on one, two and four ranks, and says the same.
+
+# %%
+# %load_ext zerolab.lab
+import json
+import tempfile
+from pathlib import Path
+
+from zerolab import lab
+from zerolab.lab import plots
+
+lab.start(4)
+
+# %% [markdown]
+# ## The data
+#
+# MRPC (the Microsoft Research Paraphrase Corpus) has pairs of sentences from the news, and for each pair a 1 if both say the
+# same, else a 0. It is one of the tasks of [GLUE](https://gluebenchmark.com/), which come as files `train.tsv` and `dev.tsv`:
+# a line for each pair, columns separated by tabs, and a first line that names them. That sounds easy to read. Here is such a
+# file, with 12 pairs. One of its sentences has a quotation mark that is never closed, as happens in the news:
+
+# %% tags=["nbval-check-output"]
+import csv
+
+rows = [f"{i % 2}\t{i}\t{i}\tThe index rose {i} points.\tIt gained {i} points." for i in range(12)]
+rows[3] = '1\t3\t3\t"We rose 3 points, he said.\tIt gained 3 points, he said.'
+folder = Path(tempfile.mkdtemp(prefix="zerolab-lesson-14-"))
+file = folder / "train.tsv"
+file.write_text("\n".join(["Quality\t#1 ID\t#2 ID\t#1 String\t#2 String", *rows]) + "\n")
+
+with open(file, newline="") as opened:
+    by_csv = list(csv.reader(opened, delimiter="\t"))[1:]
+data = lab.pairs(str(file), context=16)
+print("Python's csv module:", len(by_csv), "pairs, the last with", len(by_csv[-1][3]), "characters in its first sentence")
+print("lab.pairs:", len(data.targets) + len(data.validation_targets), "pairs")
+
+# %% [markdown]
+# For csv the quotation mark opens a field, which goes on to the next one or to the end of the file: one pair has swallowed
+# eight others, without an error. In GLUE's files quotes are plain characters (`quoting=csv.QUOTE_NONE`). `lab.pairs` also goes by the
+# names of the columns, because each task has them in another order. Give it the folder of MRPC, QQP, RTE, QNLI or WNLI, if
+# you have one. Without a folder, it makes pairs of its own:
+
+# %% tags=["nbval-check-output"]
+data = lab.pairs(None, context=16)
+print("training", tuple(data.inputs.shape), data.inputs.dtype, "validation", tuple(data.validation_inputs.shape))
+print("first pair, as word numbers:", data.inputs[0].tolist())
+share = data.validation_targets.float().mean().item()
+print(f"who always says the same is right in {100 * max(share, 1 - share):.1f} % of the validation pairs")
+
+# %% [markdown]
+# A word is a number from 1 to 4,095, and 0 is **padding**: sentences have different lengths, and a tensor has only one. Keep
+# the last number in mind. A model that has learnt nothing can reach it. (In MRPC
+# [67 %](https://aclanthology.org/I05-5002/) of the pairs say the same, so an accuracy of 0.67 there is no result.)
+#
+# ## A loss that falls, and learns nothing
+#
+# An **encoder** reads a sentence and returns, for each of its words, a vector that depends on the whole sentence: its hidden
+# states, (samples, words, width). Below is one, and a training loop that a colleague sends you. The loss falls. Does
+# the model learn? Everything that you need to know is in the picture.
+
+# %%
+# %%ranks
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+import zerolab
+from torch import nn
+from zerolab import lab
+from zerolab.lab import GPT, Block, calls, text
+from zerolab.measure import ledger
+
+data = lab.pairs(None, context=16)
+
+
+class Encoder(nn.Module):
+    def __init__(self, width=32):
+        super().__init__()
+        self.token = nn.Embedding(4096, width, padding_idx=0)
+        self.position = nn.Embedding(32, width)
+        self.blocks = nn.ModuleList(Block(width, 4) for _ in range(2))
+        self.norm = nn.LayerNorm(width)
+
+    def forward(self, words):  # (B, T) -> (B, T, width)
+        x = self.token(words) + self.position(torch.arange(words.shape[1]))
+        for block in self.blocks:
+            x = block(x, (words != 0)[:, None, None, :])  # nobody looks at padding
+        return self.norm(x)
+
+
+def colleague(labels, steps=40):
+    torch.manual_seed(0)
+    encoder = Encoder()
+    zerolab.Zero2(encoder, units=[Block])
+    adam = torch.optim.AdamW(encoder.parameters(), lr=1e-3, weight_decay=0.0)
+    losses = []
+    for step in range(steps):
+        mine = torch.arange(48 * step, 48 * step + 48).chunk(4)[rank]
+        outputs = (encoder(data.inputs[mine].long().flatten(1)), labels[mine])
+        loss = outputs[0].mean()  # "the model's first output is the loss"
+        loss.backward()
+        adam.step()
+        adam.zero_grad()
+        losses.append(loss.item())
+    return losses
+
+
+shuffled = data.targets[torch.randperm(3600, generator=torch.Generator().manual_seed(1))]
+true_labels, random_labels = colleague(data.targets), colleague(shuffled)
+
+# %%
+true_labels, random_labels = lab.pull("true_labels", rank=0), lab.pull("random_labels", rank=0)
+said = f"The loss goes from {abs(true_labels[0]):.3f} to {true_labels[-1]:.3f}, along a straight line, with the labels and "
+said += "with shuffled labels alike."
+curves = {"with the labels": true_labels, "labels shuffled": random_labels}
+plots.show(plots.curves(curves, "The colleague's run", "A bare encoder on sentence pairs, 40 steps", "loss", said))
+assert true_labels == random_labels and true_labels[-1] < -0.04
+
+# %% [markdown]
+# Three pieces of evidence, and each is enough. A cross-entropy cannot be **negative**. It does not fall along a **straight
+# line**. And shuffled labels change **not one bit**, so the labels are not in the loss.
+#
+# What is it then? The encoder is bare. It has no **head**, the layer that turns hidden states into an answer, so it cannot
+# compute a loss, and its first output is the hidden states. Their mean is 0 at first, because they come out of a LayerNorm.
+# Adam moves every element by about one learning rate a step, and the norm's bias and weight both push the mean down: a
+# straight line, without end. With Hugging Face it is the same mistake to write `BertModel` for
+# `BertForSequenceClassification`, and `outputs[0]` for `outputs.loss`, which would have been an error.
+#
+# The test that finds this class of bugs takes a minute: **shuffle the labels.** If the loss is the same, they are not used.
+#
+# ## Every token weighs the same
+#
+# Now a language model. A GPT predicts from each token the next one. Its loss is a mean over tokens, and text has different
+# lengths. So the ranks have different numbers of tokens. Four ranks take four pieces of text each: of 64 bytes on rank 0, 32
+# on rank 1, 16 on rank 2, 8 on rank 3, and pad them to 64. (A loader that sorts by length, to save padding, does this to you
+# in every step.) A token is a byte here.
+#
+# Each rank computes the mean over its tokens, as `F.cross_entropy` does, and the engine averages the gradients of the ranks.
+# How many times as much does a token of rank 3 weigh in the result as one of rank 0? (A token counts if it is predicted.)
+
+# %%
+lab.predict("14.1", 9)  # times as much
+
+# %%
+# %%ranks
+words = text()
+
+
+def documents(length, step, rank, count=4, places=64):
+    """`count` pieces of the text, `length` bytes each, padded with 0 to `places`."""
+    start = 1000 + 4000 * step + 500 * rank
+    pieces = words[start : start + count * length].view(count, length).long()
+    return F.pad(pieces, (0, places - length))
+
+
+def batch_of(step, rank):
+    return documents(64 >> rank, step, rank)
+
+
+def make_gpt():
+    torch.manual_seed(0)
+    return GPT(layers=2, width=64)
+
+
+tokens = batch_of(0, rank)  # (4, 64)
+targets = tokens[:, 1:].flatten()
+logits = make_gpt()(tokens)  # (4, 64, 256)
+logits.retain_grad()
+F.cross_entropy(logits[:, :-1].flatten(0, 1), targets, ignore_index=0).backward()
+# The gradient of a token's loss is softmax - 1 at the target; the rest of what is there is the token's weight.
+at = logits.grad[0, 0, tokens[0, 1]] / (logits[0, 0].softmax(0)[tokens[0, 1]] - 1)
+weight, count, places = at.item() / world_size, int((targets != 0).sum()), len(targets)
+
+# %%
+weights = lab.pull("weight")
+lab.measured("14.1", round(weights[3] / weights[0], 3))
+lab.reveal("14.1")
+if lab.predicted("14.1"):
+    plots.show(plots.token_weights(lab.pull("count"), lab.pull("places")))
+
+# %% [markdown]
+# So the mean of means is not what you asked for: it is a mean in which the tokens of short texts, and of the rank that got
+# them, weigh more. On one rank the loss was right. That is how a run changes when it gets more ranks.
+#
+# What you want is the sum over all tokens of all ranks, divided by their number n = n₀ + n₁ + n₂ + n₃:
+#
+#     loss = (s₀ + s₁ + s₂ + s₃) / n          sᵣ: the sum of the losses of rank r's tokens
+#
+# Every rank can compute its own sᵣ. For n it has to ask the others: one all-reduce of one number. And one thing remains. The
+# engine takes the *mean* over the ranks, which is (…)/N. So each rank calls backward on N·sᵣ/n, and the N cancels.
+#
+# ## Write: every token weighs the same
+#
+# `token_loss(logits, tokens, world_size)` returns what a rank calls `backward()` on. Tokens are padded with 0; logits[:, t]
+# say what comes at t + 1.
+
+# %%
+# %%exercise 14.1
+
+# %%
+lab.check("14.1")
+
+# %% [markdown]
+# The proof is a single process that has all the tokens and needs none of this. Its gradient is the right one. How far from
+# it are the ranks, with either loss and in every stage? (One step of SGD with a learning rate of 1 subtracts the gradient
+# from the parameters, so how far they move is the gradient.)
+
+# %%
+# %%ranks
+token_loss = lab.mine("14.1")
+
+
+def mean_of_means(logits, tokens, world_size):
+    return F.cross_entropy(logits[:, :-1].flatten(0, 1), tokens[:, 1:].flatten(), ignore_index=0)
+
+
+def moved(model):
+    return torch.cat([(p.detach() - q).flatten() for p, q in zip(model.parameters(), make_gpt().parameters())])
+
+
+def gradient_with(loss_of, stage):
+    model = make_gpt()
+    zero = zerolab.shard(model, stage, units=[Block])
+    sgd = torch.optim.SGD(model.parameters(), lr=1.0)
+    loss_of(model(batch_of(0, rank)), batch_of(0, rank), world_size).backward()
+    sgd.step()
+    with zero.full_parameters():
+        return moved(model)
+
+
+def gradient_alone():
+    model = make_gpt()
+    everything = torch.cat([batch_of(0, r) for r in range(world_size)])
+    loss = mean_of_means(model(everything), everything, 1)  # the mean over all tokens: there is only one rank
+    loss.backward()
+    torch.optim.SGD(model.parameters(), lr=1.0).step()
+    return moved(model), loss.item()
+
+
+right, loss_alone = gradient_alone()
+found = {stage: gradient_with(token_loss, stage) for stage in range(4)}
+wrong = gradient_with(mean_of_means, 0)
+off = [((one - right).norm() / right.norm()).item() for one in (wrong, found[0])]
+stages_equal = all(torch.equal(found[0], found[stage]) for stage in (1, 2, 3))
+
+# %% tags=["nbval-check-output"]
+off = lab.pull("off", rank=0)
+print("the mean of means is far from one process's gradient:", off[0] > 0.1)
+print("token_loss gives one process's gradient, to within rounding:", off[1] < 1e-5)
+print("stages 0 to 3 give the same, bit for bit:", all(lab.pull("stages_equal")))
+
+# %%
+print(f"the mean of means is off by {100 * off[0]:.0f} % of the gradient's length, token_loss by {100 * off[1]:.5f} %")
+
+# %% [markdown]
+# No rank failed, no number looked strange, and a good part of each step went elsewhere.
+#
+# The same mistake waits in **gradient accumulation**, where a rank splits its batch into micro-batches: the mean of their
+# means is wrong too. That was the trainer's mistake. Count the tokens of *all* micro-batches of all ranks before the first
+# backward, and divide each sum by that.
+#
+# ## A table of which a batch reads 64 rows
+#
+# An embedding is a table with a row for each word. A recommender has one with a row for each user and each product, often
+# millions of them, and most of the model is in it. A batch reads a few rows. So people call such data **sparse**, and it is
+# often said that ZeRO suits it. Predict: a table of 20,000 rows of 16 numbers in float32, 4 ranks in stage 2. Each rank's
+# batch reads 64 rows. How many bytes of the table's gradient does a rank send in a step?
+
+# %%
+lab.predict("14.2", 4 * 20_000 * 16 * 3 // 4)  # bytes
+
+# %%
+# %%ranks
+class Recommender(nn.Module):
+    def __init__(self, sparse=False):
+        super().__init__()
+        self.table = nn.Embedding(20_000, 16, sparse=sparse)
+        self.score = nn.Sequential(nn.Linear(16, 16), nn.ReLU(), nn.Linear(16, 1))
+
+    def forward(self, products):
+        return self.score(self.table(products)).squeeze(1)
+
+
+def products_of(count):  # popular products have small numbers
+    generator = torch.Generator().manual_seed(rank)
+    return (20_000 * torch.rand(count, generator=generator) ** 3).long()
+
+
+def table_traffic(count):
+    torch.manual_seed(0)
+    model = Recommender()
+    zero = zerolab.Zero2(model, units=[nn.Embedding])
+    adam = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    changed = []
+    for products in (products_of(count), torch.tensor([19_999])):  # then a step that reads one row
+        with zero.full_parameters():
+            before = model.table.weight.detach().clone()
+        with ledger(zero) as book:
+            model(products).square().mean().backward()
+        sent = [call.sent for call in book.calls if call.unit == "table" and call.op == "reduce_scatter"]
+        adam.step()
+        adam.zero_grad()
+        with zero.full_parameters():
+            changed.append(int((model.table.weight.detach() != before).any(dim=1).sum()))
+    return sent[0], changed
+
+
+def pairs_traffic(count):
+    """What it takes to tell the others only the rows that were read: (row number, gradient of the row)."""
+    model = Recommender(sparse=True)
+    model(products_of(count)).square().mean().backward()
+    grad = model.table.weight.grad.coalesce()
+    numbers, rows = torch.zeros(count, dtype=torch.long), torch.zeros(count, 16)
+    numbers[: grad._nnz()], rows[: grad._nnz()] = grad.indices()[0], grad.values()
+    with calls() as book:
+        for mine in (numbers, rows):  # to every rank, from every rank
+            to_all = mine.repeat(world_size, *[1] * (mine.dim() - 1))
+            dist.all_to_all_single(torch.empty_like(to_all), to_all)
+    return book.sent
+
+
+traffic = {count: (*table_traffic(count), pairs_traffic(count)) for count in (16, 64, 256)}
+read = (torch.unique(products_of(64)) // 5_000).bincount(minlength=4).tolist()
+
+# %%
+traffic = lab.pull("traffic", rank=0)
+lab.measured("14.2", traffic[64][0])
+lab.reveal("14.2")
+if lab.predicted("14.2"):
+    dense = {count: sent for count, (sent, _, _) in traffic.items()}
+    pairs = {count: sent for count, (_, _, sent) in traffic.items()}
+    said = {"gradients and zeros": dense, "gradients and no zeros": pairs}
+    plots.show(plots.growth(said, "rows", "Rows read, bytes sent", "A table of 20,000 rows, 4 ranks; rows that each reads"))
+
+# %% tags=["nbval-check-output"]
+if lab.predicted("14.2"):
+    for count, (sent, _, rows_only) in traffic.items():
+        print(f"{count:3} rows read: {sent:,} bytes sent in stage 2; as rows and their numbers {rows_only:,.0f}")
+    print("rows that AdamW changed in the step after, whose batch read a single one:", f"{traffic[64][1][1]:,}")
+
+# %% [markdown]
+# The bytes do not depend on what was read. A gradient is as large as its parameter, and where nothing was read it holds
+# zeros, which travel like other numbers. Nor does the optimizer know: AdamW's weight decay shrinks every row in every step,
+# and its averages go on moving the rows of earlier batches. So a row that nobody reads does change.
+#
+# torch has an answer for one process: `nn.Embedding(sparse=True)` gives a gradient of row numbers and rows, and
+# `torch.optim.SparseAdam` updates these alone. It does not go together with flat shards, which know elements and not rows:
+
+# %% tags=["nbval-check-output"]
+# %%ranks
+try:
+    model = Recommender(sparse=True)
+    zerolab.Zero2(model, units=[nn.Embedding])
+    model(products_of(64)).square().mean().backward()
+    print("it trains")
+except RuntimeError as error:
+    print("refused:", error) if rank == 0 else None
+
+# %%
+print("rows read by rank r's batch that lie in the shard of rank 0, 1, 2, 3:")
+for rank, row in enumerate(lab.pull("read")):
+    print(f"rank {rank}:", row)
+
+# %% [markdown]
+# What flat sharding does to a table: it cuts it into four equal parts, 5,000 rows each, whoever reads them. Memory falls to a
+# quarter, as for any parameter. But in stage 3 each rank has to gather all 20,000 rows to read 64 of them. And where popular
+# products have small numbers, as above, most of what is read lies in rank 0's part.
+#
+# Systems for recommenders (TorchRec, for one) keep the table in parts and send the *requests*: each rank asks the owner for
+# the rows that it needs, an all-to-all there and one back, and their gradients go the same way. That is model parallelism
+# (lesson 15), and its bytes grow with the rows that are read. The rest of the model is small, and DDP is good enough for it.
+#
+# ## Write: the training script
+#
+# Now everything together in one file, for sentence pairs and for language models alike, so that its result does not depend on how
+# many ranks run it:
+#
+# - a step has `batch_size` samples of **all ranks together**, and every rank takes its part. Parts may differ by a sample, or
+#   be empty. A rank without samples still runs forward and backward, because in stage 3 these are collectives;
+# - the loss is the mean over the targets of the whole step. A target of -100 has no answer (padding in a language model, an
+#   unlabelled pair) and counts nowhere: `F.cross_entropy` leaves it out by default;
+# - accuracy is taken once over all validation targets, in eval mode, each sample by one rank.
+#
+# `main()`, which reads the arguments and calls your function for each seed, is there already.
+
+# %%
+# %%exercise 14.2
+
+# %%
+lab.check("14.2")
+
+# %% [markdown]
+# Now it runs as in production: torchrun starts the processes, and nothing of this notebook is in them. Three seeds (each with
+# its own weights and order of samples), on one rank, two and four, in another stage each time. (For MRPC, pass `"--data"` and
+# its folder to `lab.torchrun` as well.)
+
+# %%
+def run(ranks, stage):
+    said = lab.torchrun("14.2", ranks, "--stage", stage, "--seeds", 0, 1, 2)
+    found = [json.loads(line) for line in said.splitlines() if line.startswith("{")]
+    for one in found:
+        print(f"   seed {one['seed']}: loss {one['losses'][-1]:.4f}, accuracy {100 * one['accuracy']:.2f} %")
+    return found
+
+
+results = {1: run(1, stage=0)}
+
+# %%
+results[2] = run(2, stage=2)
+
+# %%
+if lab.passed("14.2"):  # seven processes take a while: until then the course's script runs on one rank and on two
+    results[4] = run(4, stage=3)
+
+# %%
+most = max(results)
+one, many = results[1], results[most]
+curves = {"1 rank, seed 0": one[0]["losses"]}
+curves |= {f"{most} ranks, seed {each['seed']}": each["losses"] for each in many}
+band = [100 * each["accuracy"] for each in many]
+apart = max(abs(a - b) for x, y in zip(one, many) for a, b in zip(x["losses"], y["losses"]))
+said = f"Losses on 1 and on {most} ranks differ by {apart:.0e} at most. The accuracies of the three seeds go from "
+said += f"{min(band):.1f} to {max(band):.1f} %, on any number of ranks. Always the same answer: {100 * max(share, 1 - share):.1f} %."
+plots.show(plots.curves(curves, "The same run, on any number of ranks", "Sentence pairs, 60 steps", "loss", said))
+
+# %% tags=["nbval-check-output"]
+for ranks in list(results)[1:]:
+    pairs = list(zip(one, results[ranks], strict=True))
+    close = all(abs(a - b) < 1e-3 for x, y in pairs for a, b in zip(x["losses"], y["losses"], strict=True))
+    right = all(abs(x["accuracy"] - y["accuracy"]) < 0.01 for x, y in pairs)
+    print(f"{ranks} ranks against 1: losses within 0.001: {close}, accuracies within 1 %: {right}")
+print("better than always the same answer, with every seed:", min(band) > 75)
+
+# %% [markdown]
+# This is what a checked result looks like: a number, beside what no learning reaches, with the **band** of several seeds. A
+# change that moves the accuracy by less than the band has not been shown to do anything. And the number of ranks does not move
+# it: only sums are taken in another order, which shows in the seventh digit. (One thing would: **dropout**. Each rank draws its own mask,
+# and other ranks mean other masks. That is other luck and no mistake. The script has switched it off, so that runs can be compared.)
+#
+# ## BERT and GPT-2
+#
+# The architectures as Hugging Face builds them from a configuration, small and with random weights (nothing is
+# downloaded): BERT with a head for pairs, and GPT-2, whose head is its embedding once more. Two of the ranks train them for
+# three steps, in every stage. (If transformers is not installed, this says so and goes on.)
+
+# %%
+# %%ranks
+import importlib.util
+
+there = importlib.util.find_spec("transformers") is not None
+two = dist.new_group([0, 1])  # two ranks, to save the time of the others' imports
+if there and rank < 2:
+    from transformers import BertConfig, BertForSequenceClassification, GPT2Config, GPT2LMHeadModel
+    from transformers.utils import logging
+
+    logging.set_verbosity_error()
+    small = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 64}
+    no_dropout = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
+    bert = BertConfig(vocab_size=4096, max_position_embeddings=32, **small, **no_dropout)
+    no_dropout = {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0, "bos_token_id": 0, "eos_token_id": 0}
+    gpt2 = GPT2Config(vocab_size=256, n_positions=64, n_embd=32, n_layer=2, n_head=4, **no_dropout)
+
+
+def train_bert(model, step):
+    mine = torch.arange(16 * step, 16 * step + 16).chunk(2)[rank]
+    words_of_both = data.inputs[mine].long().flatten(1)
+    return model(words_of_both, attention_mask=(words_of_both != 0).long(), labels=data.targets[mine]).loss
+
+
+def train_gpt2(model, step):
+    tokens, count = batch_of(step, rank), 4 * (63 + 31)  # targets of both ranks
+    labels = tokens.masked_fill(tokens == 0, -100)  # it shifts them itself
+    return 2 * model(tokens, labels=labels, num_items_in_batch=count).loss
+
+
+def hugging_face(make, units, loss_of, stage):
+    torch.manual_seed(0)
+    model = make()
+    zero = zerolab.shard(model, stage, units=units, group=two)
+    adam = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    for step in range(3):
+        loss = loss_of(model, step)
+        loss.backward()
+        adam.step()
+        adam.zero_grad()
+    with zero.full_parameters():
+        return torch.cat([param.detach().flatten() for param in model.parameters()]), loss.item()
+
+
+equal = {}
+if there and rank < 2:
+    kinds = {"BERT": (lambda: BertForSequenceClassification(bert), train_bert)}
+    kinds["GPT-2"] = (lambda: GPT2LMHeadModel(gpt2), train_gpt2)
+    for name, (make, loss_of) in kinds.items():
+        units = [type(m) for m in make().modules() if type(m).__name__ in ("BertLayer", "GPT2Block")][:1]
+        runs = [hugging_face(make, units, loss_of, stage) for stage in range(4)]
+        same = [torch.equal(runs[0][0], weights) and runs[0][1] == loss for weights, loss in runs[1:]]
+        equal[name] = len(runs[0][0]), same
+
+# %%
+if lab.pull("there", rank=0):
+    for name, (parameters, same) in lab.pull("equal", rank=0).items():
+        print(f"{name}: {parameters:,} parameters; stages 1, 2, 3 equal DDP bit for bit after 3 steps: {same}")
+        assert same == [True] * 3
+else:
+    print("transformers is not installed here: pip install transformers")
+
+# %% [markdown]
+# ## Generation, byte by byte
+#
+# A trained model writes text one token at a time: a forward for each of them. In stage 3 a forward gathers the parameters.
+# Predict: a GPT of Ψ = 867,072 parameters in float32, sharded over 4 ranks, writes text, one sentence on each rank. How many
+# bytes does each rank send **for each token**?
+
+# %%
+lab.predict("14.3", 867_072 * 3)  # bytes
+
+# %% [markdown]
+# The time is measured on an emulated link of 200 MB/s (lesson 01), so that it does not depend on this machine alone.
+
+# %%
+lab.link("200 MB/s, 50 us")
+
+# %%
+# %%ranks
+import time
+
+
+@torch.no_grad()
+def generate(zero, tokens, count):
+    begin = time.perf_counter()
+    with ledger(zero) as book:
+        for _ in range(count):
+            following = zero.model(tokens)[:, -1].argmax(dim=1, keepdim=True)
+            tokens = torch.cat([tokens, following], dim=1)
+    return tokens, book.moved / count, (time.perf_counter() - begin) / count
+
+
+def generation(stage, sentences):
+    torch.manual_seed(0)
+    zero = zerolab.shard(GPT(layers=4, width=128), stage, units=[Block])
+    tokens = words[1000 * rank : 1000 * rank + 8 * sentences].view(sentences, 8).long()
+    return generate(zero, tokens, count=12)
+
+
+sharded, whole, eight = generation(3, 1), generation(0, 1), generation(3, 8)
+same_text = torch.equal(sharded[0], whole[0])
+per_token = {"stage 3, 1 sentence": sharded[1:], "stage 3, 8 sentences": eight[1:], "stage 0, 1 sentence": whole[1:]}
+
+# %%
+lab.link(None)
+per_token = lab.pull("per_token", rank=0)
+lab.measured("14.3", int(per_token["stage 3, 1 sentence"][0]))
+lab.reveal("14.3")
+
+# %%
+if lab.predicted("14.3"):
+    for name, (sent, seconds) in per_token.items():
+        print(f"{name:21} {sent:>10,.0f} bytes sent and {1000 * seconds:6.1f} ms for each token")
+    assert per_token["stage 3, 1 sentence"][1] > 0.012 and per_token["stage 0, 1 sentence"][0] == 0
+
+# %% tags=["nbval-check-output"]
+print("sharded or whole, they write the same:", all(lab.pull("same_text")))
+if lab.predicted("14.3"):
+    psi = 867_072
+    sent = [per_token[f"stage 3, {many}"][0] for many in ("1 sentence", "8 sentences")]
+    print(f"{sent[0]:,.0f} bytes for a token, {sent[0] / psi:.0f} for each parameter; for 8 tokens at once {sent[1]:,.0f}")
+
+# %% [markdown]
+# For every token each rank has to have the whole model, 4Ψ bytes: three quarters come from the others, and it sends as much.
+# With 8 sentences it is the same for 8 tokens, so a large batch shares the price. A model of 7 billion parameters in bf16
+# has 14 GB, and nearly all of it would cross the network for each token. One more trap: a sentence ends when its end token comes, on every rank at another time. A rank that stops calling
+# forward leaves the others waiting in a gather, so all must go on until the last one is done.
+#
+# If the model fits on one rank, gather it once: `with zero.full_parameters():` around the loop, or `zerolab.export_weights`
+# and a program made for inference. If it does not fit, split the *computation* (tensor parallelism, lesson 15): then a few
+# activations travel for each token, and no parameters.
+#
+# ## In production
+#
+# - **Hugging Face's Trainer** counts the tokens of all micro-batches and, with `average_tokens_across_devices` (on by
+#   default), of all ranks, and gives the model that number: `model(..., labels=labels, num_items_in_batch=n)` divides by it.
+#   Then it multiplies by the number of ranks, as you did. A script of your own that calls `.loss` has the mean of means.
+# - **FSDP2** averages too. Multiply by N as here, or switch the average off in every module that you have sharded, one by
+#   one: `module.set_gradient_divide_factor(1.0)`. (Called on the model alone, it leaves the blocks as they were.)
+# - **DeepSpeed** averages as well, over ranks and over micro-batches (it divides by `gradient_accumulation_steps`): scale by
+#   both.
+#
+# Here are the first two beside yours, on the tokens from above:
+
+# %%
+# %%ranks
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import fully_shard
+
+
+def with_fsdp2():
+    model = make_gpt()
+    for block in model.blocks:
+        fully_shard(block, mesh=mesh)
+    fully_shard(model, mesh=mesh)
+    for module in (*model.blocks, model):  # each by itself: the root's factor is not that of its blocks
+        module.set_gradient_divide_factor(1.0)  # a sum over the ranks
+        module.set_force_sum_reduction_for_comms(True)  # gloo knows no other way
+    sgd = torch.optim.SGD(model.parameters(), lr=1.0)
+    (token_loss(model(batch_of(0, rank)), batch_of(0, rank), world_size) / world_size).backward()
+    sgd.step()
+    full = [param.full_tensor().detach() for param in model.parameters()]
+    return torch.cat([(p - q.detach()).flatten() for p, q in zip(full, make_gpt().parameters())])
+
+
+mesh = DeviceMesh("cpu", list(range(world_size)))
+fsdp2_off = ((with_fsdp2() - right).norm() / right.norm()).item()
+theirs = None
+if there and rank < 2:
+    torch.manual_seed(0)
+    model, tokens = GPT2LMHeadModel(gpt2), batch_of(0, rank)
+    labels, counted = tokens.masked_fill(tokens == 0, -100), sum(4 * ((64 >> r) - 1) for r in range(4))
+    theirs = model(tokens, labels=labels, num_items_in_batch=counted).loss.item()
+    logits = model(tokens).logits[:, :-1].flatten(0, 1)
+    total = F.cross_entropy(logits, tokens[:, 1:].flatten(), ignore_index=0, reduction="sum").item()
+    theirs = abs(theirs - total / counted) < 1e-5
+
+# %% tags=["nbval-check-output"]
+print("FSDP2 with a divide factor of 1 gives one process's gradient, to within rounding:", lab.pull("fsdp2_off", rank=0) < 1e-5)
+
+# %%
+if lab.pull("there", rank=0):
+    print("Hugging Face's loss with num_items_in_batch is this rank's sum, divided by the count:", lab.pull("theirs", rank=0))
+
+# %% [markdown]
+# ## On trial
+#
+# > "Suits sparse data."
+#
+# **False.** You have measured it: whether a batch reads 16 rows of a table or 256, each rank sends the same 960,000 bytes,
+# zeros included. As rows with their numbers, 256 rows take 55,296. Sparse *data* (texts, clicks) are neither better nor worse
+# for ZeRO than others. For sparse *gradients* it is the wrong tool: it holds a large table, and pays for all of it in every
+# step.
+#
+# > "Faster real-time or edge inference."
+
+# %% tags=["nbval-check-output"]
+if lab.predicted("14.3"):
+    psi, link = 867_072, 200e6
+    print(f"stage 3 sends {3 * psi:,} bytes a token, at 200 MB/s {1000 * 3 * psi / link:.0f} ms; stage 0 sends nothing")
+
+# %% [markdown]
+# **False.** In inference there are no gradients and no optimizer state: what stages 1 and 2 save is not there. Stage 3 alone
+# saves something, and pays for it with the whole model over the network, for every token. The only thing that it makes
+# possible is to run, slowly and in large batches, a model that does not fit on one device (DeepSpeed's
+# [ZeRO-Inference](https://www.deepspeed.ai/2022/09/09/zero-inference.html) is meant for just that). At the edge there is one
+# device, and nothing to share with.
+#
+# ## Questions
+#
+# 1. Why is the mean of the ranks' losses not the loss of the whole batch, and when is it?
+# 2. Why multiply the loss by the number of ranks, if all you want is a mean?
+# 3. You forget that factor. AdamW trains nearly as before. Why, and who notices in the end?
+# 4. How do you find out within a minute that a loss does not depend on the labels?
+# 5. A table has 100 million rows of 64 numbers, and a batch reads 10,000. What does each of 64 GPUs send in stage 2, and what
+#    would you use instead?
+# 6. What does ZeRO do at inference?
+
+# %% [markdown] tags=["answer"]
+# **Answers**
+#
+# 1. Each mean is divided by its own number of tokens. A token of a rank that has few of them weighs more. It is the same only
+#    if all ranks have equally many, as in images, where each sample has one target and batches are of one size.
+# 2. The engine averages gradients over the ranks, so it divides what you give it by N. If each rank's loss is its sum over the
+#    number of all tokens, the right gradient is the *sum* over the ranks. N times the mean is the sum.
+# 3. Adam divides the average gradient by the root of the average square, so a constant factor cancels (but for its tiny ε).
+#    Whoever clips notices: a gradient that is N times too small is never clipped. So does whoever changes to SGD.
+# 4. Shuffle the labels and run it again. If the losses are the same, the labels are not in them.
+# 5. The gradient is dense: 4 · 64 · 10⁸ = 25.6 GB, and a rank sends 63/64 of it, 25.2 GB, in every step. Keep the table in
+#    parts and send requests and rows instead: 10,000 rows are 2.6 MB.
+# 6. Stages 1 and 2 do nothing, since there are no gradients and no optimizer state. Stage 3 holds 1/N of the parameters and
+#    gathers all of them for each forward, so for each token. It trades speed for memory.
+
+# %%
+import shutil
+
+shutil.rmtree(folder)
+lab.stop()
+lab.progress()

@@ -1,0 +1,73 @@
+"""The answer to an exercise as a script of its own, started by the real torchrun.
+
+    said = lab.torchrun("14.2", 4, "--stage", "3")      # what the ranks printed
+
+It is the learner's file once it has passed its check, and until then the course's, as with `mine`.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+import zerolab
+from zerolab.lab.exercises.catalogue import find_exercise
+from zerolab.lab.exercises.learner import passed
+from zerolab.lab.exercises.store import file_of
+
+TIMEOUT = 110.0  # seconds; a cell of a lesson may take 120
+
+
+class ScriptFailed(RuntimeError):
+    """A script that did not end well. Shows the end of what it said."""
+
+
+def torchrun(id: str, ranks: int, *arguments: object, timeout: float = TIMEOUT) -> str:
+    """Run the answer to exercise `id` by torchrun on `ranks` processes of this machine; return its standard output.
+
+    Raises ScriptFailed if it ends with an error, or not within `timeout` seconds. It then leaves no process behind.
+    """
+    asked, own = find_exercise(id), passed(id)
+    with tempfile.TemporaryDirectory(prefix="zerolab-script-") as folder:
+        file = Path(folder) / file_of(id).name
+        file.write_text(file_of(id).read_text() if own else asked.reference)
+        said = "your" if own else "the course's"
+        print(f"torchrun --nproc-per-node {ranks} {file.name} {' '.join(map(str, arguments))}   # {said} script")
+        launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)]
+        path = os.pathsep.join([str(Path(zerolab.__file__).parents[1]), os.environ.get("PYTHONPATH", "")])
+        process = subprocess.Popen(
+            [*launcher, str(file), *map(str, arguments)],
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+            start_new_session=True,
+            env=os.environ | {"PYTHONPATH": path, "OMP_NUM_THREADS": "1"},
+        )
+        try:
+            out, err = process.communicate(timeout=timeout)
+        except BaseException as error:  # time is up, or the cell was interrupted
+            process.send_signal(signal.SIGTERM)  # torchrun ends its ranks
+            try:
+                process.wait(timeout=40)
+            except subprocess.TimeoutExpired:
+                os.killpg(process.pid, signal.SIGKILL)
+                process.wait()
+            if isinstance(error, subprocess.TimeoutExpired):
+                late = f"the script had not ended after {timeout:g} s: a rank may wait for another"
+                raise ScriptFailed(late) from None
+            raise
+    if process.returncode:
+        raise ScriptFailed(f"torchrun ended with {process.returncode}\n{_end_of(err)}")
+    return out
+
+
+def _end_of(err: str, lines: int = 25) -> str:
+    """The first traceback in what the ranks and torchrun said, or the last lines."""
+    rows = err.splitlines()
+    found = [i for i, row in enumerate(rows) if "Traceback (most recent call last)" in row]
+    begin = found[0] if found else max(0, len(rows) - lines)
+    return "\n".join(rows[begin : begin + lines])

@@ -459,7 +459,7 @@ def asynchronous(workers, pushes=1, slow=None):
         weights, ages, pushed = serve(start, workers, UPDATES, RATE)
         found = {"age": sum(ages) / len(ages), "oldest": max(ages), "loss": held_out(weights), "pushed": pushed}
     elif rank in workers:
-        work(len(start), on_text, pushes, 0.03 if rank == slow else 0.0)
+        work(len(start), on_text, pushes, 0.1 if rank == slow else 0.0)
     dist.barrier()
     return found
 
@@ -499,7 +499,7 @@ if lab.predicted("12.4"):
 #
 # The mean is N_workers - 1, whatever the speeds: between a worker's own two pushes lie the pushes of the others, and added
 # up over all workers each push is counted by the other two. Speed decides only *whose* gradients are old. Here worker 3
-# sleeps 30 ms for each gradient:
+# sleeps 100 ms for each gradient:
 
 # %%
 if lab.predicted("12.4"):

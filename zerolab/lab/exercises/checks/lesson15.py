@@ -1129,8 +1129,8 @@ EXERCISES = [
         stub=HEADS_STUB,
         reference=HEADS,
         hints=(
-            "Write down the rows of a tiny case: 2 heads of width 1 on 2 ranks, so C = 2 and the rows are q0 q1 k0 k1 v0 "
-            "v1. Rank 0 needs q0, k0 and v0.",
+            "Write down the rows of a tiny case: 2 heads of width 1 on 2 ranks, so the rows are q0 q1 k0 k1 v0 v1. "
+            "Rank 0 needs q0, k0 and v0.",
             "rows.view(3, size, -1, *rows.shape[1:]) has q, k and v along the first dimension and the ranks along the "
             "second: the heads of one rank lie next to each other.",
             "[:, rank] takes this rank's three pieces, flatten(0, 1) puts them end to end, clone() gives them memory.",

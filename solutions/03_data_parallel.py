@@ -131,7 +131,6 @@ naive = train(make_model(), average)
 
 # %%
 import torch
-from tqdm import tqdm
 from zerolab.lab import GPT, Block, batch, text
 
 torch.set_num_threads(1)  # as on the ranks: the number of threads changes the order of sums
@@ -142,7 +141,7 @@ def alone(gradients, steps=10):
     torch.manual_seed(0)
     model = GPT(layers=2, width=128)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
-    for step in tqdm(range(steps), "one process", leave=False):
+    for step in range(steps):
         optimizer.zero_grad()
         gradients(model, [batch(words, rank, step, 4, 64) for rank in range(4)])
         optimizer.step()

@@ -1,17 +1,18 @@
 # %% [markdown]
 # # 14 · Case: text
 #
-# **The question.** A script trains on one GPU, and its numbers are good. Now it runs on four. Are they the same numbers?
+# **The question.** A script trains on one GPU, and its numbers are good. Now it runs on four. Are they the same
+# numbers?
 #
-# With text they often are not, and nothing fails. In October 2024 a widely used trainer was found to compute
-# [another loss](https://huggingface.co/blog/gradient_accumulation) than the one its users had asked for: it averaged the means
+# With text they often are not, and nothing fails. In October 2024 a widely used trainer was found to compute [another
+# loss](https://huggingface.co/blog/gradient_accumulation) than the one its users had asked for: it averaged the means
 # of batches that had different numbers of tokens. A run that is a little wrong costs as much as one that is right, and
 # you learn about it months later, if at all.
 #
-# This lesson is a case, from the file with the data to a checked result: sentence pairs, an encoder, and a GPT. On the way
-# you meet four things that are special about text: labels that never reach the loss, sentences of different lengths, tables
-# of embeddings of which a batch touches a few rows, and generation, one token after the other. In the end the same script
-# runs on one, two and four ranks, and says the same.
+# This lesson is a case, from the file with the data to a checked result: sentence pairs, an encoder, and a GPT. On the
+# way you meet four things that are special about text: labels that never reach the loss, sentences of different
+# lengths, tables of embeddings of which a batch touches a few rows, and generation, one token after the other. In the
+# end the same script runs on one, two and four ranks, and says the same.
 
 # %%
 # %load_ext zerolab.lab
@@ -27,10 +28,11 @@ lab.start(4)
 # %% [markdown]
 # ## The data
 #
-# MRPC (the Microsoft Research Paraphrase Corpus) has pairs of sentences from the news, and for each pair a 1 if both say the
-# same, else a 0. It is one of the tasks of [GLUE](https://gluebenchmark.com/), which come as files `train.tsv` and `dev.tsv`:
-# a line for each pair, columns separated by tabs, and a first line that names them. That sounds easy to read. Here is such a
-# file, with 12 pairs. One of its sentences has a quotation mark that is never closed, as happens in the news:
+# MRPC (the Microsoft Research Paraphrase Corpus) has pairs of sentences from the news, and for each pair a 1 if both
+# say the same, else a 0. It is one of the tasks of [GLUE](https://gluebenchmark.com/), which come as files `train.tsv`
+# and `dev.tsv`: a line for each pair, columns separated by tabs, and a first line that names them. That sounds easy to
+# read. Here is such a file, with 12 pairs. One of its sentences has a quotation mark that is never closed, as happens
+# in the news:
 
 # %% tags=["nbval-check-output"]
 import csv
@@ -48,10 +50,10 @@ print("Python's csv module:", len(by_csv), "pairs, the last with", len(by_csv[-1
 print("lab.pairs:", len(data.targets) + len(data.validation_targets), "pairs")
 
 # %% [markdown]
-# For csv the quotation mark opens a field, which goes on to the next one or to the end of the file: one pair has swallowed
-# eight others, without an error. In GLUE's files quotes are plain characters (`quoting=csv.QUOTE_NONE`). `lab.pairs` also goes by the
-# names of the columns, because each task has them in another order. Give it the folder of MRPC, QQP, RTE, QNLI or WNLI, if
-# you have one. Without a folder, it makes pairs of its own:
+# For csv the quotation mark opens a field, which goes on to the next one or to the end of the file: one pair has
+# swallowed eight others, without an error. In GLUE's files quotes are plain characters (`quoting=csv.QUOTE_NONE`).
+# `lab.pairs` also goes by the names of the columns, because each task has them in another order. Give it the folder of
+# MRPC, QQP, RTE, QNLI or WNLI, if you have one. Without a folder, it makes pairs of its own:
 
 # %% tags=["nbval-check-output"]
 data = lab.pairs(None, context=16)
@@ -61,15 +63,15 @@ share = data.validation_targets.float().mean().item()
 print(f"who always says the same is right in {100 * max(share, 1 - share):.1f} % of the validation pairs")
 
 # %% [markdown]
-# A word is a number from 1 to 4,095, and 0 is **padding**: sentences have different lengths, and a tensor has only one. Keep
-# the last number in mind. A model that has learnt nothing can reach it. (In MRPC
+# A word is a number from 1 to 4,095, and 0 is **padding**: sentences have different lengths, and a tensor has only one.
+# Keep the last number in mind. A model that has learnt nothing can reach it. (In MRPC
 # [67 %](https://aclanthology.org/I05-5002/) of the pairs say the same, so an accuracy of 0.67 there is no result.)
 #
 # ## A loss that falls, and learns nothing
 #
-# An **encoder** reads a sentence and returns, for each of its words, a vector that depends on the whole sentence: its hidden
-# states, (samples, words, width). Below is one, and a training loop that a colleague sends you. The loss falls. Does
-# the model learn? Everything that you need to know is in the picture.
+# An **encoder** reads a sentence and returns, for each of its words, a vector that depends on the whole sentence: its
+# hidden states, (samples, words, width). Below is one, and a training loop that a colleague sends you. The loss falls.
+# Does the model learn? Everything that you need to know is in the picture.
 
 # %%
 # %%ranks
@@ -129,26 +131,28 @@ plots.show(plots.curves(curves, "The colleague's run", "A bare encoder on senten
 assert true_labels == random_labels and true_labels[-1] < -0.04
 
 # %% [markdown]
-# Three pieces of evidence, and each is enough. A cross-entropy cannot be **negative**. It does not fall along a **straight
-# line**. And shuffled labels change **not one bit**, so the labels are not in the loss.
+# Three pieces of evidence, and each is enough. A cross-entropy cannot be **negative**. It does not fall along a
+# **straight line**. And shuffled labels change **not one bit**, so the labels are not in the loss.
 #
-# What is it then? The encoder is bare. It has no **head**, the layer that turns hidden states into an answer, so it cannot
-# compute a loss, and its first output is the hidden states. Their mean is 0 at first, because they come out of a LayerNorm.
-# Adam moves every element by about one learning rate a step, and the norm's bias and weight both push the mean down: a
-# straight line, without end. With Hugging Face it is the same mistake to write `BertModel` for
+# What is it then? The encoder is bare. It has no **head**, the layer that turns hidden states into an answer, so it
+# cannot compute a loss, and its first output is the hidden states. Their mean is 0 at first, because they come out of a
+# LayerNorm. Adam moves every element by about one learning rate a step, and the norm's bias and weight both push the
+# mean down: a straight line, without end. With Hugging Face it is the same mistake to write `BertModel` for
 # `BertForSequenceClassification`, and `outputs[0]` for `outputs.loss`, which would have been an error.
 #
-# The test that finds this class of bugs takes a minute: **shuffle the labels.** If the loss is the same, they are not used.
+# The test that finds this class of bugs takes a minute: **shuffle the labels.** If the loss is the same, they are not
+# used.
 #
 # ## Every token weighs the same
 #
-# Now a language model. A GPT predicts from each token the next one. Its loss is a mean over tokens, and text has different
-# lengths. So the ranks have different numbers of tokens. Four ranks take four pieces of text each: of 64 bytes on rank 0, 32
-# on rank 1, 16 on rank 2, 8 on rank 3, and pad them to 64. (A loader that sorts by length, to save padding, does this to you
-# in every step.) A token is a byte here.
+# Now a language model. A GPT predicts from each token the next one. Its loss is a mean over tokens, and text has
+# different lengths. So the ranks have different numbers of tokens. Four ranks take four pieces of text each: of 64
+# bytes on rank 0, 32 on rank 1, 16 on rank 2, 8 on rank 3, and pad them to 64. (A loader that sorts by length, to save
+# padding, does this to you in every step.) A token is a byte here.
 #
-# Each rank computes the mean over its tokens, as `F.cross_entropy` does, and the engine averages the gradients of the ranks.
-# How many times as much does a token of rank 3 weigh in the result as one of rank 0? (A token counts if it is predicted.)
+# Each rank computes the mean over its tokens, as `F.cross_entropy` does, and the engine averages the gradients of the
+# ranks. How many times as much does a token of rank 3 weigh in the result as one of rank 0? (A token counts if it is
+# predicted.)
 
 # %%
 lab.predict("14.1", 9)  # times as much
@@ -191,20 +195,21 @@ if lab.predicted("14.1"):
     plots.show(plots.token_weights(lab.pull("count"), lab.pull("places")))
 
 # %% [markdown]
-# So the mean of means is not what you asked for: it is a mean in which the tokens of short texts, and of the rank that got
-# them, weigh more. On one rank the loss was right. That is how a run changes when it gets more ranks.
+# So the mean of means is not what you asked for: it is a mean in which the tokens of short texts, and of the rank that
+# got them, weigh more. On one rank the loss was right. That is how a run changes when it gets more ranks.
 #
 # What you want is the sum over all tokens of all ranks, divided by their number n = n₀ + n₁ + n₂ + n₃:
 #
 #     loss = (s₀ + s₁ + s₂ + s₃) / n          sᵣ: the sum of the losses of rank r's tokens
 #
-# Every rank can compute its own sᵣ. For n it has to ask the others: one all-reduce of one number. And one thing remains. The
-# engine takes the *mean* over the ranks, which is (…)/N. So each rank calls backward on N·sᵣ/n, and the N cancels.
+# Every rank can compute its own sᵣ. For n it has to ask the others: one all-reduce of one number. And one thing
+# remains. The engine takes the *mean* over the ranks, which is (…)/N. So each rank calls backward on N·sᵣ/n, and the N
+# cancels.
 #
 # ## Write: every token weighs the same
 #
-# `token_loss(logits, tokens, world_size)` returns what a rank calls `backward()` on. Tokens are padded with 0; logits[:, t]
-# say what comes at t + 1.
+# `token_loss(logits, tokens, world_size)` returns what a rank calls `backward()` on. Tokens are padded with 0;
+# logits[:, t] say what comes at t + 1.
 
 # %%
 # %%exercise 14.1
@@ -213,9 +218,9 @@ if lab.predicted("14.1"):
 lab.check("14.1")
 
 # %% [markdown]
-# The proof is a single process that has all the tokens and needs none of this. Its gradient is the right one. How far from
-# it are the ranks, with either loss and in every stage? (One step of SGD with a learning rate of 1 subtracts the gradient
-# from the parameters, so how far they move is the gradient.)
+# The proof is a single process that has all the tokens and needs none of this. Its gradient is the right one. How far
+# from it are the ranks, with either loss and in every stage? (One step of SGD with a learning rate of 1 subtracts the
+# gradient from the parameters, so how far they move is the gradient.)
 
 # %%
 # %%ranks
@@ -267,16 +272,16 @@ print(f"the mean of means is off by {100 * off[0]:.0f} % of the gradient's lengt
 # %% [markdown]
 # No rank failed, no number looked strange, and a good part of each step went elsewhere.
 #
-# The same mistake waits in **gradient accumulation**, where a rank splits its batch into micro-batches: the mean of their
-# means is wrong too. That was the trainer's mistake. Count the tokens of *all* micro-batches of all ranks before the first
-# backward, and divide each sum by that.
+# The same mistake waits in **gradient accumulation**, where a rank splits its batch into micro-batches: the mean of
+# their means is wrong too. That was the trainer's mistake. Count the tokens of *all* micro-batches of all ranks before
+# the first backward, and divide each sum by that.
 #
 # ## A table of which a batch reads 64 rows
 #
-# An embedding is a table with a row for each word. A recommender has one with a row for each user and each product, often
-# millions of them, and most of the model is in it. A batch reads a few rows. So people call such data **sparse**, and it is
-# often said that ZeRO suits it. Predict: a table of 20,000 rows of 16 numbers in float32, 4 ranks in stage 2. Each rank's
-# batch reads 64 rows. How many bytes of the table's gradient does a rank send in a step?
+# An embedding is a table with a row for each word. A recommender has one with a row for each user and each product,
+# often millions of them, and most of the model is in it. A batch reads a few rows. So people call such data **sparse**,
+# and it is often said that ZeRO suits it. Predict: a table of 20,000 rows of 16 numbers in float32, 4 ranks in stage 2.
+# Each rank's batch reads 64 rows. How many bytes of the table's gradient does a rank send in a step?
 
 # %%
 lab.predict("14.2", 4 * 20_000 * 16 * 3 // 4)  # bytes
@@ -352,11 +357,12 @@ if lab.predicted("14.2"):
 
 # %% [markdown]
 # The bytes do not depend on what was read. A gradient is as large as its parameter, and where nothing was read it holds
-# zeros, which travel like other numbers. Nor does the optimizer know: AdamW's weight decay shrinks every row in every step,
-# and its averages go on moving the rows of earlier batches. So a row that nobody reads does change.
+# zeros, which travel like other numbers. Nor does the optimizer know: AdamW's weight decay shrinks every row in every
+# step, and its averages go on moving the rows of earlier batches. So a row that nobody reads does change.
 #
 # torch has an answer for one process: `nn.Embedding(sparse=True)` gives a gradient of row numbers and rows, and
-# `torch.optim.SparseAdam` updates these alone. It does not go together with flat shards, which know elements and not rows:
+# `torch.optim.SparseAdam` updates these alone. It does not go together with flat shards, which know elements and not
+# rows:
 
 # %% tags=["nbval-check-output"]
 # %%ranks
@@ -374,23 +380,25 @@ for rank, row in enumerate(lab.pull("read")):
     print(f"rank {rank}:", row)
 
 # %% [markdown]
-# What flat sharding does to a table: it cuts it into four equal parts, 5,000 rows each, whoever reads them. Memory falls to a
-# quarter, as for any parameter. But in stage 3 each rank has to gather all 20,000 rows to read 64 of them. And where popular
-# products have small numbers, as above, most of what is read lies in rank 0's part.
+# What flat sharding does to a table: it cuts it into four equal parts, 5,000 rows each, whoever reads them. Memory
+# falls to a quarter, as for any parameter. But in stage 3 each rank has to gather all 20,000 rows to read 64 of them.
+# And where popular products have small numbers, as above, most of what is read lies in rank 0's part.
 #
-# Systems for recommenders (TorchRec, for one) keep the table in parts and send the *requests*: each rank asks the owner for
-# the rows that it needs, an all-to-all there and one back, and their gradients go the same way. That is model parallelism
-# (lesson 15), and its bytes grow with the rows that are read. The rest of the model is small, and DDP is good enough for it.
+# Systems for recommenders (TorchRec, for one) keep the table in parts and send the *requests*: each rank asks the owner
+# for the rows that it needs, an all-to-all there and one back, and their gradients go the same way. That is model
+# parallelism (lesson 15), and its bytes grow with the rows that are read. The rest of the model is small, and DDP is
+# good enough for it.
 #
 # ## Write: the training script
 #
-# Now everything together in one file, for sentence pairs and for language models alike, so that its result does not depend on how
-# many ranks run it:
+# Now everything together in one file, for sentence pairs and for language models alike, so that its result does not
+# depend on how many ranks run it:
 #
-# - a step has `batch_size` samples of **all ranks together**, and every rank takes its part. Parts may differ by a sample, or
-#   be empty. A rank without samples still runs forward and backward, because in stage 3 these are collectives;
-# - the loss is the mean over the targets of the whole step. A target of -100 has no answer (padding in a language model, an
-#   unlabelled pair) and counts nowhere: `F.cross_entropy` leaves it out by default;
+# - a step has `batch_size` samples of **all ranks together**, and every rank takes its part. Parts may differ by a
+#   sample, or be empty. A rank without samples still runs forward and backward, because in stage 3 these are
+#   collectives;
+# - the loss is the mean over the targets of the whole step. A target of -100 has no answer (padding in a language
+#   model, an unlabelled pair) and counts nowhere: `F.cross_entropy` leaves it out by default;
 # - accuracy is taken once over all validation targets, in eval mode, each sample by one rank.
 #
 # `main()`, which reads the arguments and calls your function for each seed, is there already.
@@ -402,9 +410,9 @@ for rank, row in enumerate(lab.pull("read")):
 lab.check("14.2")
 
 # %% [markdown]
-# Now it runs as in production: torchrun starts the processes, and nothing of this notebook is in them. Three seeds (each with
-# its own weights and order of samples), on one rank, two and four, in another stage each time. (For MRPC, pass `"--data"` and
-# its folder to `lab.torchrun` as well.)
+# Now it runs as in production: torchrun starts the processes, and nothing of this notebook is in them. Three seeds
+# (each with its own weights and order of samples), on one rank, two and four, in another stage each time. (For MRPC,
+# pass `"--data"` and its folder to `lab.torchrun` as well.)
 
 # %%
 def run(ranks, stage):
@@ -432,7 +440,8 @@ curves |= {f"{most} ranks, seed {each['seed']}": each["losses"] for each in many
 band = [100 * each["accuracy"] for each in many]
 apart = max(abs(a - b) for x, y in zip(one, many) for a, b in zip(x["losses"], y["losses"]))
 said = f"Losses on 1 and on {most} ranks differ by {apart:.0e} at most. The accuracies of the three seeds go from "
-said += f"{min(band):.1f} to {max(band):.1f} %, on any number of ranks. Always the same answer: {100 * max(share, 1 - share):.1f} %."
+said += f"{min(band):.1f} to {max(band):.1f} %, on any number of ranks. "
+said += f"Always the same answer: {100 * max(share, 1 - share):.1f} %."
 plots.show(plots.curves(curves, "The same run, on any number of ranks", "Sentence pairs, 60 steps", "loss", said))
 
 # %% tags=["nbval-check-output"]
@@ -444,16 +453,17 @@ for ranks in list(results)[1:]:
 print("better than always the same answer, with every seed:", min(band) > 75)
 
 # %% [markdown]
-# This is what a checked result looks like: a number, beside what no learning reaches, with the **band** of several seeds. A
-# change that moves the accuracy by less than the band has not been shown to do anything. And the number of ranks does not move
-# it: only sums are taken in another order, which shows in the seventh digit. (One thing would: **dropout**. Each rank draws its own mask,
-# and other ranks mean other masks. That is other luck and no mistake. The script has switched it off, so that runs can be compared.)
+# This is what a checked result looks like: a number, beside what no learning reaches, with the **band** of several
+# seeds. A change that moves the accuracy by less than the band has not been shown to do anything. And the number of
+# ranks does not move it: only sums are taken in another order, which shows in the seventh digit. (One thing would:
+# **dropout**. Each rank draws its own mask, and other ranks mean other masks. That is other luck and no mistake. The
+# script has switched it off, so that runs can be compared.)
 #
 # ## BERT and GPT-2
 #
 # The architectures as Hugging Face builds them from a configuration, small and with random weights (nothing is
-# downloaded): BERT with a head for pairs, and GPT-2, whose head is its embedding once more. Two of the ranks train them for
-# three steps, in every stage. (If transformers is not installed, this says so and goes on.)
+# downloaded): BERT with a head for pairs, and GPT-2, whose head is its embedding once more. Two of the ranks train them
+# for three steps, in every stage. (If transformers is not installed, this says so and goes on.)
 
 # %%
 # %%ranks
@@ -520,9 +530,9 @@ else:
 # %% [markdown]
 # ## Generation, byte by byte
 #
-# A trained model writes text one token at a time: a forward for each of them. In stage 3 a forward gathers the parameters.
-# Predict: a GPT of Ψ = 867,072 parameters in float32, sharded over 4 ranks, writes text, one sentence on each rank. How many
-# bytes does each rank send **for each token**?
+# A trained model writes text one token at a time: a forward for each of them. In stage 3 a forward gathers the
+# parameters. Predict: a GPT of Ψ = 867,072 parameters in float32, sharded over 4 ranks, writes text, one sentence on
+# each rank. How many bytes does each rank send **for each token**?
 
 # %%
 lab.predict("14.3", 867_072 * 3)  # bytes
@@ -579,24 +589,26 @@ if lab.predicted("14.3"):
     print(f"{sent[0]:,.0f} bytes for a token, {sent[0] / psi:.0f} for each parameter; for 8 tokens at once {sent[1]:,.0f}")
 
 # %% [markdown]
-# For every token each rank has to have the whole model, 4Ψ bytes: three quarters come from the others, and it sends as much.
-# With 8 sentences it is the same for 8 tokens, so a large batch shares the price. A model of 7 billion parameters in bf16
-# has 14 GB, and nearly all of it would cross the network for each token. One more trap: a sentence ends when its end token comes, on every rank at another time. A rank that stops calling
-# forward leaves the others waiting in a gather, so all must go on until the last one is done.
+# For every token each rank has to have the whole model, 4Ψ bytes: three quarters come from the others, and it sends as
+# much. With 8 sentences it is the same for 8 tokens, so a large batch shares the price. A model of 7 billion parameters
+# in bf16 has 14 GB, and nearly all of it would cross the network for each token. One more trap: a sentence ends when
+# its end token comes, on every rank at another time. A rank that stops calling forward leaves the others waiting in a
+# gather, so all must go on until the last one is done.
 #
-# If the model fits on one rank, gather it once: `with zero.full_parameters():` around the loop, or `zerolab.export_weights`
-# and a program made for inference. If it does not fit, split the *computation* (tensor parallelism, lesson 15): then a few
-# activations travel for each token, and no parameters.
+# If the model fits on one rank, gather it once: `with zero.full_parameters():` around the loop, or
+# `zerolab.export_weights` and a program made for inference. If it does not fit, split the *computation* (tensor
+# parallelism, lesson 15): then a few activations travel for each token, and no parameters.
 #
 # ## In production
 #
 # - **Hugging Face's Trainer** counts the tokens of all micro-batches and, with `average_tokens_across_devices` (on by
-#   default), of all ranks, and gives the model that number: `model(..., labels=labels, num_items_in_batch=n)` divides by it.
-#   Then it multiplies by the number of ranks, as you did. A script of your own that calls `.loss` has the mean of means.
-# - **FSDP2** averages too. Multiply by N as here, or switch the average off in every module that you have sharded, one by
-#   one: `module.set_gradient_divide_factor(1.0)`. (Called on the model alone, it leaves the blocks as they were.)
-# - **DeepSpeed** averages as well, over ranks and over micro-batches (it divides by `gradient_accumulation_steps`): scale by
-#   both.
+#   default), of all ranks, and gives the model that number: `model(..., labels=labels, num_items_in_batch=n)` divides
+#   by it. Then it multiplies by the number of ranks, as you did. A script of your own that calls `.loss` has the mean
+#   of means.
+# - **FSDP2** averages too. Multiply by N as here, or switch the average off in every module that you have sharded, one
+#   by one: `module.set_gradient_divide_factor(1.0)`. (Called on the model alone, it leaves the blocks as they were.)
+# - **DeepSpeed** averages as well, over ranks and over micro-batches (it divides by `gradient_accumulation_steps`):
+#   scale by both.
 #
 # Here are the first two beside yours, on the tokens from above:
 
@@ -645,10 +657,10 @@ if lab.pull("there", rank=0):
 #
 # > "Suits sparse data."
 #
-# **False.** You have measured it: whether a batch reads 16 rows of a table or 256, each rank sends the same 960,000 bytes,
-# zeros included. As rows with their numbers, 256 rows take 55,296. Sparse *data* (texts, clicks) are neither better nor worse
-# for ZeRO than others. For sparse *gradients* it is the wrong tool: it holds a large table, and pays for all of it in every
-# step.
+# **False.** You have measured it: whether a batch reads 16 rows of a table or 256, each rank sends the same 960,000
+# bytes, zeros included. As rows with their numbers, 256 rows take 55,296. Sparse *data* (texts, clicks) are neither
+# better nor worse for ZeRO than others. For sparse *gradients* it is the wrong tool: it holds a large table, and pays
+# for all of it in every step.
 #
 # > "Faster real-time or edge inference."
 
@@ -658,11 +670,11 @@ if lab.predicted("14.3"):
     print(f"stage 3 sends {3 * psi:,} bytes a token, at 200 MB/s {1000 * 3 * psi / link:.0f} ms; stage 0 sends nothing")
 
 # %% [markdown]
-# **False.** In inference there are no gradients and no optimizer state: what stages 1 and 2 save is not there. Stage 3 alone
-# saves something, and pays for it with the whole model over the network, for every token. The only thing that it makes
-# possible is to run, slowly and in large batches, a model that does not fit on one device (DeepSpeed's
-# [ZeRO-Inference](https://www.deepspeed.ai/2022/09/09/zero-inference.html) is meant for just that). At the edge there is one
-# device, and nothing to share with.
+# **False.** In inference there are no gradients and no optimizer state: what stages 1 and 2 save is not there. Stage 3
+# alone saves something, and pays for it with the whole model over the network, for every token. The only thing that it
+# makes possible is to run, slowly and in large batches, a model that does not fit on one device (DeepSpeed's
+# [ZeRO-Inference](https://www.deepspeed.ai/2022/09/09/zero-inference.html) is meant for just that). At the edge there
+# is one device, and nothing to share with.
 #
 # ## Questions
 #
@@ -670,24 +682,25 @@ if lab.predicted("14.3"):
 # 2. Why multiply the loss by the number of ranks, if all you want is a mean?
 # 3. You forget that factor. AdamW trains nearly as before. Why, and who notices in the end?
 # 4. How do you find out within a minute that a loss does not depend on the labels?
-# 5. A table has 100 million rows of 64 numbers, and a batch reads 10,000. What does each of 64 GPUs send in stage 2, and what
-#    would you use instead?
+# 5. A table has 100 million rows of 64 numbers, and a batch reads 10,000. What does each of 64 GPUs send in stage 2,
+#    and what would you use instead?
 # 6. What does ZeRO do at inference?
 
 # %% [markdown] tags=["answer"]
 # **Answers**
 #
-# 1. Each mean is divided by its own number of tokens. A token of a rank that has few of them weighs more. It is the same only
-#    if all ranks have equally many, as in images, where each sample has one target and batches are of one size.
-# 2. The engine averages gradients over the ranks, so it divides what you give it by N. If each rank's loss is its sum over the
-#    number of all tokens, the right gradient is the *sum* over the ranks. N times the mean is the sum.
-# 3. Adam divides the average gradient by the root of the average square, so a constant factor cancels (but for its tiny ε).
-#    Whoever clips notices: a gradient that is N times too small is never clipped. So does whoever changes to SGD.
+# 1. Each mean is divided by its own number of tokens. A token of a rank that has few of them weighs more. It is the
+#    same only if all ranks have equally many, as in images, where each sample has one target and batches are of one
+#    size.
+# 2. The engine averages gradients over the ranks, so it divides what you give it by N. If each rank's loss is its sum
+#    over the number of all tokens, the right gradient is the *sum* over the ranks. N times the mean is the sum.
+# 3. Adam divides the average gradient by the root of the average square, so a constant factor cancels (but for its tiny
+#    ε). Whoever clips notices: a gradient that is N times too small is never clipped. So does whoever changes to SGD.
 # 4. Shuffle the labels and run it again. If the losses are the same, the labels are not in them.
-# 5. The gradient is dense: 4 · 64 · 10⁸ = 25.6 GB, and a rank sends 63/64 of it, 25.2 GB, in every step. Keep the table in
-#    parts and send requests and rows instead: 10,000 rows are 2.6 MB.
-# 6. Stages 1 and 2 do nothing, since there are no gradients and no optimizer state. Stage 3 holds 1/N of the parameters and
-#    gathers all of them for each forward, so for each token. It trades speed for memory.
+# 5. The gradient is dense: 4 · 64 · 10⁸ = 25.6 GB, and a rank sends 63/64 of it, 25.2 GB, in every step. Keep the table
+#    in parts and send requests and rows instead: 10,000 rows are 2.6 MB.
+# 6. Stages 1 and 2 do nothing, since there are no gradients and no optimizer state. Stage 3 holds 1/N of the parameters
+#    and gathers all of them for each forward, so for each token. It trades speed for memory.
 
 # %%
 import shutil

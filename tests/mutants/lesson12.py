@@ -104,6 +104,10 @@ MUTANTS = {
         edit(REFERENCE, "torch.cat(all_indices), torch.cat(all_values)", "indices, values"),
         "this rank's own k elements alone",
     ),
+    "all values at its own indices": (
+        edit(REFERENCE, "torch.cat(all_indices), torch.cat(all_values)", "indices, sum(all_values)"),
+        "put at this rank's indices",
+    ),
     "residual to the mean": (
         edit(
             REFERENCE,

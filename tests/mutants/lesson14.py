@@ -122,6 +122,14 @@ TOKEN_LOSS_MUTANTS = {
         edit(TOKEN_LOSS, _COUNT, "count = (tokens != 0).sum()"),
         "the first token of each sentence was counted",
     ),
+    "inputs counted": (
+        edit(TOKEN_LOSS, _COUNT, "count = (tokens[:, :-1] != 0).sum()"),
+        "the inputs were counted",
+    ),
+    "clamped before the sum": (
+        edit(TOKEN_LOSS, _COUNT, f"{_COUNT}.clamp(min=1)"),
+        "belongs behind the all-reduce",
+    ),
     "sentences counted": (
         edit(TOKEN_LOSS, _COUNT, "count = torch.tensor(len(tokens))"),
         "divided by the number of sentences",

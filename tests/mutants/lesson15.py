@@ -228,6 +228,7 @@ SPLIT_MUTANTS = {
         ),
         "GELU",
     ),
+    "relu": (edit(SPLIT, _HIDDEN, _HIDDEN.replace("F.gelu(", "F.relu(", 1)), "that is a ReLU"),
     "no gelu": (edit(SPLIT, _HIDDEN, _HIDDEN.replace("F.gelu(", "(", 1)), "GELU between the two layers is missing"),
     "all-reduce outside of autograd": (
         edit(

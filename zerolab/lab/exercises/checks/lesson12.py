@@ -31,6 +31,7 @@ OTHERS_ALONE = "this rank's own k elements are missing from the mean"
 FROM_MEAN = "the residual is the difference to the mean: it must be the difference to what THIS rank has sent"
 UNION = "the residual was cleared wherever any rank has sent: this rank has sent its own k elements only"
 RANK_0S = "the indices of one rank were used for all: every rank chooses its own, and sends them with the values"
+OWN_PLACES = "the others' values were put at this rank's indices: each rank's values go where its own indices say"
 BY_COUNT = "divided by the number of ranks that sent the element: a rank that did not send counts with 0. Divide by N"
 BY_K = "divided by k: the mean is over the ranks"
 NOTHING_LEFT_OUT = "that is the mean of everything: each rank sends its k largest elements, and no more"
@@ -84,6 +85,7 @@ def variants() -> dict[str, str]:
         "from sum": FROM_MEAN,
         "union": UNION,
         "rank 0's": RANK_0S,
+        "own places": OWN_PLACES,
         "by count": BY_COUNT,
         "by k": BY_K,
         "divided first": DIVIDED_FIRST,
@@ -132,6 +134,9 @@ def _step(grads: list[Tensor], residuals: list[Tensor], k: int, N: int, how: str
     means = [total / divisor] * N
     if how == "own alone":
         means = [sparse / N for sparse in sent]
+    if how == "own places":
+        all_values = sum(value[indices] for value, indices in zip(values, chosen, strict=True))
+        means = [torch.zeros_like(total).index_add_(0, indices, all_values) / N for indices in chosen]
     if how == "others alone":
         means = [(total - sparse) / N for sparse in sent]
     for rank, (acc, indices) in enumerate(zip(accs, chosen, strict=True)):

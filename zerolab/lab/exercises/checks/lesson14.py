@@ -44,6 +44,14 @@ LESS_PRECISE = "nearly right: the loss is computed in less precision than the lo
 A_SUM = "a sum, which grows with the batch: divide by the number of tokens of all ranks"
 PADDING_COUNTED = "padding counted as tokens: divide by the number of targets that are not 0"
 FIRST_COUNTED = "the first token of each sentence was counted, but nobody predicts it: count the targets, tokens[:, 1:]"
+INPUTS_COUNTED = (
+    "the inputs were counted, and of a padded sentence the last token is an input, but predicts only padding: count "
+    "the targets, tokens[:, 1:]"
+)
+CLAMPED_FIRST = (
+    "each rank's count was raised to 1 before the sum, so a rank with nothing but padding adds a token that is not "
+    "there: clamp(min=1) belongs behind the all-reduce"
+)
 SENTENCE_MEANS = (
     "a mean for each sentence, and then a mean of these: a token of a short sentence weighs more than one of a long. "
     "Add up the losses of all tokens, and divide once"
@@ -118,6 +126,8 @@ def scales(batches: list[Batch], rank: int) -> Iterator[tuple[float, str]]:
     own, total = counts[rank], sum(counts)
     places = [tokens[:, 1:].numel() for _, tokens in batches]
     firsts = [int((tokens != 0).sum()) for _, tokens in batches]
+    inputs = [int((tokens[:, :-1] != 0).sum()) for _, tokens in batches]
+    clamped = [max(count, 1) for count in counts]
     sentences = [len(tokens) for _, tokens in batches]
     if N > 1:
         yield 1 / max(own, 1), MEAN_OF_MEANS
@@ -138,10 +148,12 @@ def scales(batches: list[Batch], rank: int) -> Iterator[tuple[float, str]]:
             (places, PADDING_COUNTED),
             ([tokens.numel() for _, tokens in batches], PADDING_COUNTED),
             (firsts, FIRST_COUNTED),
+            (inputs, INPUTS_COUNTED),
+            (clamped, CLAMPED_FIRST),
             (sentences, SENTENCES_COUNTED),
         ):
             for denominator in (sum(counted), counted[rank], counted[rank] * N):
-                yield times / denominator, likely
+                yield times / max(denominator, 1), likely  # a rank may have nothing but padding
 
 
 def check_token_loss(answer: Any, world: World) -> None:
@@ -196,7 +208,10 @@ def check_batch(answer: Any, world: World, batches: list[Batch], dtype: torch.dt
 
     k = float((got * ones).sum() / (ones * ones).sum()) if ones.any() else None  # what the sum was multiplied by
     k = math.nan if k is not None and not equal(got, k * ones) else k
-    factors = everyone(world, k)
+    factors, right = everyone(world, k), everyone(world, equal(got, want))
+    if equal(got, want) and not all(right):  # a rank without tokens has nothing to get wrong: tell the same mistake
+        seen = f"{when}: the gradient of rank {right.index(False)} is not the expected one"
+        raise Wrong(seen, _scale_explained(factors, batches, loose), values_differ=True)
     if not equal(got, want):
         seen, likely = _gradient_explained(got, want, batches, rank, equal, when)
         if k is not None and not math.isnan(k):

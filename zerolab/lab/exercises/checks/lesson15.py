@@ -59,6 +59,7 @@ BIAS_ONE_RANK = (
     "the bias of `down` is added on one rank only: there it gets its gradient, elsewhere none, and after a step the "
     "copies differ. Add it on every rank, after the sum"
 )
+RELU = "that is a ReLU: the small example above has one, but the MLP of the GPT has a GELU between its two layers"
 NO_GELU = "the GELU between the two layers is missing"
 GELU_BETWEEN = "GELU comes between the two layers, and not after the second"
 UP_REDUCED = (
@@ -292,6 +293,7 @@ def check_mlp(answer: Any, world: World, group: Any, rank: int, N: int, when: st
         suspects += [(how, NO_MEAN) for how in (total / N + bias, want / N, total / N)]
         with torch.no_grad():
             suspects += [(whole.down(whole.up(given)), NO_GELU), (F.gelu(want), GELU_BETWEEN)]
+            suspects += [(whole.down(F.relu(whole.up(given))), RELU)]
             suspects += [(F.gelu(whole.down(whole.up(given))), GELU_BETWEEN)]
             summed = torch.stack([_hidden(whole, given, r, N, gelu=False) for r in range(N)]).sum(0)
             for hidden in (F.gelu(summed), torch.stack([_hidden(whole, given, r, N) for r in range(N)]).sum(0)):

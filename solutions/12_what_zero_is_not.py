@@ -147,8 +147,8 @@ if lab.predicted("12.1"):
 # %% [markdown]
 # The compression is real, and gradients are a fifth of what rank 0 moves. But nobody compresses the parameters on the
 # way out, and both parts **grow with N**: (1 + 4)(N-1)Ψ bytes pass through the main GPU, and for 64 GPUs that is 315Ψ.
-# In ZeRO-1 a rank moves 16Ψ(N-1)/N bytes, never more than 16Ψ. Rank 0 also keeps all of Adam's state while the others
-# wait.
+# In ZeRO-1 a rank moves 16Ψ(N-1)/N bytes, never more than 16Ψ. With Adam, rank 0 would
+# also keep all of its state, while the others wait.
 #
 # ZeRO has no main GPU. Every rank is the main GPU of one slice, and moves what an all-reduce moves, uncompressed.
 #

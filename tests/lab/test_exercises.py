@@ -125,6 +125,15 @@ def test_an_unknown_mistake_shows_the_case() -> None:
     assert "the first at [0]: 7, expected 12" in verdict.seen
 
 
+def test_the_rank_of_the_world_in_an_engine_of_a_group_is_noted() -> None:
+    """It is right wherever the lessons use it, so it passes, and the learner is told where it would not be."""
+    source = EXERCISES["04.2"].reference.replace("self.rank", "dist.get_rank()")
+    verdict = judge.try_answer("04.2", f"import torch.distributed as dist\n{source}")
+    assert verdict.passed
+    assert "right where all ranks train one model" in verdict.text and "with group=, each on two ranks" in verdict.text
+    assert "note" not in judge.try_answer("04.2", EXERCISES["04.2"].reference).text
+
+
 def test_what_an_answer_prints_is_shown() -> None:
     verdict = judge.try_answer("01.1", "def ring_reduce_scatter(*args):\n    print('so far')\n    return 1 / 0\n")
     assert "printed  so far" in verdict.text

@@ -257,16 +257,17 @@ class Spy:
 
     def _collective(self, call: Invocation) -> Any:
         arguments, asynchronous = call.arguments, call.asynchronous
-        traffic = Traffic(call.name, max(map(nbytes, arguments.values()), default=0), self.world_size)
+        rank, size = dist.get_rank(call.group), dist.get_world_size(call.group)
+        traffic = Traffic(call.name, max(map(nbytes, arguments.values()), default=0), size)
         traffic.said, traffic.asynchronous = _in_words(call), asynchronous
         if splits := arguments.get("input_split_sizes"):
             traffic.payload = nbytes(arguments["input"])
-            traffic.kept = traffic.payload * splits[self.rank] // max(1, sum(splits))
+            traffic.kept = traffic.payload * splits[rank] // max(1, sum(splits))
         if call.name in ("gather", "scatter"):  # one rank receives, or sends, all of it
             pieces = arguments[f"{call.name}_list"]
             traffic.payload = nbytes(arguments["tensor"] if call.name == "gather" else pieces)
             stays = call.name == "gather" and pieces
-            traffic.kept = traffic.payload if stays else traffic.payload // self.world_size * (call.name == "scatter")
+            traffic.kept = traffic.payload if stays else traffic.payload // size * (call.name == "scatter")
         traffic.on_world = call.module.startswith("ex_") and arguments.get("group") is None
         self.calls.append(traffic)
         if call.group == dist.group.WORLD:

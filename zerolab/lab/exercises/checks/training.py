@@ -2,7 +2,7 @@
 
 Odd shapes, so that shards cut through parameters, with gaps between them, empty slices, a unit of one element, a frozen
 and an unused parameter; with and without a root unit; two forwards before their backwards; micro-batches under
-no_sync; gradients set to zero in place; float32, float64 and bfloat16.
+no_sync; gradients set to zero in place; float32, float64 and bfloat16; a group that is not the world.
 """
 
 from __future__ import annotations
@@ -11,13 +11,16 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim import SGD
 
+from zerolab.comm.waiting import CommError
 from zerolab.engine.engine import Engine
 from zerolab.engine.precision import Precision
 from zerolab.lab.exercises.checks.values import in_case
 from zerolab.lab.exercises.exercise import World, Wrong
+from zerolab.lab.exercises.spy import GaveUp
 
 ODD = "shards cut through parameters, with gaps in between, and some slices are empty: unit.layout knows the places"
 DTYPE = (
@@ -25,6 +28,8 @@ DTYPE = (
 )
 NO_ROOT = "self.root is a list, and it is empty if every parameter is in a block: ask `unit in self.root`"
 MICRO = "what no_sync() kept back is part of the gradient, and nothing may be kept from the step before"
+GROUP = "self.rank, self.world_size and self.comm are those of the engine's own group"
+IN_PAIRS = "right where all ranks train one model. Of two engines with group=, each on two ranks, {}: " + GROUP
 TWICE = "something was kept from the first forward: the second one and its backward found it instead of their own"
 
 
@@ -82,6 +87,7 @@ class Case:
     tolerance: float = 1e-4
     set_to_none: bool = True
     world_sizes: tuple[int, ...] = (2, 3, 4)  # with one rank, so that a larger mistake is told first, none
+    pairs: bool = False  # ranks 0 and 1 train one model, ranks 2 and 3 another
 
 
 CASES = (
@@ -95,6 +101,7 @@ CASES = (
         "in bfloat16, without a root unit", ("plain", "plain"), {"plain": DTYPE}, False, precision=Precision(),
         tolerance=0.05, rate=2.0**-3, world_sizes=(3,),
     ),
+    Case("in two groups of two ranks", ("plain",), {"plain": GROUP}, world_sizes=(4,), pairs=True),
 )  # fmt: skip
 IN_WORDS = {
     "plain": "",
@@ -108,19 +115,31 @@ def check_cases(
 ) -> None:
     """Raises Wrong unless `cls` trains as one process does. likely: how a step runs -> this exercise's own words."""
     for case in CASES:
-        if world.world_size in case.world_sizes:
-            _check_case(answer, cls, world, case, errors, case.likely | (likely or {}))
+        if world.world_size not in case.world_sizes:
+            continue
+        try:
+            _check_case(answer, cls, world, case, errors, case.likely | ({} if case.pairs else likely or {}))
+        except (Wrong, CommError, GaveUp) as error:
+            if not case.pairs:
+                raise
+            world.note(IN_PAIRS.format(str(error).splitlines()[0]))  # the lessons have but one group
 
 
 def _check_case(
     answer: Any, cls: type[Engine], world: World, case: Case, errors: dict[str, str], likely: dict[str, str]
 ) -> None:
     errors = {"dtype": DTYPE, "scalar type": DTYPE} | errors
+    group, ranks = None, list(range(world.world_size))
+    if case.pairs:
+        pairs = [ranks[:2], ranks[2:]]
+        groups = [dist.new_group(pair) for pair in pairs]
+        group, ranks = groups[world.rank // 2], pairs[world.rank // 2]
+    rank = ranks.index(world.rank)
     alone = OddModel(case.root).to(case.dtype)
     optimizer_alone = SGD(alone.parameters(), lr=case.rate, momentum=0.5)
     first = DTYPE if case.dtype == torch.float64 else likely[case.steps[0]]
     with in_case(answer, f"training {case.name}", NO_ROOT if not case.root else first, errors):
-        zero = cls(OddModel(case.root).to(case.dtype), units=[OddBlock, Tiny], precision=case.precision)
+        zero = cls(OddModel(case.root).to(case.dtype), units=[OddBlock, Tiny], group=group, precision=case.precision)
         optimizer = SGD(zero.model.parameters(), lr=case.rate, momentum=0.5)
     for unit in zero.units:
         if unit.master.dtype != unit.dtypes.master:
@@ -135,15 +154,15 @@ def _check_case(
             optimizer.zero_grad(set_to_none=case.set_to_none)
             with torch.no_grad():
                 outputs.append(zero.model(inputs(world.rank, step, case.dtype)[0]))
-        theirs = [inputs(rank, step, case.dtype) for rank in range(world.world_size)]
-        losses = [(alone(x) ** 2).sum() / world.world_size for xs in theirs for x in xs[: 1 if how == "plain" else 2]]
+        theirs = [inputs(each, step, case.dtype) for each in ranks]
+        losses = [(alone(x) ** 2).sum() / len(ranks) for xs in theirs for x in xs[: 1 if how == "plain" else 2]]
         with torch.no_grad():
-            wanted = [alone(x) for x in theirs[world.rank]][: 1 if how == "plain" else 2]
+            wanted = [alone(x) for x in theirs[rank]][: 1 if how == "plain" else 2]
         sum(losses).backward()
         optimizer_alone.step()
         optimizer_alone.zero_grad()
         with torch.no_grad():
-            wanted.append(alone(theirs[world.rank][0]))
+            wanted.append(alone(theirs[rank][0]))
         names = ["the output", "the output after the step"] if how == "plain" else ["the first output", "the second"]
         for name, got, want in zip([*names, "the output after the step"], outputs, wanted):
             _compare(f"{when}: {name}", got, want, case, why)
@@ -152,7 +171,7 @@ def _check_case(
             flat = torch.zeros(unit.layout.size, dtype=case.dtype)
             for view, name in zip(unit.layout.views(flat), unit.names, strict=True):
                 view.copy_(full[name].detach())
-            slices = unit.layout.slices(unit.layout.shard(flat, world.rank), world.rank)
+            slices = unit.layout.slices(unit.layout.shard(flat, rank), rank)
             for name, got, want in zip(unit.names, unit.params, slices, strict=True):
                 _compare(f"{when}: this rank's slice of {name}", got.detach(), want, case, why)
 

@@ -24,6 +24,7 @@ from zerolab.classroom import board, labs, run
 from zerolab.classroom.broker import Entry
 from zerolab.cli import main
 from zerolab.lab.exercises.judge import digest
+from zerolab.lab.ranks.rank import NAME
 
 pytestmark = [
     pytest.mark.alone,
@@ -212,7 +213,7 @@ def test_closed_notebooks_leave_nothing_and_their_gpus_go_to_the_next(room: Room
     )
     second.begin("from zerolab import lab\nlive = lab.start(2, device='cuda')")
     second.until("waiting for 2 GPUs: place 1 in the queue")
-    ranks = [process for process in room.processes() if "zerolab.lab.ranks.rank" in _words(process)]
+    ranks = [process for process in room.processes() if _name(process) == NAME]
     assert len(ranks) == 1
     # What is no child of the notebook any more is ended too.
     first.begin("import os\nos.system('setsid sleep 321 & true')\nprint('left behind')")
@@ -235,6 +236,12 @@ def test_closed_notebooks_leave_nothing_and_their_gpus_go_to_the_next(room: Room
     third.begin("from zerolab.lab.ranks import notices\nnotices.show()")
     third.until("and all that it had started: each student may have 14 processes")
     third.close()
+
+
+def _name(process: psutil.Process) -> str:
+    with suppress(psutil.Error):
+        return process.name()
+    return ""
 
 
 def _words(process: psutil.Process) -> list[str]:

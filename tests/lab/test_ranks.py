@@ -18,13 +18,13 @@ import psutil
 import pytest
 import torch
 from jupyter_client.manager import start_new_kernel
-from test_launch import ROOT, children, wait_until
+from test_launch import ROOT, children, gone, wait_until
 
 from zerolab import lab
 from zerolab.lab.__main__ import copy_lessons
 from zerolab.lab.ranks import live, network, report, session
 from zerolab.lab.ranks.magics import parse
-from zerolab.lab.ranks.rank import _shown
+from zerolab.lab.ranks.rank import NAME, _shown
 from zerolab.lab.ranks.session import RankFailure, Session
 
 pytestmark = [pytest.mark.alone, pytest.mark.slow, pytest.mark.timeout(180)]
@@ -497,8 +497,8 @@ class Notebook:
         )
 
     def ranks(self) -> list[int]:
-        living = [child for child in psutil.Process(self.pid).children() if not gone(child.pid)]
-        return [child.pid for child in living if "zerolab.lab.ranks.rank" in child.cmdline()]
+        living = [child for child in psutil.Process(self.pid).children(recursive=True) if not gone(child.pid)]
+        return [child.pid for child in living if child.name() == NAME]
 
     def close(self) -> None:
         self.client.stop_channels()
@@ -517,13 +517,6 @@ def notebooks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[list[
     for notebook in both:
         notebook.close()
     wait_until(lambda: all(map(gone, ranks)) and children() <= before, 10.0)
-
-
-def gone(pid: int) -> bool:
-    try:
-        return psutil.Process(pid).status() == psutil.STATUS_ZOMBIE
-    except psutil.NoSuchProcess:
-        return True
 
 
 def test_a_notebook_from_its_first_cell_to_its_violent_end(notebooks: list[Notebook]) -> None:

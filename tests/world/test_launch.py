@@ -18,6 +18,7 @@ import pytest
 import torch
 from jobs_common import PYTHONPATH
 
+from zerolab.world import nursery
 from zerolab.world.environment import first_host, init, read_place
 from zerolab.world.processes import AlreadyRanks, Patience, RankError, Ranks, launch
 
@@ -58,12 +59,19 @@ def finish(process: subprocess.Popen, text: str | None = None) -> tuple[str, str
         process.kill()
 
 
+def gone(pid: int) -> bool:
+    try:
+        return psutil.Process(pid).status() == psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return True
+
+
 def children() -> set[int]:
-    """Processes below this one, even dead ones not yet reaped, without multiprocessing's resource tracker."""
+    """Processes below this one, even dead ones not yet reaped, without the nursery and the resource tracker."""
     found = set()
     for child in psutil.Process().children(recursive=True):
         try:
-            if "resource_tracker" not in " ".join(child.cmdline()):
+            if child.name() != nursery.NAME and "resource_tracker" not in " ".join(child.cmdline()):
                 found.add(child.pid)
         except psutil.ZombieProcess:
             found.add(child.pid)

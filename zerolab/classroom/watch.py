@@ -15,6 +15,7 @@ import psutil
 
 from zerolab.classroom.labs import STUDENT, Lab
 from zerolab.lab.ranks import notices
+from zerolab.lab.ranks.rank import NAME as RANK
 from zerolab.measure.units import in_bytes
 
 RESERVE = 0.03  # of the machine's memory: when less is available, the greediest process of all is ended
@@ -88,11 +89,11 @@ class Watch:
 
     def _add(self, mine: Usage, one: _Process) -> None:
         with one.process.oneshot():
-            memory, words = one.process.memory_info(), one.process.cmdline()
+            memory, name, words = one.process.memory_info(), one.process.name(), one.process.cmdline()
         one.memory, one.shared = max(0, memory.rss - memory.shared), memory.shared
         if one.branch == 0:
             one.kind = "server"
-        elif "zerolab.lab.ranks.rank" in words:
+        elif name == RANK:
             one.kind = "rank"
         elif any(word.startswith("ipykernel") for word in words):
             one.kind = "notebook"

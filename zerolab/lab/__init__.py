@@ -61,6 +61,9 @@ def __getattr__(name: str) -> Any:
 
 def load_ipython_extension(shell: Any) -> None:
     """`%load_ext zerolab.lab`: the magics `%%ranks` and `%%exercise`."""
+    from zerolab.world import nursery
+
+    nursery.prepare()  # it imports torch while we do
     from zerolab.lab.exercises import learner
     from zerolab.lab.ranks import magics
 

@@ -34,8 +34,10 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from zerolab.world import nursery
 from zerolab.world.environment import TORCHRUN, Place, at_return, init, meet_in, read_place
 
+_Process = BaseProcess | nursery.Forked | nursery.Fresh
 LEAVE_TIMEOUT = 10.0  # seconds to leave a process group, or to end
 
 
@@ -103,16 +105,21 @@ class Ranks:
     Each computes with `threads` threads, by default an equal share of the cores. Everything listens on the
     loopback interface only. The next run finds whatever a function leaves behind in modules, random states too.
 
+    forked: they begin as forks of a process that has torch imported (nursery.py), in a fraction of the time. Functions
+    must then come from a module, not from the script that runs.
+
     Raises AlreadyRanks inside a rank that torchrun, srun or another pool has started, unless `nested`.
     """
 
-    def __init__(self, ranks: int, threads: int | None = None, nested: bool = False) -> None:
-        self.ranks = _positive("ranks", ranks)
+    def __init__(self, ranks: int, threads: int | None = None, nested: bool = False, forked: bool = False) -> None:
+        self.ranks, self._forked = _positive("ranks", ranks), forked
         if not nested:
             _refuse_inside_a_rank(ranks)
         cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
         self.threads = max(1, cores // ranks) if threads is None else _positive("threads", threads)
-        self._processes: list[tuple[BaseProcess, Connection]] = []  # the pipe: tasks there, replies back
+        self._processes: list[
+            tuple[BaseProcess | nursery.Forked | nursery.Fresh, Connection]
+        ] = []  # the pipe: tasks there, replies back
         self._store: dist.TCPStore | None = None  # where the ranks of a run meet
         self._runs = itertools.count()
 
@@ -192,16 +199,24 @@ class Ranks:
             listener = socket.create_server(("127.0.0.1", 0))
             port, fd = listener.getsockname()[1], listener.detach()
             self._store = dist.TCPStore("127.0.0.1", port, None, True, wait_for_workers=False, master_listen_fd=fd)
-            spawn = multiprocessing.get_context("spawn")
             for rank in range(self.ranks):
-                pipe, its_end = spawn.Pipe()
-                process = spawn.Process(target=_serve, args=(rank, self.threads, its_end), daemon=True)
-                process.start()
-                its_end.close()  # now the death of the process closes the pipe
-                self._processes.append((process, pipe))
+                pipe, its_end = multiprocessing.Pipe()
+                with its_end:  # closed here, so that the death of the process closes the pipe
+                    begin = self._fork if self._forked else self._spawn
+                    self._processes.append((begin(rank, its_end), pipe))
         finally:
             signal.pthread_sigmask(signal.SIG_SETMASK, signals)
         self._gather(self.ranks, patience, "at its start (scripts launch under `if __name__ == '__main__':`)")
+
+    def _spawn(self, rank: int, pipe: Connection) -> BaseProcess:
+        spawn = multiprocessing.get_context("spawn")
+        process = spawn.Process(target=_serve, args=(rank, self.threads, pipe), daemon=True)
+        process.start()
+        return process
+
+    def _fork(self, rank: int, pipe: Connection) -> nursery.Forked | nursery.Fresh:
+        begin, fds = f"{__name__}:_serve_forked", [pipe.fileno()]
+        return nursery.start(begin, rank, self.threads, environment=os.environ, path=sys.path, fds=fds)
 
     def _send(self, size: int, task: tuple[Any, ...] | None) -> None:
         for _, pipe in self._processes[:size]:
@@ -287,7 +302,7 @@ def _main_has_a_file() -> bool:
     return main.get("__spec__") is not None or os.path.isfile(main.get("__file__") or "")
 
 
-def _receive(process: BaseProcess, pipe: Connection) -> _Reply:
+def _receive(process: _Process, pipe: Connection) -> _Reply:
     """The reply in the pipe, or how the process died without one."""
     if pipe.poll():
         with suppress(EOFError, ConnectionError):
@@ -341,10 +356,16 @@ def _serve(rank: int, threads: int, pipe: Connection) -> None:
             reply = _failure(error)
 
 
+def _serve_forked(rank: int, threads: int, pipe: int) -> None:
+    signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})  # as _start does for the others
+    _serve(rank, threads, Connection(pipe))
+
+
 def _listen(pipe: Connection, tasks: Tasks) -> None:
     parent = multiprocessing.parent_process()
+    lives_with = parent.pid if parent else os.getppid()  # the nursery
     with suppress(EOFError, ConnectionError):
-        while parent and os.getppid() == parent.pid:  # a fork of the parent may hold the pipe open after its end
+        while os.getppid() == lives_with:  # a fork of the parent may hold the pipe open after its end
             if pipe.poll(1.0):
                 tasks.put(pickle.loads(pipe.recv_bytes()))
     os._exit(1)  # the main thread may wait in a collective that never ends

@@ -207,7 +207,7 @@ def pool() -> Ranks:
     """The checks' pool of ranks, kept from one check to the next."""
     global _pool, _overhead
     if _pool is None:
-        _pool = Ranks(max(WORLD_SIZES), threads=1)
+        _pool = Ranks(max(WORLD_SIZES), threads=1, forked=True)
         atexit.register(close)
     if not _pool._processes or not all(process.is_alive() for process, _ in _pool._processes):
         _pool.run(ready, timeout=120.0)

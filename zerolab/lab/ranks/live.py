@@ -18,10 +18,7 @@ import pickle
 import shutil
 import signal
 import socket
-import subprocess
-import sys
 import tempfile
-import threading
 import time
 import uuid
 from collections.abc import Callable, Iterable, Iterator
@@ -35,8 +32,9 @@ import zmq
 from jupyter_client.blocking import BlockingKernelClient
 
 from zerolab.lab.ranks import lease, network, notices, registry, report, turns
-from zerolab.lab.ranks.rank import MIME, TARGET
+from zerolab.lab.ranks.rank import MIME, NAME, TARGET
 from zerolab.lab.ranks.report import Failure, Misused, Plain, RankFailure, Result
+from zerolab.world import nursery
 
 GROUP_TIMEOUT = 15.0  # seconds until a collective fails when a rank is missing
 START_TIMEOUT = 90.0
@@ -61,7 +59,7 @@ class _Rank:
     """The process of one rank, and the sockets to its kernel."""
 
     number: int
-    process: subprocess.Popen
+    process: nursery.Forked | nursery.Fresh
     file: Path  # where the kernel writes its ports and its key
     client: BlockingKernelClient | None = None
     taken: str = ""  # why its GPU was taken back, which ended the rank
@@ -118,17 +116,17 @@ class _Rank:
     def kill(self) -> None:
         with suppress(ProcessLookupError):
             os.killpg(self.process.pid, signal.SIGKILL)  # and whatever it started
-        self.process.wait(10.0)
+        self.process.join(10.0)
         self.close()
 
     def interrupt(self) -> None:
         with suppress(ProcessLookupError):
-            self.process.send_signal(signal.SIGINT)
+            os.kill(self.process.pid, signal.SIGINT)
 
     @property
     def fate(self) -> str | None:
         """How the process ended; None while it lives."""
-        code = self.process.poll()
+        code = self.process.exitcode
         if code is None:
             return None
         if code >= 0:
@@ -400,15 +398,13 @@ class Session:
     def _spawn(self, rank: int) -> _Rank:
         file = self._folder / f"rank{rank}.json"
         file.unlink(missing_ok=True)
-        process = subprocess.Popen(
-            # An IPython profile may name another address; the command line wins.
-            [sys.executable, "-m", "zerolab.lab.ranks.rank", "-f", str(file), "--ip=127.0.0.1"],
-            env=self._environment(rank),
-            stdin=subprocess.DEVNULL,
-            stdout=self._log,
-            stderr=self._log,
-            start_new_session=True,  # Control-C in a terminal goes to the notebook, which passes it on
-            pass_fds=[self._lease.fd] if self._lease is not None else [],
+        process = nursery.start(
+            "zerolab.lab.ranks.rank:main",
+            ["-f", str(file), "--ip=127.0.0.1"],  # an IPython profile may name another address; this wins
+            environment=self._environment(rank),
+            output=self._log.fileno(),
+            fds=[self._lease.fd] if self._lease is not None else [],
+            name=NAME,
         )
         return _Rank(rank, process, file)
 
@@ -416,7 +412,7 @@ class Session:
         """Kill the ranks because their GPUs were taken back; `why` is then the reason that each gives. (Any thread.)"""
         for rank in list(self._ranks.values()):
             rank.taken = why
-            if rank.process.poll() is None:
+            if rank.process.is_alive():
                 with suppress(ProcessLookupError):
                     os.killpg(rank.process.pid, signal.SIGKILL)
 
@@ -428,12 +424,10 @@ class Session:
         meet = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": self._port, "OMP_NUM_THREADS": 1}
         if self._lease is not None:
             rest |= self._lease.environment
-        main = threading.current_thread() is threading.main_thread()
         # A learner's own init_process_group must meet at our store, not open a second one at its port.
-        ours = {"ZEROLAB_PARENT": os.getpid(), "TORCHELASTIC_USE_AGENT_STORE": True}
-        thread = {"ZEROLAB_PARENT_THREAD": "main" if main else "other"}
-        quiet = {"TORCH_CPP_LOG_LEVEL": "ERROR", "PYTHONUNBUFFERED": "1"}  # C++ warnings tell a learner little
-        return rest | {name: str(value) for name, value in (world | meet | ours | thread | quiet).items()}
+        ours = {"TORCHELASTIC_USE_AGENT_STORE": True}
+        quiet = {"TORCH_CPP_LOG_LEVEL": "ERROR"}  # C++ warnings tell a learner little
+        return rest | {name: str(value) for name, value in (world | meet | ours | quiet).items()}
 
     def _wait(self, ranks: list[int], deadline: float, ready: Callable[[int], bool]) -> None:
         waiting = set(ranks)

@@ -1,25 +1,20 @@
-"""One rank of the lab: `python -m zerolab.lab.ranks.rank -f FILE`, an IPython kernel that live.py starts.
+"""One rank of the lab: `main`, an IPython kernel that live.py starts and that ends with the notebook.
 
-It ends when the process that started it ends, for whatever reason. A thread checks for the parent twice a second; on
-Linux the system also kills this process, even while it hangs in C. An engine of an ipyparallel cluster (cluster.py) is
+An engine of an ipyparallel cluster (cluster.py) is
 a rank from `adopt` to `release`, which leaves the engine as it was.
 """
 
 from __future__ import annotations
 
 import base64
-import ctypes
-import importlib
 import io
 import itertools
 import json
 import linecache
 import os
 import pickle
-import signal
 import socket
 import sys
-import threading
 import time
 import traceback
 import warnings
@@ -29,28 +24,27 @@ from types import TracebackType
 from typing import Any
 
 MIME = "application/x-zerolab"  # values on their way to the notebook: base64 of a pickle
+NAME = "zerolab rank"  # of the process
 TARGET = "zerolab"  # the Jupyter comm that brings values from the notebook
 
 _inbox: list[str] = []
 
 
-def main() -> None:
-    parent = int(os.environ["ZEROLAB_PARENT"])
-    # The signal comes when the *thread* that started this process ends, so this is right only for the main thread.
-    if sys.platform == "linux" and os.environ.get("ZEROLAB_PARENT_THREAD") == "main":
-        ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG
-    threading.Thread(target=_end_with, args=(parent,), daemon=True).start()
-
-    import torch  # now, before the kernel answers: whoever started it waits for that answer
+def main(arguments: list[str], lease: int | None = None) -> None:
+    """Be a rank until the process ends. `lease` is the file whose lock holds the rank's GPUs."""
+    import torch
     from ipykernel.kernelapp import IPKernelApp
     from traitlets.config import Config
 
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(write_through=True)  # a log holds what came before a violent end
     torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "1")))
     config = Config()
     config.HistoryManager.enabled = False  # its database allows only one writer
     config.IPKernelApp.log_level = "ERROR"
     app = IPKernelApp.instance(config=config)
-    app.initialize(sys.argv[1:])
+    app.initialize(arguments)
     _prepare(app.shell)
     app.start()
 
@@ -71,12 +65,6 @@ def _prepare(shell: Any) -> None:
     shell.set_custom_exc((Exception, KeyboardInterrupt), _show_failure)
     shell.push({"torch": torch, "zerolab": zerolab}, interactive=False)
     shell.kernel.comm_manager.register_target(TARGET, _arrived)
-
-
-def _end_with(parent: int) -> None:
-    while os.getppid() == parent:
-        time.sleep(0.5)
-    os._exit(1)
 
 
 # -- what the notebook runs here ---------------------------------------------------------------------------------------
@@ -280,7 +268,3 @@ def _foreign(path: str) -> bool:
     """Whether a file is not the learner's, but belongs to an installed package, to Python, or to this package."""
     package = str(Path(__file__).parents[2])
     return path.startswith((package, sys.prefix, sys.base_prefix, "<")) or "site-packages" in path
-
-
-if __name__ == "__main__":  # run the imported module, whose _inbox is the one that the notebook's calls use
-    importlib.import_module("zerolab.lab.ranks.rank").main()

@@ -135,7 +135,7 @@ def _step(grads: list[Tensor], residuals: list[Tensor], k: int, N: int, how: str
     if how == "own alone":
         means = [sparse / N for sparse in sent]
     if how == "own places":
-        all_values = sum(value[indices] for value, indices in zip(values, chosen, strict=True))
+        all_values = torch.stack([value[indices] for value, indices in zip(values, chosen, strict=True)]).sum(0)
         means = [torch.zeros_like(total).index_add_(0, indices, all_values) / N for indices in chosen]
     if how == "others alone":
         means = [(total - sparse) / N for sparse in sent]

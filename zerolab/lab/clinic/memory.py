@@ -1,0 +1,136 @@
+"""Patients that run out of memory."""
+
+from __future__ import annotations
+
+import gc
+import itertools
+import weakref
+from collections import Counter
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from zerolab.lab.clinic.patient import Patient
+from zerolab.tasks.data import batch, text
+from zerolab.tasks.models import GPT
+
+GPUS = 4
+
+
+class _Storages(TorchDispatchMode):
+    """The bytes of the storages that operations make, for as long as they live, by device."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._live: dict[int, tuple[Any, int, str]] = {}
+
+    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = function(*args, **(kwargs or {}))
+        for tensor in tree_leaves(result):
+            if isinstance(tensor, Tensor):
+                self.see(tensor)
+        return result
+
+    def see(self, tensor: Tensor) -> None:
+        storage = tensor.untyped_storage()
+        key = storage._cdata
+        if key not in self._live:
+            gone = weakref.ref(storage, lambda _, key=key: self._live.pop(key, None))
+            self._live[key] = (gone, storage.nbytes(), str(tensor.device))
+
+    def by_device(self) -> Counter[str]:
+        gc.collect()
+        found: Counter[str] = Counter()
+        for _, nbytes, device in self._live.values():
+            found[device] += nbytes
+        return found
+
+
+# -- 8 ---------------------------------------------------------------------------------------------------------------
+
+
+def place(rank: int) -> torch.device:
+    return torch.device("cuda:0")
+
+
+def _everyone(rank: int, world_size: int) -> dict[str, float]:
+    with FakeTensorMode(), _Storages() as storages:
+        device = place(rank)
+        with device:
+            model = GPT(layers=4, width=128)
+        tokens = torch.zeros(8, 64, dtype=torch.long, device=device)
+        loss = model(tokens, tokens)
+        loss.backward()
+        adam = torch.optim.AdamW(model.parameters(), foreach=False)
+        adam.step()
+        del loss
+        found = storages.by_device()
+    held = {f"cuda:{number}": found[f"cuda:{number}"] / 1e6 for number in range(GPUS)}
+    print("  ".join(f"{name} {size:.1f} MB" for name, size in held.items()))
+    return held
+
+
+EVERYONE = Patient(
+    8,
+    "Out of memory on a node of four GPUs, with four ranks and a model that fits on one of them with room to spare.",
+    place,
+    _everyone,
+    {
+        "a": "the model is too large: shard it",
+        "b": "the batch is too large: activations take the room",
+        "c": "something grows from step to step",
+        "d": "all four ranks use one GPU: it holds four replicas, and the others hold nothing",
+    },
+    "d",
+)
+
+# -- 9 ---------------------------------------------------------------------------------------------------------------
+
+
+def evaluate(model: nn.Module, batches: Iterable[tuple[Tensor, Tensor]]) -> Tensor:
+    model.eval()
+    total, count = torch.zeros(()), 0
+    for x, y in batches:
+        total = total + model(x, y)
+        count += 1
+    return total / count
+
+
+def _validation(rank: int, world_size: int) -> list[int]:
+    torch.manual_seed(0)
+    model, words = GPT(layers=2, width=64), text()
+    held: list[int] = []
+    with _Storages() as storages:
+
+        def batches() -> Iterator[tuple[Tensor, Tensor]]:
+            for step in range(6):
+                yield batch(words, rank, step, 8, 64)
+                held.append(storages.by_device()["cpu"])
+
+        evaluate(model, batches())
+    per_batch = [after - before for before, after in itertools.pairwise(held)]
+    print("live after validation batch 1 to 6, MB:", "  ".join(f"{size / 1e6:.1f}" for size in held))
+    print(f"more with each batch: {min(per_batch) / 1e6:.1f} to {max(per_batch) / 1e6:.1f} MB")
+    return held
+
+
+VALIDATION = Patient(
+    9,
+    "It trains for hours and runs out of memory in the first validation, which has no backward and no optimizer.",
+    evaluate,
+    _validation,
+    {
+        "a": "the validation batches are larger than those of training",
+        "b": "every batch's activations stay: its loss is kept together with the graph behind it",
+        "c": "memory is fragmented: enough is free, but in small pieces",
+        "d": "gradients pile up: zero_grad() is missing",
+    },
+    "b",
+)
+
+PATIENTS: tuple[Patient, ...] = (EVERYONE, VALIDATION)

@@ -1,0 +1,25 @@
+"""What a patient of the clinic is: a broken run, what it complains of, and what an examination shows."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+
+@dataclass(frozen=True)
+class Patient:
+    """One broken run.
+
+    script: the code that is broken, shown once a diagnosis is written down. examine: runs it on every rank and prints
+    what an engineer would see; returns numbers for a picture, if there is one. complaint: what was reported.
+    choices: letter -> a diagnosis and its reason. answer: the right letter. reset: whether ranks are out of step after.
+    """
+
+    number: int
+    complaint: str
+    script: Callable[..., Any]
+    examine: Callable[[int, int], Any]
+    choices: dict[str, str]
+    answer: str
+    reset: bool = False

@@ -10,16 +10,17 @@ from collections.abc import Iterable, Iterator
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
-from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+import zerolab
+from zerolab.lab.arena import Arena, OutOfMemory
 from zerolab.lab.clinic.patient import Patient
+from zerolab.measure.allocations import timeline
 from zerolab.tasks.data import batch, text
-from zerolab.tasks.models import GPT
-
-GPUS = 4
+from zerolab.tasks.models import GPT, Block
 
 
 class _Storages(TorchDispatchMode):
@@ -58,20 +59,33 @@ def place(rank: int) -> torch.device:
     return torch.device("cuda:0")
 
 
-def _everyone(rank: int, world_size: int) -> dict[str, float]:
-    with FakeTensorMode(), _Storages() as storages:
-        device = place(rank)
-        with device:
-            model = GPT(layers=4, width=128)
-        tokens = torch.zeros(8, 64, dtype=torch.long, device=device)
-        loss = model(tokens, tokens)
-        loss.backward()
-        adam = torch.optim.AdamW(model.parameters(), foreach=False)
-        adam.step()
-        del loss
-        found = storages.by_device()
-    held = {f"cuda:{number}": found[f"cuda:{number}"] / 1e6 for number in range(GPUS)}
-    print("  ".join(f"{name} {size:.1f} MB" for name, size in held.items()))
+def _everyone(rank: int, world_size: int) -> dict[str, dict[str, float]]:
+    torch.manual_seed(0)
+    zero = zerolab.DDP(GPT(layers=2, width=64), units=[Block])
+    adam, words = torch.optim.AdamW(zero.model.parameters(), lr=1e-3), text()
+    for step in range(2):
+        with timeline(zero, adam) as line:
+            zero.model(*batch(words, rank, step, 8, 64)).backward()
+            adam.step()
+            adam.zero_grad()
+    asks: list[Any] = [None] * world_size
+    dist.all_gather_object(asks, (str(place(rank)), line.peak, line.by_kind()))
+    names = [f"cuda:{number}" for number in range(world_size)]
+    size = int(2.5 * line.peak)
+    gpus = {name: Arena(size, memory=False) for name in names}
+    held: dict[str, dict[str, float]] = {name: {} for name in names}
+    for other, (name, peak, kinds) in enumerate(asks):
+        try:
+            gpus[name].take(peak)
+        except OutOfMemory as error:
+            if rank == other:
+                print(f"OutOfMemory: {error}")
+            break
+        held[name] = {kind: held[name].get(kind, 0.0) + nbytes / 1e6 for kind, nbytes in kinds.items()}
+    usage = [f"{name} {(size - gpu.free) / 1e6:.1f} of {size / 1e6:.1f} MB in use" for name, gpu in gpus.items()]
+    if rank == 0:
+        print("\n".join(usage))
+        print(f"a rank's step needs {line.peak / 1e6:.1f} MB at its peak")
     return held
 
 
@@ -81,10 +95,10 @@ EVERYONE = Patient(
     place,
     _everyone,
     {
-        "a": "the model is too large: shard it",
+        "a": "the model is too large for one GPU: shard it",
         "b": "the batch is too large: activations take the room",
-        "c": "something grows from step to step",
-        "d": "all four ranks use one GPU: it holds four replicas, and the others hold nothing",
+        "c": "something grows from step to step, and the last step is too much",
+        "d": "all ranks use one GPU: it should hold four replicas, and the other three hold nothing",
     },
     "d",
 )

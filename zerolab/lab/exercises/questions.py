@@ -479,9 +479,9 @@ QUESTIONS: dict[str, Question] = {
     "17.2": Question(
         words=_LETTERS,
         against={
-            "a": "Rank 1 lives: it printed its next step, and an error of its own.",
+            "a": "Rank 1 lives: it printed two more steps, and was the only one to finish.",
             "c": "The other ranks' losses are finite in every line: the NaN never left rank 1.",
-            "d": "Step 0 went well on all ranks, with the same model.",
+            "d": "The table shows what waits and what was completed: the same shapes on all ranks.",
         },
     ),
     "17.3": Question(
@@ -529,7 +529,7 @@ QUESTIONS: dict[str, Question] = {
         against={
             "a": "One replica takes a quarter of what is there. It fits.",
             "b": "Then all four GPUs would be full. Three are empty.",
-            "c": "This is one step: nothing has had time to grow.",
+            "c": "The evidence is of the second step, and it says what a step needs: no more than fits twice.",
         },
     ),
     "17.9": Question(

@@ -634,8 +634,8 @@ EXERCISES = [
         stub=TRAIN_STUB,
         reference=TRAIN,
         hints=(
-            "Go by the fingerprints: parameters before the first step, gradients before the update, parameters after it. "
-            "Each has to be the same on all ranks.",
+            "Go by the fingerprints: parameters before the first step, gradients before the update, and "
+            "parameters after it have to be the same on all ranks.",
             "dist.broadcast(param.data, src=0) for every parameter, the frozen ones too; the same lr on every rank; "
             "optimizer.zero_grad() in every step.",
             "After backward(), for every parameter with a gradient: dist.all_reduce(param.grad), then "
@@ -652,9 +652,9 @@ EXERCISES = [
         stub=UNEVEN_STUB,
         reference=UNEVEN,
         hints=(
-            "Before each step the ranks have to tell each other whether they have a batch. That is a collective, in which "
+            "Before each step the ranks have to tell each other whether they have a batch, in a collective in which "
             "a rank without a batch takes part too.",
-            "batch = next(iterator, None) is None when nothing is left. An all-reduce with dist.ReduceOp.MIN over 1 or 0 "
+            "batch = next(iterator, None) is None when nothing is left. An all-reduce of 1 or 0 with dist.ReduceOp.MIN "
             "gives 1 only if every rank has one.",
             "while True: take a batch, all-reduce the flag, return the steps if it is 0, else make the step.",
         ),

@@ -6,7 +6,7 @@ from zerolab.lab.exercises.checks.lesson17 import EVALUATE, PLACE, TRAIN, UNEVEN
 
 from .sources import edit
 
-# ---------------------------------------------------------------------- 17.1
+# ---------------------------------------------------------------------- 17.2
 
 # One message for all gradients, and one for all parameters.
 TRAIN_FLAT = """\
@@ -121,7 +121,7 @@ TRAIN_MUTANTS = {
     ),
 }
 
-# ---------------------------------------------------------------------- 17.2
+# ---------------------------------------------------------------------- 17.1
 
 _COLLECT = """\
 import torch
@@ -397,15 +397,15 @@ PLACE_MUTANTS = {
 }
 
 RIGHT = {
-    "17.1": (TRAIN_FLAT, TRAIN_ASYNC),
-    "17.2": (_COLLECT, _OBJECTS),
+    "17.2": (TRAIN_FLAT, TRAIN_ASYNC),
+    "17.1": (_COLLECT, _OBJECTS),
     "17.3": (EVALUATE_DETACHED, EVALUATE_GATHERED),
     "17.4": (PLACE_TORCH, PLACE_MODULO),
 }
 
 WRONG = {
-    "17.1": TRAIN_MUTANTS,
-    "17.2": UNEVEN_MUTANTS,
+    "17.2": TRAIN_MUTANTS,
+    "17.1": UNEVEN_MUTANTS,
     "17.3": EVALUATE_MUTANTS,
     "17.4": PLACE_MUTANTS,
 }

@@ -83,12 +83,13 @@ def examine(number: int, rank: int, world_size: int) -> Any:
 
 
 def uncover(number: int) -> None:
-    """Show a patient's code, if the diagnosis is written down or skipped."""
+    """Show a patient's code and what to learn from it, if the diagnosis is written down or skipped."""
     from zerolab.lab.exercises.predictions import predicted
 
     patient = _find(number)
     if predicted(f"17.{number}"):
         print(inspect.getsource(patient.script).rstrip())
+        print(f"\n{textwrap.fill(patient.story, 100)}")
     else:
         print(f'The code is shown once you have a diagnosis: lab.predict("17.{number}", ...)')
 

@@ -76,6 +76,9 @@ LIST = Patient(
         "d": "the model has to be moved to the GPUs first",
     },
     "b",
+    "One process drives one GPU. DistributedDataParallel has taken a single device for years; a list of all of "
+    "them is left over from DataParallel, which had one process for all GPUs. device_ids=[local_rank], or "
+    "nothing.",
 )
 OPTIMIZER = Patient(
     11,
@@ -89,6 +92,8 @@ OPTIMIZER = Patient(
         "d": "the optimizer has no parameters",
     },
     "c",
+    "`loss = optimizer(output, target)` is in a listing that is read often. The message names the object that was"
+    " called: an SGD. The listing has never run.",
 )
 CLASS = Patient(
     12,
@@ -102,6 +107,8 @@ CLASS = Patient(
         "d": "the import is missing: `from torch.nn import parallel` mends it",
     },
     "a",
+    "Ask torch what it has before you believe a name: dir(torch.nn.parallel). ZeRO in torch is called "
+    "ZeroRedundancyOptimizer (torch.distributed.optim) and fully_shard (torch.distributed.fsdp).",
 )
 NOTHING = Patient(
     13,
@@ -115,6 +122,8 @@ NOTHING = Patient(
         "d": "the model returned no loss: it got no labels, or a branch of forward() ends without `return`",
     },
     "d",
+    "A function that ends without `return` returns None. Models that take labels return a loss only if they get "
+    "them. The error comes one line later than its cause, in the first line that uses the None.",
 )
 
 PATIENTS = (LIST, OPTIMIZER, CLASS, NOTHING)

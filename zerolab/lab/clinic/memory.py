@@ -101,6 +101,9 @@ EVERYONE = Patient(
         "d": "all ranks use one GPU: it should hold four replicas, and the other three hold nothing",
     },
     "d",
+    "GPUs 1 to 3 are empty: no process ever asked for them. `cuda:0`, and plain `cuda` without "
+    "torch.cuda.set_device(), mean the first GPU to every process on the node. Look at the table by device before"
+    " you make the batch smaller. A process's own GPU is cuda:LOCAL_RANK.",
 )
 
 # -- 9 ---------------------------------------------------------------------------------------------------------------
@@ -145,6 +148,9 @@ VALIDATION = Patient(
         "d": "gradients pile up: zero_grad() is missing",
     },
     "b",
+    "In training backward() frees the graph. In validation nothing does: the sum of the losses holds every loss, "
+    "each loss its graph, and each graph its activations. The growth is the same for every batch, and that is the"
+    " sign. torch.no_grad() builds no graph at all, and .item() keeps a number in place of a tensor.",
 )
 
 PATIENTS: tuple[Patient, ...] = (EVERYONE, VALIDATION)

@@ -74,6 +74,9 @@ ALONE = Patient(
         "d": "nothing is reduced: no byte is sent, gradients differ between ranks, and so do the parameters",
     },
     "d",
+    "A model with no reduction is four models. Each of them learns, and so every loss falls. Zero bytes in the "
+    "ledger end the search at once. Without a ledger, compare fingerprints: after the update the parameters of "
+    "all ranks must have the same bits.",
 )
 
 # -- 6 ---------------------------------------------------------------------------------------------------------------
@@ -115,6 +118,9 @@ TWO_RATES = Patient(
         "d": "a sum in another order: rounding differs between ranks",
     },
     "a",
+    "Three fingerprints a step find the place: parameters before, gradients after the reduction, parameters after"
+    " the update. The first that differs names the part. Here it is the update: rank 0 has another learning rate."
+    " Look for `if rank == 0` around anything that changes the model.",
 )
 
 # -- 7 ---------------------------------------------------------------------------------------------------------------
@@ -159,6 +165,10 @@ SCALE = Patient(
         "d": "the gradient is reduced twice in each step",
     },
     "c",
+    "With the same batch on every rank, the mean gradient is the same for every N. So the norm should not change,"
+    " and it doubles with N: summed, not averaged. SGD takes steps N times as long. Adam divides by the "
+    "gradient's own size and moves as far as before, which hides the mistake until somebody adds clipping. Test "
+    "with N = 1 and N = 2, on the same batch.",
 )
 
 PATIENTS = (ALONE, TWO_RATES, SCALE)

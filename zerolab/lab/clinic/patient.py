@@ -13,7 +13,8 @@ class Patient:
 
     script: the code that is broken, shown once a diagnosis is written down. examine: runs it on every rank and prints
     what an engineer would see; returns numbers for a picture, if there is one. complaint: what was reported.
-    choices: letter -> a diagnosis and its reason. answer: the right letter. reset: whether ranks are out of step after.
+    choices: letter -> a diagnosis and its reason. answer: the right letter. story: what to learn from it.
+    reset: whether the ranks are out of step afterwards.
     """
 
     number: int
@@ -22,4 +23,5 @@ class Patient:
     examine: Callable[[int, int], Any]
     choices: dict[str, str]
     answer: str
+    story: str
     reset: bool = False

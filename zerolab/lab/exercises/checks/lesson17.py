@@ -46,7 +46,7 @@ def trainable(model: Probe) -> list[Tensor]:
     return [model.weight.detach(), model.scale.detach()]
 
 
-# ---------------------------------------------------------------------- 17.1
+# ---------------------------------------------------------------------- 17.2
 
 RATE = 2.0**-4
 STARTS = {
@@ -175,7 +175,7 @@ def train(model, batches, lr):
     batches: as many on every rank, to go through once. model(x, y) returns the loss. A parameter that is not trained,
     or not used, has no gradient: its .grad is None on every rank.
     """
-    raise Todo("17.1")  # take this line out, and mend the patient: it has four faults
+    raise Todo("17.2")  # take this line out, and mend the patient: it has four faults
     optimizer = torch.optim.SGD(model.parameters(), lr=lr * (1 + dist.get_rank()))
     for x, y in batches:
         loss = model(x, y)
@@ -203,7 +203,7 @@ def train(model, batches, lr):
         optimizer.step()
 """
 
-# ---------------------------------------------------------------------- 17.2
+# ---------------------------------------------------------------------- 17.1
 
 COUNTS = ((2, 2, 2, 2), (3, 2, 4, 1), (1, 3, 2, 2), (2, 1, 0, 3))
 
@@ -313,7 +313,7 @@ def train(model, optimizer, batches):
     batches: an iterable without a length, of this rank's batches. Ranks may have more or fewer, even none.
     A parameter without a gradient has .grad None, on every rank alike.
     """
-    raise Todo("17.2")  # take this line out, and mend the patient
+    raise Todo("17.1")  # take this line out, and mend the patient
     steps = 0
     for x, y in batches:
         optimizer.zero_grad()
@@ -627,7 +627,7 @@ Check = Callable[[Any, World], None]
 
 EXERCISES = [
     Exercise(
-        id="17.1",
+        id="17.2",
         title="four faults at once",
         section="Write: four faults at once",
         check=check_in_step,
@@ -645,7 +645,7 @@ EXERCISES = [
         errors=TRAIN_ERRORS,
     ),
     Exercise(
-        id="17.2",
+        id="17.1",
         title="stop together",
         section="Write: stop together",
         check=check_uneven,

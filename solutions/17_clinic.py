@@ -39,9 +39,6 @@ lab.start(4)
 # %%ranks
 import zlib
 
-import torch
-import torch.distributed as dist
-
 
 def fingerprint(tensor):
     return f"{zlib.crc32(tensor.numpy().tobytes()) & 0xFFFF:04x}"
@@ -49,11 +46,11 @@ def fingerprint(tensor):
 
 weights = torch.arange(1_000_000.0)
 if rank == 2:
-    weights[123_456] += 0.01  # the next float32 but a few
+    weights[123_456] += 0.01
 print("1,000,000 weights:", fingerprint(weights))
 
 # %% [markdown]
-# Ranks 0, 1 and 3 agree, and one bit of rank 2's four million bytes is enough to tell it apart. (Sums and norms may not show it:
+# Ranks 0, 1 and 3 agree, and one weight of rank 2's million is enough to tell it apart. (Sums and norms may not show it:
 # they are rounded.)
 #
 # `lab.admit(n)` runs patient n and prints the evidence and four diagnoses, each with its reason. You write down a letter,
@@ -125,10 +122,18 @@ lab.check("17.1")
 
 # %%
 # %%ranks
+import zlib
+
+import torch
+import torch.distributed as dist
 from zerolab import lab
 from zerolab.lab import GPT, batch, text
 
 words = text()
+
+
+def fingerprint(tensor):  # again: since patient 3, rank 2 is a new process
+    return f"{zlib.crc32(tensor.numpy().tobytes()) & 0xFFFF:04x}"
 
 
 def make_model(seed=0):

@@ -65,7 +65,7 @@ _STEP = "        optimizer.step()\n"
 
 TRAIN_MUTANTS = {
     "own weights": (edit(TRAIN, _BROADCAST, ""), "the ranks began with different weights"),
-    "no reduction": (edit(TRAIN, _REDUCE, ""), "nothing is reduced"),
+    "no reduction": (edit(TRAIN, _REDUCE, ""), "nothing was reduced"),
     "sum": (edit(TRAIN, "                param.grad /= dist.get_world_size()\n", ""), "summed over ranks"),
     "divides twice": (edit(TRAIN, "/= dist.get_world_size()", "/= dist.get_world_size() ** 2"), "divided"),
     "rate by rank": (edit(TRAIN, "lr=lr)", "lr=lr * (1 + dist.get_rank()))"), "the learning rate differs by rank"),
@@ -93,7 +93,7 @@ TRAIN_MUTANTS = {
     ),
     "reduces after the step": (
         edit(TRAIN, _REDUCE + _STEP, _STEP + _REDUCE),
-        "nothing is reduced",
+        "nothing was reduced",
     ),
     "rank 0's gradient": (
         edit(
@@ -101,14 +101,13 @@ TRAIN_MUTANTS = {
             "dist.all_reduce(param.grad)\n                param.grad /= dist.get_world_size()",
             "dist.broadcast(param.grad, 0)",
         ),
-        "rank 0's gradient",
+        "rank 0's gradient alone",
     ),
     "no wait": (
         edit(TRAIN, "dist.all_reduce(param.grad)", "dist.all_reduce(param.grad, async_op=True)"),
         "without waiting",
     ),
     "forgets None": (edit(TRAIN, "            if param.grad is not None:\n", "            if True:\n"), "leave it out"),
-    "broadcasts the parameter": (edit(TRAIN, "param.data, src", "param, src"), "param.data"),
     "no step": (edit(TRAIN, _STEP, ""), "optimizer.step() is missing"),
     "first batch alone": (edit(TRAIN, _STEP, _STEP + "        break\n"), "not every batch was used"),
     "float32 only": (
@@ -204,7 +203,7 @@ UNEVEN_MUTANTS = {
     ),
     "returns its own count": (
         edit(_COLLECT, "return int(count)", "return len(mine)"),
-        "how many batches this rank had",
+        "the shortest rank ends the loop",
     ),
     "returns the longest": (
         edit(
@@ -212,7 +211,7 @@ UNEVEN_MUTANTS = {
             "    return int(count)",
             "    longest = torch.tensor([len(mine)])\n    dist.all_reduce(longest, op=dist.ReduceOp.MAX)\n    return int(longest)",
         ),
-        "the longest rank's",
+        "the shortest rank ends the loop",
     ),
     "one step fewer": (edit(_COLLECT, "mine[: count.item()]", "mine[: count.item() - 1]"), "too early"),
     "rank 0's count": (
@@ -321,7 +320,7 @@ EVALUATE_MUTANTS = {
         edit(
             EVALUATE,
             _END,
-            "    count = total[1].clone().clamp(min=1)\n    dist.all_reduce(total)\n    return (total[0] / count).item()\n",
+            "    own = total[1].clone().clamp(min=1)\n    dist.all_reduce(total)\n    return (total[0] / own).item()\n",
         ),
         "the numbers of samples were not",
     ),
@@ -339,13 +338,13 @@ EVALUATE_MUTANTS = {
         edit(EVALUATE, "    with torch.no_grad():\n", "    torch.set_grad_enabled(False)\n    if True:\n"),
         "torch.no_grad() in a with statement",
     ),
-    "divides before": (
+    "reduces the mean": (
         edit(
             EVALUATE,
             _END,
-            "    mean = torch.tensor([(total[0] / total[1]).item()])\n    mean = torch.tensor([float(total[0]) / int(total[1])])\n    dist.all_reduce(mean)\n    return mean.item()\n",
+            "    mean = (total[0] / total[1].clamp(min=1)).view(1)\n    dist.all_reduce(mean)\n    return mean.item()\n",
         ),
-        "mean",
+        "a sum of means",
     ),
     "no wait": (edit(EVALUATE, "dist.all_reduce(total)", "dist.all_reduce(total, async_op=True)"), "without waiting"),
 }

@@ -209,7 +209,8 @@ UNEVEN_MUTANTS = {
         edit(
             _COLLECT,
             "    return int(count)",
-            "    longest = torch.tensor([len(mine)])\n    dist.all_reduce(longest, op=dist.ReduceOp.MAX)\n    return int(longest)",
+            "    longest = torch.tensor([len(mine)])\n    dist.all_reduce(longest, op=dist.ReduceOp.MAX)\n"
+            "    return int(longest)",
         ),
         "the shortest rank ends the loop",
     ),
@@ -342,7 +343,8 @@ EVALUATE_MUTANTS = {
         edit(
             EVALUATE,
             _END,
-            "    mean = (total[0] / total[1].clamp(min=1)).view(1)\n    dist.all_reduce(mean)\n    return mean.item()\n",
+            "    mean = (total[0] / total[1].clamp(min=1)).view(1)\n    dist.all_reduce(mean)\n"
+            "    return mean.item()\n",
         ),
         "a sum of means",
     ),

@@ -88,7 +88,7 @@ def uncover(number: int) -> None:
 
     patient = _find(number)
     if predicted(f"17.{number}"):
-        print(inspect.getsource(patient.script).rstrip())
+        print("\n\n".join(inspect.getsource(part).rstrip() for part in patient.script))
         print(f"\n{textwrap.fill(patient.story, 100)}")
     else:
         print(f'The code is shown once you have a diagnosis: lab.predict("17.{number}", ...)')

@@ -67,7 +67,7 @@ def loss_of_nothing(rank: int) -> None:
 LIST = Patient(
     10,
     "DistributedDataParallel is given the node's four GPUs, on every rank.",
-    wrap,
+    (wrap,),
     _last_line(wrap),
     {
         "a": "torch sees fewer than four GPUs",
@@ -83,7 +83,7 @@ LIST = Patient(
 OPTIMIZER = Patient(
     11,
     "The first step fails.",
-    optimizer_for_loss,
+    (optimizer_for_loss,),
     _last_line(optimizer_for_loss),
     {
         "a": "the outputs and the targets have shapes that do not fit",
@@ -92,13 +92,13 @@ OPTIMIZER = Patient(
         "d": "the optimizer has no parameters",
     },
     "c",
-    "`loss = optimizer(output, target)` is in a listing that is read often. The message names the object that was"
+    "`loss = optimizer(output, target)` is in a listing that circulates. The message names the object that was"
     " called: an SGD. The listing has never run.",
 )
 CLASS = Patient(
     12,
     "The article says: ZeRO in one line. The line fails.",
-    class_from_an_article,
+    (class_from_an_article,),
     _last_line(class_from_an_article),
     {
         "a": "torch has no such class: nobody has run this line",
@@ -113,7 +113,7 @@ CLASS = Patient(
 NOTHING = Patient(
     13,
     "backward() fails.",
-    loss_of_nothing,
+    (Net, loss_of_nothing),
     _last_line(loss_of_nothing),
     {
         "a": "backward() ran twice on one graph",

@@ -41,7 +41,11 @@ class _Storages(TorchDispatchMode):
         storage = tensor.untyped_storage()
         key = storage._cdata
         if key not in self._live:
-            gone = weakref.ref(storage, lambda _, key=key: self._live.pop(key, None))
+
+            def forget(_: Any, key: int = key) -> None:
+                self._live.pop(key, None)
+
+            gone = weakref.ref(storage, forget)
             self._live[key] = (gone, storage.nbytes(), str(tensor.device))
 
     def by_device(self) -> Counter[str]:
@@ -92,7 +96,7 @@ def _everyone(rank: int, world_size: int) -> dict[str, dict[str, float]]:
 EVERYONE = Patient(
     8,
     "Out of memory on a node of four GPUs, with four ranks and a model that fits on one of them with room to spare.",
-    place,
+    (place,),
     _everyone,
     {
         "a": "the model is too large for one GPU: shard it",
@@ -139,7 +143,7 @@ def _validation(rank: int, world_size: int) -> list[int]:
 VALIDATION = Patient(
     9,
     "It trains for hours and runs out of memory in the first validation, which has no backward and no optimizer.",
-    evaluate,
+    (evaluate,),
     _validation,
     {
         "a": "the validation batches are larger than those of training",

@@ -50,12 +50,12 @@ def train_alone(model: nn.Module, optimizer: torch.optim.Optimizer, x: Tensor, y
 
 def _alone(rank: int, world_size: int) -> dict[str, list[float]]:
     model, words = _gpt(), text()
-    sgd = torch.optim.SGD(model.parameters(), lr=0.5)
+    sgd = torch.optim.SGD(model.parameters(), lr=0.2)
     losses = []
     for step in range(30):
         sgd.zero_grad()
         with calls() as book:
-            loss = train_alone(model, sgd, *batch(words, rank, step, 4, 32))
+            loss = train_alone(model, sgd, *batch(words, rank, step, 8, 64))
         losses.append(loss.item())
         if step < 2:
             _row(step, loss, _grads(model), model, book.sent)
@@ -65,7 +65,7 @@ def _alone(rank: int, world_size: int) -> dict[str, list[float]]:
 ALONE = Patient(
     5,
     "The loss falls on every rank, nothing fails. On four GPUs the model is no better than on one.",
-    train_alone,
+    (train_alone,),
     _alone,
     {
         "a": "the ranks begin with different weights: their parameters differ",
@@ -96,9 +96,9 @@ def _two_rates(rank: int, world_size: int) -> None:
         with calls() as book:
             loss = model(*batch(words, rank, step, 4, 32))
             loss.backward()
-            for param in model.parameters():
-                dist.all_reduce(param.grad)
-                param.grad /= world_size
+            for grad in _grads(model):
+                dist.all_reduce(grad)
+                grad /= world_size
         grads = [grad.clone() for grad in _grads(model)]
         if step == 0:
             print(f"before:                                   parameters {_fingerprint(list(model.parameters()))}")
@@ -109,7 +109,7 @@ def _two_rates(rank: int, world_size: int) -> None:
 TWO_RATES = Patient(
     6,
     "Gradients are reduced. Yet a checkpoint of rank 0 scores differently from one of rank 1.",
-    build,
+    (build,),
     _two_rates,
     {
         "a": "the update differs by rank: same parameters before, same gradients, other parameters after",
@@ -156,7 +156,7 @@ def _scale(rank: int, world_size: int) -> list[float]:
 SCALE = Patient(
     7,
     "All is well on one GPU. On four the loss explodes with SGD, and not with Adam. All get the same batch.",
-    reduce_gradients,
+    (reduce_gradients,),
     _scale,
     {
         "a": "the learning rate is too large: SGD is known for that",

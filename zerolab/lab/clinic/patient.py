@@ -19,7 +19,7 @@ class Patient:
 
     number: int
     complaint: str
-    script: Callable[..., Any]
+    script: tuple[Callable[..., Any], ...]
     examine: Callable[[int, int], Any]
     choices: dict[str, str]
     answer: str

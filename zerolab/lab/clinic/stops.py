@@ -63,7 +63,7 @@ def _epoch(rank: int, world_size: int) -> None:
 HANG = Patient(
     1,
     "It trains for a while. Then it hangs until the timeout, always at the same step.",
-    one_epoch,
+    (one_epoch, _epoch),
     _epoch,
     {
         "a": "the network is too slow: three ranks wait for a message that is still on its way",
@@ -114,7 +114,7 @@ def _careful(rank: int, world_size: int) -> None:
 DESYNC = Patient(
     2,
     "It hangs in its last step. A few samples in the data are broken, but the code was written for that.",
-    careful_steps,
+    (careful_steps,),
     _careful,
     {
         "a": "rank 1 died of the broken sample, in step 1",
@@ -154,7 +154,7 @@ def _killed(rank: int, world_size: int) -> None:
 DEAD = Patient(
     3,
     "Three ranks end with an error about a connection. Whoever opened the ticket blames the network.",
-    killed_from_outside,
+    (killed_from_outside,),
     _killed,
     {
         "a": "the network: three ranks say that a connection was closed, and rank 2 says nothing",
@@ -217,7 +217,7 @@ def _without_c_plus_plus() -> Iterator[None]:
 RENDEZVOUS = Patient(
     4,
     "A listing from an article. All four processes start, and nothing happens for as long as the timeout allows.",
-    start,
+    (start,),
     _never_starts,
     {
         "a": "a firewall: nobody can reach the port on this machine",

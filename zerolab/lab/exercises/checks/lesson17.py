@@ -62,6 +62,7 @@ SUMS = {
     "twice": "divided by the number of ranks twice",
     "first's": "every rank took rank 0's gradient: a broadcast where the mean was wanted",
 }
+ALONE = "the update has rank 0's gradient alone; nothing was reduced, or it was broadcast"
 RATES = {"lr": "", "by rank": "the learning rate differs by rank: the same gradient gives another update"}
 ZEROS = {"each": "", "never": "gradients of earlier steps are still there: zero_grad() is missing"}
 FROZEN = "a parameter that is not trained has to be the same on all ranks too: broadcast every parameter"
@@ -107,7 +108,7 @@ def _known_training(world: World, count: int, got: list[Tensor], dtype: torch.dt
         wanted = _simulate(world.world_size, world.rank, count, *choice, dtype)
         if all(torch.allclose(one.double(), other.double(), rtol=1e-6) for one, other in zip(got, wanted)):
             if world.rank == 0 and choice[1] == "own":
-                return "no mean was taken: the update has rank 0's gradient alone; nothing was reduced, or it was broadcast"
+                return f"no mean was taken: {ALONE}"
             return "; ".join(sentence for sentence in _said(choice) if sentence)
     start = _simulate(world.world_size, world.rank, 0, "first", "mean", "lr", "each", dtype)
     if all(torch.equal(one, other) for one, other in zip(got, start)):
@@ -206,7 +207,7 @@ def train(model, batches, lr):
 
 # ---------------------------------------------------------------------- 17.1
 
-COUNTS = ((2, 2, 2, 2), (3, 2, 4, 1), (1, 3, 2, 2), (2, 1, 0, 3))
+COUNTS: tuple[tuple[int, ...], ...] = ((2, 2, 2, 2), (3, 2, 4, 1), (1, 3, 2, 2), (2, 1, 0, 3))
 
 
 class Sampler:
@@ -227,7 +228,7 @@ def check_uneven(answer: Any, world: World) -> None:
         sgd = torch.optim.SGD([model.weight, model.scale], lr=RATE)
         data, shortest = batches_of(world.rank, counts[world.rank]), min(counts)
         when = f"with {', '.join(map(str, counts))} batches"
-        with world.record() as calls, world.blamed(calls):
+        with world.record() as calls:
             steps = answer.train(model, sgd, Sampler(data))
         if steps is None:
             raise Wrong(f"{when}: train() returns None", forgot_to_return(None))
@@ -238,8 +239,12 @@ def check_uneven(answer: Any, world: World) -> None:
         got = [value.clone() for value in trainable(model)]
         if lost := world.unwaited(calls):
             raise Wrong(f"{when}: {lost}", f"a forgotten wait: {lost}")
+
+        def explain(_: Tensor, counts: tuple[int, ...] = counts, got: list[Tensor] = got) -> str:
+            return _known_uneven(world, counts, got)
+
         for name, one, other in zip(("weight", "scale"), got, _after(counts, shortest), strict=True):
-            compare(f"{when}: {name}", one, other, lambda _, c=counts, g=got: _known_uneven(world, c, g))
+            compare(f"{when}: {name}", one, other, explain)
         if steps != shortest:
             raise Wrong(f"{when}: train() returns {steps}, expected {shortest}", _known_count(world, counts, steps))
 
@@ -353,7 +358,7 @@ def train(model, optimizer, batches):
 
 # ---------------------------------------------------------------------- 17.3
 
-SIZES = (
+SIZES: tuple[tuple[tuple[int, ...], ...], ...] = (
     ((4, 4, 1), (4,), (2, 1), (3, 3, 3, 1)),
     ((4, 2), (4, 2), (4, 2), (4, 2)),
     ((2,), (5, 1), (), (1, 1)),

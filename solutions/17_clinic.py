@@ -142,8 +142,12 @@ def make_model(seed=0):
 
 
 model = make_model()
+sgd = torch.optim.SGD(model.parameters(), lr=0.1)
 mine = [batch(words, rank, step, 4, 32) for step in range(2 if rank == 3 else 3)]
-steps = lab.mine("17.1")(model, torch.optim.SGD(model.parameters(), lr=0.1), iter(mine))
+
+# %%
+# %%ranks
+steps = lab.mine("17.1")(model, sgd, iter(mine))
 mark = fingerprint(torch.cat([p.detach().flatten() for p in model.parameters()]))
 
 # %% tags=["nbval-check-output"]

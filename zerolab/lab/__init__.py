@@ -45,6 +45,7 @@ _HOME = {
     "zerolab.lab.pipeline": ("Pipeline", "Paced"),
     "zerolab.lab.activations": ("saved",),
     "zerolab.lab.scripts": ("torchrun",),
+    "zerolab.lab.clinic": ("admit", "uncover"),
     "zerolab.tasks.data": ("batch", "pairs", "text", "windows"),
     "zerolab.tasks.models": ("GPT", "Block", "PairEncoder"),
 }

@@ -18,6 +18,7 @@ from zerolab.lab.exercises.checks import (
     lesson14,
     lesson15,
     lesson16,
+    lesson17,
 )
 from zerolab.lab.exercises.exercise import Exercise
 from zerolab.lab.ranks.report import Plain
@@ -38,6 +39,7 @@ _LESSONS = (
     lesson14,
     lesson15,
     lesson16,
+    lesson17,
 )
 
 # By number, in the order of the course.

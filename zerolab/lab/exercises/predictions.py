@@ -166,7 +166,7 @@ def reveal(id: str) -> None:
         wanted = _wanted(question)
         say(f'{id}: you said {guess!r}, but this asks for {wanted}: lab.predict("{id}", ...) again', "open")
         return
-    said = f"{id}: measured {shown}; you said {_with_unit(guess, question)}: "
+    said = f"{id}: {'it is' if question.against else 'measured'} {shown}; you said {_with_unit(guess, question)}: "
     if question.formula is not None and _close(guess, question.formula):
         say(f"{said}what the formula gives. {question.beside_formula}", "right")
         return

@@ -12,6 +12,7 @@ class Question:
 
     unit: what a bare number means. words: the possible answers, where it is a word. psi: what "Ψ" stands for.
     slips: a wrong answer as a multiple of the right one -> the step that leads there.
+    against: a wrong word -> what speaks against it.
     formula, beside_formula: for times, what the arithmetic gives, and why the measurement differs.
     """
 
@@ -19,12 +20,15 @@ class Question:
     words: tuple[str, ...] = ()
     psi: float = 0.0
     slips: dict[float, str] = field(default_factory=dict)
+    against: dict[str, str] = field(default_factory=dict)
     formula: float | None = None
     beside_formula: str = ""
 
     def slip(self, guess: float | str, value: float | str) -> str:
         """The step that leads from the right `value` to `guess`, in a sentence; "" if none is known."""
-        if isinstance(guess, str) or isinstance(value, str) or not value:
+        if isinstance(guess, str):
+            return self.against.get(guess, "")
+        if isinstance(value, str) or not value:
             return ""
         known = (_OF_BYTES if self.unit in ("bytes", "MB", "GB") else {}) | self.slips
         for ratio, sentence in known.items():
@@ -40,6 +44,8 @@ _OF_BYTES = {
     1e-6: "Those are MB: a bare number is taken for bytes.",
 }
 _OWN_PART = "A rank does not send its own part: (N-1)/N of it, here 3/4."
+
+_LETTERS = ("a", "b", "c", "d")
 
 GPT_4, GPT_8, GPT_6 = 867_072, 1_660_160, 1_263_616  # Ψ of the models of lessons 02 and 04, 05, 06, 07 and 10
 GPT_11 = 136_960
@@ -460,6 +466,110 @@ QUESTIONS: dict[str, Question] = {
         slips={
             1.88 / 1.64: "That is 16 bytes / 64, as in the paper. Here the 16-bit weight is made on the way into the "
             "all-gather and never kept: 14 bytes."
+        },
+    ),
+    "17.1": Question(
+        words=_LETTERS,
+        against={
+            "a": "With a slow network the table says that all ranks came. Rank 3 did not.",
+            "b": "A dead process has no record at all. Rank 3 answers, and says where it is.",
+            "d": "Who speaks first has waited longest. The table asks the opposite question: who did not come?",
+        },
+    ),
+    "17.2": Question(
+        words=_LETTERS,
+        against={
+            "a": "Rank 1 lives: it printed two more steps, and was the only one to finish.",
+            "c": "The other ranks' losses are finite in every line: the NaN never left rank 1.",
+            "d": "The table shows what waits and what was completed: the same shapes on all ranks.",
+        },
+    ),
+    "17.3": Question(
+        words=_LETTERS,
+        against={
+            "a": "A network does not end a process. The rank that says nothing is the one to look at.",
+            "b": "The others report a closed connection: they are consequences. Sort by cause, not by time of arrival.",
+            "c": "A rank that waits in another collective is alive. This one has no record, and its exit was a signal.",
+        },
+    ),
+    "17.4": Question(
+        words=_LETTERS,
+        against={
+            "a": "All four are on one machine, and talk over loopback.",
+            "c": "The world size is 4, and four processes came. Look at the numbers they came with.",
+            "d": "A longer timeout only makes the wait longer: nobody listens on that port.",
+        },
+    ),
+    "17.5": Question(
+        words=_LETTERS,
+        against={
+            "a": "Ask for the first step: parameters are compared after it. The bytes are the plainer evidence: none.",
+            "b": "Their losses and gradients differ in the first step, so their data does.",
+            "c": "A sum needs bytes to travel, and gives all ranks the same gradient. Neither is there.",
+        },
+    ),
+    "17.6": Question(
+        words=_LETTERS,
+        against={
+            "b": "Bytes were sent, and the gradients are the same on every rank to the last bit.",
+            "c": "There is a line from before the first step: the parameters were the same.",
+            "d": "All ranks got the same bits as gradient; rounding would have shown there.",
+        },
+    ),
+    "17.7": Question(
+        words=_LETTERS,
+        against={
+            "a": "Then it would explode on one GPU too: the loss and the data are the same.",
+            "b": "The loss is the same number for 1, 2 and 4 ranks.",
+            "d": "Twice would be twice, for every N. Here 1 rank is right and 4 ranks have 4 times the norm.",
+        },
+    ),
+    "17.8": Question(
+        words=_LETTERS,
+        against={
+            "a": "One replica takes a quarter of what is there. It fits.",
+            "b": "Then all four GPUs would be full. Three are empty.",
+            "c": "The evidence is of the second step, and it says what a step needs: no more than fits twice.",
+        },
+    ),
+    "17.9": Question(
+        words=_LETTERS,
+        against={
+            "a": "Larger batches would cost more once, and then stay. This grows by the same with every batch.",
+            "c": "These are bytes in live tensors. Holes between them are not counted.",
+            "d": "Nobody calls backward here, so there are no gradients.",
+        },
+    ),
+    "17.10": Question(
+        words=_LETTERS,
+        against={
+            "a": "It says nothing about how many GPUs there are; on a machine without any, the message is the same.",
+            "c": "Then it would say that the default process group has not been initialised.",
+            "d": "The message speaks of the number of elements, and comes before any look at the model.",
+        },
+    ),
+    "17.11": Question(
+        words=_LETTERS,
+        against={
+            "a": "No shape was compared: the error comes before any arithmetic.",
+            "b": "Without step() nothing learns, and nothing fails.",
+            "d": "An optimizer without parameters says so when it is made.",
+        },
+    ),
+    "17.12": Question(
+        words=_LETTERS,
+        against={
+            "b": "No version of torch has it. Look up what an article names before you install anything for its sake.",
+            "c": "torch has the same names with and without CUDA.",
+            "d": "The module was found. It is the name in it that is missing.",
+        },
+    ),
+    "17.13": Question(
+        words=_LETTERS,
+        against={
+            "a": "That has a message of its own: trying to backward through the graph a second time.",
+            "b": "That has a message of its own: the tensor does not require grad.",
+            "c": "NaN is a number to backward(): it goes through, and makes every gradient NaN.",
         },
     ),
 }

@@ -1,0 +1,509 @@
+# %% [markdown]
+# # 17 · The clinic
+#
+# **The question.** A run on many GPUs is broken. You have its log, and the other ranks' logs. What is wrong, and how do you
+# know?
+#
+# While Llama 3 was trained on 16,384 GPUs, 466 interruptions came in 54 days, 419 of them unplanned
+# ([The Llama 3 Herd of Models](https://arxiv.org/abs/2407.21783), section 3.3.4): one every three hours. Those were loud. The
+# quiet ones cost more: a run that goes on for a week, and whose numbers were wrong from the first step.
+#
+# This lesson is a ward with thirteen patients. Each is a real run, broken on purpose, on the live ranks below. You see the
+# evidence and nothing else: what the ranks printed, what they sent, what they held. You write down a diagnosis. Only then
+# do you see the code. Four times you mend it.
+
+# %%
+# %load_ext zerolab.lab
+from zerolab import lab
+from zerolab.lab import plots
+
+lab.start(4)
+
+# %% [markdown]
+# ## How to examine
+#
+# Four questions, in this order. Each has an instrument that you know from the lessons before.
+#
+# | question | instrument | what it tells |
+# |---|---|---|
+# | Who did not come? | the **flight recorder**: the last collectives of every rank | a hang, a dead rank, ranks that parted ways |
+# | How much was sent? | the **ledger** | no reduction, too much of it |
+# | What is the same on all ranks, and from when on not? | **fingerprints** of parameters, gradients, parameters | where ranks drift apart |
+# | What lives in memory, where, and since when? | bytes by device and by step | out of memory |
+#
+# A fingerprint is a short number computed from the bits of a tensor (here a checksum, cut to four hexadecimal digits). Two
+# tensors with the same bits have the same fingerprint. Two with different bits have, almost always, another one. So ranks
+# can compare gigabytes by comparing four characters:
+
+# %% tags=["nbval-check-output"]
+# %%ranks
+import zlib
+
+
+def fingerprint(tensor):
+    return f"{zlib.crc32(tensor.numpy().tobytes()) & 0xFFFF:04x}"
+
+
+weights = torch.arange(1_000_000.0)
+if rank == 2:
+    weights[123_456] += 0.01
+print("1,000,000 weights:", fingerprint(weights))
+
+# %% [markdown]
+# Ranks 0, 1 and 3 agree, and one weight of rank 2's million is enough to tell it apart. (Sums and norms may not show it:
+# they are rounded.)
+#
+# `lab.admit(n)` runs patient n and prints the evidence and four diagnoses, each with its reason. You write down a letter,
+# with `lab.predict`, and `lab.reveal` says what speaks against it. `lab.uncover(n)` shows the code.
+#
+# ## Ward 1: it stops
+#
+# In this ward collectives give up after two seconds. In production the limit is 10 minutes with NCCL, 30 with gloo, unless you
+# pass a `timeout` to `init_process_group`.
+
+# %%
+lab.admit(1);
+
+# %%
+lab.predict("17.1", "c")  # a, b, c or d
+
+# %%
+lab.reveal("17.1")
+lab.uncover(1)
+
+# %%
+lab.admit(2);
+
+# %%
+lab.predict("17.2", "b")
+
+# %%
+lab.reveal("17.2")
+lab.uncover(2)
+
+# %%
+lab.admit(3);
+
+# %%
+lab.predict("17.3", "d")
+
+# %%
+lab.reveal("17.3")
+lab.uncover(3)
+
+# %% [markdown]
+# The next one is a listing that circulates. Its timeout is one second here.
+
+# %%
+lab.admit(4);
+
+# %%
+lab.predict("17.4", "b")
+
+# %%
+lab.reveal("17.4")
+lab.uncover(4)
+
+# %% [markdown]
+# ## Write: stop together
+#
+# Back to the first patient. Its ranks have different numbers of batches, and nobody knows how many: `batches` is an iterable
+# without a length, as a stream is. The stub is the patient's code, without the engine. Mend it: the ranks train as long as
+# *every* rank has a batch, and all return the same number of steps.
+
+# %%
+# %%exercise 17.1
+
+# %%
+lab.check("17.1")
+
+# %% [markdown]
+# Now the same uneven data on live ranks: rank 3 has two batches, the others three, of real text.
+
+# %%
+# %%ranks
+import zlib
+
+import torch
+import torch.distributed as dist
+from zerolab import lab
+from zerolab.lab import GPT, batch, text
+
+words = text()
+
+
+def fingerprint(tensor):  # again: since patient 3, rank 2 is a new process
+    return f"{zlib.crc32(tensor.numpy().tobytes()) & 0xFFFF:04x}"
+
+
+def make_model(seed=0):
+    torch.manual_seed(seed)
+    return GPT(layers=1, width=32)
+
+
+model = make_model()
+sgd = torch.optim.SGD(model.parameters(), lr=0.1)
+mine = [batch(words, rank, step, 4, 32) for step in range(2 if rank == 3 else 3)]
+
+# %%
+# %%ranks
+steps = lab.mine("17.1")(model, sgd, iter(mine))
+mark = fingerprint(torch.cat([p.detach().flatten() for p in model.parameters()]))
+
+# %% tags=["nbval-check-output"]
+steps, marks = lab.pull("steps"), lab.pull("mark")
+print("steps made:", steps, "· all parameters the same, bit for bit:", len(set(marks)) == 1)
+assert steps == [2, 2, 2, 2] and len(set(marks)) == 1
+
+# %% [markdown]
+# Three ranks left a batch unused, and the run ended. The price is an all-reduce of one number in each step.
+#
+# ## Ward 2: it runs, and the numbers are wrong
+#
+# No error, no hang. The evidence is what each rank prints in each step: its loss, the fingerprint of its gradients *just
+# before the update*, of its parameters *after* it, and the bytes that it sent in between.
+
+# %%
+seen = lab.admit(5)
+
+# %%
+lab.predict("17.5", "d")
+
+# %%
+lab.reveal("17.5")
+lab.uncover(5)
+losses = {f"rank {rank}": one["losses"] for rank, one in enumerate(seen)}
+if lab.predicted("17.5"):
+    plots.show(plots.curves(losses, "Patient 5", "30 steps of SGD on real text, four ranks", "loss"))
+
+# %% [markdown]
+# Four curves that fall, and not one that would make you look twice. That is why a loss is no evidence.
+
+# %%
+lab.admit(6);
+
+# %%
+lab.predict("17.6", "a")
+
+# %%
+lab.reveal("17.6")
+lab.uncover(6)
+
+# %% [markdown]
+# The next patient was tried on 1, 2 and 4 ranks. All ranks got the *same* batch, so that the mean over the ranks is the same for
+# every N.
+
+# %%
+lab.admit(7);
+
+# %%
+lab.predict("17.7", "c")
+
+# %%
+lab.reveal("17.7")
+lab.uncover(7)
+
+# %% [markdown]
+# ## Write: four faults at once
+#
+# This patient was brought in with four faults: its ranks begin with different weights, their learning rates differ, nothing is
+# reduced, and nothing sets gradients to zero. Mended, all ranks begin with rank 0's parameters and take the same steps, with
+# the mean of their gradients.
+
+# %%
+# %%exercise 17.2
+
+# %%
+lab.check("17.2")
+
+# %%
+# %%ranks
+from zerolab.lab import calls
+
+model = make_model(seed=rank)  # other weights on every rank
+mine = [batch(words, rank, step, 4, 32) for step in range(3)]
+
+
+def mark_of(tensors):
+    return fingerprint(torch.cat([one.detach().flatten() for one in tensors]))
+
+
+marks = [mark_of(model.parameters())]
+with calls() as book:
+    lab.mine("17.2")(model, iter(mine), 0.1)
+marks.append(mark_of(model.parameters()))
+sent, psi = book.sent, sum(p.numel() for p in model.parameters())
+
+# %% tags=["nbval-check-output"]
+before, after = zip(*lab.pull("marks"))
+print(f"different parameters: {len(set(before))} before, {len(set(after))} after three steps")
+assert len(set(before)) == 4 and len(set(after)) == 1
+
+# %%
+sent, psi = lab.pull("sent", rank=0), lab.pull("psi", rank=0)
+print(f"each rank sent {sent:,.0f} bytes; Ψ = {psi:,}")
+print(f"three all-reduces of the gradients, as rings: 3 × 2 × 3/4 × 4Ψ = {3 * 6 * psi:,}")
+print(f"the rest, {sent - 18 * psi:,.0f}, gave all ranks rank 0's weights: a broadcast as a ring is 3/4 × 4Ψ = {3 * psi:,}")
+
+# %% [markdown]
+# The ledger agrees with the arithmetic. A run whose bytes you can explain, and whose fingerprints are equal after each update, has
+# none of the faults of this ward.
+#
+# ## Ward 3: out of memory
+#
+# No machine here has four GPUs. So patient 8 runs its step on the CPU, where every buffer is recorded, and then asks for its
+# peak on the device that its code names. The devices are four of lesson 10's arenas: allocators that keep books as a GPU's does,
+# of 2.5 times a rank's peak each.
+
+# %%
+seen = lab.admit(8)
+
+# %%
+lab.predict("17.8", "d")
+
+# %%
+lab.reveal("17.8")
+lab.uncover(8)
+if lab.predicted("17.8"):
+    plots.show(plots.stacks(seen[0], "Patient 8", "what ranks 0 and 1 hold when rank 2 asks for its share", "MB"))
+
+# %%
+seen = lab.admit(9)
+
+# %%
+lab.predict("17.9", "b")
+
+# %%
+lab.reveal("17.9")
+lab.uncover(9)
+if lab.predicted("17.9"):
+    held = {"activations": dict(enumerate(seen[0], start=1))}
+    plots.show(plots.growth(held, "validation steps", "Patient 9", "bytes alive after each validation batch, rank 0"))
+
+# %% [markdown]
+# A straight line through the number of batches: what grows is made anew in each and never let go.
+#
+# ## Write: a validation that forgets
+#
+# Mend it, and while you are there, make it right on many ranks: one number for all of them, in which every *sample* weighs the
+# same. (Ranks may have different numbers of batches, and batches different sizes. Lesson 14 has the same trap with tokens.)
+
+# %%
+# %%exercise 17.3
+
+# %%
+lab.check("17.3")
+
+# %%
+# %%ranks
+model = make_model()
+held_out = [batch(words, rank, 100 + step, 1 + (rank + step) % 3, 32) for step in range(rank + 1)]
+loss = lab.mine("17.3")(model, iter(held_out))
+with torch.no_grad():
+    pairs = [(model(x, y).item(), len(x)) for x, y in held_out]
+own = sum(value * size for value, size in pairs) / sum(size for _, size in pairs)
+
+# %%
+losses, owns = lab.pull("loss"), lab.pull("own")
+print("validation loss of each rank's own samples:", "  ".join(f"{one:.4f}" for one in owns))
+print("of all samples, the same on every rank:    ", "  ".join(f"{one:.4f}" for one in losses))
+assert len(set(losses)) == 1 and min(owns) <= losses[0] <= max(owns)
+
+# %% [markdown]
+# ## Ward 4: listings that cannot have run
+#
+# Code in articles has often not been run by anybody. These four end in their first lines. All you get is the last line of the
+# traceback, and it is enough.
+
+# %%
+lab.admit(10);
+
+# %%
+lab.predict("17.10", "b")
+
+# %%
+lab.reveal("17.10")
+lab.uncover(10)
+
+# %%
+lab.admit(11);
+
+# %%
+lab.predict("17.11", "c")
+
+# %%
+lab.reveal("17.11")
+lab.uncover(11)
+
+# %%
+lab.admit(12);
+
+# %%
+lab.predict("17.12", "a")
+
+# %%
+lab.reveal("17.12")
+lab.uncover(12)
+
+# %%
+lab.admit(13);
+
+# %%
+lab.predict("17.13", "d")
+
+# %%
+lab.reveal("17.13")
+lab.uncover(13)
+
+# %% [markdown]
+# ## Write: who, and on which GPU
+#
+# Patients 4, 8 and 10 have one illness: a process that does not know who it is. `torchrun` tells it, in three variables of the
+# environment: `RANK`, its number in the whole job; `LOCAL_RANK`, its number on this node; `WORLD_SIZE`, how many there are. On
+# two nodes with 8 GPUs, rank 9 is the second process of the second node:
+#
+#     node 0   RANK 0  1  2  3  4  5  6  7      LOCAL_RANK 0  1  2  3  4  5  6  7
+#     node 1   RANK 8  9 10 11 12 13 14 15      LOCAL_RANK 0  1  2  3  4  5  6  7
+
+# %%
+# %%exercise 17.4
+
+# %%
+lab.check("17.4")
+
+# %% tags=["nbval-check-output"]
+place = lab.mine("17.4")
+for rank, local in ((0, 0), (9, 1), (15, 7)):
+    print(place({"RANK": str(rank), "LOCAL_RANK": str(local), "WORLD_SIZE": "16"}, 8))
+
+# %% [markdown]
+# ## In production
+#
+# torch has instruments of its own. `dist.monitored_barrier` (gloo) is a barrier that names the rank that did not come:
+
+# %%
+# %%ranks
+from datetime import timedelta
+from torch.distributed.distributed_c10d import monitored_barrier  # torch's own: the lab's ranks have one that is faster
+
+group = dist.new_group(timeout=timedelta(seconds=2))
+said = ""
+if rank != 3:  # rank 3 stays away, as patient 1's did
+    try:
+        monitored_barrier(group, timeout=timedelta(seconds=2))
+    except RuntimeError as error:
+        said = str(error).splitlines()[0]
+
+# %%
+print("rank 0:", lab.pull("said", rank=0))
+lab.reset()
+
+# %% [markdown]
+# And `DistributedDataParallel` has an answer to uneven data: inside `join()`, a rank whose batches are used up takes part in the
+# others' collectives with zeros, until all are done. Where yours stops with the shortest rank, this one goes on to the longest.
+
+# %%
+# %%ranks
+from torch.nn.parallel import DistributedDataParallel
+
+torch.manual_seed(0)
+parallel, made = DistributedDataParallel(torch.nn.Linear(8, 1)), 0
+sgd = torch.optim.SGD(parallel.parameters(), lr=0.1)
+with parallel.join():
+    for _ in range(2 if rank == 3 else 3):
+        parallel(torch.ones(4, 8)).mean().backward()
+        sgd.step()
+        sgd.zero_grad()
+        made += 1
+mark = mark_of(parallel.parameters())
+
+# %% tags=["nbval-check-output"]
+print("steps with data:", lab.pull("made"), "· parameters equal at the end:", len(set(lab.pull("mark"))) == 1)
+
+# %% [markdown]
+# On NVIDIA GPUs:
+#
+# - torch keeps a **flight recorder** of NCCL's collectives if `TORCH_NCCL_TRACE_BUFFER_SIZE` (in newer versions `TORCH_FR_BUFFER_SIZE`) is
+#   more than 0, and with `TORCH_NCCL_DUMP_ON_TIMEOUT=1` writes it to a file for each rank when one times out; `torchfrtrace` compares the
+#   files ([tutorial](https://docs.pytorch.org/tutorials/unstable/flight_recorder_tutorial.html)). It is the table of ward 1.
+# - `TORCH_DISTRIBUTED_DEBUG=DETAIL` compares the shapes of every collective before it starts. It is slow: for finding, not for
+#   running.
+# - `py-spy dump --pid` shows the line that a process is in, without stopping it.
+# - torchrun ends all ranks when one fails and prints the *first* failure, with its exit code.
+#
+# The engine of this course asks for the table by itself when a collective fails; you saw it with patients 1 to 3.
+#
+# ## On trial
+#
+# > Printed below a listing, as the output of all ranks: "loss 1.6250", later "loss 1.3125".
+#
+# Two things can be checked. Can all ranks print the same loss? And can a loss be printed so round? 1.6250 is 26/16 and 1.3125 is
+# 21/16. We rebuild such a listing in the kindest way: one linear layer, the squared error, random data on each rank as in the
+# listings of this kind, equal weights, gradients averaged. It takes 200 steps.
+
+
+# %%
+# %%ranks
+def listing(seed, steps=200):
+    torch.manual_seed(0)
+    layer = torch.nn.Linear(10, 1)
+    torch.manual_seed(seed)
+    sgd, printed = torch.optim.SGD(layer.parameters(), lr=0.01), []
+    for _ in range(steps):
+        x, y = torch.randn(16, 10), torch.randn(16, 1)
+        loss = torch.nn.functional.mse_loss(layer(x), y)
+        sgd.zero_grad()
+        loss.backward()
+        for param in layer.parameters():
+            dist.all_reduce(param.grad)
+            param.grad /= world_size
+        sgd.step()
+        printed.append(f"{loss.item():.4f}")
+    return printed
+
+
+own_data, same_data = listing(seed=1 + rank), listing(seed=1)
+
+# %% tags=["nbval-check-output"]
+for name, said in (("own_data", "each rank its own data"), ("same_data", "all ranks the same data")):
+    steps = list(zip(*lab.pull(name)))
+    print(f"{said}: all ranks print the same loss in {sum(len(set(step)) == 1 for step in steps)} of {len(steps)} steps")
+
+# %%
+printed = [loss for losses in lab.pull("own_data") for loss in losses]
+round_ones = [loss for loss in printed if (float(loss) * 16).is_integer()]
+print(f"{len(round_ones)} of {len(printed)} printed losses are sixteenths; by chance it would be one in 625")
+
+# %% [markdown]
+# **Verdict: false.** Ranks that train on their own data print their own losses: the loss is computed before anything is averaged.
+# All of them print the same only if the loss itself is reduced, which the listing doesn't do, or if all have the same data, and
+# then four ranks do the work of one (lesson 03). The digits speak too. Of the 10,000 endings with four decimals, 16 are
+# sixteenths: one loss in 625. Two of two are one in 390,625. Numbers under a listing are evidence only if you can print them
+# yourself.
+#
+# ## Questions
+#
+# 1. How would you find a hang on 512 ranks?
+# 2. Three ranks report "connection closed by peer", one reports nothing. Where do you look, and for what?
+# 3. A run on 8 GPUs converges worse than on one. Which three fingerprints do you compare, and what does each tell?
+# 4. Why can Adam hide that gradients were summed and not averaged? What brings it to light?
+# 5. A rank finds a NaN in its batch. What may it decide alone?
+# 6. Memory grows by the same amount with each batch. Training is well. Which line do you look for?
+
+# %% [markdown] tags=["answer"]
+# **Answers**
+#
+# 1. By the ranks that did not come. Take every rank's last collectives (torch's flight recorder, or the table of this course), find
+#    the first number at which they differ, and look at the minority. Then see where that rank's Python is (py-spy), and whether
+#    its process lives. The ranks that wait are healthy.
+# 2. At the silent one. Its exit code tells: -9 or 137 is SIGKILL, mostly the host's memory; -11 is a crash in native code. The
+#    others only felt its connection close (patient 3).
+# 3. Parameters before the first step: were they the same? Gradients after the reduction: was it made? Parameters after
+#    the update: is the optimizer the same? The first that differs names the part (patients 5 and 6). If none differs, compare
+#    with one process on the same total batch: the scale (patient 7), the data (lesson 03).
+# 4. Adam divides the average gradient by the root of the average square, so a constant factor cancels. Gradient norms that grow
+#    with N show it, and so does clipping, which then clips every step.
+# 5. Nothing that changes what it calls: not to skip, not to stop, not to catch the error and go on. It tells the others (an
+#    all-reduce of a flag), and all skip, or none (patient 2; lesson 08's scaler).
+# 6. Something that is kept from each batch with a graph behind it: a loss added up or put in a list without .item(), in a loop
+#    without torch.no_grad() (patient 9).

@@ -252,7 +252,8 @@ SIZE = 13  # samples to train on; 7 to validate with
 def images() -> Split:
     """No two are alike."""
     numbers = torch.arange(SIZE + 7)
-    pixels = (torch.arange(2 * 4 * 4).view(2, 4, 4) * (3 + 2 * numbers[:, None, None, None]) * 5 + 11 * numbers[:, None, None, None]) % 256  # fmt: skip
+    each = numbers[:, None, None, None]
+    pixels = (torch.arange(2 * 4 * 4).view(2, 4, 4) * (3 + 2 * each) * 5 + 11 * each) % 256
     targets = (numbers * numbers // 2) % 3
     return Split(pixels[:SIZE].to(torch.uint8), targets[:SIZE], pixels[SIZE:].to(torch.uint8), targets[SIZE:])
 
@@ -430,8 +431,8 @@ EXERCISES = [
             "order = torch.randperm(n, generator=torch.Generator().manual_seed(seed + epoch)), the same on every rank; "
             "`for numbers in order.split(batch_size)`: this rank takes numbers[zero.rank :: zero.world_size], which "
             "may be empty. It still runs forward and backward.",
-            'F.cross_entropy(..., reduction="sum") / len(numbers); call backward() on world_size times that, and report '
-            'its all-reduced sum. Before the step: optimizer.param_groups[0]["lr"] = rate * batch_size / 32 * '
+            'F.cross_entropy(..., reduction="sum") / len(numbers); call backward() on world_size times that, and '
+            'report its all-reduced sum. Before the step: optimizer.param_groups[0]["lr"] = rate * batch_size / 32 * '
             "min(1, (steps so far + 1) / math.ceil(n / batch_size)).",
             "After the last step: zero.broadcast_buffers(), model.eval(), torch.no_grad(), one forward on "
             "validation_inputs[zero.rank :: zero.world_size] / 255, all-reduce the right answers, divide by all.",

@@ -126,7 +126,7 @@ TRAIN_MUTANTS = {
     "each rank another order": (edit(TRAIN, "seed + epoch", "seed + epoch + 100 * zero.rank"), "shuffle differently"),
     "each rank its own random order": (
         edit(TRAIN, _ORDER, "torch.manual_seed(zero.rank)\n        order = torch.randperm(n)"),
-        "shuffle differently",
+        "the order of another seed",
     ),
     "set_epoch forgotten": (edit(TRAIN, "manual_seed(seed + epoch)", "manual_seed(seed)"), "set_epoch() is never"),
     "the seed forgotten": (edit(TRAIN, "manual_seed(seed + epoch)", "manual_seed(epoch)"), "the order of another seed"),
@@ -157,7 +157,7 @@ TRAIN_MUTANTS = {
     ),
     "the data sharded first": (
         edit(TRAIN, "order.split(batch_size)", "order[mine].split(batch_size)", "numbers[mine]", "numbers"),
-        "if batch_size is that of all ranks together",
+        "batch_size is that of all ranks together",
     ),
     "a sampler with whole batches": (
         edit(TRAIN, "numbers[mine]", "order.roll(-zero.rank * batch_size)[: batch_size]"),

@@ -646,17 +646,17 @@ def alone(case: Case, data: Split, seen: Forwards, weigh: Weigh, keep: bool = Fa
     found, kept = [], [[b.clone() for b in model.buffers()] for _ in seen]
     for step in range(case.steps):
         parts = [torch.tensor(part, dtype=torch.long) for part in parts_of(seen, step)]
-        sums = []
-        for part, own in zip(parts, kept, strict=True):  # BatchNorm's statistics are each rank's own
-            _load(model, own)
-            sums.append(_sums(model, case.prepared(data.inputs[part]), data.targets[part]))
-            own[:] = [b.clone() for b in model.buffers()]
-        weights = weigh(*_counts(parts, data))
         optimizer.zero_grad(set_to_none=True) if not keep or step == 0 else None
-        torch.stack([w * s for w, s in zip(weights, sums, strict=True)]).sum().backward()
+        sums, weights = [], weigh(*_counts(parts, data))
+        for part, weight, own in zip(parts, weights, kept, strict=True):
+            _load(model, own)  # BatchNorm's statistics are each rank's own
+            total = _sums(model, case.prepared(data.inputs[part]), data.targets[part])
+            (weight * total).backward()
+            own[:] = [b.clone() for b in model.buffers()]
+            sums.append(total.item())
         optimizer.param_groups[0]["lr"] = case.rate(step)
         optimizer.step()
-        found.append([s.item() for s in sums])
+        found.append(sums)
     _load(model, [torch.stack(each).double().mean(0) for each in zip(*kept)])
     model.each_rank = kept  # type: ignore[assignment]
     return found, model

@@ -211,7 +211,7 @@ TRAIN_MUTANTS = {
             "            optimizer.step()\n",
             "            if zero.rank == 0:\n                optimizer.step()\n",
         ),
-        "step",
+        "out of step",
     ),
     "always stage 2": (edit(TRAIN, "zerolab.shard(model, stage)", "zerolab.Zero2(model)"), "the engine is of stage 2"),
     "not sharded": (
@@ -261,16 +261,8 @@ TRAIN_MUTANTS = {
         "validated with training data",
     ),
     "learns from validation data": (
-        edit(
-            TRAIN,
-            "data.inputs[n",
-            "data.validation_inputs[n",
-            "data.targets[n",
-            "data.validation_targets[n",
-            "len(data.inputs)",
-            "len(data.validation_inputs)",
-        ),
-        "",
+        edit(TRAIN, "data.inputs[numbers[mine]]", "data.validation_inputs[numbers[mine] % 7]"),
+        "it learns from validation data",
     ),
     "the mean of accuracies": (
         edit(

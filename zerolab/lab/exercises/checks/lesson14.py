@@ -353,6 +353,10 @@ class Case:
         """The samples of the step, of all ranks together."""
         return [(step * self.batch_size + i) % len(data.inputs) for i in range(self.batch_size)]
 
+    def expected(self, seen: Forwards, data: Split) -> Forwards:
+        """What right ranks learn from: here as if one rank did it all, since it does not matter who takes what."""
+        return [[[step, True, True, self.numbers(step, data)] for step in range(self.steps)]]
+
     def why_steps(self, found: int) -> str:
         return f"one for each step: {self.steps}"
 
@@ -554,10 +558,9 @@ def check_case(answer: Any, world: World, case: Case) -> None:
     seen: list[list[Any]] = everyone(world, watch.forwards)
     results = everyone(world, [losses, accuracy])
     everyones = [result[0] for result in results]
-    right: Forwards = [[[step, True, True, case.numbers(step, data)] for step in range(case.steps)]]  # of one rank
-    sums, trained = alone(case, data, right, right_weights)
+    sums, trained = alone(case, data, case.expected(seen, data), right_weights)
     counts = [int((data.targets[case.numbers(s, data)] != NOTHING).sum()) for s in range(case.steps)]
-    want = [row[0] / count for row, count in zip(sums, counts, strict=True)]
+    want = [sum(row) / count for row, count in zip(sums, counts, strict=True)]
     if not all(_close(other, want) for other in everyones):
         _check_samples(seen, case, data, when)
         case.check_rates(watch.rates, world)

@@ -63,6 +63,7 @@ print(f"who always gives the most common digit is right in {100 * most_common:.1
 # **Exhibit A** is a loss that a colleague is proud of. Nothing fails, and it falls faster than any other. Look at where it
 # goes before you read on.
 
+
 # %%
 def small(outputs=10):
     torch.manual_seed(0)
@@ -86,7 +87,9 @@ theirs = train_alone(small(), data.inputs, data.targets, F.nll_loss, 20)
 ours = train_alone(small(), data.inputs, data.targets, F.cross_entropy, 20)
 said = f"The colleague's loss goes from {theirs[0]:.2f} to {theirs[-1]:.2f}, below zero; a cross-entropy from {ours[0]:.2f} to {ours[-1]:.2f}."
 curves = {"the colleague's": theirs, "cross-entropy": ours}
-plots.show(plots.curves(curves, "Exhibit A: a loss that falls without end", "Digits, 20 steps of 64 images", "loss", said))
+plots.show(
+    plots.curves(curves, "Exhibit A: a loss that falls without end", "Digits, 20 steps of 64 images", "loss", said)
+)
 assert theirs[-1] < -1 and 0 < ours[-1] < ours[0]
 
 # %% [markdown]
@@ -95,6 +98,7 @@ assert theirs[-1] < -1 and 0 < ours[-1] < ours[0]
 # the right class. The model has only to make its outputs large. `F.cross_entropy` takes logits.
 #
 # **Exhibit B** is two error messages. The network is said to work well on MNIST, whose images have 28×28 pixels.
+
 
 # %% tags=["nbval-check-output"]
 class ForAnotherSize(nn.Module):
@@ -137,7 +141,10 @@ def share_right(images, labels):
 
 
 print("their validation images are more than 90 % right:", share_right(few[64:], shuffled[64:]) > 0.9)
-print("images that were kept out are less than 25 % right:", share_right(data.validation_inputs, data.validation_targets) < 0.25)
+print(
+    "images that were kept out are less than 25 % right:",
+    share_right(data.validation_inputs, data.validation_targets) < 0.25,
+)
 
 # %% [markdown]
 # Their validation images are among those that the model learnt from: it has memorised 128 shuffled labels. Split first, and
@@ -147,12 +154,12 @@ print("images that were kept out are less than 25 % right:", share_right(data.va
 
 # %%
 # %%ranks
-import torch.distributed as dist
 import torch.nn.functional as F
 import zerolab
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 from torch.utils.data.distributed import DistributedSampler
+from zerolab import lab
 from zerolab.lab import CNN, ConvBlock, ResNet, digits
 from zerolab.measure import ledger, model_states
 
@@ -211,8 +218,18 @@ lab.reveal("13.1")
 # %% tags=["nbval-check-output"]
 if lab.predicted("13.1"):
     numbers = sorted(n for mine in lab.pull("mine") for n in mine)
-    print("answers of the four ranks:", lab.pull("answers"), "image counted twice:", [n for n in set(numbers) if numbers.count(n) > 1])
-    print("two epochs in the same order:", lab.pull("orders", rank=0)[False], "with set_epoch:", lab.pull("orders", rank=0)[True])
+    print(
+        "answers of the four ranks:",
+        lab.pull("answers"),
+        "image counted twice:",
+        [n for n in set(numbers) if numbers.count(n) > 1],
+    )
+    print(
+        "two epochs in the same order:",
+        lab.pull("orders", rank=0)[False],
+        "with set_epoch:",
+        lab.pull("orders", rank=0)[True],
+    )
 
 # %% [markdown]
 # The sampler fills up with samples from the front until everyone has the same number. In training that hardly matters. In
@@ -227,6 +244,7 @@ if lab.predicted("13.1"):
 #
 # Below, four ranks train a CNN with BatchNorm in stage 2. The images are sorted by their label and cut into four files, one
 # for each rank, as happens when a data set is written class by class.
+
 
 # %%
 # %%ranks
@@ -306,6 +324,7 @@ lab.check("13.1")
 # runs as in production: torchrun starts the processes, and nothing of this notebook is in them. Three seeds, each with its
 # own weights and orders, on one rank, two and four, in another stage each time. (For CIFAR-10, pass `"--data"` and its folder.)
 
+
 # %%
 def run(ranks, stage):
     said = lab.torchrun("13.1", ranks, "--stage", stage, "--epochs", 4, "--batch-size", 64, "--seeds", 0, 1, 2)
@@ -360,6 +379,7 @@ lab.predict("13.2", 15)  # steps
 # Now measure. Each of the four ranks trains alone, with a seed of its own: batches of 32, 256 and 512 images, with the same rate,
 # with the linearly scaled one, and with a warm-up in the first epoch.
 
+
 # %%
 # %%ranks
 def alone(batch_size, scale, warm_up, epochs=5):
@@ -378,7 +398,15 @@ def alone(batch_size, scale, warm_up, epochs=5):
     return accuracy(model), steps
 
 
-kinds = [(32, 1, False), (256, 1, False), (256, 8, False), (256, 8, True), (512, 1, False), (512, 16, False), (512, 16, True)]
+kinds = [
+    (32, 1, False),
+    (256, 1, False),
+    (256, 8, False),
+    (256, 8, True),
+    (512, 1, False),
+    (512, 16, False),
+    (512, 16, True),
+]
 found = [alone(*kind) for kind in kinds]
 
 # %%
@@ -397,8 +425,14 @@ if lab.predicted("13.2"):
     said = f"Equal samples: mean accuracy of four seeds {middle['32, rate x1'][1]:.1f} % with {steps['32, rate x1']} steps, "
     said += f"{middle['256, rate x8'][1]:.1f} % with {steps['256, rate x8']} larger ones, {middle['512, rate x16'][1]:.1f} % with {steps['512, rate x16']}."
     said_axes = ("optimizer steps in five epochs", "accuracy, %")
-    plots.show(plots.tradeoff(middle, "A larger batch takes fewer steps", "Digits, equal samples", said_axes, said, "32, rate x1"))
-    assert bands["32, rate x1"][0] > bands["256, rate x1"][-1] - 2 and bands["256, rate x8"][0] > bands["256, rate x1"][0]
+    plots.show(
+        plots.tradeoff(
+            middle, "A larger batch takes fewer steps", "Digits, equal samples", said_axes, said, "32, rate x1"
+        )
+    )
+    assert (
+        bands["32, rate x1"][0] > bands["256, rate x1"][-1] - 2 and bands["256, rate x8"][0] > bands["256, rate x1"][0]
+    )
 
 # %% [markdown]
 # With the rate of 32 samples, a batch of 256 goes an eighth of the way: it takes 30 steps for 225, each of about the
@@ -413,6 +447,7 @@ if lab.predicted("13.2"):
 # reason: each rank computes them from numbers that all ranks know, the step and the epoch. (A schedule that looks at the loss, such as
 # `ReduceLROnPlateau`, must see the mean loss of all ranks, or the ranks drift apart.) The optimizer of every stage has
 # `param_groups`, so torch's schedulers work as they are. Here one run has both, in stages 0 to 3:
+
 
 # %%
 # %%ranks
@@ -461,6 +496,7 @@ for stage in range(4):
 # %%
 lab.predict("13.3", 8_448 * 3)  # bytes
 
+
 # %%
 # %%ranks
 def gan(stage, quiet=False, steps=12):
@@ -470,7 +506,7 @@ def gan(stage, quiet=False, steps=12):
     zero_g, zero_d = zerolab.shard(G, stage), zerolab.shard(D, stage)
     adam_g, adam_d = (torch.optim.Adam(net.parameters(), lr=1e-3, betas=(0.5, 0.999)) for net in (G, D))
     generator = torch.Generator().manual_seed(rank)
-    for step in range(steps):
+    for _ in range(steps):
         real = data.inputs[torch.randint(len(data.inputs), (16,), generator=generator)].flatten(1) / 255
         made = G(torch.randn(16, 16, generator=generator))
         (F.softplus(D(made.detach())).mean() + F.softplus(-D(real)).mean()).backward()
@@ -491,7 +527,9 @@ def gan(stage, quiet=False, steps=12):
     return weights, book.moved
 
 
-gans = {(stage, quiet): gan(stage, quiet) for stage, quiet in ((0, False), (1, False), (2, False), (2, True), (3, False))}
+gans = {
+    (stage, quiet): gan(stage, quiet) for stage, quiet in ((0, False), (1, False), (2, False), (2, True), (3, False))
+}
 gan_equal = {kind: torch.equal(weights, gans[0, False][0]) for kind, (weights, _) in gans.items()}
 gan_sent = {kind: sent for kind, (_, sent) in gans.items()}
 
@@ -504,7 +542,9 @@ if lab.predicted("13.3"):
     for (stage, quiet), sent in lab.pull("gan_sent", rank=0).items():
         same = all(equal[stage, quiet] for equal in lab.pull("gan_equal"))
         how = ", under D's no_sync()" if quiet else ""
-        print(f"stage {stage}{how}: {sent:,} bytes of D in a step of G; both networks equal stage 0, bit for bit: {same}")
+        print(
+            f"stage {stage}{how}: {sent:,} bytes of D in a step of G; both networks equal stage 0, bit for bit: {same}"
+        )
 
 # %% [markdown]
 # As many as in a step of D: an engine reduces whatever gradients a backward leaves, and does not know that nobody wants them.
@@ -566,6 +606,7 @@ for name in ("torch's DDP", "zerolab's DDP"):
 #
 # What could be faster? Each rank computes what it computed before. Count what it sends, and what memory it frees:
 
+
 # %%
 # %%ranks
 def cost(stage, batch_size=8):
@@ -573,7 +614,7 @@ def cost(stage, batch_size=8):
     model = ResNet(layers=4, width=64)
     zero = zerolab.shard(model, stage, units=[lab.ResidualBlock])
     adam = torch.optim.AdamW(model.parameters(), lr=1e-3)
-    for step in range(2):
+    for _ in range(2):
         with ledger(zero) as book, lab.saved(model) as kept:
             loss = F.cross_entropy(model(data.inputs[:batch_size] / 255), data.targets[:batch_size])
             loss.backward()
@@ -583,8 +624,6 @@ def cost(stage, batch_size=8):
     return states, kept.peak / batch_size, book.moved
 
 
-from zerolab import lab
-
 costs = {stage: cost(stage) for stage in range(4)}
 
 # %%
@@ -593,12 +632,17 @@ per_image = {}
 for stage, (states, activations, sent) in lab.pull("costs", rank=0).items():
     fits = int((budget - states) / activations)
     per_image[stage] = (states, sent, fits, sent / fits)
-    print(f"stage {stage}: states {states / 1e6:.2f} MB, sends {sent / 1e6:.2f} MB a step; in 8 MB fit {fits} images, {sent / fits / 1e3:.1f} kB for each")
+    print(
+        f"stage {stage}: states {states / 1e6:.2f} MB, sends {sent / 1e6:.2f} MB a step; in 8 MB fit {fits} images, {sent / fits / 1e3:.1f} kB for each"
+    )
 
 # %% tags=["nbval-check-output"]
 print("stages 1 and 2 send what stage 0 sends:", per_image[0][1] == per_image[1][1] == per_image[2][1])
 print("stage 3 sends more:", per_image[3][1] > per_image[0][1])
-print("with the batch that fits, every stage from 1 on sends less for each image than stage 0:", all(per_image[s][3] < per_image[0][3] for s in (1, 2, 3)))
+print(
+    "with the batch that fits, every stage from 1 on sends less for each image than stage 0:",
+    all(per_image[s][3] < per_image[0][3] for s in (1, 2, 3)),
+)
 
 # %% [markdown]
 # **True under a condition.** With the same batch no stage sends less than DDP, and stage 3 sends more, so nothing gets faster. But the

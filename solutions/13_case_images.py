@@ -270,7 +270,8 @@ def accuracy(model):
 
 
 zero = batch_norm_run()
-weights = torch.cat([param.detach().flatten() for param in zero.model.parameters()]).double().norm().item()
+with zero.full_parameters():
+    weights = torch.cat([param.detach().flatten() for param in zero.model.parameters()]).double().norm().item()
 own = accuracy(zero.model)
 running_mean = zero.model.blocks[0].norm.running_mean[:2].tolist()
 zero.broadcast_buffers()
@@ -356,14 +357,16 @@ plots.show(plots.curves(curves, "The same run, on any number of ranks", "Digits,
 # %% tags=["nbval-check-output"]
 for ranks in list(results)[1:]:
     pairs = list(zip(one, results[ranks], strict=True))
-    close = all(abs(a - b) < 0.01 for x, y in pairs for a, b in zip(x["losses"], y["losses"], strict=True))
-    right = all(abs(x["accuracy"] - y["accuracy"]) < 0.01 for x, y in pairs)
-    print(f"{ranks} ranks against 1: losses within 0.01: {close}, accuracies within 1 %: {right}")
+    close = all(abs(a - b) < 1e-6 for x, y in pairs for a, b in zip(x["losses"], y["losses"], strict=True))
+    right = all(abs(x["accuracy"] - y["accuracy"]) < 1e-6 for x, y in pairs)
+    print(f"{ranks} ranks against 1: losses within 0.000001: {close}, the same accuracies: {right}")
 print("better than 85 % with every seed:", min(band) > 85)
 
 # %% [markdown]
 # That is a checked result: a number beside what no learning reaches, with the **band** of three seeds, on any number of ranks.
-# Only sums are taken in another order. A change that moves the accuracy by less than the band has not been shown to do
+# Only sums are taken in another order, and the script trains in float64, where that stays small. In float32 it can show: a ReLU whose
+# input is within rounding of zero opens on two ranks and stays shut on one, and from there on the losses part, with the same
+# quality and other digits. That is rounding and no mistake; a mistake shows in the first step. A change that moves the accuracy by less than the band has not been shown to do
 # anything.
 #
 # ## What a larger batch costs
@@ -547,7 +550,7 @@ if lab.predicted("13.3"):
         )
 
 # %% [markdown]
-# As many as in a step of D: an engine reduces whatever gradients a backward leaves, and does not know that nobody wants them.
+# An engine reduces whatever gradients a backward leaves, and does not know that nobody wants them.
 # `with zero_d.no_sync():` around G's backward keeps them on the rank, and `adam_d.zero_grad()` throws them away. Both
 # networks stay the same, bit for bit. Forget that `zero_grad()`, and D's next step also learns from G's loss, which is to
 # fool it: a run that gets worse, without an error.

@@ -147,7 +147,7 @@ class ResNet(nn.Module):
         self.head = nn.Linear(16 * width, classes)
 
     def forward(self, images: Tensor) -> Tensor:
-        x = self.first(images)  # (B, C, H/2, W/2)
+        x = self.first(images.to(self.first.weight.dtype))  # (B, C, H/2, W/2)
         for block in self.blocks:
             x = block(x)
         pooled = F.adaptive_avg_pool2d(F.relu(self.norm(x)), 4)  # (B, C, 4, 4), whatever the size of the images

@@ -48,7 +48,8 @@ def answered(source):
 
 def test_whose_script_runs_and_how_it_may_end(capsys):
     """The learner's once it has passed; its error is shown; and a script that hangs leaves no process behind."""
-    answered("import os\nprint('mine', os.environ['WORLD_SIZE'])\n")
+    # One write for each line: torchrun's ranks do not buffer, and what several write at once is mixed.
+    answered("import os, sys\nsys.stdout.write('mine ' + os.environ['WORLD_SIZE'] + '\\n')\n")
     assert scripts.torchrun("14.2", 2).split() == ["mine", "2"] * 2
     assert "# your script" in capsys.readouterr().out
     answered("raise ValueError('a mistake of mine')\n")

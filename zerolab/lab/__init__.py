@@ -46,8 +46,8 @@ _HOME = {
     "zerolab.lab.activations": ("saved",),
     "zerolab.lab.scripts": ("torchrun",),
     "zerolab.lab.clinic": ("admit", "uncover"),
-    "zerolab.tasks.data": ("batch", "pairs", "text", "windows"),
-    "zerolab.tasks.models": ("GPT", "Block", "PairEncoder"),
+    "zerolab.tasks.data": ("batch", "cifar10", "digits", "pairs", "text", "windows"),
+    "zerolab.tasks.models": ("CNN", "GPT", "Block", "ConvBlock", "PairEncoder", "ResidualBlock", "ResNet"),
 }
 _MODULE_OF = {name: module for module, names in _HOME.items() for name in names}
 

@@ -118,6 +118,42 @@ class CNN(nn.Module):
         return self.head(x.mean(dim=(2, 3)))
 
 
+class ResidualBlock(nn.Module):
+    """Two convolutions whose output is added to their input, each behind a norm and a ReLU: (B, C, H, W), unchanged.
+
+    The norm is GroupNorm, which takes each image by itself, so that the result does not depend on the batch.
+    """
+
+    def __init__(self, channels: int) -> None:
+        super().__init__()
+        self.norm1 = nn.GroupNorm(4, channels)
+        self.conv1 = nn.Conv2d(channels, channels, 3, padding=1, bias=False)
+        self.norm2 = nn.GroupNorm(4, channels)
+        self.conv2 = nn.Conv2d(channels, channels, 3, padding=1, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.conv1(F.relu(self.norm1(x)))
+        return x + self.conv2(F.relu(self.norm2(y)))
+
+
+class ResNet(nn.Module):
+    """A small residual network: (B, channels, H, W) with values from 0 to 1 -> logits (B, classes)."""
+
+    def __init__(self, layers: int = 1, width: int = 16, channels: int = 1, classes: int = 10) -> None:
+        super().__init__()
+        self.first = nn.Conv2d(channels, width, 3, stride=2, padding=1)
+        self.blocks = nn.ModuleList(ResidualBlock(width) for _ in range(layers))
+        self.norm = nn.GroupNorm(4, width)
+        self.head = nn.Linear(16 * width, classes)
+
+    def forward(self, images: Tensor) -> Tensor:
+        x = self.first(images.to(self.first.weight.dtype))  # (B, C, H/2, W/2)
+        for block in self.blocks:
+            x = block(x)
+        pooled = F.adaptive_avg_pool2d(F.relu(self.norm(x)), 4)  # (B, C, 4, 4), whatever the size of the images
+        return self.head(pooled.flatten(1))
+
+
 class PairEncoder(nn.Module):
     """Do two sentences mean the same? Word numbers (B, 2, T), 0 for padding -> logits (B, 2).
 

@@ -396,6 +396,33 @@ QUESTIONS: dict[str, Question] = {
         formula=2,
         beside_formula="It is a little less: at the very beginning nobody has pushed anything yet.",
     ),
+    "13.1": Question(
+        "answers",
+        slips={
+            359 / 360: "Each image once would be right. 359 is no multiple of 4, and every rank gets equally many.",
+            356 / 360: "That is drop_last=True, which leaves three images out. By default the sampler fills up.",
+            4 * 359 / 360: "That is without a sampler: every rank would count all of them.",
+            1 / 4: "That is one rank: the four of them together.",
+        },
+    ),
+    "13.2": Question(
+        "steps",
+        slips={
+            14 / 15: "The last batch of an epoch is smaller, and is a step as well: three steps an epoch, not 2.8.",
+            10 / 15: "Nothing is dropped: the last batch of an epoch is smaller, and is a step as well.",
+            15: "That is with batches of 32.",
+            3 / 15: "That is one epoch.",
+        },
+    ),
+    "13.3": Question(
+        "bytes",
+        psi=8_448,
+        slips={
+            4 / 3: _OWN_PART,
+            2: "That is an all-reduce. In stage 2 the gradients are only reduce-scattered.",
+            8 / 3: "That is an all-reduce, and a rank does not send its own part.",
+        },
+    ),
     "14.1": Question(
         "times as much",
         slips={

@@ -329,16 +329,92 @@ ERRORS_1 = {
 
 # ---------------------------------------------------------------------- 14.2
 
+RATE = 0.5  # the learning rate that make_optimizer gives
 NOTHING = -100  # a target with nothing to learn: padding in a language model, a pair without an answer
 
 
 @dataclass(frozen=True)
 class Case:
+    """One training. Lesson 13 has another kind: what differs is in these methods."""
+
     name: str
     make: Callable[[], nn.Module]
     stage: int
     batch_size: int
     steps: int
+
+    @property
+    def when(self) -> str:
+        return f"{self.name}, {self.steps} steps of {self.batch_size} samples"
+
+    def data(self) -> Split:
+        return data_of(self.make is gpt)
+
+    def run(self, answer: Any, model: nn.Module, data: Split, make_optimizer: Any) -> Any:
+        return answer.train(model, data, self.stage, self.steps, self.batch_size, make_optimizer)
+
+    def prepared(self, inputs: Tensor) -> Tensor:
+        """What the model is given for `inputs` of the data."""
+        return inputs.long()
+
+    def key(self, row: Tensor) -> bytes:
+        """Tells samples apart, whether from the data or on their way into the model."""
+        return row.detach().short().numpy().tobytes()
+
+    def rate(self, step: int) -> float:
+        return RATE
+
+    def numbers(self, step: int, data: Split) -> list[int]:
+        """The samples of the step, of all ranks together."""
+        return [(step * self.batch_size + i) % len(data.inputs) for i in range(self.batch_size)]
+
+    def expected(self, seen: Forwards, data: Split) -> Forwards:
+        """What right ranks learn from: here as if one rank did it all, since it does not matter who takes what."""
+        return [[[step, True, True, self.numbers(step, data)] for step in range(self.steps)]]
+
+    def why_steps(self, found: int) -> str:
+        return f"one for each step: {self.steps}"
+
+    def why_samples(self, seen: Forwards, step: int, data: Split) -> str:
+        """Why the ranks' samples are not those of the step."""
+        N, size = len(seen), len(data.inputs)
+        parts, wanted = parts_of(seen, step), sorted(self.numbers(step, data))
+        together = sorted(n for part in parts for n in part)
+        if any(n >= size for n in together):
+            return "it learns from validation data: data.inputs and data.targets are for training"
+        if -1 in together:
+            return "some inputs are no samples of the data: a rank without samples has an empty batch"
+        if N > 1 and all(sorted(part) == wanted for part in parts):
+            return ALL_SAMPLES
+        if N > 1 and parts[0] and all(sorted(part) == sorted(parts[0]) for part in parts):
+            return SAME_BATCH
+        if (step + 1) * self.batch_size > size:
+            return WRAP
+        if set(together) < set(wanted) and len({len(part) for part in parts}) == 1:
+            return LEFT_OUT.format(batch=self.batch_size)
+        if set(together) == set(wanted):
+            return REPEATED
+        if N > 1 and set(together) < set(wanted):
+            return "some samples are left out, others come twice: all ranks must cut one and the same order"
+        return "step s takes the samples from s * batch_size on, of all ranks together"
+
+    def gradients(self) -> list[tuple[Weigh, str]]:
+        """How wrong answers weigh the ranks' sums of losses, and the mistake."""
+        return GRADIENTS
+
+    def reports(self) -> list[tuple[Report, str]]:
+        """What may be reported as the loss. The first is right."""
+        return REPORTS
+
+    def why_loss(self, loss: float, seen: Forwards, data: Split) -> str:
+        """Why the loss of the first step is another."""
+        return ""
+
+    def check_rates(self, rates: list[float], world: World) -> None:
+        """Raises Wrong if the learning rates of the steps are not those that were asked for."""
+
+    def check_state(self, watch: Watch, trained: nn.Module, world: World) -> None:
+        """Raises Wrong if training has left something else behind than `trained`, what one process has."""
 
 
 class Seen(nn.Module):
@@ -403,21 +479,26 @@ class Watch:
     case: Case
     data: Split
     steps: int = 0  # of the optimizer
+    rates: list[float] = field(default_factory=list)  # of each step
     engines: list[Any] = field(default_factory=list)
     forwards: list[tuple[int, bool, bool, list[int]]] = field(default_factory=list)
 
     def __post_init__(self) -> None:
         rows = torch.cat([self.data.inputs, self.data.validation_inputs])
-        self.rows = {row.numpy().tobytes(): number for number, row in enumerate(rows)}
+        self.rows = {self.case.key(row): number for number, row in enumerate(rows)}
 
     def saw(self, inputs: Tensor, training: bool) -> None:
-        numbers = [self.rows.get(row.detach().short().numpy().tobytes(), -1) for row in inputs]
+        numbers = [self.rows.get(self.case.key(row), -1) for row in inputs]
         self.forwards.append((self.steps, training, torch.is_grad_enabled(), numbers))
 
     def make_optimizer(self, params: Any) -> SGD:
-        optimizer = SGD(params, lr=0.5, momentum=0.5)
+        optimizer = SGD(params, lr=RATE, momentum=0.5)
+        optimizer.register_step_pre_hook(self.stepping)
         optimizer.register_step_post_hook(self.stepped)
         return optimizer
+
+    def stepping(self, optimizer: Any, *arguments: Any) -> None:
+        self.rates.append(float(optimizer.param_groups[0]["lr"]))
 
     def stepped(self, *arguments: Any) -> None:
         self.steps += 1
@@ -459,8 +540,8 @@ LOSS_1_N = (
 NOT_ZEROED = "zero_grad() is missing, or comes between backward() and step(): gradients must start from nothing"
 NO_STEP = "the model does not learn: optimizer.step() is missing, or the optimizer has other parameters"
 TRAINING_DATA = "validated with training data: it was there in training, and so the accuracy is too good"
-IN_TRAINING_MODE = "model.eval() is missing: dropout is still on while accuracy is measured"
-NOT_AGAIN = "model.train() is missing: after eval() the model would train without dropout"
+IN_TRAINING_MODE = "model.eval() is missing: accuracy is measured with dropout or BatchNorm as in training"
+NOT_AGAIN = "model.train() is missing: after eval() the model trains without dropout, and BatchNorm stands still"
 NOTHING_COUNTED = f"targets of {NOTHING} were counted as wrong: they have no answer"
 MEAN_ACCURACY = (
     "the mean of the ranks' accuracies: their parts differ in size. Add up hits and counts, then divide once"
@@ -472,17 +553,17 @@ UNEQUAL = "every rank must return the same numbers: all-reduce the sums, and div
 
 def check_train(answer: Any, world: World) -> None:
     for case in CASES_2:
-        _check_case(answer, world, case)
+        check_case(answer, world, case)
 
 
-def _check_case(answer: Any, world: World, case: Case) -> None:
-    model, data = case.make(), data_of(case.make is gpt)
+def check_case(answer: Any, world: World, case: Case) -> None:
+    model, data, when = case.make(), case.data(), case.when
     before = [tensor.clone() for tensor in data]
-    watch, when = Watch(case, data), f"{case.name}, {case.steps} steps of {case.batch_size} samples"
+    watch = Watch(case, data)
     type(model).record = staticmethod(watch.saw)  # type: ignore[attr-defined]
     try:
         with engines_made(watch.engines), world.record() as calls, world.blamed(calls):
-            got = answer.train(model, data, case.stage, case.steps, case.batch_size, watch.make_optimizer)
+            got = case.run(answer, model, data, watch.make_optimizer)
     finally:
         type(model).record = staticmethod(lambda inputs, training: None)  # type: ignore[attr-defined]
     losses, accuracy = _form(got, case, when)
@@ -492,17 +573,20 @@ def _check_case(answer: Any, world: World, case: Case) -> None:
     seen: list[list[Any]] = everyone(world, watch.forwards)
     results = everyone(world, [losses, accuracy])
     everyones = [result[0] for result in results]
-    right: Forwards = [[[step, True, True, numbers_of(step, case, data)] for step in range(case.steps)]]  # of one rank
-    sums, trained = alone(case, data, right, right_weights)
-    counts = [int((data.targets[numbers_of(s, case, data)] != NOTHING).sum()) for s in range(case.steps)]
-    want = [row[0] / count for row, count in zip(sums, counts, strict=True)]
+    sums, trained = alone(case, data, case.expected(seen, data), right_weights)
+    counts = [int((data.targets[case.numbers(s, data)] != NOTHING).sum()) for s in range(case.steps)]
+    want = [sum(row) / count for row, count in zip(sums, counts, strict=True)]
     if not all(_close(other, want) for other in everyones):
-        _check_samples(seen, case, data, when, world)
+        _check_samples(seen, case, data, when)
+        case.check_rates(watch.rates, world)
         if any(map(math.isnan, losses)):
             likely = "a mean of nothing is nan: where a step has fewer samples than ranks, some have none. Take the sum"
             raise Wrong(f"{when}: a loss is nan", likely)
         _check_losses(losses, want, everyones, seen, case, data, world, when)
     _check_work(seen, case, data, when)
+    case.check_rates(watch.rates, world)
+    _check_mode(seen, case, data, when)
+    case.check_state(watch, trained, world)
     _check_accuracy(accuracy, [result[1] for result in results], seen, trained, case, data, world, when)
 
 
@@ -520,7 +604,7 @@ def _form(got: Any, case: Case, when: str) -> tuple[list[float], float]:
             f"{when}: the losses or the accuracy are no numbers", "return a list of floats, and a float"
         ) from None
     if len(losses) != case.steps:
-        raise Wrong(f"{when}: {len(losses)} losses were returned", f"one for each step: {case.steps}")
+        raise Wrong(f"{when}: {len(losses)} losses were returned", case.why_steps(len(losses)))
     return losses, accuracy
 
 
@@ -540,49 +624,23 @@ def _check_engine(watch: Watch, model: nn.Module, case: Case, when: str) -> None
 Forwards = list[list[Any]]  # for each rank, its forwards
 
 
-def numbers_of(step: int, case: Case, data: Split) -> list[int]:
-    return [(step * case.batch_size + i) % len(data.inputs) for i in range(case.batch_size)]
-
-
 def parts_of(seen: Forwards, step: int) -> list[list[int]]:
     """The samples of each rank that it learnt from in `step`."""
     return [[n for at, _, grads, found in rank if at == step and grads for n in found] for rank in seen]
 
 
-def _check_samples(seen: Forwards, case: Case, data: Split, when: str, world: World) -> None:
-    N, size = world.world_size, len(data.inputs)
+def _check_samples(seen: Forwards, case: Case, data: Split, when: str) -> None:
     for step in range(case.steps):
-        parts, wanted = parts_of(seen, step), sorted(numbers_of(step, case, data))
-        together = sorted(n for part in parts for n in part)
-        if together == wanted:
-            continue
-        what = (
-            f"{when}: in step {step + 1} the ranks learn from the samples {_shown(parts)}, expected {_shown([wanted])}"
-        )
-        if any(n >= size for n in together):
-            raise Wrong(what, "it learns from validation data: data.inputs and data.targets are for training")
-        if -1 in together:
-            raise Wrong(what, "some inputs are no samples of the data: a rank without samples has an empty batch")
-        if N > 1 and all(sorted(part) == wanted for part in parts):
-            raise Wrong(what, ALL_SAMPLES)
-        if N > 1 and parts[0] and all(sorted(part) == sorted(parts[0]) for part in parts):
-            raise Wrong(what, SAME_BATCH)
-        if (step + 1) * case.batch_size > size:
-            raise Wrong(what, WRAP)
-        if set(together) < set(wanted) and len({len(part) for part in parts}) == 1:
-            raise Wrong(what, LEFT_OUT.format(batch=case.batch_size))
-        if set(together) == set(wanted):
-            raise Wrong(what, REPEATED)
-        if N > 1 and set(together) < set(wanted):
-            raise Wrong(what, "some samples are left out, others come twice: all ranks must cut one and the same order")
-        likely = "step s takes the samples from s * batch_size on, of all ranks together"
-        raise Wrong(what, likely)
+        parts, wanted = parts_of(seen, step), case.numbers(step, data)
+        if sorted(n for part in parts for n in part) != sorted(wanted):
+            what = f"in step {step + 1} the ranks learn from the samples {_shown(parts)}, expected {_shown([wanted])}"
+            raise Wrong(f"{when}: {what}", case.why_samples(seen, step, data))
 
 
 def _check_work(seen: Forwards, case: Case, data: Split, when: str) -> None:
     """The numbers are right. Has each rank computed only its part?"""
     for step in range(case.steps):
-        parts, wanted = parts_of(seen, step), sorted(numbers_of(step, case, data))
+        parts, wanted = parts_of(seen, step), sorted(case.numbers(step, data))
         if len(parts) > 1 and all(sorted(part) == wanted for part in parts):
             raise Wrong(f"{when}: in step {step + 1} the ranks learn from the samples {_shown(parts)}", ALL_SAMPLES)
 
@@ -602,21 +660,33 @@ def alone(case: Case, data: Split, seen: Forwards, weigh: Weigh, keep: bool = Fa
     weigh: what each rank's sum is multiplied by, in the mean over the ranks. keep: gradients are never set to zero.
     """
     model = case.make()
-    optimizer = SGD([p for p in model.parameters() if p.requires_grad], lr=0.5, momentum=0.5)
-    found = []
+    optimizer = SGD([p for p in model.parameters() if p.requires_grad], lr=RATE, momentum=0.5)
+    found, kept = [], [[b.clone() for b in model.buffers()] for _ in seen]
     for step in range(case.steps):
         parts = [torch.tensor(part, dtype=torch.long) for part in parts_of(seen, step)]
-        sums = [_sums(model, data.inputs[part], data.targets[part]) for part in parts]
-        weights = weigh(*_counts(parts, data))
         optimizer.zero_grad(set_to_none=True) if not keep or step == 0 else None
-        torch.stack([w * s for w, s in zip(weights, sums, strict=True)]).sum().backward()
+        sums, weights = [], weigh(*_counts(parts, data))
+        for part, weight, own in zip(parts, weights, kept, strict=True):
+            _load(model, own)  # BatchNorm's statistics are each rank's own
+            total = _sums(model, case.prepared(data.inputs[part]), data.targets[part])
+            (weight * total).backward()
+            own[:] = [b.clone() for b in model.buffers()]
+            sums.append(total.item())
+        optimizer.param_groups[0]["lr"] = case.rate(step)
         optimizer.step()
-        found.append([s.item() for s in sums])
+        found.append(sums)
+    _load(model, [torch.stack(each).double().mean(0) for each in zip(*kept)])
+    model.each_rank = kept  # type: ignore[assignment]
     return found, model
 
 
+def _load(model: nn.Module, buffers: list[Tensor]) -> None:
+    for buffer, value in zip(model.buffers(), buffers, strict=True):
+        buffer.copy_(value)
+
+
 def _sums(model: nn.Module, inputs: Tensor, targets: Tensor) -> Tensor:
-    return F.cross_entropy(model(inputs.long()).flatten(0, -2), targets.flatten(), reduction="sum")
+    return F.cross_entropy(model(inputs).flatten(0, -2), targets.flatten(), reduction="sum")
 
 
 def _counts(parts: list[Tensor], data: Split) -> tuple[list[int], list[int], int]:
@@ -710,16 +780,16 @@ def _check_losses(
     told = f"{when}: the loss of step {first + 1} is {losses[first]:.5g}, expected {want[first]:.5g}"
     trajectories: list[tuple[list[list[float]], str]] = [(sums, "")]
     trajectories.append((alone(case, data, seen, lambda c, e, s: [0.0] * len(c))[0], NO_STEP))
-    trajectories += [(alone(case, data, seen, weigh)[0], likely) for weigh, likely in GRADIENTS]
+    trajectories += [(alone(case, data, seen, weigh)[0], likely) for weigh, likely in case.gradients()]
     trajectories.append((alone(case, data, seen, right_weights, keep=True)[0], NOT_ZEROED))
     for found, wrong_gradient in trajectories:
-        for report, wrong_report in REPORTS:
+        for report, wrong_report in case.reports():
             if _close(losses, reported(found, report)):
                 raise Wrong(told, wrong_report or wrong_gradient, values_differ=True)
-    for report, likely in REPORTS[1:]:
+    for report, likely in case.reports()[1:]:
         if math.isclose(losses[0], reported(sums, report)[0], rel_tol=1e-5) and first == 0:
             raise Wrong(told, likely, values_differ=True)
-    likely = "the first loss is right, so the gradient is wrong" if first else ""
+    likely = "the first loss is right, so the gradient is wrong" if first else case.why_loss(losses[0], seen, data)
     if not likely and any(not _close(other, losses) for other in everyones):
         likely = UNEQUAL
     raise Wrong(told, likely, values_differ=True)
@@ -727,6 +797,14 @@ def _check_losses(
 
 def _close(one: list[float], other: list[float]) -> bool:
     return all(math.isclose(a, b, rel_tol=1e-5) for a, b in zip(one, other, strict=True))
+
+
+def _check_mode(seen: Forwards, case: Case, data: Split, when: str) -> None:
+    size = len(data.inputs)
+    if any(grads and not training for rank in seen for at, training, grads, _ in rank if at < case.steps):
+        raise Wrong(f"{when}: it learns in eval mode", NOT_AGAIN)
+    if any(training for rank in seen for _, training, _, found in rank if _validates(found, size)):
+        raise Wrong(f"{when}: accuracy is measured in training mode", IN_TRAINING_MODE)
 
 
 def _check_accuracy(
@@ -740,12 +818,7 @@ def _check_accuracy(
     when: str,
 ) -> None:
     N, size = world.world_size, len(data.inputs)
-    after = [(training, found) for rank in seen for at, training, grads, found in rank if _validates(found, size)]
-    if any(grads and not training for rank in seen for at, training, grads, _ in rank if at < case.steps):
-        raise Wrong(f"{when}: it learns in eval mode", NOT_AGAIN)
-    if any(training for training, _ in after):
-        raise Wrong(f"{when}: accuracy is measured in training mode", IN_TRAINING_MODE)
-    hits, counted = _hits(trained, data.validation_inputs, data.validation_targets)
+    hits, counted = _hits(trained, case.prepared(data.validation_inputs), data.validation_targets)
     want = hits.sum().item() / counted.sum().item()
     told = f"{when}: the accuracy is {accuracy:.4g}, expected {want:.4g}"
     if math.isclose(accuracy, want, abs_tol=1e-6):
@@ -788,7 +861,7 @@ def _hits(model: nn.Module, inputs: Tensor, targets: Tensor) -> tuple[Tensor, Te
     """Of each sample: how many targets the model's first choice is right for, and how many there are."""
     model.eval()
     with torch.no_grad():
-        right = model(inputs.long()).argmax(-1) == targets
+        right = model(inputs).argmax(-1) == targets
     there = targets != NOTHING
     return (right & there).reshape(len(targets), -1).sum(1), there.reshape(len(targets), -1).sum(1)
 

@@ -151,7 +151,8 @@ def in_case(answer: Any, when: str, likely: str, errors: dict[str, str] | None =
         raise
     except Exception as error:
         what = str(error).strip().splitlines()[0] if str(error).strip() else ""
-        likely = next((mistake for part, mistake in (errors or {}).items() if part in what), likely)
+        said = f"{type(error).__name__}: {what}"
+        likely = next((mistake for part, mistake in (errors or {}).items() if part in said), likely)
         lines = [f for f in traceback.extract_tb(error.__traceback__) if f.filename == answer.__file__]
         line = f" · line {lines[-1].lineno}: {lines[-1].line}" if lines else ""
-        raise Wrong(f"{when}: {type(error).__name__}: {what}{line}", likely) from None
+        raise Wrong(f"{when}: {said}{line}", likely) from None

@@ -1,0 +1,686 @@
+# %% [markdown]
+# # 13 · Case: images
+#
+# **The question.** A classifier trains on one GPU and reaches 97 %. On four it is said to reach 97 % too. Who has checked
+# that, and how?
+#
+# Images make it look easy: every sample has one label and one size. Yet a run on four ranks can learn from the same images
+# four times, count some answers twice, validate four different models, or take a quarter of the steps that it needs. None of
+# these fails. You pay for four GPUs, and find out when the model is in use.
+#
+# This lesson is a case, from the file with the images to a checked result. You find four mistakes from their evidence, write
+# a training script, run it with torchrun on one, two and four ranks, and measure what a larger batch costs. At the end two
+# networks train against each other, as two engines.
+
+# %%
+# %load_ext zerolab.lab
+import json
+import tempfile
+from pathlib import Path
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+from zerolab import lab
+from zerolab.lab import plots
+
+lab.start(4)
+
+# %% [markdown]
+# ## The data
+#
+# CIFAR-10 has 60,000 photographs of 32×32 pixels, in ten classes. Its "Python version" is a set of pickles, and to open a
+# pickle is to run whatever code is in it. Take the [binary version](https://www.cs.toronto.edu/~kriz/cifar.html). A record
+# there is a byte for the label, then 1,024 bytes of red, 1,024 of green, 1,024 of blue, and nothing else. Here is a folder
+# of that format, with two records in each file:
+
+# %% tags=["nbval-check-output"]
+folder = Path(tempfile.mkdtemp(prefix="zerolab-lesson-13-"))
+for name in (*(f"data_batch_{i}.bin" for i in range(1, 6)), "test_batch.bin"):
+    records = [bytes([label]) + bytes([200]) * 1024 + bytes([100]) * 1024 + bytes([label]) * 1024 for label in (3, 7)]
+    (folder / name).write_bytes(b"".join(records))
+data = lab.cifar10(str(folder))
+print("training", tuple(data.inputs.shape), data.inputs.dtype, "validation", tuple(data.validation_inputs.shape))
+print("labels", data.targets[:2].tolist(), "the first pixel in red, green and blue:", data.inputs[0, :, 0, 0].tolist())
+
+# %% [markdown]
+# The case itself uses scikit-learn's handwritten digits, which need no download: 8×8 pixels, one channel. Every fifth image is
+# kept for **validation**: the model never learns from it, so the share of right answers there, its **accuracy**, says how it
+# does on images that it has not seen.
+
+# %% tags=["nbval-check-output"]
+data = lab.digits()
+print("training", tuple(data.inputs.shape), data.inputs.dtype, "validation", tuple(data.validation_inputs.shape))
+most_common = data.validation_targets.bincount().max().item() / len(data.validation_targets)
+print(f"who always gives the most common digit is right in {100 * most_common:.1f} % of the validation images")
+
+# %% [markdown]
+# Remember the last number: it is what no learning reaches. The images are bytes from 0 to 255; a model is given
+# `images / 255`.
+#
+# ## Four mistakes, from their evidence
+#
+# **Exhibit A** is a loss that a colleague is proud of. Nothing fails, and it falls faster than any other. Look at where it
+# goes before you read on.
+
+
+# %%
+def small(outputs=10):
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Flatten(), nn.Linear(64, 32), nn.ReLU(), nn.Linear(32, outputs))
+
+
+def train_alone(model, inputs, targets, loss_of, steps, lr=0.05):
+    sgd = torch.optim.SGD(model.parameters(), lr=lr, momentum=0.9)
+    losses = []
+    for step in range(steps):
+        part = slice(64 * step % len(inputs), 64 * step % len(inputs) + 64)
+        loss = loss_of(model(inputs[part] / 255), targets[part])
+        loss.backward()
+        sgd.step()
+        sgd.zero_grad()
+        losses.append(loss.item())
+    return losses
+
+
+theirs = train_alone(small(), data.inputs, data.targets, F.nll_loss, 20)
+ours = train_alone(small(), data.inputs, data.targets, F.cross_entropy, 20)
+said = f"The colleague's loss goes from {theirs[0]:.2f} to {theirs[-1]:.2f}, below zero; a cross-entropy from {ours[0]:.2f} to {ours[-1]:.2f}."
+curves = {"the colleague's": theirs, "cross-entropy": ours}
+plots.show(
+    plots.curves(curves, "Exhibit A: a loss that falls without end", "Digits, 20 steps of 64 images", "loss", said)
+)
+assert theirs[-1] < -1 and 0 < ours[-1] < ours[0]
+
+# %% [markdown]
+# A cross-entropy is the negative logarithm of a probability, so it cannot be negative. `nll_loss` expects *logarithms of
+# probabilities*. The colleague gave it **logits**, the raw outputs of the last layer, and its loss is then minus the logit of
+# the right class. The model has only to make its outputs large. `F.cross_entropy` takes logits.
+#
+# **Exhibit B** is two error messages. The network is said to work well on MNIST, whose images have 28×28 pixels.
+
+
+# %% tags=["nbval-check-output"]
+class ForAnotherSize(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.features = nn.Sequential(
+            nn.Conv2d(1, 16, 3, padding=1), nn.ReLU(), nn.MaxPool2d(2), nn.Conv2d(16, 32, 3, padding=1), nn.MaxPool2d(2)
+        )
+        self.head = nn.Linear(32 * 7 * 7, 10)
+
+    def forward(self, x):
+        return self.head(self.features(x).view(-1, 32 * 7 * 7))
+
+
+for batch_size in (48, 49):
+    try:
+        logits = ForAnotherSize()(data.inputs[:batch_size] / 255)
+        F.cross_entropy(logits, data.targets[:batch_size])
+    except (RuntimeError, ValueError) as error:
+        print(f"{batch_size} images: {error}")
+
+# %% [markdown]
+# Do the division. 6,144 numbers from 48 images are 128 each, which is 32·2·2: after two poolings an image of 8×8 has 2×2
+# places, and one of 28×28 has 7×7. So the head is sized for another image. The second message is the dangerous one. With 49
+# images the numbers happen to make four rows of 1,568, and `view(-1, ...)` mixes twelve images into each. Only the labels
+# gave it away. Write `flatten(1)`, which keeps images apart, and pool to a fixed size before it
+# (`F.adaptive_avg_pool2d(x, 4)`).
+#
+# **Exhibit C** is a validation accuracy, on images that were set aside "from the data". The labels were shuffled first, so
+# nobody can know a label that he has not seen.
+
+# %% tags=["nbval-check-output"]
+few, shuffled = data.inputs[:128], data.targets[torch.randperm(128, generator=torch.Generator().manual_seed(1))]
+model = small()
+train_alone(model, few, shuffled, F.cross_entropy, 800, lr=0.1)
+
+
+def share_right(images, labels):
+    return (model(images / 255).argmax(1) == labels).float().mean().item()
+
+
+print("their validation images are more than 90 % right:", share_right(few[64:], shuffled[64:]) > 0.9)
+print(
+    "images that were kept out are less than 25 % right:",
+    share_right(data.validation_inputs, data.validation_targets) < 0.25,
+)
+
+# %% [markdown]
+# Their validation images are among those that the model learnt from: it has memorised 128 shuffled labels. Split first, and
+# train after. The test takes a minute: with shuffled labels, an honest validation is at chance.
+#
+# **Exhibit D** is from four ranks. Each took steps of 16 images and printed its first three losses.
+
+# %%
+# %%ranks
+import torch.nn.functional as F
+import zerolab
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
+from torch.utils.data.distributed import DistributedSampler
+from zerolab import lab
+from zerolab.lab import CNN, ConvBlock, ResNet, digits
+from zerolab.measure import ledger, model_states
+
+data = digits()
+torch.manual_seed(0)  # as many scripts begin, on every rank
+zero = zerolab.Zero2(ResNet())
+sgd = torch.optim.SGD(zero.model.parameters(), lr=0.02, momentum=0.9)
+losses = []
+for images, labels in DataLoader(TensorDataset(data.inputs, data.targets), batch_size=16, shuffle=True):
+    loss = F.cross_entropy(zero.model(images / 255), labels)
+    loss.backward()
+    sgd.step()
+    sgd.zero_grad()
+    losses.append(loss.item())
+    if len(losses) == 3:
+        break
+
+# %%
+for rank, losses in enumerate(lab.pull("losses")):
+    print(f"rank {rank}:", "  ".join(f"{loss:.6f}" for loss in losses))
+
+# %% tags=["nbval-check-output"]
+print("all ranks have printed the same losses:", all(losses == lab.pull("losses")[0] for losses in lab.pull("losses")))
+
+# %% [markdown]
+# Different images have different losses, so four equal losses mean the **same images on every rank**. The mean of four equal
+# gradients is one of them: four ranks did the work of one. The script seeds all ranks alike, and nobody divides the samples.
+#
+# That is what a **sampler** is for. `DistributedSampler` shuffles the numbers of the samples alike on every rank, and gives each
+# rank every fourth one. Two things about it surprise people. It shuffles with its seed plus the epoch, and learns the epoch only from
+# `sampler.set_epoch(epoch)`: without that call, every epoch has the same order. And all ranks get equally many. Predict:
+# 359 validation images, four ranks, a `DistributedSampler` with its defaults. How many answers do the ranks count together?
+
+# %%
+lab.predict("13.1", 360)  # answers
+
+# %%
+# %%ranks
+images = TensorDataset(data.validation_inputs, data.validation_targets)
+sampler = DistributedSampler(images, shuffle=False)
+answers, mine = len(list(sampler)), list(sampler)
+orders = {}
+for told in (False, True):
+    shuffling = DistributedSampler(data.inputs, seed=0)
+    found = []
+    for epoch in range(2):
+        if told:
+            shuffling.set_epoch(epoch)
+        found.append(list(shuffling))
+    orders[told] = found[0] == found[1]
+
+# %%
+lab.measured("13.1", sum(lab.pull("answers")))
+lab.reveal("13.1")
+
+# %% tags=["nbval-check-output"]
+if lab.predicted("13.1"):
+    numbers = sorted(n for mine in lab.pull("mine") for n in mine)
+    print(
+        "answers of the four ranks:",
+        lab.pull("answers"),
+        "image counted twice:",
+        [n for n in set(numbers) if numbers.count(n) > 1],
+    )
+    print(
+        "two epochs in the same order:",
+        lab.pull("orders", rank=0)[False],
+        "with set_epoch:",
+        lab.pull("orders", rank=0)[True],
+    )
+
+# %% [markdown]
+# The sampler fills up with samples from the front until everyone has the same number. In training that hardly matters. In
+# validation it is a wrong number: add up right answers and images yourself, each once. (`drop_last=True` leaves images out
+# instead, which is no better.)
+#
+# ## BatchNorm: four ranks, four models
+#
+# **BatchNorm** subtracts from each channel the mean of the *batch* and divides by its standard deviation. For validation it
+# keeps running averages of both, in **buffers**: tensors that belong to the model and are no parameters. Nobody takes their
+# gradient, and no engine averages them. So each rank keeps those of its own images.
+#
+# Below, four ranks train a CNN with BatchNorm in stage 2. The images are sorted by their label and cut into four files, one
+# for each rank, as happens when a data set is written class by class.
+
+
+# %%
+# %%ranks
+def batch_norm_run(steps=40):
+    torch.manual_seed(0)
+    mine = data.targets.argsort(stable=True).tensor_split(4)[rank]
+    mine = mine[torch.randperm(len(mine))]
+    model = CNN(layers=1, width=8)
+    zero = zerolab.Zero2(model, units=[ConvBlock])
+    sgd = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    for step in range(steps):
+        numbers = mine[torch.arange(8 * step, 8 * step + 8) % len(mine)]
+        F.cross_entropy(model(data.inputs[numbers] / 255), data.targets[numbers]).backward()
+        sgd.step()
+        sgd.zero_grad()
+    return zero
+
+
+@torch.no_grad()
+def accuracy(model):
+    model.eval()
+    return (model(data.validation_inputs / 255).argmax(1) == data.validation_targets).float().mean().item()
+
+
+zero = batch_norm_run()
+with zero.full_parameters():
+    weights = torch.cat([param.detach().flatten() for param in zero.model.parameters()]).double().norm().item()
+own = accuracy(zero.model)
+running_mean = zero.model.blocks[0].norm.running_mean[:2].tolist()
+zero.broadcast_buffers()
+shared = accuracy(zero.model)
+
+# %%
+for rank, (own, mean) in enumerate(zip(lab.pull("own"), lab.pull("running_mean"))):
+    print(f"rank {rank}: accuracy {100 * own:.1f} %, running means of two channels {mean[0]:.3f} and {mean[1]:.3f}")
+print(f"after broadcast_buffers, on every rank: {100 * lab.pull('shared', rank=0):.1f} %")
+
+# %% tags=["nbval-check-output"]
+own, shared, means = lab.pull("own"), lab.pull("shared"), lab.pull("running_mean")
+print("the weights have the same length on every rank:", len(set(lab.pull("weights"))) == 1)
+print("the running means differ:", len({tuple(mean) for mean in means}) > 1)
+print("after broadcast_buffers all ranks have the same accuracy:", len(set(shared)) == 1)
+
+# %% [markdown]
+# The same weights, and another accuracy on every rank. What is "the" accuracy then? It is that of the rank that prints.
+# `zero.broadcast_buffers()` gives all of them rank 0's statistics, so that there is one model. It does not make it a good
+# one: rank 0 has only seen three kinds of digits. Three remedies, from the weakest:
+#
+# 1. shuffle the samples of all ranks together, so that every rank sees all classes, and share the buffers before validation;
+# 2. average over the whole batch: `nn.SyncBatchNorm` does it in every forward (torch has it for GPUs only);
+# 3. a norm that looks at one image at a time, such as **GroupNorm**. Then the result does not depend on the number of ranks at
+#    all, since no image sees the others. The residual network of this lesson has it.
+#
+# A **residual network** adds the input of a block to its output, so that the block has only to learn a change. `lab.ResNet`
+# has one block, 16 channels, and parameters for ten classes.
+#
+# ## Write: the training script
+#
+# - Each epoch takes the samples in another order, the same on every rank: `seed + epoch`.
+# - A step has `batch_size` samples of **all ranks together**. 1,438 is no multiple of anything useful, so the last step of an epoch
+#   is smaller, parts differ by a sample, and some may be empty. A rank without samples still runs forward and backward.
+# - The loss is the mean over the step's samples. The engine averages over ranks, and equal weights of *ranks* are not equal
+#   weights of *samples* when parts differ. So take the sum over the rank's samples, times N, divided by the step's number.
+# - The optimizer's rate is meant for 32 samples. For `batch_size` it is `batch_size / 32` times as much (**linear scaling**), and
+#   in the first epoch it rises to that in equal parts (**warm-up**). You measure below what that is good for.
+# - All ranks have the same buffers before validation, and accuracy counts each validation image once.
+#
+# `main()`, which reads the arguments and calls your function for each seed, is there already.
+
+# %%
+# %%exercise 13.1
+
+# %%
+lab.check("13.1")
+
+# %% [markdown]
+# The check compared your losses, rates, buffers and weights with one process, also in stages 0 to 3, with empty parts. Now it
+# runs as in production: torchrun starts the processes, and nothing of this notebook is in them. Three seeds, each with its
+# own weights and orders, on one rank, two and four, in another stage each time. (For CIFAR-10, pass `"--data"` and its folder.)
+
+
+# %%
+def run(ranks, stage):
+    said = lab.torchrun("13.1", ranks, "--stage", stage, "--epochs", 4, "--batch-size", 64, "--seeds", 0, 1, 2)
+    found = [json.loads(line) for line in said.splitlines() if line.startswith("{")]
+    for one in found:
+        print(f"   seed {one['seed']}: loss {one['losses'][-1]:.4f}, accuracy {100 * one['accuracy']:.2f} %")
+    return found
+
+
+results = {1: run(1, stage=0)}
+
+# %%
+results[2] = run(2, stage=2)
+
+# %%
+if lab.passed("13.1"):  # seven processes take a while: until then the course's script runs on one rank and on two
+    results[4] = run(4, stage=3)
+
+# %%
+most = max(results)
+one, many = results[1], results[most]
+curves = {"1 rank, seed 0": one[0]["losses"]} | {f"{most} ranks, seed {each['seed']}": each["losses"] for each in many}
+apart = max(abs(a - b) for x, y in zip(one, many) for a, b in zip(x["losses"], y["losses"]))
+band = [100 * each["accuracy"] for each in many]
+said = f"Losses on 1 and on {most} ranks differ by {apart:.0e} at most. The accuracies of three seeds go from {min(band):.1f} to "
+said += f"{max(band):.1f} %. Always the most common digit: {100 * most_common:.1f} %."
+plots.show(plots.curves(curves, "The same run, on any number of ranks", "Digits, 4 epochs of 23 steps", "loss", said))
+
+# %% tags=["nbval-check-output"]
+for ranks in list(results)[1:]:
+    pairs = list(zip(one, results[ranks], strict=True))
+    close = all(abs(a - b) < 1e-6 for x, y in pairs for a, b in zip(x["losses"], y["losses"], strict=True))
+    right = all(abs(x["accuracy"] - y["accuracy"]) < 1e-6 for x, y in pairs)
+    print(f"{ranks} ranks against 1: losses within 0.000001: {close}, the same accuracies: {right}")
+print("better than 85 % with every seed:", min(band) > 85)
+
+# %% [markdown]
+# That is a checked result: a number beside what no learning reaches, with the **band** of three seeds, on any number of ranks.
+# Only sums are taken in another order, and the script trains in float64, where that stays small. In float32 it can show: a ReLU whose
+# input is within rounding of zero opens on two ranks and stays shut on one, and from there on the losses part, with the same
+# quality and other digits. That is rounding and no mistake; a mistake shows in the first step. A change that moves the accuracy by less than the band has not been shown to do
+# anything.
+#
+# ## What a larger batch costs
+#
+# More GPUs make it tempting to take a larger batch: each keeps its 32 samples, and eight of them make 256. Compare runs with
+# **equal samples**, since those are what you pay for. First predict: five epochs of 1,438 images, with a batch of 512
+# (nothing is dropped). How many steps does the optimizer take?
+
+# %%
+lab.predict("13.2", 15)  # steps
+
+# %% [markdown]
+# Now measure. Each of the four ranks trains alone, with a seed of its own: batches of 32, 256 and 512 images, with the same rate,
+# with the linearly scaled one, and with a warm-up in the first epoch.
+
+
+# %%
+# %%ranks
+def alone(batch_size, scale, warm_up, epochs=5):
+    torch.manual_seed(rank)
+    model = ResNet()
+    sgd = torch.optim.SGD(model.parameters(), lr=0.02, momentum=0.9)
+    steps, per_epoch = 0, -(-len(data.inputs) // batch_size)
+    for epoch in range(epochs):
+        order = torch.randperm(len(data.inputs), generator=torch.Generator().manual_seed(rank + epoch))
+        for numbers in order.split(batch_size):
+            sgd.param_groups[0]["lr"] = 0.02 * scale * (min(1, (steps + 1) / per_epoch) if warm_up else 1)
+            F.cross_entropy(model(data.inputs[numbers] / 255), data.targets[numbers]).backward()
+            sgd.step()
+            sgd.zero_grad()
+            steps += 1
+    return accuracy(model), steps
+
+
+kinds = [
+    (32, 1, False),
+    (256, 1, False),
+    (256, 8, False),
+    (256, 8, True),
+    (512, 1, False),
+    (512, 16, False),
+    (512, 16, True),
+]
+found = [alone(*kind) for kind in kinds]
+
+# %%
+lab.measured("13.2", lab.pull("found", rank=0)[-1][1])
+lab.reveal("13.2")
+
+# %%
+if lab.predicted("13.2"):
+    bands, steps = {}, {}
+    for i, (batch_size, scale, warm_up) in enumerate(lab.pull("kinds", rank=0)):
+        name = f"{batch_size}, rate x{scale}" + (", warm-up" if warm_up else "")
+        bands[name] = sorted(100 * found[i][0] for found in lab.pull("found"))
+        steps[name] = lab.pull("found", rank=0)[i][1]
+        print(f"batch {name:22} {steps[name]:4} steps   accuracy {bands[name][0]:.1f} to {bands[name][-1]:.1f} %")
+    middle = {name: (steps[name], sum(band) / len(band)) for name, band in bands.items() if "warm" not in name}
+    said = f"Equal samples: mean accuracy of four seeds {middle['32, rate x1'][1]:.1f} % with {steps['32, rate x1']} steps, "
+    said += f"{middle['256, rate x8'][1]:.1f} % with {steps['256, rate x8']} larger ones, {middle['512, rate x16'][1]:.1f} % with {steps['512, rate x16']}."
+    said_axes = ("optimizer steps in five epochs", "accuracy, %")
+    plots.show(
+        plots.tradeoff(
+            middle, "A larger batch takes fewer steps", "Digits, equal samples", said_axes, said, "32, rate x1"
+        )
+    )
+    assert middle["32, rate x1"][1] > middle["512, rate x1"][1]
+    assert middle["256, rate x8"][1] > middle["512, rate x16"][1]
+
+# %% [markdown]
+# Equal samples, and fewer steps. With the rate of 32 samples, 15 steps of 512 images do not get as far as 225 of 32, because each
+# step is about as long. Linear scaling makes it sixteen times as long. At 256 images, with 30 steps, eight times the rate does
+# no harm: compare the bands. At 512 the steps leave the region where the gradient is right, the seeds scatter widely, and a
+# warm-up of three steps does not help here. So the rule
+# has an end, and only a measurement on your model says where. ([Goyal and others](https://arxiv.org/abs/1706.02677) took it
+# to 8,192 images on ImageNet, with a warm-up of five epochs.)
+#
+# ## Rates and batches that change, in every stage
+#
+# A **schedule** changes the rate from step to step, and a **dynamic batch** grows during a run. Both are safe under sharding for one
+# reason: each rank computes them from numbers that all ranks know, the step and the epoch. (A schedule that looks at the loss, such as
+# `ReduceLROnPlateau`, must see the mean loss of all ranks, or the ranks drift apart.) The optimizer of every stage has
+# `param_groups`, so torch's schedulers work as they are. Here one run has both, in stages 0 to 3:
+
+
+# %%
+# %%ranks
+def scheduled(stage):
+    torch.manual_seed(0)
+    model = ResNet()
+    zero = zerolab.shard(model, stage)
+    sgd = torch.optim.SGD(model.parameters(), lr=0.02, momentum=0.9)
+    schedule = torch.optim.lr_scheduler.CosineAnnealingLR(sgd, T_max=20)
+    losses = []
+    for epoch, batch_size in enumerate((64, 128)):  # the batch grows
+        order = torch.randperm(len(data.inputs), generator=torch.Generator().manual_seed(epoch))[:640]
+        for numbers in order.split(batch_size):
+            mine = numbers[rank::world_size]
+            loss = F.cross_entropy(model(data.inputs[mine] / 255), data.targets[mine])
+            loss.backward()
+            sgd.step()
+            sgd.zero_grad()
+            schedule.step()
+            losses.append(loss.item())
+    right = accuracy(model)
+    with zero.full_parameters():
+        return torch.cat([param.detach().flatten() for param in model.parameters()]), losses, right
+
+
+runs = [scheduled(stage) for stage in range(4)]
+equal = [torch.equal(runs[0][0], each[0]) and runs[0][1:] == each[1:] for each in runs]
+accuracies = [each[2] for each in runs]
+
+# %% tags=["nbval-check-output"]
+for stage in range(4):
+    same = all(equal[stage] for equal in lab.pull("equal"))
+    print(f"stage {stage}: weights, losses and accuracy equal those of stage 0, bit for bit: {same}")
+
+# %% [markdown]
+# ## Two networks, two engines
+#
+# In a **GAN** two networks train against each other. The *generator* makes images out of noise. The *discriminator* says of
+# an image whether it is real. A step of the discriminator D shows it real and made images; a step of the generator G sends
+# its images through D, and asks for the gradient that makes them look more real. Each has its own engine and optimizer.
+#
+# The gradient of G passes through D, and on the way backward computes the gradients of D's parameters too. Nobody uses them.
+# D has Ψ = 8,448 parameters in float32, on four ranks in stage 2. Predict: **in a step of G**, how many bytes of D's
+# gradients does each rank send?
+
+# %%
+lab.predict("13.3", 8_448 * 3)  # bytes
+
+
+# %%
+# %%ranks
+def gan(stage, quiet=False, steps=12):
+    torch.manual_seed(0)
+    G = nn.Sequential(nn.Linear(16, 128), nn.ReLU(), nn.Linear(128, 64), nn.Sigmoid())
+    D = nn.Sequential(nn.Linear(64, 128), nn.LeakyReLU(0.2), nn.Linear(128, 1, bias=False))
+    zero_g, zero_d = zerolab.shard(G, stage), zerolab.shard(D, stage)
+    adam_g, adam_d = (torch.optim.Adam(net.parameters(), lr=1e-3, betas=(0.5, 0.999)) for net in (G, D))
+    generator = torch.Generator().manual_seed(rank)
+    for _ in range(steps):
+        real = data.inputs[torch.randint(len(data.inputs), (16,), generator=generator)].flatten(1) / 255
+        made = G(torch.randn(16, 16, generator=generator))
+        (F.softplus(D(made.detach())).mean() + F.softplus(-D(real)).mean()).backward()
+        adam_d.step()
+        adam_d.zero_grad()
+        loss = F.softplus(-D(made)).mean()
+        with ledger(zero_d) as book:
+            if quiet:
+                with zero_d.no_sync():  # D's gradients of this backward stay where they are
+                    loss.backward()
+            else:
+                loss.backward()
+        adam_g.step()
+        adam_g.zero_grad()
+        adam_d.zero_grad()  # what G's step has left in D
+    with zero_g.full_parameters(), zero_d.full_parameters():
+        weights = torch.cat([param.detach().flatten() for net in (G, D) for param in net.parameters()])
+    return weights, book.moved
+
+
+gans = {
+    (stage, quiet): gan(stage, quiet) for stage, quiet in ((0, False), (1, False), (2, False), (2, True), (3, False))
+}
+gan_equal = {kind: torch.equal(weights, gans[0, False][0]) for kind, (weights, _) in gans.items()}
+gan_sent = {kind: sent for kind, (_, sent) in gans.items()}
+
+# %%
+lab.measured("13.3", lab.pull("gan_sent", rank=0)[2, False])
+lab.reveal("13.3")
+
+# %% tags=["nbval-check-output"]
+if lab.predicted("13.3"):
+    for (stage, quiet), sent in lab.pull("gan_sent", rank=0).items():
+        same = all(equal[stage, quiet] for equal in lab.pull("gan_equal"))
+        how = ", under D's no_sync()" if quiet else ""
+        print(
+            f"stage {stage}{how}: {sent:,} bytes of D in a step of G; both networks equal stage 0, bit for bit: {same}"
+        )
+
+# %% [markdown]
+# An engine reduces whatever gradients a backward leaves, and does not know that nobody wants them.
+# `with zero_d.no_sync():` around G's backward keeps them on the rank, and `adam_d.zero_grad()` throws them away. Both
+# networks stay the same, bit for bit. Forget that `zero_grad()`, and D's next step also learns from G's loss, which is to
+# fool it: a run that gets worse, without an error.
+#
+# ## In production
+#
+# - **torch's DDP** broadcasts rank 0's buffers before each forward of the training (`broadcast_buffers=True`). After the last
+#   step they differ again, by one update: validate with `ddp.module` on every rank, and the accuracies may differ.
+# - **FSDP2** leaves buffers alone, as here. **DeepSpeed** broadcasts them once, at the start.
+# - **SyncBatchNorm** on GPUs: `nn.SyncBatchNorm.convert_sync_batchnorm(model)`, before the model is sharded.
+# - **DistributedSampler**: `set_epoch` in every epoch, and not for validation. `DataLoader(batch_size=b)` is per rank there:
+#   the step has N·b samples, so the learning rate changes when N does.
+#
+# Here is DDP beside zerolab's stage 0, with BatchNorm, on the same images:
+
+# %%
+# %%ranks
+from torch.nn.parallel import DistributedDataParallel
+
+
+def three_steps(wrap):
+    torch.manual_seed(0)
+    model = CNN(layers=1, width=8)
+    wrapped = wrap(model)
+    sgd = torch.optim.SGD(model.parameters(), lr=0.1)
+    for step in range(3):
+        mine = torch.arange(32 * step, 32 * step + 32)[rank::world_size]
+        F.cross_entropy(wrapped(data.inputs[mine] / 255), data.targets[mine]).backward()
+        sgd.step()
+        sgd.zero_grad()
+    weights = torch.cat([param.detach().flatten() for param in model.parameters()])
+    return weights, model.blocks[0].norm.running_mean.tolist()
+
+
+by_ddp = three_steps(DistributedDataParallel)
+by_zerolab = three_steps(lambda model: zerolab.DDP(model).model)
+weights_close = torch.allclose(by_ddp[0], by_zerolab[0], rtol=1e-4, atol=1e-6)
+statistics = {"torch's DDP": by_ddp[1], "zerolab's DDP": by_zerolab[1]}
+
+# %% tags=["nbval-check-output"]
+print("torch's DDP and zerolab's have the same weights, to within rounding:", all(lab.pull("weights_close")))
+for name in ("torch's DDP", "zerolab's DDP"):
+    different = len({tuple(statistics[name]) for statistics in lab.pull("statistics")})
+    print(f"{name}: {different} different running means on 4 ranks")
+
+# %% [markdown]
+# ## On trial
+#
+# > "ZeRO improves accuracy."
+#
+# **False.** You have measured it: the same weights, losses and accuracies in stages 0 to 3, bit for bit, with a schedule and a
+# growing batch. ZeRO shares out what is stored, and changes no number. Who reports a better accuracy with ZeRO has changed something
+# else, often the batch.
+#
+# > "ZeRO trains faster."
+#
+# What could be faster? Each rank computes what it computed before. Count what it sends, and what memory it frees:
+
+
+# %%
+# %%ranks
+def cost(stage, batch_size=8):
+    torch.manual_seed(0)
+    model = ResNet(layers=4, width=64)
+    zero = zerolab.shard(model, stage, units=[lab.ResidualBlock])
+    adam = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    for _ in range(2):
+        with ledger(zero) as book, lab.saved(model) as kept:
+            loss = F.cross_entropy(model(data.inputs[:batch_size] / 255), data.targets[:batch_size])
+            loss.backward()
+            states = sum(model_states(zero, adam).values())
+            adam.step()
+        adam.zero_grad()
+    return states, kept.peak / batch_size, book.moved
+
+
+costs = {stage: cost(stage) for stage in range(4)}
+
+# %%
+budget = 8e6  # bytes on each rank
+per_image = {}
+for stage, (states, activations, sent) in lab.pull("costs", rank=0).items():
+    fits = int((budget - states) / activations)
+    per_image[stage] = (states, sent, fits, sent / fits)
+    print(
+        f"stage {stage}: states {states / 1e6:.2f} MB, sends {sent / 1e6:.2f} MB a step; in 8 MB fit {fits} images, {sent / fits / 1e3:.1f} kB for each"
+    )
+
+# %% tags=["nbval-check-output"]
+print("stages 1 and 2 send what stage 0 sends:", per_image[0][1] == per_image[1][1] == per_image[2][1])
+print("stage 3 sends more:", per_image[3][1] > per_image[0][1])
+print(
+    "with the batch that fits, every stage from 1 on sends less for each image than stage 0:",
+    all(per_image[s][3] < per_image[0][3] for s in (1, 2, 3)),
+)
+
+# %% [markdown]
+# **True under a condition.** With the same batch no stage sends less than DDP, and stage 3 sends more, so nothing gets faster. But the
+# memory that is freed can hold a larger batch, and then a step's messages are shared by more images. That is the only way:
+# it pays where communication is what you wait for, and where the larger batch still learns. You have measured above that it
+# may not.
+#
+# ## Questions
+#
+# 1. Four ranks print exactly the same loss in every step. What is wrong, and what does it cost?
+# 2. Why is the last batch of an epoch a problem on several ranks, and what is the mean of the ranks' mean losses there?
+# 3. Same weights on all ranks, and different validation accuracies. Name two causes.
+# 4. You go from 8 to 64 GPUs with the same batch on each. What do you do to the learning rate, and how do you know that it
+#    was right?
+# 5. A rank's share of the last batch is empty. May it skip the step?
+# 6. Which gradients does a generator's backward leave in the discriminator, and what happens if you forget them?
+
+# %% [markdown] tags=["answer"]
+# **Answers**
+#
+# 1. Every rank has the same samples: no sampler, or the same seed and no split. N ranks do the work of one, and an epoch costs N
+#    times as much.
+# 2. Parts differ in size. The mean of means gives each *rank* the same weight, so images in small parts weigh more. Sum over
+#    each rank's samples, times N, divided by the number of the step.
+# 3. BatchNorm's running statistics are each rank's own; or each rank validates on its own part. (Or a rank is in training mode.)
+# 4. Times eight, with a warm-up. Train to equal samples with several seeds, and compare with the band of the old batch.
+#    The rule ends somewhere.
+# 5. No. Backward reduces gradients, and in stage 3 forward gathers parameters: all ranks take part. It runs with an empty batch, and adds
+#    0.
+# 6. Those of all of its parameters, for the loss of the generator. D's next step adds them to its own: it learns to be
+#    fooled. In every engine they also travel, unless `no_sync()` keeps them.
+
+# %%
+import shutil
+
+shutil.rmtree(folder)
+lab.stop()
+lab.progress()

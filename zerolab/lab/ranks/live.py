@@ -405,6 +405,7 @@ class Session:
             output=self._log.fileno(),
             fds=[self._lease.fd] if self._lease is not None else [],
             name=NAME,
+            forked=self.device == "cpu",  # CUDA is particular about forks
         )
         return _Rank(rank, process, file)
 

@@ -650,6 +650,23 @@ Check = Callable[[Any, World], None]
 
 EXERCISES = [
     Exercise(
+        id="17.1",
+        title="stop together",
+        section="Write: stop together",
+        check=check_uneven,
+        stub=UNEVEN_STUB,
+        reference=UNEVEN,
+        hints=(
+            "Before each step the ranks have to tell each other whether they have a batch, in a collective in which "
+            "a rank without a batch takes part too.",
+            "batch = next(iterator, None) is None when nothing is left. An all-reduce of 1 or 0 with dist.ReduceOp.MIN "
+            "gives 1 only if every rank has one.",
+            "while True: take a batch, all-reduce the flag, return the steps if it is 0, else make the step.",
+        ),
+        exports=("train",),
+        errors=UNEVEN_ERRORS,
+    ),
+    Exercise(
         id="17.2",
         title="four faults at once",
         section="Write: four faults at once",
@@ -666,23 +683,6 @@ EXERCISES = [
         ),
         exports=("train",),
         errors=TRAIN_ERRORS,
-    ),
-    Exercise(
-        id="17.1",
-        title="stop together",
-        section="Write: stop together",
-        check=check_uneven,
-        stub=UNEVEN_STUB,
-        reference=UNEVEN,
-        hints=(
-            "Before each step the ranks have to tell each other whether they have a batch, in a collective in which "
-            "a rank without a batch takes part too.",
-            "batch = next(iterator, None) is None when nothing is left. An all-reduce of 1 or 0 with dist.ReduceOp.MIN "
-            "gives 1 only if every rank has one.",
-            "while True: take a batch, all-reduce the flag, return the steps if it is 0, else make the step.",
-        ),
-        exports=("train",),
-        errors=UNEVEN_ERRORS,
     ),
     Exercise(
         id="17.3",

@@ -25,6 +25,7 @@ from zerolab.apps import doctor, machine
 from zerolab.apps import rehearsal as room
 from zerolab.cli import main
 from zerolab.lab.ranks import live
+from zerolab.world import nursery
 
 pytestmark = [pytest.mark.alone, pytest.mark.slow]
 
@@ -85,7 +86,7 @@ def test_a_whole_visit(tmp_path):
         assert finding["subject"] in done.stdout
         assert bool(finding["fix"]) == (finding["state"] == "fix"), finding
     seen = report["class"]
-    assert seen["ranks"] == 4 and seen["processes"] == 6  # notebooks of three ranks and of one
+    assert seen["ranks"] == 4 and seen["processes"] == 6 + 2 * nursery.FORKS  # notebooks of three ranks and of one
     assert 2**26 < seen["rank_bytes"] < 2**30 and 2**26 < seen["notebook_bytes"] < 2**30
     assert seen["rank_threads"] > 2 and seen["rank_files"] > 20 and seen["shared_memory"] >= 0
     assert seen["needed"] == 4 * (3 * seen["rank_bytes"] + seen["notebook_bytes"] + room.SERVER)

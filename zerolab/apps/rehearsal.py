@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from zerolab.apps.machine import INSTALL, Finding, MiB, available_memory, in_bytes
+from zerolab.world import nursery
 
 SERVER = 110 * MiB  # measured: JupyterLab's server takes 93 MiB before a notebook is open
 SPARE = 0.9  # of the memory; the rest is for the system
@@ -202,15 +203,16 @@ def _look(notebooks: list[subprocess.Popen]) -> dict[str, Any]:
     import psutil
 
     owners = [psutil.Process(notebook.pid) for notebook in notebooks]
-    ranks = [rank for owner in owners for rank in owner.children()]
+    below = [child for owner in owners for child in owner.children(recursive=True)]
+    ranks = [child for child in below if child.name() != nursery.NAME]
+    notebooks_own = [*owners, *(child for child in below if child not in ranks)]
     result: dict[str, Any] = {}
-    for name, processes in (("rank", ranks), ("notebook", owners)):
+    for name, number, processes in (("rank", len(ranks), ranks), ("notebook", len(owners), notebooks_own)):
         memory = [process.memory_full_info() for process in processes]
-        held = [getattr(info, "pss", info.uss) for info in memory]
-        result[f"{name}_bytes"] = sum(held) // len(held)
+        result[f"{name}_bytes"] = sum(getattr(info, "pss", info.uss) for info in memory) // number
         result[f"{name}_threads"] = max(process.num_threads() for process in processes)
         result[f"{name}_files"] = max(process.num_fds() for process in processes)
-    result["processes"] = len(ranks) + len(owners)
+    result["processes"] = len(below) + len(owners)
     return result
 
 

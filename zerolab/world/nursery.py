@@ -85,7 +85,8 @@ class Fresh:
     """The same where nothing is forked."""
 
     def __init__(self, request: bytes, fds: Sequence[int], environment: dict[str, str]) -> None:
-        command = _python("_fresh", os.getpid(), list(fds))
+        main = threading.current_thread() is threading.main_thread()
+        command = _python("_fresh", os.getpid(), main, list(fds))
         self._process = subprocess.Popen(
             command, env=environment, stdin=subprocess.PIPE, pass_fds=fds, start_new_session=True
         )
@@ -247,7 +248,7 @@ def _tell(pipe: Connection, number: int) -> None:
 def _begin(parent: int, request: bytes, fds: list[int]) -> None:
     """Be a fork: run what `start` was asked for."""
     os.setsid()
-    ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG: end with the nursery, even while hanging in C
+    _end_with_parent()
     if os.getppid() != parent:
         os._exit(1)
     _run(request, fds)
@@ -272,13 +273,21 @@ def _run(request: bytes, fds: list[int]) -> None:
     getattr(importlib.import_module(module), name)(*args, *fds)
 
 
+def _end_with_parent() -> None:
+    """Even while hanging in C."""
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG
+
+
 def _be_called(name: str) -> None:
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(15, name.encode())  # PR_SET_NAME
 
 
-def _fresh(parent: int, fds: list[int]) -> None:
+def _fresh(parent: int, by_main_thread: bool, fds: list[int]) -> None:
     """Be a fresh process. A thread ends it when its parent has gone."""
+    if by_main_thread:  # the signal would come when the *thread* ends that started us
+        _end_with_parent()
 
     def follow() -> None:
         while os.getppid() == parent:

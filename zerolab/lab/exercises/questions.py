@@ -399,10 +399,10 @@ QUESTIONS: dict[str, Question] = {
     "13.1": Question(
         "answers",
         slips={
-            359 / 360: "Each image once would be right. 359 is no multiple of 4, and every rank gets equally many.",
-            356 / 360: "That is drop_last=True, which leaves three images out. By default the sampler fills up.",
-            4 * 359 / 360: "That is without a sampler: every rank would count all of them.",
-            1 / 4: "That is one rank: the four of them together.",
+            10 / 12: "Each image once would be right. Ten is no multiple of 4, and every rank gets equally many.",
+            8 / 12: "That is drop_last=True, which leaves two images out. By default the sampler fills up.",
+            40 / 12: "That is without a sampler: every rank would count all of them.",
+            3 / 12: "That is one rank: the four of them together.",
         },
     ),
     "13.2": Question(

@@ -91,6 +91,12 @@ TRAIN_SHARES_IN_EVERY_STEP = edit(
     "            hits += (model(images[mine] / 255).argmax(1) == answers[mine]).sum()\n",
 )
 
+TRAIN_WITH_THE_LAST_RANKS_BUFFERS = edit(
+    TRAIN,
+    "    zero.broadcast_buffers()\n",
+    "    for buffer in model.buffers():\n        dist.broadcast(buffer, src=zero.world_size - 1)\n",
+)
+
 TRAIN_MICRO = edit(
     TRAIN,
     "            logits = model(data.inputs[numbers[mine]] / 255)\n"
@@ -130,6 +136,17 @@ TRAIN_MUTANTS = {
     ),
     "set_epoch forgotten": (edit(TRAIN, "manual_seed(seed + epoch)", "manual_seed(seed)"), "set_epoch() is never"),
     "the seed forgotten": (edit(TRAIN, "manual_seed(seed + epoch)", "manual_seed(epoch)"), "the order of another seed"),
+    "epochs counted from 1": (edit(TRAIN, "seed + epoch", "seed + epoch + 1"), "the order of another seed"),
+    "one generator for all epochs": (
+        edit(
+            TRAIN,
+            _ORDER,
+            "order = torch.randperm(n, generator=generator)",
+            "    n, losses",
+            "    generator = torch.Generator().manual_seed(seed)\n    n, losses",
+        ),
+        "the epoch before go on",
+    ),
     "not shuffled": (edit(TRAIN, _ORDER, "order = torch.arange(n)"), "in the order of the data"),
     "the last batch dropped": (
         edit(TRAIN, "order.split(batch_size)", "order[: n // batch_size * batch_size].split(batch_size)"),
@@ -195,6 +212,27 @@ TRAIN_MUTANTS = {
         edit(TRAIN, "(len(losses) + 1) /", "(len(losses) % math.ceil(n / batch_size) + 1) /"),
         "comes again in every epoch",
     ),
+    "warm-up by epochs": (
+        edit(TRAIN, "min(1, (len(losses) + 1) / math.ceil(n / batch_size))", "(epoch + 1) / epochs"),
+        "the warm-up counts epochs",
+    ),
+    "W rounded down": (edit(TRAIN, "math.ceil(n / batch_size)", "(n // batch_size)"), "W is a step short"),
+    "W of one rank": (
+        edit(TRAIN, "math.ceil(n / batch_size)", "math.ceil(n / batch_size / zero.world_size)"),
+        "W is divided by N",
+    ),
+    "warm-up from the unscaled rate": (
+        edit(
+            TRAIN,
+            _RATE,
+            f"base = rate * 32 / batch_size\n            {_RATE.replace('rate *', 'base + (rate - base) *')}",
+        ),
+        "starts at the optimizer's own rate",
+    ),
+    "a rate of one's own": (
+        edit(TRAIN, _BASE, "rate = 0.02 * batch_size / 32"),
+        "wrong by the same factor",
+    ),
     "rate after the step": (
         edit(TRAIN, f"            {_RATE}\n", "", "optimizer.step()\n", f"optimizer.step()\n            {_RATE}\n"),
         "set after the step",
@@ -204,6 +242,24 @@ TRAIN_MUTANTS = {
         "multiplied again in each step",
     ),
     "gradients never zeroed": (edit(TRAIN, "            optimizer.zero_grad()\n", ""), "zero_grad() is missing"),
+    "gradients zeroed before the step": (
+        edit(
+            TRAIN,
+            "            optimizer.step()\n            optimizer.zero_grad()\n",
+            "            optimizer.zero_grad()\n            optimizer.step()\n",
+        ),
+        "comes between backward() and step()",
+    ),
+    "an optimizer for each epoch": (
+        edit(
+            TRAIN, f"        {_ORDER}\n", f"        {_ORDER}\n        optimizer = make_optimizer(model.parameters())\n"
+        ),
+        "a new one has forgotten its momentum",
+    ),
+    "losses of the last epoch": (
+        edit(TRAIN, "return losses,", "return losses[-math.ceil(n / batch_size) :],"),
+        "these look like those of one epoch",
+    ),
     "no step": (edit(TRAIN, "            optimizer.step()\n", ""), "optimizer stepped 0 times"),
     "a step on rank 0": (
         edit(
@@ -264,6 +320,25 @@ TRAIN_MUTANTS = {
         edit(TRAIN, "data.inputs[numbers[mine]]", "data.validation_inputs[numbers[mine] % 7]"),
         "it learns from validation data",
     ),
+    "validated with bytes": (
+        edit(TRAIN, "validation_inputs[mine] / 255", "validation_inputs[mine].float()"),
+        "in validation too",
+    ),
+    "validated with a sampler": (
+        edit(
+            TRAIN,
+            "    model.eval()\n",
+            "    model.eval()\n    from torch.utils.data.distributed import DistributedSampler\n"
+            "    mine = list(DistributedSampler(data.validation_inputs, shuffle=False))\n",
+            "    dist.all_reduce(hits)\n    return losses, hits.item() / len(data.validation_targets)",
+            "    dist.all_reduce(hits)\n    return losses, hits.item() / (len(mine) * zero.world_size)",
+        ),
+        "as with DistributedSampler",
+    ),
+    "divided by the training samples": (
+        edit(TRAIN, "hits.item() / len(data.validation_targets)", "hits.item() / n"),
+        "the number of training samples",
+    ),
     "the mean of accuracies": (
         edit(
             TRAIN,
@@ -286,6 +361,8 @@ TRAIN_MUTANTS = {
     "nothing returned": (edit(TRAIN, f"    {_RETURN}\n", ""), "`return` is missing"),
 }
 
-RIGHT = {"13.1": (TRAIN_IN_CHUNKS, TRAIN_BY_HAND, TRAIN_SHARES_IN_EVERY_STEP, TRAIN_MICRO)}
+RIGHT = {
+    "13.1": (TRAIN_IN_CHUNKS, TRAIN_BY_HAND, TRAIN_SHARES_IN_EVERY_STEP, TRAIN_MICRO, TRAIN_WITH_THE_LAST_RANKS_BUFFERS)
+}
 
 WRONG = {"13.1": TRAIN_MUTANTS}

@@ -32,6 +32,10 @@ SET_EPOCH = (
     "of epoch e starts from seed + e"
 )
 ANOTHER_SEED = "that is the order of another seed, {found}: epoch e shuffles with seed + e, here {right}"
+ONE_GENERATOR = (
+    "the random numbers of the epoch before go on: each epoch makes its own generator, from seed + e, so that a run "
+    "can start again at any epoch"
+)
 PER_RANK_ORDER = (
     "the ranks shuffle differently: some samples come twice in an epoch, and others never. All ranks need one and the "
     "same order, of which each takes its part: the seed may not depend on the rank"
@@ -52,6 +56,14 @@ WARM_AGAIN = "the warm-up comes again in every epoch: it is for the first one on
 SET_AFTER = "set after the step: a rate counts from the next step() on, so set it before"
 COMPOUNDED = "multiplied again in each step: keep the optimizer's own rate, and compute each step's from that"
 ALL_THE_WAY = "the warm-up goes on to the last step: after the first epoch the rate stays"
+BY_EPOCH = "the warm-up counts epochs: within the first one it rises with each step, to (s + 1) / W, and it ends there"
+FLOOR_W = "W is a step short: the last, smaller step of an epoch counts as well, so W is math.ceil(n / batch_size)"
+PER_RANK_W = "W is divided by N: batch_size is that of all ranks together, so W is math.ceil(n / batch_size)"
+RAMP = "the warm-up starts at the optimizer's own rate: it rises to the scaled one in equal parts, from 1 / W of it on"
+OWN_RATE = (
+    "all rates are wrong by the same factor: scale the rate that the optimizer was made with, which is "
+    'optimizer.param_groups[0]["lr"] before the first step'
+)
 
 LAST_SMALLER = (
     "divided by batch_size, but the last batch of an epoch is smaller: divide by the number of the step's samples"
@@ -67,7 +79,7 @@ BN_OWN = (
 )
 BN_SUM = "BatchNorm's running statistics were summed over the ranks, not averaged"
 BN_OTHER = (
-    "BatchNorm's running statistics are neither rank 0's nor the mean of the ranks' as training left them: share them "
+    "BatchNorm's running statistics are neither a rank's nor the mean of the ranks' as training left them: share them "
     "after the last step, and validate in eval mode"
 )
 WEIGHTS = "the losses are right, so something has changed the weights after the last forward"
@@ -127,6 +139,9 @@ class ImageCase(Case):
     def why_steps(self, found: int) -> str:
         if dist.get_world_size() == 1 and found == self.epochs * (SIZE // self.batch_size):
             return LAST_DROPPED
+        if found in (self.per_epoch, self.epochs) and found < self.steps:
+            kept = "those of one epoch" if found == self.per_epoch else "one for each epoch"
+            return f"one for each step of every epoch, {self.steps} in all, and these look like {kept}"
         if found < self.steps:
             return f"one for each step, {self.steps} in all: {PER_RANK_BATCH}"
         return f"one for each step, {self.steps} in all: batch_size is not divided by N, a rank's part is"
@@ -146,10 +161,14 @@ class ImageCase(Case):
             return SAME_BATCH
         if together == list(range(SIZE))[place]:
             return NOT_SHUFFLED
-        for other in range(self.seed + epoch):
+        for other in range(self.seed + self.epochs + 2):
             if together == sorted(self.order(other)[place]):
                 right = self.seed + epoch
                 return SET_EPOCH if epoch and other == self.seed else ANOTHER_SEED.format(found=other, right=right)
+        generator = torch.Generator().manual_seed(self.seed)
+        drawn = [torch.randperm(SIZE, generator=generator).tolist() for _ in range(epoch + 1)]
+        if epoch and together == sorted(drawn[-1][place]):
+            return ONE_GENERATOR
         if set(together) < set(wanted) and len(together) == len(set(together)):
             return LEFT_OUT.format(batch=len(wanted))
         if set(together) == set(wanted):
@@ -200,6 +219,8 @@ class ImageCase(Case):
             return
         told = f"{self.when}: the learning rate of step {wrong[0] + 1} is {rates[wrong[0]]:.4g}, "
         likely = next((why for other, why in self._rates(world.world_size) if _equal(rates, other)), "")
+        if not likely and _equal([rate * want[0] for rate in rates], [rate * rates[0] for rate in want]):
+            likely = OWN_RATE
         raise Wrong(f"{told}expected {want[wrong[0]]:.4g}", likely)
 
     def _rates(self, N: int) -> Iterator[tuple[list[float], str]]:
@@ -213,6 +234,9 @@ class ImageCase(Case):
             (lambda s: 1.0 if s == 0 else min(1.0, s / W), SET_AFTER),
             (lambda s: (s + 1) / self.steps, ALL_THE_WAY),
             (lambda s: math.prod(min(1.0, (t + 1) / W) for t in range(s + 1)), COMPOUNDED),
+            (lambda s: (s // W + 1) / self.epochs, BY_EPOCH),
+            (lambda s: min(1.0, (s + 1) / math.ceil(SIZE / self.batch_size / N)), PER_RANK_W if N > 1 else ""),
+            (lambda s: min(1.0, (s + 1) / (SIZE // self.batch_size)), FLOOR_W),
         ]
         scales = [(k, ""), (1.0, NOT_SCALED), (k * k, SCALED_SQUARED), (k**0.5, SCALED_ROOT), (1 / k, SCALED_AWAY)]
         if N > 1:
@@ -222,8 +246,12 @@ class ImageCase(Case):
                 yield [RATE * scale * shape(s) for s in steps], wrong_scale or wrong_shape
         yield [RATE * math.prod(k * min(1.0, (t + 1) / W) for t in range(s + 1)) for s in steps], COMPOUNDED
         yield [RATE * k * W if s == 0 else RATE * k for s in steps], NO_WARM_UP
+        yield [RATE * (1 + (k - 1) * min(1.0, (s + 1) / W)) for s in steps], RAMP
         first = RATE * k / W  # set after the step: the first one has the optimizer's own rate
         yield [RATE, *(max(first, self.rate(s)) for s in steps[:-1])], SET_AFTER
+
+    def why_not_validated(self, inputs: set[int]) -> str:
+        return f"in validation too, {NOT_SCALED_IMAGES}" if -1 in inputs else super().why_not_validated(inputs)
 
     def check_state(self, watch: Watch, trained: nn.Module, world: World) -> None:
         model = watch.engines[-1].model
@@ -233,13 +261,13 @@ class ImageCase(Case):
             floating = [i for i, b in enumerate(trained.buffers()) if b.is_floating_point()]
             kept: Any = trained.each_rank
             mean = [list(trained.buffers())[i] for i in floating]
-            first = [kept[0][i] for i in floating]
+            each = [[buffers[i] for i in floating] for buffers in kept]
             name = next(name for name, b in model.named_buffers() if b.is_floating_point())
             told = f"{self.when}: after training, {name} is {_few(own[0])}"
             if any(not _near(other, everyones[0]) for other in everyones):
                 other = everyones[1 if world.rank == 0 else 0]
                 raise Wrong(f"{told} here and {_few(other[0])} on another rank", BN_OWN)
-            if not _near(own, mean) and not _near(own, first):
+            if not any(_near(own, one) for one in (mean, *each)):
                 summed = world.world_size > 1 and _near(own, [world.world_size * b for b in mean])
                 raise Wrong(f"{told}, expected {_few(mean[0])}", BN_SUM if summed else BN_OTHER)
             for i, value in zip(floating, own, strict=True):

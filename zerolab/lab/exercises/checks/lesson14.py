@@ -410,6 +410,10 @@ class Case:
         """Why the loss of the first step is another."""
         return ""
 
+    def why_not_validated(self, inputs: set[int]) -> str:
+        """Why no validation sample was seen. inputs: what was seen in forwards without gradients; -1 is no sample."""
+        return TRAINING_DATA
+
     def check_rates(self, rates: list[float], world: World) -> None:
         """Raises Wrong if the learning rates of the steps are not those that were asked for."""
 
@@ -479,6 +483,7 @@ class Watch:
     case: Case
     data: Split
     steps: int = 0  # of the optimizer
+    optimizers: int = 0  # that were made
     rates: list[float] = field(default_factory=list)  # of each step
     engines: list[Any] = field(default_factory=list)
     forwards: list[tuple[int, bool, bool, list[int]]] = field(default_factory=list)
@@ -492,6 +497,7 @@ class Watch:
         self.forwards.append((self.steps, training, torch.is_grad_enabled(), numbers))
 
     def make_optimizer(self, params: Any) -> SGD:
+        self.optimizers += 1
         optimizer = SGD(params, lr=RATE, momentum=0.5)
         optimizer.register_step_pre_hook(self.stepping)
         optimizer.register_step_post_hook(self.stepped)
@@ -538,13 +544,21 @@ LOSS_1_N = (
     "1/N of it: the parts of the ranks are to be added up, not averaged, once they are divided by the whole count"
 )
 NOT_ZEROED = "zero_grad() is missing, or comes between backward() and step(): gradients must start from nothing"
-NO_STEP = "the model does not learn: optimizer.step() is missing, or the optimizer has other parameters"
+NO_STEP = (
+    "the model does not learn: zero_grad() comes between backward() and step(), or the optimizer has other parameters"
+)
+NEW_OPTIMIZER = (
+    "the optimizer was made {made} times: a new one has forgotten its momentum. Make one, before the first step"
+)
 TRAINING_DATA = "validated with training data: it was there in training, and so the accuracy is too good"
 IN_TRAINING_MODE = "model.eval() is missing: accuracy is measured with dropout or BatchNorm as in training"
 NOT_AGAIN = "model.train() is missing: after eval() the model trains without dropout, and BatchNorm stands still"
 NOTHING_COUNTED = f"targets of {NOTHING} were counted as wrong: they have no answer"
 MEAN_ACCURACY = (
     "the mean of the ranks' accuracies: their parts differ in size. Add up hits and counts, then divide once"
+)
+VALIDATED_TWICE = (
+    "some validation samples were counted twice, as with DistributedSampler, which fills up the last ranks: each once"
 )
 LOCAL_ACCURACY = "that is the accuracy of this rank's part: add up the hits and the counts of all ranks"
 HITS_N = "the counts of all ranks were divided by this rank's count, or the other way round: add up both"
@@ -582,7 +596,7 @@ def check_case(answer: Any, world: World, case: Case) -> None:
         if any(map(math.isnan, losses)):
             likely = "a mean of nothing is nan: where a step has fewer samples than ranks, some have none. Take the sum"
             raise Wrong(f"{when}: a loss is nan", likely)
-        _check_losses(losses, want, everyones, seen, case, data, world, when)
+        _check_losses(losses, want, everyones, seen, case, data, world, when, watch.optimizers)
     _check_work(seen, case, data, when)
     case.check_rates(watch.rates, world)
     _check_mode(seen, case, data, when)
@@ -764,6 +778,7 @@ def _check_losses(
     data: Split,
     world: World,
     when: str,
+    optimizers: int,
 ) -> None:
     per_step = [
         _counts([torch.tensor(p, dtype=torch.long) for p in parts_of(seen, s)], data) for s in range(case.steps)
@@ -790,6 +805,8 @@ def _check_losses(
         if math.isclose(losses[0], reported(sums, report)[0], rel_tol=1e-5) and first == 0:
             raise Wrong(told, likely, values_differ=True)
     likely = "the first loss is right, so the gradient is wrong" if first else case.why_loss(losses[0], seen, data)
+    if first and optimizers > 1:
+        likely = NEW_OPTIMIZER.format(made=optimizers)
     if not likely and any(not _close(other, losses) for other in everyones):
         likely = UNEQUAL
     raise Wrong(told, likely, values_differ=True)
@@ -833,7 +850,11 @@ def _check_accuracy(
     own = parts[world.rank]
     local = [(hits[p].sum().item(), counted[p].sum().item()) for p in parts]
     rates = [h / c if c else 0.0 for h, c in local]
-    known = {hits.sum().item() / counted.numel(): NOTHING_COUNTED, 100 * want: "a share is asked for, not a percentage"}
+    known = {
+        hits.sum().item() / counted.numel(): NOTHING_COUNTED,
+        100 * want: "a share is asked for, not a percentage",
+        hits.sum().item() / size: "divided by the number of training samples: divide by that of the validation samples",
+    }
     if N > 1:
         known |= {
             rates[world.rank]: LOCAL_ACCURACY,
@@ -844,12 +865,17 @@ def _check_accuracy(
             known[hits.sum().item() / local[world.rank][1]] = HITS_N
     everything = sorted(n for part in parts for n in part)
     if not everything:
-        raise Wrong(told, TRAINING_DATA)
+        inputs = {n for rank in seen for at, _, grads, found in rank if at == case.steps or not grads for n in found}
+        raise Wrong(told, case.why_not_validated(inputs))
+    if len(everything) > len(set(everything)) and N > 1 and set(everything) == set(range(counted.shape[0])):
+        twice = sum(hits[p].sum().item() for p in parts) / sum(counted[p].sum().item() for p in parts)
+        if math.isclose(accuracy, twice, abs_tol=1e-6):
+            raise Wrong(told, VALIDATED_TWICE, values_differ=True)
     if N > 1 and set(everything) < set(range(len(data.validation_targets))):
         raise Wrong(told, "some validation samples are left out: 7 do not divide by N evenly")
     likely = next((why for value, why in known.items() if math.isclose(accuracy, value, abs_tol=1e-6)), "")
     if not likely and N > 1 and len(everything) > len(set(everything)):
-        likely = "some validation samples were counted twice: add up hits and counts of all ranks, each sample once"
+        likely = VALIDATED_TWICE
     raise Wrong(told, likely or UNEQUAL * (len(set(everyones)) > 1), values_differ=True)
 
 

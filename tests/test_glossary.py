@@ -1,4 +1,4 @@
-"""docs/glossary.md: each term has its Chinese, its sentence and a lesson that uses it, and links from lessons find it."""
+"""docs/glossary.md: each term has its Chinese, its sentence and a lesson that uses it; links from lessons find it."""
 
 from __future__ import annotations
 

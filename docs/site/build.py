@@ -134,8 +134,7 @@ class Site:
     def menu(self) -> str:
         others = [stem for stem in self.docs if stem not in COURSE]
         groups = {
-            "The course": [f"docs/{stem}" for stem in COURSE if stem in self.docs],
-            "Lessons": ["lessons/index"],
+            "The course": ["lessons/index", *(f"docs/{stem}" for stem in COURSE if stem in self.docs)],
             "The package": [
                 "ladder",
                 "house",

@@ -6,6 +6,7 @@ import re
 from pathlib import Path
 from typing import Any
 
+from docutils import nodes
 from latex2mathml import converter
 from pygments.lexer import inherit
 from pygments.lexers.python import PythonLexer
@@ -21,6 +22,7 @@ myst_enable_extensions = ["colon_fence", "dollarmath"]
 myst_dmath_allow_digits = False  # else "$5 and $6" is a formula
 myst_heading_anchors = 4
 suppress_warnings = ["myst.header"]  # a lesson may go from ## to ####
+highlight_language = "none"  # a block that names no language is text or a shell's
 html_theme = "furo"
 html_static_path = [str(HERE / "static")]
 html_css_files = ["site.css"]
@@ -49,19 +51,13 @@ class CellLexer(PythonLexer):
 
 def _inline(writer: Any, node: Any) -> None:
     writer.body.append(converter.convert(node.astext()))
-    raise _skip()
+    raise nodes.SkipNode
 
 
 def _block(writer: Any, node: Any) -> None:
     for line in re.split(r"\n\s*\n", node.astext().strip()):
         writer.body.append(f'<div class="math">{converter.convert(line, display="block")}</div>')
-    raise _skip()
-
-
-def _skip() -> Exception:
-    from docutils import nodes
-
-    return nodes.SkipNode()
+    raise nodes.SkipNode
 
 
 def setup(app: Any) -> None:

@@ -74,6 +74,8 @@ def _output(output: dict[str, Any]) -> Iterator[str]:
 
 
 def _printed(text: str, kind: str = "output") -> str:
+    columns = re.search(r"\S {2,}\S", text)  # lines of a table must not be broken
+    kind = kind if columns else f"{kind} said"
     return fenced(f":class: {kind}\n\n{text.rstrip()}", "{code-block} text")
 
 

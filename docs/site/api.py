@@ -22,7 +22,9 @@ def pages(root: Path, link: Link) -> dict[str, str]:
         "zerolab": [(name, package[name]) for name in _public(package)],
         "zerolab.measure": [(name, package["measure"][name]) for name in _public(package["measure"])],
         "zerolab.lab": [
-            (name, package[f"{home.removeprefix('zerolab.')}.{name}"]) for home, inside in lab.items() for name in inside
+            (name, package[f"{home.removeprefix('zerolab.')}.{name}"])
+            for home, inside in lab.items()
+            for name in inside
         ],
         "zerolab.lab.plots": [(name, package["lab.plots"][name]) for name in _public(package["lab.plots"])],
     }
@@ -54,7 +56,8 @@ def _entry(name: str, found: Any, root: Path, link: Link, fence: int) -> Iterato
     elif found.is_function:
         yield f"{colons}{{py:function}} {name}{_signature(found)}"
     else:
-        yield f"{colons}{{py:data}} {name}"
+        value = str(found.value)
+        yield f"{colons}{{py:data}} {name}" + (f"\n:value: {value}" if len(value) < 70 else "")
     if text := _docstring(found):
         yield text
     if found.is_class:

@@ -23,8 +23,7 @@ import tempfile
 import tomllib
 from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).parent))
-import api
+import api  # beside this file
 import notebook
 
 ROOT = Path(__file__).resolve().parents[2]

@@ -40,7 +40,7 @@ def read(lesson: str) -> str:
     for cell in json.loads((ROOT / lesson).read_text(encoding="utf-8"))["cells"]:
         seen += cell["source"] if cell["cell_type"] == "markdown" else []
         for output in cell.get("outputs", []):
-            seen += output.get("text", [])
+            seen += [*output.get("text", []), *output.get("data", {}).get("text/plain", []), "\n"]
     return words("".join(seen))
 
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import argparse
 import hashlib
+import io
 import json
 import re
 import sys
@@ -19,7 +20,9 @@ from typing import NamedTuple
 
 from matplotlib import rc_context
 from matplotlib.figure import Figure
+from matplotlib.lines import Line2D
 from PIL import Image
+from PIL.PngImagePlugin import PngInfo
 
 DOCS = Path(__file__).parent
 ROOT = DOCS.parent
@@ -28,7 +31,7 @@ BEGIN, END = "<!-- the index: python docs/write.py writes it -->", "<!-- the end
 # ---------------------------------------------------------------------- one sheet of formulas
 
 WIDTH, HEIGHT, DOTS = 8.27, 11.69, 200  # A4, in inches
-LINE, SMALL = 0.152, 6.6  # inches from line to line; points
+LINE, SMALL = 0.152, 6.4  # inches from line to line; points
 INK, GREY, RULE, HEAD = "#1a1a1a", "#5f5f5f", "#d0d0d0", "#0062a3"
 TEX = {"Ψ": r"\Psi ", "α": r"\alpha ", "β": r"\beta ", "η": r"\eta ", "⌈": r"\lceil ", "⌉": r"\rceil "}
 
@@ -83,8 +86,8 @@ def _section(figure: Figure, section: Section, left: float, down: float) -> floa
         _line(figure, left, right, down - 0.62 * LINE)
         number = re.match(r"\[(\d+)\]", lesson)
         _text(figure, left, down, what, fontsize=SMALL)
-        _text(figure, left + 2.02, down, typeset(formula), fontsize=8)
-        _text(figure, right - 0.2, down, unit, fontsize=5.6, color=GREY, ha="right")
+        _text(figure, left + 1.84, down, typeset(formula), fontsize=7.8)
+        _text(figure, right - 0.18, down, unit, fontsize=5.5, color=GREY, ha="right")
         _text(figure, right, down, number[1] if number else "", fontsize=SMALL, color=HEAD, ha="right")
         down += LINE
     return down + 0.55 * LINE
@@ -109,8 +112,6 @@ def _text(figure: Figure, x: float, down: float, text: str, **look: object) -> N
 
 
 def _line(figure: Figure, left: float, right: float, down: float, color: str = RULE) -> None:
-    from matplotlib.lines import Line2D
-
     y = 1 - down / HEIGHT
     figure.add_artist(Line2D([left / WIDTH, right / WIDTH], [y, y], color=color, linewidth=0.4))
 
@@ -123,7 +124,11 @@ def digest(found: list[Section]) -> str:
 def draw(page: Path, picture: Path) -> None:
     found = sections(page.read_text(encoding="utf-8"))
     with rc_context({"mathtext.fontset": "stix"}):
-        sheet(found).savefig(picture, dpi=DOTS, metadata={"Source": digest(found)})
+        sheet(found).savefig(drawn := io.BytesIO(), format="png", dpi=DOTS)
+    marks = PngInfo()
+    marks.add_text("Source", digest(found))
+    with Image.open(drawn) as image:
+        image.convert("RGB").quantize(32, dither=Image.Dither.NONE).save(picture, optimize=True, pnginfo=marks, dpi=(DOTS, DOTS))
 
 
 # ---------------------------------------------------------------------- the index of questions

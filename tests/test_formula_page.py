@@ -119,7 +119,7 @@ def other_optimizers(what):
         assert value(what, Ψ=psi) == sum(state_bytes(0, n, psi, optimizer_bytes=kept).values())
 
 
-@row("offload, bf16, stages 1 and 2: on the device", "offload, bf16, stage 3: on the device")
+@row("offload, bf16, stages 1, 2: on the device", "offload, bf16, stage 3: on the device")
 def offloaded(what):
     for stage in (3,) if "stage 3" in what else (1, 2):
         for psi, n in SIZES:
@@ -127,7 +127,7 @@ def offloaded(what):
             assert value(what, Ψ=psi, N=n) == pytest.approx(held, abs=1)
 
 
-@row("offload, bf16, stages 1 to 3: on the host")
+@row("offload, bf16, stages 1-3: on the host")
 def on_the_host(what):
     for psi, n in SIZES:
         assert value(what, Ψ=psi, N=n) == pytest.approx(sum(host_state_bytes(n, psi, BF16).values()), abs=2)
@@ -258,7 +258,7 @@ def overlap(what):
     assert Trace(0, 1, [], calls).overlap == value(what, x=6.0, y=1.5)
 
 
-@row("reads of a unit, N files for Q ranks, at most")
+@row("reads of a unit: N files, Q ranks, at most")
 def reads(what):
     most = 0
     for n in range(1, 9):
@@ -329,18 +329,18 @@ SMALL, ROOT_UNIT, BLOCK = 1_263_616, 73_984, 198_272  # the GPT of lessons 06, 0
 MEASURED: dict[str, list[tuple[dict[str, float], Callable[[float], str]]]] = {
     "ZeRO-3, gathered in forward": [({"Ψ_root": ROOT_UNIT, "Ψ_unit": BLOCK}, lambda x: f"{4 * x / 1e6:.2f} MB")],
     "ZeRO-3, gathered in backward": [({"Ψ_root": ROOT_UNIT, "Ψ_unit": BLOCK}, lambda x: f"{4 * x:,.0f}")],
-    "blocks gathered in forward, with prefetch": [({"a": a}, lambda x: f"{x} in forward") for a in (0, 1, 2)],
-    "blocks gathered in backward, with prefetch": [({"a": a}, lambda x: f"{x} in backward") for a in (0, 1, 2)],
+    "blocks in forward, with prefetch": [({"a": a}, lambda x: f"{x} in forward") for a in (0, 1, 2)],
+    "blocks in backward, with prefetch": [({"a": a}, lambda x: f"{x} in backward") for a in (0, 1, 2)],
     "per token, k blocks checkpointed as one": [
         ({"L": 64, "k": 1}, lambda x: f"64 + 16 = {x:.0f}"),
         ({"L": 64, "k": 2}, lambda x: f"32 + 32 = {x:.0f}"),
     ],
     "kept inputs, partitioned (P_a)": [({"L": 3, "t": 512, "w": 128, "e": 4, "T": 4}, lambda x: f"{x:,.0f}")],
-    "micro-batches kept by stage r, GPipe": [({"M": 8}, lambda x: f"keeps at most {x} micro-batches")],
+    "micro-batches kept, GPipe": [({"M": 8}, lambda x: f"keeps at most {x} micro-batches")],
     "micro-batches kept by stage r, 1F1B": [
         ({"P": 4, "r": r}, lambda x: f"GPipe keeps {8 / x:.1f} x the activations that 1F1B keeps") for r in range(4)
     ],
-    "the same sum through a root, in and out": [
+    "all-reduce through a root, in and out": [
         ({"N": n, "B": 8_000_000}, lambda x: f"{x:,.0f} bytes through a root") for n in (2, 3, 4)
     ],
     "ZeRO-3, collectives in a step": [({"U": 7}, lambda x: f"{x} collectives")],
@@ -350,7 +350,7 @@ MEASURED: dict[str, list[tuple[dict[str, float], Callable[[float], str]]]] = {
     "tensor parallelism": [({"L": 4, "t": 512, "w": 128, "T": 2}, lambda x: f"{4 * x:,.0f} bytes sent")],
     "pipeline, a stage in the middle": [({"t": 512, "w": 128}, lambda x: f"rank 1 sends {4 * x:,.0f} bytes")],
     "main GPU, int8 in and float32 out": [({"N": 4, "Ψ": 136_960}, lambda x: f"rank 0 = {x / 1e6:.2f}")],
-    "int8 with a scale per 256, all-gathered": [({"N": 4, "Ψ": 136_960}, lambda x: f"{x:,.0f} bytes sent")],
+    "int8, a scale per 256, all-gathered": [({"N": 4, "Ψ": 136_960}, lambda x: f"{x:,.0f} bytes sent")],
     "top-k, all-gathered": [({"N": 4, "k": 1_369}, lambda x: f"{x:,.0f} bytes sent")],
     "top-k: as much as an all-reduce from": [({"Ψ": 136_960, "k": 1_369}, lambda x: f"{x:.0f} ranks")],
     "an all-reduce": [
@@ -359,7 +359,7 @@ MEASURED: dict[str, list[tuple[dict[str, float], Callable[[float], str]]]] = {
     ],
     "compressed c times": [({"B": 4e9, "c": 10, "β": 10e9}, lambda x: f"0.4 GB, {x:.2f} s")],
     "computing a step": [({"Ψ": 7.5e9, "t": 16 * 1024, "F": 200e12}, lambda x: f"computing {x:.1f} s")],
-    "computing a step, every block checkpointed": [({"Ψ": 1, "t": 1, "F": 6}, lambda x: f"you said {x:.3f} ×")],
+    "computing, every block checkpointed": [({"Ψ": 1, "t": 1, "F": 6}, lambda x: f"you said {x:.3f} ×")],
     "ZeRO-3, latency of a step": [
         ({"U": 37, "N": n, "α": 20e-6}, lambda x: f"latency {x:.1f} s") for n in (64, 512, 4096)
     ],
@@ -368,16 +368,16 @@ MEASURED: dict[str, list[tuple[dict[str, float], Callable[[float], str]]]] = {
     "bubble of a pipeline": [
         ({"P": 4, "M": m}, lambda x, m=m: f"micro-batches: {m}, bubble at best {x:.0%}") for m in (1, 2, 8)
     ],
-    "offload: link takes as long as computing": [
+    "offload: link = computing from": [
         ({"F": 200e12, "N": n, "β": 25e9}, lambda x: f"link = compute at {x:,.0f} tokens") for n in (1, 8, 64)
     ],
-    "offload: update takes as long as computing": [
+    "offload: update = computing from": [
         ({"F": 200e12, "H": h, "β_host": 150e9}, lambda x: f"update = compute at {x:,.0f}") for h in (1, 8)
     ],
     "time between two checkpoints": [({"X": 60, "Y": 3 * 3600}, lambda x: f"{x / 60:.0f} minutes")],
     "global batch": [({"N": 2, "b": 6, "M": 1}, lambda x: f"{144 // x:.0f} steps for 144 samples")],
     "steps of an epoch": [({"V": 1438, "N": 1, "b": 512, "M": 1}, lambda x: f"measured {5 * x} steps")],
-    "learning rate, scaled linearly from 32 samples": [
+    "learning rate, scaled from 32 samples": [
         ({"η": 1, "N": 4, "b": b, "M": 1}, lambda x: f"rate x{x:.0f}") for b in (64, 128)
     ],
     "int8: the scale of a tensor": [({"x_max": 1.27}, lambda x: f"scale {x:.2f}")],

@@ -128,7 +128,9 @@ def draw(page: Path, picture: Path) -> None:
     marks = PngInfo()
     marks.add_text("Source", digest(found))
     with Image.open(drawn) as image:
-        image.convert("RGB").quantize(32, dither=Image.Dither.NONE).save(picture, optimize=True, pnginfo=marks, dpi=(DOTS, DOTS))
+        image.convert("RGB").quantize(32, dither=Image.Dither.NONE).save(
+            picture, optimize=True, pnginfo=marks, dpi=(DOTS, DOTS)
+        )
 
 
 # ---------------------------------------------------------------------- the index of questions
@@ -155,7 +157,9 @@ def index(folder: Path) -> str:
     parts = []
     for lesson in lessons(folder):
         listed = "\n".join(f"{number}. {question}" for number, question in enumerate(lesson.questions, 1))
-        parts.append(f"### {lesson.title}\n\n[The lesson](../lessons/{lesson.path.name}) has the answers.\n\n{listed}\n")
+        parts.append(
+            f"### {lesson.title}\n\n[The lesson](../lessons/{lesson.path.name}) has the answers.\n\n{listed}\n"
+        )
     return "\n".join(parts)
 
 

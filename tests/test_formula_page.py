@@ -1,7 +1,7 @@
-"""docs/formulas.md: every row is evaluated as it is printed, and compared with the package or with what a lesson stored.
+"""docs/formulas.md: every row is evaluated as it is printed.
 
-Where `zerolab.measure` has the number, or torch, the row must give it at several Ψ and N. Other rows must give what their
-lesson measured and printed.
+Where `zerolab.measure` has the number, or torch, the row must give it at several Ψ and N. Other rows must give what
+their lesson measured and printed.
 """
 
 from __future__ import annotations
@@ -15,7 +15,6 @@ from pathlib import Path
 import pytest
 import torch
 import torch.nn.functional as F
-from PIL import Image
 
 from zerolab import Layout, Precision
 from zerolab.comm.recording import Call, bytes_sent

@@ -1,4 +1,4 @@
-"""docs/questions.md: fifty questions with short answers whose numbers stand in the lessons, and the index of them all."""
+"""docs/questions.md: fifty questions with answers whose numbers stand in the lessons, and the index of all others."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ OFTEN_ASKED = (  # words of the questions that must be there
     "What is ZeRO.* data parallelism .* model parallelism",
     "Which stage shards what.* bytes",
     "Synchronous or asynchronous SGD",
-    "parameter server .* all-reduce",
+    "parameter server.* all-reduce",
     "stages 1, 2 and 3 differ in traffic",
     "stage 2 not lower the peak",
     "What does overlap hide",
@@ -82,7 +82,7 @@ def test_there_are_fifty():
 
 @pytest.mark.parametrize("number", ANSWERS)
 def test_an_answer(number):
-    """At most three sentences, a lesson, and numbers that stand in the text or the outputs of a lesson that it names."""
+    """At most three sentences, a lesson, and numbers that stand in the text or outputs of a lesson that it names."""
     _, answer = ANSWERS[number]
     plain = re.sub(r"\[(\d\d)\]\([^)]*\)", r"\1", answer).replace("**", "")
     assert len(re.findall(r"[.?!](?= [A-Z`\d]|$)", plain)) <= 3

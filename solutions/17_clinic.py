@@ -507,3 +507,7 @@ print(f"{len(round_ones)} of {len(printed)} printed losses are sixteenths; by ch
 #    all-reduce of a flag), and all skip, or none (patient 2; lesson 08's scaler).
 # 6. Something that is kept from each batch with a graph behind it: a loss added up or put in a list without .item(), in a loop
 #    without torch.no_grad() (patient 9).
+
+# %%
+lab.stop()
+lab.progress()

@@ -1,7 +1,7 @@
 SHELL := bash
 .SHELLFLAGS := -euo pipefail -c
 .DEFAULT_GOAL := help
-.PHONY: help lab bench demo test test-lessons test-fast lint gpu lessons format clean
+.PHONY: help lab bench demo test test-lessons test-fast lint gpu lessons site format clean
 
 PYTHON ?= python3
 VENV ?= .venv
@@ -26,7 +26,7 @@ $(STAMP): constraints.txt pyproject.toml
 	@echo "building $(VENV), a minute or two (longer where a CUDA build of torch is downloaded):"
 	@rm -f $@
 	@$(PYTHON) -m venv --clear $(VENV)
-	@$(BIN)/python -m pip install --disable-pip-version-check -c constraints.txt -e '.[lab,test]' 2>&1 | \
+	@$(BIN)/python -m pip install --disable-pip-version-check -c constraints.txt -e '.[lab,test,site]' 2>&1 | \
 	    tee $(VENV)/install.log | while read -r line; do case $$line in \
 	        Collecting*|Processing*) printf . ;; \
 	        'Installing collected'*) printf ' installing' ;; \
@@ -76,6 +76,10 @@ gpu: ## the tests that need a CUDA device
 # FORCE=1 runs also those whose source and package are as they were.
 lessons: $(STAMP) ## build the notebooks that changed (FORCE=1: all)
 	@$(BIN)/python -m zerolab.lab.build $(if $(FORCE),--force) $(ARGS)
+
+# Set ZEROLAB_REPOSITORY=https://github.com/OWNER/NAME for a link to Colab at each lesson.
+site: $(STAMP) ## the website, into build/site
+	@$(BIN)/python docs/site/build.py $(ARGS)
 
 format: $(STAMP) ## let ruff fix and format the code
 	$(BIN)/ruff check --fix .

@@ -10,7 +10,7 @@
 # %% [markdown]
 # ## Ranks in a notebook
 #
-# A *rank* is one of the processes that train together. Usually each rank has its own GPU, and they talk over wires.
+# A *[rank](../docs/glossary.md#rank)* is one of the processes that train together. Usually each rank has its own GPU, and they talk over wires.
 # Here four of them run on your machine, and a library called *gloo* carries their messages. Between NVIDIA GPUs it would
 # be *NCCL*. What you write works unchanged on either.
 
@@ -44,8 +44,8 @@ print("this line is the same everywhere")
 # %% [markdown]
 # ## They talk
 #
-# Ranks share no memory. They exchange tensors in *collectives*: operations that all ranks call together. The best known
-# is *all-reduce*: each rank brings a tensor, and each leaves with the sum of all four.
+# Ranks share no memory. They exchange tensors in *[collectives](../docs/glossary.md#collective)*: operations that all ranks call together. The best known
+# is *[all-reduce](../docs/glossary.md#all-reduce)*: each rank brings a tensor, and each leaves with the sum of all four.
 #
 # Rank 0 brings `[1, 1, 1]`, rank 1 brings `[2, 2, 2]`, and so on. What will the first element be afterwards? Every
 # lesson asks you before it shows you: replace the `...` with your number. (Not in the mood? `lab.skip("00.1")`.)
@@ -103,7 +103,7 @@ if rank != 2:
 # then ends with a thousand lines from every GPU. Here the ranks first tell each other what they are about to call, so
 # you always get a message like this one.
 #
-# `lab.reset()` gives the ranks a fresh *process group*, which is what `torch.distributed` calls the ranks that meet.
+# `lab.reset()` gives the ranks a fresh *[process group](../docs/glossary.md#process-group)*, which is what `torch.distributed` calls the ranks that meet.
 # Their variables are kept. After an ordinary mistake, such as a misspelt name, you don't need a reset. If the ranks
 # stop answering as they should, try it first. If a cell hangs, press the notebook's stop button.
 
@@ -120,7 +120,7 @@ print("everyone is here, and mine still has shape", tuple(mine.shape))
 #
 # Train a model with Adam on four ranks in the plain way. This is *data parallelism*: each rank takes a quarter of the
 # batch. Each rank also holds everything: all parameters, all gradients and all of the optimizer's state. That is 16
-# bytes for every parameter, stored four times over. **ZeRO** (*zero redundancy optimizer*) starts from the observation
+# bytes for every parameter, stored four times over. **[ZeRO](../docs/glossary.md#zero)** (*zero redundancy optimizer*) starts from the observation
 # that no rank needs all of it all the time. It splits one thing after another across the ranks:
 #
 # | stage | class here | what each rank holds only a quarter of |

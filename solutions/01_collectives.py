@@ -36,7 +36,7 @@ plots.show(plots.before_after("all-reduce: everyone gets the sum", lab.pull("bef
 
 # %% [markdown]
 # All-reduce does two things at once: it adds up, and it gives everyone the result. Each half exists on its own.
-# **Reduce-scatter** adds up and leaves each rank with *one part* of the sum, its *shard*. **All-gather** adds nothing:
+# **[Reduce-scatter](../docs/glossary.md#reduce-scatter)** adds up and leaves each rank with *one part* of the sum, its *shard*. **[All-gather](../docs/glossary.md#all-gather)** adds nothing:
 # it gives everyone every shard.
 
 # %%
@@ -61,8 +61,8 @@ plots.show(plots.before_after("all-gather: everyone gets every part", lab.pull("
 # (Why not `dist.reduce_scatter_tensor`? On NCCL you would use it. gloo's version is an all-reduce in disguise, which
 # moves twice the bytes. An all-to-all followed by a sum is a real one.)
 #
-# Here are the other five, in one cell: *broadcast* (one rank's tensor to all), *reduce* (the sum to one rank), *gather*
-# (all tensors to one rank), *scatter* (one rank's parts, one to each rank) and *all-to-all* (each rank sends a different
+# Here are the other five, in one cell: *[broadcast](../docs/glossary.md#broadcast)* (one rank's tensor to all), *reduce* (the sum to one rank), *gather*
+# (all tensors to one rank), *scatter* (one rank's parts, one to each rank) and *[all-to-all](../docs/glossary.md#all-to-all)* (each rank sends a different
 # part to each other rank; the reduce-scatter above began with it).
 
 # %%

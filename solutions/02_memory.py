@@ -2,7 +2,7 @@
 # # 02 · Where the memory goes
 #
 # A model of 7.5 billion parameters in 16-bit numbers is a file of 15 GB. You rent an 80 GB GPU for it and start
-# training, and before the first step is over the run dies with *out of memory*. Training needs **120 GB, and then
+# training, and before the first step is over the run dies with *[out of memory](../docs/glossary.md#out-of-memory)*. Training needs **120 GB, and then
 # some**. If you don't know where they go, you buy hardware by trial and error, or lose a week to settings that save
 # nothing.
 #
@@ -40,7 +40,7 @@ print(f"Ψ = {psi:,} parameters in {len(list(model.parameters()))} tensors, {psi
 # - its **gradient**, which backward writes to `param.grad`;
 # - the **optimizer state**: Adam keeps two running averages, one of the gradient and one of its square.
 #
-# Parameters, gradients and optimizer state together are called the **model states**. Everything here is float32, 4
+# Parameters, gradients and optimizer state together are called the **[model states](../docs/glossary.md#model-states)**. Everything here is float32, 4
 # bytes per number. How many bytes of model states does this model have when backward returns in the second step?
 
 # %%
@@ -114,7 +114,7 @@ if lab.predicted("02.1"):
 #
 # ## Half the bits, half the bytes?
 #
-# Large models are trained in *mixed precision*: forward and backward compute in **bfloat16**, 2 bytes per number. So is
+# Large models are trained in *[mixed precision](../docs/glossary.md#mixed-precision)*: forward and backward compute in **bfloat16**, 2 bytes per number. So is
 # everything half the size? bfloat16 has about three decimal digits. Look at what that does to an update of a parameter:
 
 # %% tags=["nbval-check-output"]
@@ -124,7 +124,7 @@ print("float32: ", (weight + 0.001).item())
 print("bfloat16:", (weight.bfloat16() + 0.001).item(), "- the update is lost")
 
 # %% [markdown]
-# So the optimizer keeps its own float32 copy of the parameters, the **master weights**. It updates those, and rounds
+# So the optimizer keeps its own float32 copy of the parameters, the **[master weights](../docs/glossary.md#master-weights)**. It updates those, and rounds
 # them to bfloat16 for the next forward. Gradients arrive in bfloat16. Adam's two averages stay in float32.
 #
 # How many bytes per parameter is that? And how many is it in float32 with plain SGD, which keeps no state at all?
@@ -285,7 +285,7 @@ print("a hook receives the", "parameter" if any(seen[0] is param for param in pa
 # ## Measure: activations
 #
 # Model states stay from step to step. During a step there is more: forward keeps every intermediate result that
-# backward will need. These are the **activations**. They depend on more than Ψ: each token of the batch adds its own.
+# backward will need. These are the **[activations](../docs/glossary.md#activation)**. They depend on more than Ψ: each token of the batch adds its own.
 #
 # How many bytes does *one token* leave behind in this model, in float32? It has 4 blocks, width 128, and 256 possible
 # bytes. For an estimate, count what every layer takes in, once; attention takes in three vectors, and the loss keeps

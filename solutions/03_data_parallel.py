@@ -36,7 +36,7 @@ print(f"{sum(p.numel() for p in params):,} parameters in {len(params)} tensors")
 # %% [markdown]
 # ## The mean of N batches
 #
-# The batches of all ranks in one step make up the **global batch**. Here each of four ranks takes 4 sequences, so the
+# The batches of all ranks in one step make up the **[global batch](../docs/glossary.md#global-batch)**. Here each of four ranks takes 4 sequences, so the
 # global batch has 16. Let's look at part of one gradient on each rank, the elements for four weights (times 100,000, so
 # that they are easy to read):
 
@@ -174,7 +174,7 @@ print("four ranks and one process agree to 0.00001:", largest_difference(naive[0
 #
 # ## Buckets
 #
-# Every message has a price that doesn't depend on its size: its **latency**. You don't notice it on a laptop, so we
+# Every message has a price that doesn't depend on its size: its **[latency](../docs/glossary.md#latency)**. You don't notice it on a laptop, so we
 # emulate a network of 200 MB/s on which every message takes 1 ms. An all-reduce in a ring of 4 ranks is 2 × 3 messages,
 # one after another. How many milliseconds will averaging take with your 29 calls?
 
@@ -184,7 +184,7 @@ lab.predict("03.3", 1000 * (29 * 6 * 0.001 + 2_823_168 / 200e6))  # ms
 # %% [markdown]
 # ## Write: a bucket
 #
-# The gradients can travel together in one flat tensor, a **bucket**. You made a flat buffer in lesson 02. This one has
+# The gradients can travel together in one flat tensor, a **[bucket](../docs/glossary.md#bucket)**. You made a flat buffer in lesson 02. This one has
 # three methods: `collect` copies the gradients in, `reduce` makes one all-reduce, and `write_back` copies the means
 # out. Watch out for a parameter without a gradient: another rank may have one for it, and all ranks must send buckets
 # with the same layout. (A parameter that no rank used then comes back with zeros, where `average` left `None`. To Adam
@@ -264,7 +264,7 @@ lab.link(None)
 #
 # ## DDP as a class
 #
-# Lesson 02 showed hooks. This course's engine uses them. It divides the model into **units**: here, one for each
+# Lesson 02 showed hooks. This course's engine uses them. It divides the model into **[units](../docs/glossary.md#unit)**: here, one for each
 # transformer block, and a root for everything else. It collects each unit's gradients in one flat bucket,
 # `unit.bucket.full`, and calls a method when the last gradient is in. What that method does is the difference between
 # all the stages to come. Stage 0 is two short methods:
@@ -273,7 +273,7 @@ lab.link(None)
 #   before the average is done: then it returns something to wait for, and backward goes on in the meantime.
 # - `post_backward(unit)` calls `reduce` if this backward should reduce the unit, and keeps what it returns in
 #   `unit.bucket.reduction`. Ask `self.reduces(unit)`. It says no while the user adds up the gradients of several
-#   batches before a step (**gradient accumulation**, inside `with zero.no_sync():`). Then nothing should travel until
+#   batches before a step (**[gradient accumulation](../docs/glossary.md#gradient-accumulation)**, inside `with zero.no_sync():`). Then nothing should travel until
 #   the last batch.
 
 # %%

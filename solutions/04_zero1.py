@@ -57,8 +57,8 @@ lab.predict("04.2", 1.0)  # × DDP's bytes
 # %% [markdown]
 # ## Half an all-reduce
 #
-# Call rank r's quarter its **shard**. Rank r updates only this shard, so it needs only this shard of the mean gradient, and
-# no other rank needs it. You know the collective that sums and leaves each rank one part: the **reduce-scatter**, the first
+# Call rank r's quarter its **[shard](../docs/glossary.md#shard)**. Rank r updates only this shard, so it needs only this shard of the mean gradient, and
+# no other rank needs it. You know the collective that sums and leaves each rank one part: the **[reduce-scatter](../docs/glossary.md#reduce-scatter)**, the first
 # half of an all-reduce.
 
 # %%
@@ -130,7 +130,7 @@ print("rank 1's shard:", shard.tolist(), "its slices of a, b and c:", slices)
 
 # %% [markdown]
 # The cuts ignore where a parameter begins or ends. The part of a parameter that lies in a rank's shard is the rank's
-# **slice** of it. Rank 1 has the end of a, most of b and nothing of c. `layout.shard` and `layout.slices` return views, not
+# **[slice](../docs/glossary.md#slice)** of it. Rank 1 has the end of a, most of b and nothing of c. `layout.shard` and `layout.slices` return views, not
 # copies. Every unit has a layout of its own, `unit.layout`.
 #
 # You override three methods:
@@ -261,7 +261,7 @@ print("this ZeRO-1 equals the package's:", all(of["package"] for of in same))
 #
 # ## Where the peak is
 #
-# What has to fit is the *peak* of a step. `timeline` records every buffer of one step from allocation to release (lesson
+# What has to fit is the *[peak](../docs/glossary.md#peak)* of a step. `timeline` records every buffer of one step from allocation to release (lesson
 # 02), so you can see whether the saving counts when it matters:
 
 

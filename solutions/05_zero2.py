@@ -84,7 +84,7 @@ plots.show(plots.skyline([lab.pull("stage1", rank=0)], title="1 × 16 tokens"))
 # `unit.bucket.grad`. There are three traps:
 #
 # - The reduction is still running when your method returns. Memory that it still reads must not go.
-# - In stage 1, `unit.bucket.grad` is a **view** of the full gradient, and a view keeps the entire storage alive.
+# - In stage 1, `unit.bucket.grad` is a **[view](../docs/glossary.md#view)** of the full gradient, and a view keeps the entire storage alive.
 # - Inside `no_sync` (lesson 03) nothing is reduced, so nothing may go. There `self.reduces(unit)` is False.
 #
 # `unit.bucket.release()` avoids all three. If you free the memory yourself, you have to avoid them.
@@ -158,7 +158,7 @@ print("stages 0, 1 and 2 are equal, bit for bit:", all(of["DDP"] and of["Zero1"]
 #
 # ## And the peak?
 #
-# What must fit is the *peak* of a step. Next you record a step of stage 1 and of stage 2, once with a batch of 8 × 64
+# What must fit is the *[peak](../docs/glossary.md#peak)* of a step. Next you record a step of stage 1 and of stage 2, once with a batch of 8 × 64
 # tokens on each rank, and once with 1 × 16. Are the gradient bytes that stage 2 saves part of the peak? Predict: with which
 # of the two batches does the peak fall by more, "large" or "small"?
 
@@ -295,7 +295,7 @@ print("all gradients of the model are in memory at once:", at_once)
 #
 # ## Gradient accumulation
 #
-# A batch that does not fit is cut into *micro-batches*: backward runs several times, then comes one step. In DDP you reduce
+# A batch that does not fit is cut into *[micro-batches](../docs/glossary.md#micro-batch)*: backward runs several times, then comes one step. In DDP you reduce
 # only after the last one, and `with zero.no_sync():` around the others keeps their gradients back. In stage 2 that has a
 # price. With 4 micro-batches, how many bytes does a rank send in a step *without* `no_sync`? And how many bytes of
 # gradients does it hold between micro-batches *with* it?

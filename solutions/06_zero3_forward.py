@@ -5,8 +5,8 @@
 # model of 70 billion in 16 bits. An 80 GB GPU cannot hold them, and a hundred more such GPUs do not help.
 #
 # But look at what forward does: it computes one block, then the next. While it is in block 3, nobody needs the parameters
-# of block 50. So with four ranks, each keeps a quarter of every block. Before a block's turn the ranks **gather** it: they
-# send each other their quarters. After its turn they **release** it: the full parameters go and the quarters stay. Today
+# of block 50. So with four ranks, each keeps a quarter of every block. Before a block's turn the ranks **[gather](../docs/glossary.md#gather)** it: they
+# send each other their quarters. After its turn they **[release](../docs/glossary.md#release)** it: the full parameters go and the quarters stay. Today
 # you write that; backward comes in lesson 07.
 
 # %%
@@ -38,7 +38,7 @@ for unit in zero.units[:3]:
 print(f"... {len(zero.units)} units, {sum(unit.layout.size for unit in zero.units):,} elements in total")
 
 # %% [markdown]
-# A **unit** is what is gathered and released together. Here each of the six blocks is one. The **root** unit holds the
+# A **unit** is what is gathered and released together. Here each of the six blocks is one. The **[root](../docs/glossary.md#root)** unit holds the
 # rest: the embeddings, the last norm and the output layer. Forward uses the root at its beginning *and* at its end.
 #
 # ## Predict
@@ -60,7 +60,7 @@ lab.predict("06.3", 3 * 4 * 1_263_616 // 4)  # bytes
 # ## Memory that comes and goes
 #
 # How do you take the memory away from parameters that a model still refers to? Not with `del`, which only deletes a name. A
-# tensor is a small Python object that describes its shape and points to a **storage**. A view shares the storage of the
+# tensor is a small Python object that describes its shape and points to a **[storage](../docs/glossary.md#storage)**. A view shares the storage of the
 # tensor it was made from (lesson 02). And a storage can be made smaller, down to nothing:
 
 # %% tags=["nbval-check-output"]

@@ -91,7 +91,7 @@ lab.reveal("07.3")
 # %% [markdown]
 # Read it from the top. The root comes first: backward begins with its output layer, and the root is there already. Then
 # block 5 is gathered. The gradient of its input is also the gradient of block 4's output, and block 4 hears of it first. So
-# block 4 is gathered *before* block 5 is released, and two blocks are there at a time. FSDP2 has two as well, and three
+# block 4 is gathered *before* block 5 is released, and two blocks are there at a time. [FSDP2](../docs/glossary.md#fsdp) has two as well, and three
 # when it gathers the next block ahead; ours stays at two even then. The root goes last: backward ends with the embeddings.
 #
 # ## ZeRO-3's backward as a class
@@ -309,7 +309,7 @@ print(f"rank 0: the loss is {lab.pull('new', rank=0):.3f}; with the root's old v
 # Both losses are plausible, and training would go on. Only a bit-for-bit comparison finds such a thing, which is why these
 # lessons make one.
 #
-# *A tied weight* is one parameter that two modules share. What if the two modules belong to two units, which are gathered
+# *A [tied weight](../docs/glossary.md#tied-weight)* is one parameter that two modules share. What if the two modules belong to two units, which are gathered
 # at different times? Which unit releases it, and when?
 
 # %% tags=["nbval-check-output"]

@@ -2,7 +2,7 @@
 # # 08 · Mixed precision
 #
 # **The question.** GPUs multiply matrices of 16-bit numbers much faster than 32-bit ones (an H100 989 against 67 TFLOPS, by
-# NVIDIA's data sheet). So large models are trained in *mixed precision*: forward and backward in 16 bits, some of the rest
+# NVIDIA's data sheet). So large models are trained in *[mixed precision](../docs/glossary.md#mixed-precision)*: forward and backward in 16 bits, some of the rest
 # in 32. Half the bits, so half the memory? You plan for that, and your run is out of memory in its first step. Somebody
 # else picks the other 16-bit format. Their run trains for a day, then the loss is `nan`, and so is every weight in the
 # checkpoint that was written an hour later.
@@ -48,7 +48,7 @@ print(f"Ψ = {psi:,} parameters")
 # ## Predict
 #
 # In mixed precision with **bfloat16** (written bf16), forward and backward use a copy of the weights in 2 bytes, and
-# gradients are in 2 bytes too. The optimizer updates weights in float32, the **masters** (lesson 02), and Adam's two
+# gradients are in 2 bytes too. The optimizer updates weights in float32, the **[masters](../docs/glossary.md#master-weights)** (lesson 02), and Adam's two
 # averages stay in float32. Whatever a stage shards, it shards in both cases. In **stage 2** on N = 4 ranks, how many bytes
 # per parameter does a rank hold *less* with bf16 than with everything in float32?
 
@@ -109,7 +109,7 @@ plots.show(plots.number_line(lab.pull("counts", rank=0), 16, title, subtitle))
 # loss is a *mean* over tokens, so a larger batch pushes everything further to the left.
 #
 # The black outline shows the cure. Backward is linear: multiply the loss by 2¹⁶, and every gradient is multiplied by
-# 2¹⁶. Divide again *in float32*, where nothing is lost. This factor is the **loss scale** ([Micikevicius et al.,
+# 2¹⁶. Divide again *in float32*, where nothing is lost. This factor is the **[loss scale](../docs/glossary.md#loss-scale)** ([Micikevicius et al.,
 # 2017](https://arxiv.org/abs/1710.03740)). What does the same backward give in each format?
 
 

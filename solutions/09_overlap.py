@@ -55,10 +55,10 @@ print(f"Ψ = {sum(param.numel() for param in make_model().parameters()):,} param
 # %% [markdown]
 # ## FLOP for every byte
 #
-# **Overlap** means that a rank computes while its messages travel. Whether that can work depends on two amounts, and neither
+# **[Overlap](../docs/glossary.md#overlap)** means that a rank computes while its messages travel. Whether that can work depends on two amounts, and neither
 # is a time, so they are the same on every machine: what a step computes, and what it sends.
 #
-# Computing is counted in **FLOP**, floating-point operations; one multiplication or one addition is one FLOP. In forward, a
+# Computing is counted in **[FLOP](../docs/glossary.md#flop)**, floating-point operations; one multiplication or one addition is one FLOP. In forward, a
 # weight is multiplied by something once for every token, and the product is added to a sum: 2 FLOP. Backward does that
 # twice, once for the gradient of the layer's input and once for the gradient of the weight: 4 FLOP.
 #
@@ -220,7 +220,7 @@ for rank, (ours, packages) in enumerate(lab.pull("scores")):
 # ## Write the schedule
 #
 # The rank waited without need: while block 0 computed, the link was idle, and block 1 was known to be next.
-# **Prefetching** means starting that gather early. A schedule says which gathers to start when. It has to answer three
+# **[Prefetching](../docs/glossary.md#prefetching)** means starting that gather early. A schedule says which gathers to start when. It has to answer three
 # questions:
 #
 # - *What comes next?* Not the next one in `model.blocks`: a model may run its blocks in any order, skip some, or use one

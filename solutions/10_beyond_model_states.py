@@ -15,7 +15,7 @@ print(f"model states in stage 3, 64 GPUs: {states / 1e9:.2f} GB")
 print(f"activations of 8 x 2,048 tokens in bfloat16, on every GPU: {kept / 1e9:.1f} GB")
 
 # %% [markdown]
-# The ZeRO paper calls this rest the **residual states**, and its section 6, *ZeRO-R*, is about them: activations, temporary
+# The ZeRO paper calls this rest the **[residual states](../docs/glossary.md#residual-states)**, and its section 6, *ZeRO-R*, is about them: activations, temporary
 # buffers, and memory that is free but in pieces too small to use. This lesson takes them one by one. Then it moves the
 # optimizer off the GPU altogether, which is *ZeRO-Offload*, and asks when that pays.
 
@@ -99,7 +99,7 @@ plots.show(plots.skyline([plain], names=["everything kept"]))
 #
 # ## Forget, and compute again
 #
-# Of a block's 16 vectors, 15 can be computed from the first, its input. **Activation checkpointing** keeps only the inputs.
+# Of a block's 16 vectors, 15 can be computed from the first, its input. **[Activation checkpointing](../docs/glossary.md#activation-checkpointing)** keeps only the inputs.
 # When backward reaches a block, the block's forward runs *again*, from its kept input; now all 16 vectors are there, for
 # this one block, and its backward can follow.
 #
@@ -228,7 +228,7 @@ if lab.predicted("10.1") and lab.predicted("10.2"):
 # Stages 1 to 3 divide what all ranks have in common. What about activations? In data parallelism each rank has its own part
 # of the batch, so its activations are its own: nothing is stored twice, and there is nothing to divide.
 #
-# It is different when ranks share the work of *one layer*. This is **tensor parallelism**, a kind of model parallelism
+# It is different when ranks share the work of *one layer*. This is **[tensor parallelism](../docs/glossary.md#tensor-parallelism)**, a kind of model parallelism
 # (lesson 15). Each rank has a quarter of the hidden units of an MLP and computes with them, and an all-reduce adds up the
 # four partial outputs. For that, every rank needs the whole input. Here is such an MLP, with 16 hidden units on each rank:
 
@@ -352,7 +352,7 @@ for kind in ("tensor parallel", "data parallel"):
 # ## Free, but of no use
 #
 # An allocator hands out pieces of the GPU's memory and never moves them: somebody has a pointer. So free memory comes in
-# **holes**, and a request must fit into one of them. **Fragmentation** means that the holes add up to much and none is large.
+# **holes**, and a request must fit into one of them. **[Fragmentation](../docs/glossary.md#fragmentation)** means that the holes add up to much and none is large.
 #
 # `replay` takes every allocation of the step that you recorded, sizes and lifetimes, and performs it again in one
 # flat buffer, *first fit*: each request gets the lowest hole that is large enough. (CUDA's allocator has more rules. It cannot
@@ -421,7 +421,7 @@ assert apart.arena.size > first_fit.arena.size
 #
 # A server has more host memory than its GPUs have of theirs, and hardly uses it. In bfloat16 with float32 masters and Adam, 12
 # of 16 bytes are masters and averages. These are read and written *once a step*; the parameters are read in every forward and
-# backward. So **ZeRO-Offload** (Ren et al., arXiv 2101.06840) puts masters and averages on the host, and updates them there:
+# backward. So **[ZeRO-Offload](../docs/glossary.md#offload)** (Ren et al., arXiv 2101.06840) puts masters and averages on the host, and updates them there:
 #
 # 1. forward and backward run on the device, with bfloat16 parameters;
 # 2. each mean gradient goes to the host as soon as it is there, in bfloat16;

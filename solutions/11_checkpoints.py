@@ -5,7 +5,7 @@
 # unplanned ([arXiv 2407.21783](https://arxiv.org/abs/2407.21783), section 3.3.4). That is an unplanned stop every three
 # hours. What was not on the disk by then was computed, paid for, and lost.
 #
-# A **checkpoint** is what has to be on the disk so that training goes on as if it had never stopped. Four things go wrong
+# A **[checkpoint](../docs/glossary.md#checkpoint)** is what has to be on the disk so that training goes on as if it had never stopped. Four things go wrong
 # with it in practice: it is not complete, it only fits the number of ranks that wrote it, the crash comes while it is being
 # written, or the run goes on from it with other samples. In this lesson you see each of them happen, and write the two
 # functions that prevent the worst.
@@ -449,7 +449,7 @@ except Exception as error:
 # 2. **Make sure that it is on the disk.** `file.write` hands bytes to the system, which writes them some time later; if the
 #    power goes, they are lost. `os.fsync(file.fileno())` returns when they are there. (And `file.flush()` before it: Python
 #    has a buffer too.)
-# 3. **All ranks.** One file of four missing is as bad as all four. So the ranks meet, in a *barrier* (lesson 01), after
+# 3. **All ranks.** One file of four missing is as bad as all four. So the ranks meet, in a *[barrier](../docs/glossary.md#barrier)* (lesson 01), after
 #    everyone has written.
 # 4. **One rename decides.** A small file, the **index**, says which files are the checkpoint. Write the new index under
 #    another name, then rename it: `os.replace(new, old)` is a single operation of the file system. Whoever looks finds the
@@ -675,7 +675,7 @@ print("saved by 4 and loaded by 2, parameters and Adam's averages are equal:", l
 #
 # Two ranks with 6 samples each have trained 12 steps. Then there are four ranks. The script has `batch_size=6` *per rank*,
 # as most have, and nobody changes it. Compare three ways to spend the next 144 samples: on two ranks as before; on four with
-# the same **global** batch, 3 for each rank; and on four with 6 each.
+# the same [**global** batch](../docs/glossary.md#global-batch), 3 for each rank; and on four with 6 each.
 
 # %%
 # %%ranks

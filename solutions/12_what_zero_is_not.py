@@ -226,11 +226,11 @@ if lab.predicted("12.2"):
 #
 # ## Send the largest, remember the rest
 #
-# Most elements of a gradient are small. **Top-k** sends the k elements that are largest in magnitude, as pairs of value
+# Most elements of a gradient are small. **[Top-k](../docs/glossary.md#top-k)** sends the k elements that are largest in magnitude, as pairs of value
 # and index, and treats the others as 0. Alone, that is bias: an element that is always small would never be updated.
 #
-# **Error feedback** repairs it ([Stich et al., arXiv 1809.07599](https://arxiv.org/abs/1809.07599)). What a rank did
-# not send is not thrown away. It waits in a **residual**, and is added to the next gradient. Everything is sent in the
+# **[Error feedback](../docs/glossary.md#error-feedback)** repairs it ([Stich et al., arXiv 1809.07599](https://arxiv.org/abs/1809.07599)). What a rank did
+# not send is not thrown away. It waits in a **[residual](../docs/glossary.md#residual)**, and is added to the next gradient. Everything is sent in the
 # end; what is small only waits until enough has come together:
 
 # %% tags=["nbval-check-output"]
@@ -371,12 +371,12 @@ if lab.predicted("12.3"):
 #
 # ## Parameter servers, and updates that nobody waits for
 #
-# The main GPU of the seven steps has a name. A **parameter server** keeps the parameters; **workers** pull them,
+# The main GPU of the seven steps has a name. A **[parameter server](../docs/glossary.md#parameter-server)** keeps the parameters; **workers** pull them,
 # compute a gradient, and push it (large systems divide the parameters among many servers). If the server waits for all
 # workers and averages, training is **synchronous**, and computes what DDP computes. If it applies every gradient as it
 # comes, it is **asynchronous**: nobody waits for anybody.
 #
-# The price is **staleness**: between a worker's pull and its push, others have updated. The gradient is that of an old
+# The price is **[staleness](../docs/glossary.md#staleness)**: between a worker's pull and its push, others have updated. The gradient is that of an old
 # model. Predict: one server, three workers, each pulls, computes, pushes, and begins again. How many updates old is a
 # gradient when it is applied, on average?
 

@@ -45,7 +45,7 @@ print("labels", data.targets[:2].tolist(), "the first pixel in red, green and bl
 
 # %% [markdown]
 # The case itself uses scikit-learn's handwritten digits, which need no download: 8×8 pixels, one channel. Every fifth image is
-# kept for **validation**: the model never learns from it, so the share of right answers there, its **accuracy**, says how it
+# kept for **validation**: the model never learns from it, so the share of right answers there, its **[accuracy](../docs/glossary.md#accuracy)**, says how it
 # does on images that it has not seen.
 
 # %% tags=["nbval-check-output"]
@@ -189,7 +189,7 @@ print("all ranks have printed the same losses:", all(losses == lab.pull("losses"
 # Different images have different losses, so four equal losses mean the **same images on every rank**. The mean of four equal
 # gradients is one of them: four ranks did the work of one. The script seeds all ranks alike, and nobody divides the samples.
 #
-# That is what a **sampler** is for. `DistributedSampler` shuffles the numbers of the samples alike on every rank, and gives each
+# That is what a **[sampler](../docs/glossary.md#sampler)** is for. `DistributedSampler` shuffles the numbers of the samples alike on every rank, and gives each
 # rank every fourth one. Two things about it surprise people. It shuffles with its seed plus the epoch, and learns the epoch only from
 # `sampler.set_epoch(epoch)`: without that call, every epoch has the same order. And all ranks get equally many. Predict:
 # ten validation images, four ranks, a `DistributedSampler` with its defaults. How many answers do the ranks count together?
@@ -240,7 +240,7 @@ if lab.predicted("13.1"):
 # ## BatchNorm: four ranks, four models
 #
 # **BatchNorm** subtracts from each channel the mean of the *batch* and divides by its standard deviation. For validation it
-# keeps running averages of both, in **buffers**: tensors that belong to the model and are no parameters. Nobody takes their
+# keeps running averages of both, in **[buffers](../docs/glossary.md#buffer)**: tensors that belong to the model and are no parameters. Nobody takes their
 # gradient, and no engine averages them. So each rank keeps those of its own images.
 #
 # Below, four ranks train a CNN with BatchNorm in stage 2. The images are sorted by their label and cut into four files, one
@@ -311,7 +311,7 @@ print("after broadcast_buffers all ranks have the same accuracy:", len(set(share
 #   weights of *samples* when parts differ. So take the sum of the losses of the rank's samples, times N, the number of ranks,
   divided by the number of samples in the step.
 # - The optimizer's rate is meant for 32 samples. For `batch_size` it is `batch_size / 32` times as much (**linear scaling**), and
-#   in the first epoch it rises to that in equal parts (**warm-up**). You measure below what that is good for.
+#   in the first epoch it rises to that in equal parts (**[warm-up](../docs/glossary.md#warm-up)**). You measure below what that is good for.
 # - All ranks have the same buffers before validation, and accuracy counts each validation image once.
 #
 # `main()`, which reads the arguments and calls your function for each seed, is there already.

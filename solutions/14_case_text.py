@@ -63,7 +63,7 @@ share = data.validation_targets.float().mean().item()
 print(f"who always says the same is right in {100 * max(share, 1 - share):.1f} % of the validation pairs")
 
 # %% [markdown]
-# A word is a number from 1 to 4,095, and 0 is **padding**: sentences have different lengths, and a tensor has only one.
+# A word is a number from 1 to 4,095, and 0 is **[padding](../docs/glossary.md#padding)**: sentences have different lengths, and a tensor has only one.
 # Keep the last number in mind. A model that has learnt nothing can reach it. (In MRPC
 # [67 %](https://aclanthology.org/I05-5002/) of the pairs say the same, so an accuracy of 0.67 there is no result.)
 #
@@ -272,7 +272,7 @@ print(f"the mean of means is off by {100 * off[0]:.0f} % of the gradient's lengt
 # %% [markdown]
 # No rank failed, no number looked strange, and a good part of each step went elsewhere.
 #
-# The same mistake waits in **gradient accumulation**, where a rank splits its batch into micro-batches: the mean of
+# The same mistake waits in **[gradient accumulation](../docs/glossary.md#gradient-accumulation)**, where a rank splits its batch into micro-batches: the mean of
 # their means is wrong too. That was the trainer's mistake. Count the tokens of *all* micro-batches of all ranks before
 # the first backward, and divide each sum by that.
 #

@@ -4,7 +4,7 @@
 # **The question.** ZeRO divides parameters, gradients and optimizer state among the ranks. Two things it does not divide: a
 # sample and its activations. If one sequence of 100,000 tokens needs more memory than a GPU has, a thousand GPUs with
 # ZeRO-3 fail exactly as one does. And if 1,024 GPUs are to share a batch of 512 sequences, half of them have nothing to do.
-# Then the *computing* has to be divided: **model parallelism**. It comes in two kinds, it can be combined with ZeRO, and
+# Then the *computing* has to be divided: **[model parallelism](../docs/glossary.md#model-parallelism)**. It comes in two kinds, it can be combined with ZeRO, and
 # the wrong kind in the wrong place leaves three quarters of your GPUs idle. Which one, when, and what does it send?
 
 # %%
@@ -47,10 +47,10 @@ print(f"Ψ = {psi:,} parameters")
 #
 # Four layers, eight samples, four ranks. There are three things to divide:
 #
-# - the *samples*: every rank runs all layers on its own samples. That is **data parallelism**, with or without ZeRO;
-# - *each layer*: every rank computes a part of every layer, for all samples. That is **tensor parallelism**;
+# - the *samples*: every rank runs all layers on its own samples. That is **[data parallelism](../docs/glossary.md#data-parallelism)**, with or without ZeRO;
+# - *each layer*: every rank computes a part of every layer, for all samples. That is **[tensor parallelism](../docs/glossary.md#tensor-parallelism)**;
 # - *the sequence of layers*: every rank computes some layers, for all samples, and hands the result on. That is the
-#   division by layers, which with one more idea becomes **pipeline parallelism**.
+#   division by layers, which with one more idea becomes **[pipeline parallelism](../docs/glossary.md#pipeline-parallelism)**.
 #
 # This cell runs the four MLPs of a GPT in all three ways, and notes what each rank computed and what had to arrive first.
 # (A residual connection, `x + ...`, surrounds each, as in the GPT.)
@@ -195,7 +195,7 @@ lab.check("15.2")
 # replaces both halves of every block. Everything else stays on both ranks: the embeddings, the layer norms, the head of the
 # model.
 #
-# Four ranks give us two pairs, a **mesh** of 2 × 2. Ranks 0 and 1 divide one copy of the model, ranks 2 and 3 another. Each
+# Four ranks give us two pairs, a **[mesh](../docs/glossary.md#mesh)** of 2 × 2. Ranks 0 and 1 divide one copy of the model, ranks 2 and 3 another. Each
 # pair is a process group, the rank's *tensor group*. (Its *data group* comes later.)
 
 # %%
@@ -450,7 +450,7 @@ plots.show(plots.pipeline_runs({"by layers": lab.pull("by_layers")}, paced))
 assert plots.bubble(lab.pull("by_layers")) > 0.6
 
 # %% [markdown]
-# One stage works at a time: four ranks, the speed of one. The white area is the **bubble**. The remedy: cut the batch
+# One stage works at a time: four ranks, the speed of one. The white area is the **[bubble](../docs/glossary.md#bubble)**. The remedy: cut the batch
 # into **micro-batches**, and send each on as soon as it is ready. While stage 1 computes micro-batch 0, stage 0 has
 # micro-batch 1. Gradients of all micro-batches add up, as in gradient accumulation, so the step is the same. With 4
 # stages and 8 micro-batches, first all forwards and then all backwards (the schedule is called **GPipe**, arXiv

@@ -180,7 +180,7 @@ print("At the start:", explorer.sentence)
 # - *computing* stays the same: 6 operations per parameter and token, at 200 TFLOP/s.
 # - *sending* stays almost the same: about 3Ψ elements of 2 bytes, whatever N is (lesson 07). A ring over several nodes
 #   is only as fast as the wires between the nodes: 25 GB/s out of a node of 8 GPUs, compared with 300 GB/s inside it.
-# - *latency* grows: a ring of N ranks passes N - 1 messages, one after another, in 3 collectives for each of 37 units,
+# - *[latency](../docs/glossary.md#latency)* grows: a ring of N ranks passes N - 1 messages, one after another, in 3 collectives for each of 37 units,
 #   at 20 µs a message.
 
 # %%
@@ -203,7 +203,7 @@ for n in (16, 64, 512, 4096):
 # %% [markdown]
 # So it scales, up to a few hundred GPUs. Beyond that, a step waits for messages that carry hardly anything.
 #
-# **Hybrid sharding** shards inside a node, where wires are fast, and keeps a full replica in every node. The 8 ranks of
+# **[Hybrid sharding](../docs/glossary.md#hybrid-sharding)** shards inside a node, where wires are fast, and keeps a full replica in every node. The 8 ranks of
 # a node are a *shard group*. The ranks that hold the same shard in different nodes are a *replicate group*. Look at
 # which wires are used:
 

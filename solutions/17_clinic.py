@@ -26,7 +26,7 @@ lab.start(4)
 #
 # | question | instrument | what it tells |
 # |---|---|---|
-# | Who did not come? | the **flight recorder**: the last collectives of every rank | a hang, a dead rank, ranks that parted ways |
+# | Who did not come? | the **[flight recorder](../docs/glossary.md#flight-recorder)**: the last collectives of every rank | a hang, a dead rank, ranks that parted ways |
 # | How much was sent? | the **ledger** | no reduction, too much of it |
 # | What is the same on all ranks, and from when on not? | **fingerprints** of parameters, gradients, parameters | where ranks drift apart |
 # | What lives in memory, where, and since when? | bytes by device and by step | out of memory |
@@ -507,3 +507,7 @@ print(f"{len(round_ones)} of {len(printed)} printed losses are sixteenths; by ch
 #    all-reduce of a flag), and all skip, or none (patient 2; lesson 08's scaler).
 # 6. Something that is kept from each batch with a graph behind it: a loss added up or put in a list without .item(), in a loop
 #    without torch.no_grad() (patient 9).
+
+# %%
+lab.stop()
+lab.progress()

@@ -58,7 +58,7 @@ def test_constraints_are_exact_pins():
     assert pins()["torch"] == Version("2.13.0")
 
 
-@pytest.mark.parametrize("line", [*PROJECT["dependencies"], *EXTRAS["lab"], *EXTRAS["test"]])
+@pytest.mark.parametrize("line", [*PROJECT["dependencies"], *EXTRAS["lab"], *EXTRAS["test"], *EXTRAS["site"]])
 def test_every_requirement_is_pinned(line):
     requirement = Requirement(line)
     pinned = pins().get(canonicalize_name(requirement.name))

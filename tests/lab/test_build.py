@@ -96,6 +96,9 @@ def test_notebooks_of_a_source(course: Path) -> None:
     assert cells["write-it-here-now-3"] == "%%exercise 01.2\n" + find_exercise("01.2").stub.rstrip()
     assert cells["write-it-here-now-2"] == 'lab.predict("01.1", ...)'
     assert cells["solution"] == "[The solution of this lesson](../solutions/01_tiny.ipynb)"
+    (course / "solutions" / "02_small.py").write_text("# %% [markdown]\n# # 02 · A small one\n")
+    last = build.notebooks(course / "solutions" / "01_tiny.py")["lessons"].cells[-1].source
+    assert last.endswith("01_tiny.ipynb) · Next: [02 · A small one](02_small.ipynb)")
     assert "the answer is 12" not in str(lesson.cells)
     (folded,) = [cell.source for cell in lesson.cells if "Twelve" in cell.source]
     assert folded.startswith("<details>\n<summary>") and folded.endswith("\n\n1. Twelve.\n\n</details>")

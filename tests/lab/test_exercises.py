@@ -17,7 +17,7 @@ from IPython.core.interactiveshell import InteractiveShell
 from mutants import __main__ as matrix
 
 import zerolab
-from zerolab.lab.exercises import cards, judge, predictions
+from zerolab.lab.exercises import cards, catalogue, judge, predictions
 from zerolab.lab.exercises import learner as exercises
 from zerolab.lab.exercises.catalogue import EXERCISES
 from zerolab.lab.exercises.exercise import Todo
@@ -26,6 +26,8 @@ from zerolab.lab.exercises.store import read_progress, write_progress
 from zerolab.lab.ranks import session
 
 pytestmark = pytest.mark.slow
+
+SOLUTIONS = Path(__file__).parents[2] / "solutions"
 
 
 @pytest.fixture
@@ -161,7 +163,7 @@ def test_a_pass_counts_until_the_answer_changes(my: Path, capsys: pytest.Capture
     assert theirs is not ours
     assert capsys.readouterr().out.startswith("ring_all_gather: the course's code, 01.2 has not passed")
     exercises.progress()
-    assert "○ 01.2 ring all-gather              changed since it passed" in capsys.readouterr().out
+    assert "○ 01.1, ○ 01.2 changed since it passed\n" in capsys.readouterr().out
 
 
 def test_mine_of_an_exercise_that_defines_two(my: Path, capsys: pytest.CaptureFixture) -> None:
@@ -224,6 +226,26 @@ def test_check_before_the_cell_ran(my: Path, capsys: pytest.CaptureFixture) -> N
     exercises._last = None
     with pytest.raises(ValueError, match="which exercise"):
         exercises.check()
+
+
+def test_progress_over_the_course(my: Path, capsys: pytest.CaptureFixture) -> None:
+    """A line for each lesson, under its heading, and what comes next."""
+    exercises.progress()
+    *lines, last = capsys.readouterr().out.splitlines()
+    headings = [re.search("^# # (.+)$", path.read_text(), re.MULTILINE)[1] for path in sorted(SOLUTIONS.glob("*.py"))]
+    assert [f"{number} · {title}" for number, title in catalogue.LESSONS.items()] == headings
+    assert [line[:2] for line in lines] == [heading[:2] for heading in headings]
+    assert max(map(len, lines)) <= 120
+    assert last == f"0 of {len(EXERCISES)} exercises, 0 of {len(QUESTIONS)} predictions; next: 01.1 ring reduce-scatter"
+    exercises.define("01.1", EXERCISES["01.1"].reference)
+    exercises.check()
+    exercises.define("01.2", "def ring_all_gather(): ...")
+    predictions.predict("01.1", "1 MB")
+    capsys.readouterr()
+    exercises.progress()
+    said = capsys.readouterr().out
+    assert "✓ 01.1, ○ 01.2 written, not passed\n" in said and re.search(r"01 Collectives +1 of \d+ predicted", said)
+    assert f"1 of {len(EXERCISES)} exercises, 1 of {len(QUESTIONS)} predictions; next: 01.2 ring all-gather\n" in said
 
 
 def test_damaged_progress_is_named(my: Path) -> None:

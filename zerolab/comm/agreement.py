@@ -29,6 +29,7 @@ from zerolab.comm.waiting import CommError, Complaint, wait_for
 from zerolab.world.environment import at_return
 
 INLINE = 256  # bytes of a message that travel at once, with what it is; the rest follows when all ranks agree
+PATIENCE = 3.0  # seconds for which a rank that is sure to wait in vain waits for what the others say
 FRAME = struct.Struct(f"!IIII{INLINE}s112s")  # Comm, steps, backwards, length, first bytes, what it is
 
 _numbers = count(1)  # of the agreements in this process
@@ -177,23 +178,32 @@ class Agreement:
             raise CommError(f"rank {self._everyone.rank}, {what} ({entry.phase}): {reason}")
 
     def _complaint(self, what: str, entry: Entry) -> Complaint:
-        """Says, when it is called, why the wait for `entry` can never end, if that is sure."""
+        """Says, when it is called, why the wait for `entry` can never end, if that is sure.
+
+        The first proof waits a moment for the notes of ranks that say nothing yet, so that it can tell of all.
+        """
         seen = 0  # how many notes had been posted at the last look
+        sure: float | None = None  # since when
 
         def complain() -> str | None:
-            nonlocal seen
+            nonlocal seen, sure
             if not seen:
                 made, waits = self._recorder.progress, [entry.log.name, entry.number, entry.op, entry.unit]
                 _post({"waits": waits, "what": what, "phase": entry.phase, "comm": self._name, "made": asdict(made)})
             posts, store = _store().add("posts", 0), _store()
-            if posts == seen:
+            if posts == seen and sure is None:
                 return None
             seen = posts
             notes = {}
             for rank, place in enumerate(self._log.ranks):
                 if place != dist.get_rank() and place in entry.log.ranks and store.check([str(place)]):
                     notes[rank] = json.loads(store.get(str(place)))
-            return self._contradiction(entry, notes)
+            reason = self._contradiction(entry, notes)
+            if reason is None or _FINISHED in reason:  # its connections close soon
+                return reason
+            sure = sure or time.monotonic()
+            told = sum(note.get("comm") == self._name for note in notes.values())
+            return reason if told == len(entry.log.ranks) - 1 or time.monotonic() - sure > PATIENCE else None
 
         return complain
 

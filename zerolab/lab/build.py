@@ -12,7 +12,7 @@ A cell `%%exercise NN.k` is empty in the source: the solution gets the catalogue
 the lesson `predict("NN.k", value)` becomes `predict("NN.k", ...)`. Of the cells tagged `answer`, code is left out and
 text is folded, one click away. Cells tagged `reveals` run but keep no output, since it would give a prediction away.
 nbval compares the output of cells tagged `nbval-check-output`. A note below the title says whose outputs one sees; the
-last cell is a link to the solution.
+last cell leads to the solution and to the next lesson.
 """
 
 from __future__ import annotations
@@ -82,9 +82,11 @@ def notebooks(source: Path) -> dict[str, NotebookNode]:
     lesson.cells = [_for_learners(cell) for cell in lesson.cells if cell.cell_type != "code" or not _is_answer(cell)]
     for notebook, note in ((complete, SOLVED), (lesson, UNSOLVED)):
         notebook.cells.insert(1, nbformat.v4.new_markdown_cell(note, id="outputs"))
-    link = nbformat.v4.new_markdown_cell(f"[The solution of this lesson](../solutions/{source.stem}.ipynb)")
-    link.id = "solution"
-    lesson.cells.append(link)
+    link = f"[The solution of this lesson](../solutions/{source.stem}.ipynb)"
+    if following := next((path for path in sources(source.parents[1]) if path.name > source.name), None):
+        title = re.search(r"^# # (.+)$", following.read_text(), re.MULTILINE)
+        link += f" · Next: [{title[1] if title else following.stem}]({following.stem}.ipynb)"
+    lesson.cells.append(nbformat.v4.new_markdown_cell(link, id="solution"))
     return {"solutions": complete, "lessons": lesson}
 
 

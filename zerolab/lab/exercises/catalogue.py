@@ -44,6 +44,27 @@ _LESSONS = (
     lesson17,
 )
 
+LESSONS: dict[str, str] = {
+    "00": "Welcome",
+    "01": "Collectives",
+    "02": "Where the memory goes",
+    "03": "Data parallel",
+    "04": "ZeRO-1: shard the optimizer",
+    "05": "ZeRO-2: shard the gradients",
+    "06": "ZeRO-3, forward: parameters that come and go",
+    "07": "ZeRO-3, backward: gather again, reduce, release",
+    "08": "Mixed precision",
+    "09": "Overlap and prefetch",
+    "10": "Beyond model states",
+    "11": "Checkpoints that survive",
+    "12": "What ZeRO is not, and what it learned since",
+    "13": "Case: images",
+    "14": "Case: text",
+    "15": "Model parallelism in one hour",
+    "16": "Plan a trillion parameters",
+    "17": "The clinic",
+}  # as their headings
+
 # By number, in the order of the course.
 EXERCISES: dict[str, Exercise] = {exercise.id: exercise for lesson in _LESSONS for exercise in lesson.EXERCISES}
 

@@ -26,8 +26,9 @@ from torch import Tensor
 from zerolab.engine.engine import Engine
 from zerolab.lab.exercises import judge
 from zerolab.lab.exercises.cards import Status, say
-from zerolab.lab.exercises.catalogue import EXERCISES, find_exercise
+from zerolab.lab.exercises.catalogue import EXERCISES, LESSONS, find_exercise
 from zerolab.lab.exercises.exercise import Exercise, Todo
+from zerolab.lab.exercises.questions import QUESTIONS
 from zerolab.lab.exercises.store import file_of, read_progress, write, write_progress
 from zerolab.lab.ranks.rank import _syntax
 from zerolab.lab.ranks.report import Misused, Plain
@@ -234,17 +235,32 @@ def hint(id: str | None = None) -> None:
 
 
 def progress() -> None:
-    """Print what is done in the course."""
-    kept, done = read_progress(), 0
-    for id, asked in EXERCISES.items():
-        source, right = _decision(id)
-        state = "not written yet"
-        if right:
-            state, done = "done", done + 1
-        elif source and not _is_stub(asked, source):
-            state = "changed since it passed" if id in kept["passed"] else "written, not passed"
-        print(f"{'✓' if right else '○'} {id} {asked.title:<28} {state}")
-    print(f"{done} of {len(EXERCISES)} exercises, {len(kept['predictions'])} predictions")
+    """Print a line for each lesson of the course: what is done, what is begun, and which exercise is next."""
+    kept = read_progress()
+    predicted = kept["predictions"].keys() & QUESTIONS.keys()
+    states = {asked.id: _state(asked, kept) for asked in EXERCISES.values()}
+    for number, title in LESSONS.items():
+        asked = [id for id in QUESTIONS if id.startswith(number)]
+        guesses = f"{len(predicted.intersection(asked))} of {len(asked)}"
+        marks = [
+            "✓ " + id if states[id] == "done" else f"○ {id} {states[id]}".rstrip()
+            for id in states
+            if id.startswith(number)
+        ]
+        print(f"{number} {title:<48} {guesses:>7} predicted   {', '.join(marks)}".rstrip())
+    done = list(states.values()).count("done")
+    print(f"{done} of {len(states)} exercises, {len(predicted)} of {len(QUESTIONS)} predictions", end="")
+    following = next((asked for asked in EXERCISES.values() if states[asked.id] != "done"), None)
+    print(f"; next: {following.id} {following.title}" if following else "")
+
+
+def _state(asked: Exercise, kept: dict[str, Any]) -> str:
+    source, right = _decision(asked.id)
+    if right:
+        return "done"
+    if not source or _is_stub(asked, source):
+        return ""
+    return "changed since it passed" if asked.id in kept["passed"] else "written, not passed"
 
 
 # ---------------------------------------------------------------------- whose code runs

@@ -1,0 +1,252 @@
+"""Builds the website from what is in the repository. Runs no notebook and imports no torch.
+
+    python docs/site/build.py                   # into build/site (make site)
+    python docs/site/build.py --out FOLDER
+
+README gives the start page, the ladder and the house; `docs/*.md`, `lessons/*.ipynb` and `solutions/*.ipynb` are a page
+each, whatever their number; the reference comes from docstrings. A link to a file of the repository becomes a link to
+its page, a source file that is linked gets a page, and a link that leads nowhere ends the build.
+
+"Open in Colab" needs the repository's address: `ZEROLAB_REPOSITORY` in the environment (site.yml sets it to the
+repository it runs in), else `Repository` in `[project.urls]` of pyproject.toml. Without either there is no such link.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import re
+import shutil
+import subprocess
+import sys
+import tempfile
+import tomllib
+from pathlib import Path
+
+import api  # beside this file
+import notebook
+
+ROOT = Path(__file__).resolve().parents[2]
+HERE = Path(__file__).parent
+# Sections of README with a page of their own; all others are on the start page.
+OWN_PAGE = {"The ladder": "ladder", "Use": "ladder", "The house": "house"}
+# The order of pages in the menu; a page that is not named here comes after these.
+COURSE = ["paths", "glossary", "formulas", "questions", "teachers"]
+PACKAGE = ["using", "habits", "measuring", "performance", "first-gpu-run", "tested"]
+LINK = re.compile(r"(```.*?^ *```|`[^`\n]+`)|(?<=\]\()([^)\s]+)(?=\))", re.DOTALL | re.MULTILINE)
+COLAB = "https://colab.research.google.com/github/"
+
+
+class Site:
+    def __init__(self, folder: Path, repository: str) -> None:
+        self.folder, self.repository = folder, repository
+        self.readme = sections((ROOT / "README.md").read_text())
+        self.docs = sorted(path.stem for path in (ROOT / "docs").glob("*.md"))
+        self.lessons = sorted((ROOT / "lessons").glob("*.ipynb"))
+        self.sources: set[Path] = set()
+
+    # ------------------------------------------------------------------ links
+
+    def target(self, link: str, origin: str) -> str:
+        """Where a link in the file `origin` leads on the site. Raises FileNotFoundError if it leads nowhere."""
+        if re.match(r"[a-z]+:", link):
+            return link
+        path, _, anchor = link.partition("#")
+        file = (ROOT / origin).parent.joinpath(path).resolve() if path else ROOT / origin
+        if not file.exists():
+            raise FileNotFoundError(f"{origin} links to {link}")
+        name = file.relative_to(ROOT).as_posix()
+        if name == "README.md":
+            page = self.home(anchor)
+        elif name == "CONTRIBUTING.md":
+            page = "contributing.md"
+        elif name in ("lessons", "solutions"):
+            page = f"{name}/index.md"
+        elif name.endswith(".ipynb"):
+            page = name.replace(".ipynb", ".md")
+        elif name.endswith(".md"):
+            page = name
+        elif name.endswith(".py"):
+            page = self.source(file)
+        else:
+            copy = self.folder / "files" / name
+            copy.parent.mkdir(parents=True, exist_ok=True)
+            shutil.copy(file, copy)
+            page = f"files/{name}"
+        return f"/{page}#{anchor}" if anchor else f"/{page}"
+
+    def home(self, anchor: str) -> str:
+        for heading, text in self.readme.items():
+            if anchor in [slug(found) for found in re.findall(r"^#+ (.+)$", text, re.MULTILINE)]:
+                return f"{OWN_PAGE.get(heading, 'index')}.md"
+        return "index.md"
+
+    def source(self, file: Path) -> str:
+        self.sources.add(file)
+        return f"source/{file.relative_to(ROOT).as_posix()}.md"
+
+    def rewrite(self, text: str, origin: str) -> str:
+        """The text with its links, pictures and the repository's address as they are on the site."""
+        text = re.sub(r'<img src="([^"]+)"[^>]*alt="([^"]*)"[^>]*>', r"![\2](\1)", text)
+        text = LINK.sub(lambda found: found[1] or self.target(found[2], origin), text)
+        return text.replace("<this repository>", self.repository) if self.repository else text
+
+    # ------------------------------------------------------------------ pages
+
+    def write(self, name: str, text: str) -> Path:
+        file = self.folder / f"{name}.md"
+        file.parent.mkdir(parents=True, exist_ok=True)
+        file.write_text(text.rstrip() + "\n")
+        return file
+
+    def write_all(self) -> None:
+        self.write_readme()
+        for stem in self.docs:
+            origin = f"docs/{stem}.md"
+            self.write(f"docs/{stem}", self.rewrite((ROOT / origin).read_text(), origin))
+        self.write("contributing", self.rewrite((ROOT / "CONTRIBUTING.md").read_text(), "CONTRIBUTING.md"))
+        for number, lesson in enumerate(self.lessons):
+            self.write_lesson(lesson, self.lessons[number + 1] if number + 1 < len(self.lessons) else None)
+        self.write_lists()
+        reference = api.pages(ROOT, lambda file: f"/{self.source(file)}")
+        for name, text in reference.items():
+            self.write(f"api/{name}", text)
+        for file in sorted(self.sources):
+            self.write_source(file)
+
+    def write_readme(self) -> None:
+        pages: dict[str, list[str]] = {"index": [], "ladder": [], "house": []}
+        for heading, text in self.readme.items():
+            page = pages[OWN_PAGE.get(heading, "index")]
+            text = self.rewrite(text, "README.md")
+            page.append(text.replace("## ", "# ", 1) if heading in OWN_PAGE and not page else text)
+        first = f"/{self.lessons[0].relative_to(ROOT).with_suffix('.md')}"
+        actions = [f"[Read the first lesson]({first})"]
+        if "paths" in self.docs:
+            actions.append("[Choose a path](/docs/paths.md)")
+        head, _, rest = pages["index"][0].partition("\n```")  # after the first paragraph
+        pages["index"][0] = f"{head}\n{buttons(actions)}\n```{rest}"
+        pages["index"].append(self.menu())
+        for name, parts in pages.items():
+            self.write(name, "\n\n".join(parts))
+
+    def menu(self) -> str:
+        others = [stem for stem in self.docs if stem not in COURSE]
+        groups = {
+            "The course": ["lessons/index", *(f"docs/{stem}" for stem in COURSE if stem in self.docs)],
+            "The package": [
+                "ladder",
+                "house",
+                *(f"docs/{stem}" for stem in sorted(others, key=lambda s: (PACKAGE + [s]).index(s))),
+                "contributing",
+            ],
+            "Reference": ["api/*"],
+        }
+        return "\n\n".join(toctree(pages, f":caption: {name}\n:hidden:") for name, pages in groups.items() if pages)
+
+    def write_lesson(self, lesson: Path, following: Path | None) -> None:
+        origin, solved = f"lessons/{lesson.name}", ROOT / "solutions" / lesson.name
+        minutes = re.search(rf"\({re.escape(origin)}\)[^|]*\| *(\d+) *\|", self.readme["The lessons"])
+        actions = [f"{{download}}`Download the notebook </{self.copy(lesson)}>`"]
+        if colab := colab_link(self.repository, origin):
+            actions.append(f"[Open in Colab]({colab})")
+        how = "The lesson as it opens, before any exercise is solved. To work on it, run it with `make lab`"
+        if colab:
+            how += ", or in Colab after [this first cell](/docs/tested.md#on-google-colab)"
+        top = buttons(actions) + f"\n*{minutes[1] + ' minutes. ' if minutes else ''}{how}.*\n"
+        page = self.folder / origin.replace(".ipynb", ".md")
+        answers = notebook.references(solved) if solved.exists() else {}
+        text = notebook.to_markdown(lesson, page, top, lambda text: self.rewrite(text, origin), answers)
+        ending = []
+        if solved.exists():
+            ending.append(f"[This lesson, solved](/solutions/{lesson.stem}.md): every answer, with its outputs.")
+        if following:
+            ending.append(f"Next: [{notebook.title(following)}](/lessons/{following.stem}.md).")
+        elif "paths" in self.docs:
+            ending.append("This was the last lesson; the [paths](/docs/paths.md) say what to do with it.")
+        self.write(origin.removesuffix(".ipynb"), text + "\n:::{container} next\n" + "\n\n".join(ending) + "\n:::\n")
+        if solved.exists():
+            self.write_solution(solved)
+
+    def write_solution(self, solved: Path) -> None:
+        origin = f"solutions/{solved.name}"
+        top = buttons([f"[Back to the lesson](/lessons/{solved.stem}.md)"]) + (
+            "\n*Every answer is on this page, and every number that the lesson asks you to predict.*\n"
+        )
+        page = self.folder / origin.replace(".ipynb", ".md")
+        text = notebook.to_markdown(solved, page, top, lambda text: self.rewrite(text, origin), {})
+        self.write(origin.removesuffix(".ipynb"), f"---\norphan: true\nnosearch: true\n---\n{text}")
+
+    def write_lists(self) -> None:
+        table = self.rewrite(self.readme["The lessons"], "README.md").replace("## ", "# ", 1)
+        pages = [lesson.stem for lesson in self.lessons]
+        self.write("lessons/index", f"{table}\n\n{toctree(pages, ':hidden:')}")
+        solved = [path for path in self.lessons if (ROOT / "solutions" / path.name).exists()]
+        lines = [f"- [{notebook.title(path)}](/solutions/{path.stem}.md)" for path in solved]
+        self.write("solutions/index", "---\norphan: true\n---\n# Solutions\n\n" + "\n".join(lines))
+
+    def write_source(self, file: Path) -> None:
+        name = file.relative_to(ROOT).as_posix()
+        code = notebook.fenced(":linenos:\n\n" + file.read_text(), "{code-block} python")
+        self.write(f"source/{name}", f"---\norphan: true\nnosearch: true\n---\n# `{name}`\n\n{code}")
+
+    def copy(self, file: Path) -> str:
+        name = f"files/{file.relative_to(ROOT).as_posix()}"
+        (self.folder / name).parent.mkdir(parents=True, exist_ok=True)
+        shutil.copy(file, self.folder / name)
+        return name
+
+
+def sections(text: str) -> dict[str, str]:
+    """README by its headings of second order; what comes before the first has the name ""."""
+    parts = re.split(r"^(?=## )", text, flags=re.MULTILINE)
+    return {part.splitlines()[0].removeprefix("## ") if part.startswith("## ") else "": part for part in parts}
+
+
+def slug(heading: str) -> str:
+    return re.sub(r"[^\w -]", "", heading.lower()).replace(" ", "-")
+
+
+def buttons(links: list[str]) -> str:
+    return ":::{container} actions\n" + "\n".join(links) + "\n:::\n"
+
+
+def toctree(pages: list[str], options: str) -> str:
+    glob = ":glob:\n" if any("*" in page for page in pages) else ""
+    return f"```{{toctree}}\n{glob}{options}\n\n" + "\n".join(pages) + "\n```"
+
+
+def repository() -> str:
+    urls = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"].get("urls", {})
+    return (os.environ.get("ZEROLAB_REPOSITORY") or urls.get("Repository", "")).rstrip("/").removesuffix(".git")
+
+
+def colab_link(repository: str, path: str) -> str:
+    """Colab opens notebooks from GitHub only."""
+    name = re.fullmatch(r"https://github\.com/([\w.-]+/[\w.-]+)", repository)
+    return f"{COLAB}{name[1]}/blob/main/{path}" if name else ""
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description="build the website")
+    parser.add_argument("--out", type=Path, default=ROOT / "build" / "site")
+    out = parser.parse_args().out
+    with tempfile.TemporaryDirectory(prefix="zerolab-site-") as folder:
+        try:
+            Site(Path(folder), repository()).write_all()
+        except FileNotFoundError as error:
+            print(f"a link leads nowhere: {error}", file=sys.stderr)
+            return 1
+        shutil.rmtree(out, ignore_errors=True)
+        options = ["-b", "html", "-q", "-W", "--keep-going", "-j", "auto", "-c", str(HERE)]
+        done = subprocess.run(
+            [sys.executable, "-m", "sphinx", *options, "-d", f"{folder}/.doctrees", folder, str(out)], check=False
+        )
+    if done.returncode == 0:
+        (out / ".nojekyll").touch()  # or GitHub Pages leaves out folders that begin with _
+        print(f"open {out / 'index.html'}")
+    return done.returncode
+
+
+if __name__ == "__main__":
+    sys.exit(main())

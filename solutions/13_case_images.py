@@ -1,16 +1,16 @@
 # %% [markdown]
 # # 13 · Case: images
 #
-# **The question.** A classifier trains on one GPU and reaches 97 %. On four it is said to reach 97 % too. Who has checked
-# that, and how?
+# **The question.** A classifier trains on one GPU and reaches 97 %. On four it is said to reach 97 % too. Who has
+# checked that, and how?
 #
-# Images make it look easy: every sample has one label and one size. Yet a run on four ranks can learn from the same images
-# four times, count some answers twice, validate four different models, or take a quarter of the steps that it needs. None of
-# these fails. You pay for four GPUs, and find out when the model is in use.
+# Images make it look easy: every sample has one label and one size. Yet a run on four ranks can learn from the same
+# images four times, count some answers twice, validate four different models, or take a quarter of the steps that it
+# needs. None of these fails. You pay for four GPUs, and find out when the model is in use.
 #
-# This lesson is a case, from the file with the images to a checked result. You find four mistakes from their evidence, write
-# a training script, run it with torchrun on one, two and four ranks, and measure what a larger batch costs. At the end two
-# networks train against each other, as two engines.
+# This lesson is a case, from the file with the images to a checked result. You find four mistakes from their evidence,
+# write a training script, run it with torchrun on one, two and four ranks, and measure what a larger batch costs. At
+# the end two networks train against each other, as two engines.
 
 # %%
 # %load_ext zerolab.lab
@@ -29,10 +29,10 @@ lab.start(4)
 # %% [markdown]
 # ## The data
 #
-# CIFAR-10 has 60,000 photographs of 32×32 pixels, in ten classes. Its "Python version" is a set of pickles, and to open a
-# pickle is to run whatever code is in it. Take the [binary version](https://www.cs.toronto.edu/~kriz/cifar.html). A record
-# there is a byte for the label, then 1,024 bytes of red, 1,024 of green, 1,024 of blue, and nothing else. Here is a folder
-# of that format, with two records in each file:
+# CIFAR-10 has 60,000 photographs of 32×32 pixels, in ten classes. Its "Python version" is a set of pickles, and to open
+# a pickle is to run whatever code is in it. Take the [binary version](https://www.cs.toronto.edu/~kriz/cifar.html). A
+# record there is a byte for the label, then 1,024 bytes of red, 1,024 of green, 1,024 of blue, and nothing else. Here
+# is a folder of that format, with two records in each file:
 
 # %% tags=["nbval-check-output"]
 folder = Path(tempfile.mkdtemp(prefix="zerolab-lesson-13-"))
@@ -44,9 +44,9 @@ print("training", tuple(data.inputs.shape), data.inputs.dtype, "validation", tup
 print("labels", data.targets[:2].tolist(), "the first pixel in red, green and blue:", data.inputs[0, :, 0, 0].tolist())
 
 # %% [markdown]
-# The case itself uses scikit-learn's handwritten digits, which need no download: 8×8 pixels, one channel. Every fifth image is
-# kept for **validation**: the model never learns from it, so the share of right answers there, its **[accuracy](../docs/glossary.md#accuracy)**, says how it
-# does on images that it has not seen.
+# The case itself uses scikit-learn's handwritten digits, which need no download: 8×8 pixels, one channel. Every fifth
+# image is kept for **validation**: the model never learns from it, so the share of right answers there, its
+# **[accuracy](../docs/glossary.md#accuracy)**, says how it does on images that it has not seen.
 
 # %% tags=["nbval-check-output"]
 data = lab.digits()
@@ -60,8 +60,8 @@ print(f"who always gives the most common digit is right in {100 * most_common:.1
 #
 # ## Four mistakes, from their evidence
 #
-# **Exhibit A** is a loss that a colleague is proud of. Nothing fails, and it falls faster than any other. Look at where it
-# goes before you read on.
+# **Exhibit A** is a loss that a colleague is proud of. Nothing fails, and it falls faster than any other. Look at where
+# it goes before you read on.
 
 
 # %%
@@ -93,9 +93,9 @@ plots.show(
 assert theirs[-1] < -1 and 0 < ours[-1] < ours[0]
 
 # %% [markdown]
-# A cross-entropy is the negative logarithm of a probability, so it cannot be negative. `nll_loss` expects *logarithms of
-# probabilities*. The colleague gave it **logits**, the raw outputs of the last layer, and its loss is then minus the logit of
-# the right class. The model has only to make its outputs large. `F.cross_entropy` takes logits.
+# A cross-entropy is the negative logarithm of a probability, so it cannot be negative. `nll_loss` expects *logarithms
+# of probabilities*. The colleague gave it **logits**, the raw outputs of the last layer, and its loss is then minus the
+# logit of the right class. The model has only to make its outputs large. `F.cross_entropy` takes logits.
 #
 # **Exhibit B** is two error messages. The network is said to work well on MNIST, whose images have 28×28 pixels.
 
@@ -121,14 +121,14 @@ for batch_size in (48, 49):
         print(f"{batch_size} images: {error}")
 
 # %% [markdown]
-# Do the division. 6,144 numbers from 48 images are 128 each, which is 32·2·2: after two poolings an image of 8×8 has 2×2
-# places, and one of 28×28 has 7×7. So the head is sized for another image. The second message is the dangerous one. With 49
-# images the numbers happen to make four rows of 1,568, and `view(-1, ...)` mixes twelve images into each. Only the labels
-# gave it away. Write `flatten(1)`, which keeps images apart, and pool to a fixed size before it
+# Do the division. 6,144 numbers from 48 images are 128 each, which is 32·2·2: after two poolings an image of 8×8 has
+# 2×2 places, and one of 28×28 has 7×7. So the head is sized for another image. The second message is the dangerous one.
+# With 49 images the numbers happen to make four rows of 1,568, and `view(-1, ...)` mixes twelve images into each. Only
+# the labels gave it away. Write `flatten(1)`, which keeps images apart, and pool to a fixed size before it
 # (`F.adaptive_avg_pool2d(x, 4)`).
 #
-# **Exhibit C** is a validation accuracy, on images that were set aside "from the data". The labels were shuffled first, so
-# nobody can know a label that they have not seen.
+# **Exhibit C** is a validation accuracy, on images that were set aside "from the data". The labels were shuffled first,
+# so nobody can know a label that they have not seen.
 
 # %% tags=["nbval-check-output"]
 few, shuffled = data.inputs[:128], data.targets[torch.randperm(128, generator=torch.Generator().manual_seed(1))]
@@ -147,10 +147,11 @@ print(
 )
 
 # %% [markdown]
-# Their validation images are among those that the model learned from: it has memorised 128 shuffled labels. Split first, and
-# train after. The test takes a minute: with shuffled labels, an honest validation is at chance.
+# Their validation images are among those that the model learned from: it has memorised 128 shuffled labels. Split
+# first, and train after. The test takes a minute: with shuffled labels, an honest validation is at chance.
 #
-# **Exhibit D** is from four ranks. Each took steps of 16 images and printed its first three losses. The model, `ResNet`, is
+# **Exhibit D** is from four ranks. Each took steps of 16 images and printed its first three losses. The model,
+# `ResNet`, is
 explained below.
 
 # %%
@@ -186,13 +187,15 @@ for rank, losses in enumerate(lab.pull("losses")):
 print("all ranks have printed the same losses:", all(losses == lab.pull("losses")[0] for losses in lab.pull("losses")))
 
 # %% [markdown]
-# Different images have different losses, so four equal losses mean the **same images on every rank**. The mean of four equal
-# gradients is one of them: four ranks did the work of one. The script seeds all ranks alike, and nobody divides the samples.
+# Different images have different losses, so four equal losses mean the **same images on every rank**. The mean of four
+# equal gradients is one of them: four ranks did the work of one. The script seeds all ranks alike, and nobody divides
+# the samples.
 #
-# That is what a **[sampler](../docs/glossary.md#sampler)** is for. `DistributedSampler` shuffles the numbers of the samples alike on every rank, and gives each
-# rank every fourth one. Two things about it surprise people. It shuffles with its seed plus the epoch, and learns the epoch only from
-# `sampler.set_epoch(epoch)`: without that call, every epoch has the same order. And all ranks get equally many. Predict:
-# ten validation images, four ranks, a `DistributedSampler` with its defaults. How many answers do the ranks count together?
+# That is what a **[sampler](../docs/glossary.md#sampler)** is for. `DistributedSampler` shuffles the numbers of the
+# samples alike on every rank, and gives each rank every fourth one. Two things about it surprise people. It shuffles
+# with its seed plus the epoch, and learns the epoch only from `sampler.set_epoch(epoch)`: without that call, every
+# epoch has the same order. And all ranks get equally many. Predict: ten validation images, four ranks, a
+# `DistributedSampler` with its defaults. How many answers do the ranks count together?
 
 # %%
 lab.predict("13.1", 12)  # answers
@@ -233,18 +236,19 @@ if lab.predicted("13.1"):
     )
 
 # %% [markdown]
-# The sampler fills up with samples from the front until everyone has the same number. In training that hardly matters. In
-# validation it is a wrong number: add up right answers and images yourself, each once. (`drop_last=True` leaves images out
-# instead, which is no better.)
+# The sampler fills up with samples from the front until everyone has the same number. In training that hardly matters.
+# In validation it is a wrong number: add up right answers and images yourself, each once. (`drop_last=True` leaves
+# images out instead, which is no better.)
 #
 # ## BatchNorm: four ranks, four models
 #
-# **BatchNorm** subtracts from each channel the mean of the *batch* and divides by its standard deviation. For validation it
-# keeps running averages of both, in **[buffers](../docs/glossary.md#buffer)**: tensors that belong to the model and are no parameters. Nobody takes their
-# gradient, and no engine averages them. So each rank keeps those of its own images.
+# **BatchNorm** subtracts from each channel the mean of the *batch* and divides by its standard deviation. For
+# validation it keeps running averages of both, in **[buffers](../docs/glossary.md#buffer)**: tensors that belong to the
+# model and are no parameters. Nobody takes their gradient, and no engine averages them. So each rank keeps those of its
+# own images.
 #
-# Below, four ranks train a CNN with BatchNorm in stage 2. The images are sorted by their label and cut into four files, one
-# for each rank, as happens when a data set is written class by class.
+# Below, four ranks train a CNN with BatchNorm in stage 2. The images are sorted by their label and cut into four files,
+# one for each rank, as happens when a data set is written class by class.
 
 
 # %%
@@ -291,27 +295,31 @@ print("after broadcast_buffers all ranks have the same accuracy:", len(set(share
 
 # %% [markdown]
 # The same weights, and another accuracy on every rank. What is "the" accuracy then? It is that of the rank that prints.
-# `zero.broadcast_buffers()` gives all of them rank 0's statistics, so that there is one model. It does not make it a good
-# one: rank 0 has only seen three kinds of digits. Three remedies, from the weakest:
+# `zero.broadcast_buffers()` gives all of them rank 0's statistics, so that there is one model. It does not make it a
+# good one: rank 0 has only seen three kinds of digits. Three remedies, from the weakest:
 #
-# 1. shuffle the samples of all ranks together, so that every rank sees all classes, and share the buffers before validation;
+# 1. shuffle the samples of all ranks together, so that every rank sees all classes, and share the buffers before
+#    validation;
 # 2. average over the whole batch: `nn.SyncBatchNorm` does it in every forward (torch has it for GPUs only);
-# 3. a norm that looks at one image at a time, such as **GroupNorm**. Then the result does not depend on the number of ranks at
-#    all, since no image sees the others. The residual network of this lesson has it.
+# 3. a norm that looks at one image at a time, such as **GroupNorm**. Then the result does not depend on the number of
+#    ranks at all, since no image sees the others. The residual network of this lesson has it.
 #
-# A **residual network** adds the input of a block to its output, so that the block has only to learn a change. `lab.ResNet`
-# has one block, 16 channels, and parameters for ten classes.
+# A **residual network** adds the input of a block to its output, so that the block has only to learn a change.
+# `lab.ResNet` has one block, 16 channels, and parameters for ten classes.
 #
 # ## Write: the training script
 #
 # - Each epoch takes the samples in another order, the same on every rank: `seed + epoch`.
-# - A step has `batch_size` samples of **all ranks together**. 1,438 is no multiple of anything useful, so the last step of an epoch
-#   is smaller, parts differ by a sample, and some may be empty. A rank without samples still runs forward and backward.
-# - The loss is the mean over the step's samples. The engine averages over ranks, and equal weights of *ranks* are not equal
-#   weights of *samples* when parts differ. So take the sum of the losses of the rank's samples, times N, the number of ranks,
+# - A step has `batch_size` samples of **all ranks together**. 1,438 is no multiple of anything useful, so the last step
+#   of an epoch is smaller, parts differ by a sample, and some may be empty. A rank without samples still runs forward
+#   and backward.
+# - The loss is the mean over the step's samples. The engine averages over ranks, and equal weights of *ranks* are not
+#   equal weights of *samples* when parts differ. So take the sum of the losses of the rank's samples, times N, the
+#   number of ranks,
   divided by the number of samples in the step.
-# - The optimizer's rate is meant for 32 samples. For `batch_size` it is `batch_size / 32` times as much (**linear scaling**), and
-#   in the first epoch it rises to that in equal parts (**[warm-up](../docs/glossary.md#warm-up)**). You measure below what that is good for.
+# - The optimizer's rate is meant for 32 samples. For `batch_size` it is `batch_size / 32` times as much (**linear
+#   scaling**), and in the first epoch it rises to that in equal parts (**[warm-up](../docs/glossary.md#warm-up)**). You
+#   measure below what that is good for.
 # - All ranks have the same buffers before validation, and accuracy counts each validation image once.
 #
 # `main()`, which reads the arguments and calls your function for each seed, is there already.
@@ -323,9 +331,10 @@ print("after broadcast_buffers all ranks have the same accuracy:", len(set(share
 lab.check("13.1")
 
 # %% [markdown]
-# The check compared your losses, rates, buffers and weights with one process, also in stages 0 to 3, with empty parts. Now it
-# runs as in production: torchrun starts the processes, and nothing of this notebook is in them. Three seeds, each with its
-# own weights and orders, on one rank, two and four, in another stage each time. (For CIFAR-10, pass `"--data"` and its folder.)
+# The check compared your losses, rates, buffers and weights with one process, also in stages 0 to 3, with empty parts.
+# Now it runs as in production: torchrun starts the processes, and nothing of this notebook is in them. Three seeds,
+# each with its own weights and orders, on one rank, two and four, in another stage each time. (For CIFAR-10, pass
+# `"--data"` and its folder.)
 
 
 # %%
@@ -365,24 +374,24 @@ for ranks in list(results)[1:]:
 print("better than 85 % with every seed:", min(band) > 85)
 
 # %% [markdown]
-# That is a checked result: a number beside what no learning reaches, with the **band** of three seeds, on any number of ranks.
-# Only sums are taken in another order, and the script trains in float64, where that stays small. In float32 it can show: a ReLU whose
-# input is within rounding of zero opens on two ranks and stays shut on one, and from there on the losses part, with the same
-# quality and other digits. That is rounding and no mistake; a mistake shows in the first step. A change that moves the accuracy by less than the band has not been shown to do
-# anything.
+# That is a checked result: a number beside what no learning reaches, with the **band** of three seeds, on any number of
+# ranks. Only sums are taken in another order, and the script trains in float64, where that stays small. In float32 it
+# can show: a ReLU whose input is within rounding of zero opens on two ranks and stays shut on one, and from there on
+# the losses part, with the same quality and other digits. That is rounding and no mistake; a mistake shows in the first
+# step. A change that moves the accuracy by less than the band has not been shown to do anything.
 #
 # ## What a larger batch costs
 #
-# More GPUs make it tempting to take a larger batch: each keeps its 32 samples, and eight of them make 256. Compare runs with
-# **equal samples**, since those are what you pay for. First predict: five epochs of 1,438 images, with a batch of 512
-# (nothing is dropped). How many steps does the optimizer take?
+# More GPUs make it tempting to take a larger batch: each keeps its 32 samples, and eight of them make 256. Compare runs
+# with **equal samples**, since those are what you pay for. First predict: five epochs of 1,438 images, with a batch of
+# 512 (nothing is dropped). How many steps does the optimizer take?
 
 # %%
 lab.predict("13.2", 15)  # steps
 
 # %% [markdown]
-# Now measure. Each of the four ranks trains alone, with a seed of its own: batches of 32, 256 and 512 images, with the same rate
-# and with the linearly scaled one, and 512 also with a warm-up in the first epoch.
+# Now measure. Each of the four ranks trains alone, with a seed of its own: batches of 32, 256 and 512 images, with the
+# same rate and with the linearly scaled one, and 512 also with a warm-up in the first epoch.
 
 
 # %%
@@ -438,19 +447,20 @@ if lab.predicted("13.2"):
     assert middle["256, rate x8"][1] > middle["512, rate x16"][1]
 
 # %% [markdown]
-# Equal samples, and fewer steps. With the rate of 32 samples, 15 steps of 512 images do not get as far as 225 of 32, because each
-# step is about as long. Linear scaling makes it sixteen times as long. At 256 images, with 30 steps, eight times the rate does
-# no harm: compare the bands. At 512 the steps leave the region where the gradient is right, the seeds scatter widely, and a
-# warm-up of three steps does not help here. So the rule
-# has an end, and only a measurement on your model says where. ([Goyal and others](https://arxiv.org/abs/1706.02677) took it
-# to 8,192 images on ImageNet, with a warm-up of five epochs.)
+# Equal samples, and fewer steps. With the rate of 32 samples, 15 steps of 512 images do not get as far as 225 of 32,
+# because each step is about as long. Linear scaling makes it sixteen times as long. At 256 images, with 30 steps, eight
+# times the rate does no harm: compare the bands. At 512 the steps leave the region where the gradient is right, the
+# seeds scatter widely, and a warm-up of three steps does not help here. So the rule has an end, and only a measurement
+# on your model says where. ([Goyal and others](https://arxiv.org/abs/1706.02677) took it to 8,192 images on ImageNet,
+# with a warm-up of five epochs.)
 #
 # ## Rates and batches that change, in every stage
 #
-# A **schedule** changes the rate from step to step, and a **dynamic batch** grows during a run. Both are safe under sharding for one
-# reason: each rank computes them from numbers that all ranks know, the step and the epoch. (A schedule that looks at the loss, such as
-# `ReduceLROnPlateau`, must see the mean loss of all ranks, or the ranks drift apart.) The optimizer of every stage has
-# `param_groups`, so torch's schedulers work as they are. Here one run has both, in stages 0 to 3:
+# A **schedule** changes the rate from step to step, and a **dynamic batch** grows during a run. Both are safe under
+# sharding for one reason: each rank computes them from numbers that all ranks know, the step and the epoch. (A schedule
+# that looks at the loss, such as `ReduceLROnPlateau`, must see the mean loss of all ranks, or the ranks drift apart.)
+# The optimizer of every stage has `param_groups`, so torch's schedulers work as they are. Here one run has both, in
+# stages 0 to 3:
 
 
 # %%
@@ -489,13 +499,14 @@ for stage in range(4):
 # %% [markdown]
 # ## Two networks, two engines
 #
-# In a **GAN** two networks train against each other. The *generator* makes images out of noise. The *discriminator* says of
-# an image whether it is real. A step of the discriminator D shows it real and made images; a step of the generator G sends
-# its images through D, and asks for the gradient that makes them look more real. Each has its own engine and optimizer.
+# In a **GAN** two networks train against each other. The *generator* makes images out of noise. The *discriminator*
+# says of an image whether it is real. A step of the discriminator D shows it real and made images; a step of the
+# generator G sends its images through D, and asks for the gradient that makes them look more real. Each has its own
+# engine and optimizer.
 #
-# The gradient of G passes through D, and on the way backward computes the gradients of D's parameters too. Nobody uses them.
-# D has Ψ = 8,448 parameters in float32, on four ranks in stage 2. Predict: **in a step of G**, how many bytes of D's
-# gradients does each rank send?
+# The gradient of G passes through D, and on the way backward computes the gradients of D's parameters too. Nobody uses
+# them. D has Ψ = 8,448 parameters in float32, on four ranks in stage 2. Predict: **in a step of G**, how many bytes of
+# D's gradients does each rank send?
 
 # %%
 lab.predict("13.3", 8_448 * 3)  # bytes
@@ -551,20 +562,22 @@ if lab.predicted("13.3"):
         )
 
 # %% [markdown]
-# An engine reduces whatever gradients a backward leaves, and does not know that nobody wants them.
-# `with zero_d.no_sync():` around G's backward keeps them on the rank, and `adam_d.zero_grad()` throws them away. Both
-# networks stay the same, bit for bit. Forget that `zero_grad()`, and D's next step also learns from G's loss, which is to
-# fool it: a run that gets worse, without an error.
+# An engine reduces whatever gradients a backward leaves, and does not know that nobody wants them. `with
+# zero_d.no_sync():` around G's backward keeps them on the rank, and `adam_d.zero_grad()` throws them away. Both
+# networks stay the same, bit for bit. Forget that `zero_grad()`, and D's next step also learns from G's loss, which is
+# to fool it: a run that gets worse, without an error.
 #
 # ## In production
 #
-# - **torch's DDP** broadcasts rank 0's buffers before each forward of the training (`broadcast_buffers=True`). After the last
-#   step they differ again, by one update: validate with `ddp.module` on every rank, and the accuracies may differ.
-# - **FSDP2** leaves buffers alone, as here. So does **DeepSpeed**: at the start it broadcasts parameters, and only those
-#   (`_broadcast_model` in [its engine](https://github.com/deepspeedai/DeepSpeed/blob/master/deepspeed/runtime/engine.py)).
+# - **torch's DDP** broadcasts rank 0's buffers before each forward of the training (`broadcast_buffers=True`). After
+#   the last step they differ again, by one update: validate with `ddp.module` on every rank, and the accuracies may
+#   differ.
+# - **FSDP2** leaves buffers alone, as here. So does **DeepSpeed**: at the start it broadcasts parameters, and only
+#   those (`_broadcast_model` in [its
+#   engine](https://github.com/deepspeedai/DeepSpeed/blob/master/deepspeed/runtime/engine.py)).
 # - **SyncBatchNorm** on GPUs: `nn.SyncBatchNorm.convert_sync_batchnorm(model)`, before the model is sharded.
-# - **DistributedSampler**: `set_epoch` in every epoch, and not for validation. `DataLoader(batch_size=b)` is per rank there:
-#   the step has N·b samples, so the learning rate changes when N does.
+# - **DistributedSampler**: `set_epoch` in every epoch, and not for validation. `DataLoader(batch_size=b)` is per rank
+#   there: the step has N·b samples, so the learning rate changes when N does.
 #
 # Here is DDP beside zerolab's stage 0, with BatchNorm, on the same images:
 
@@ -603,9 +616,9 @@ for name in ("torch's DDP", "zerolab's DDP"):
 #
 # > "ZeRO improves accuracy."
 #
-# **False.** You have measured it: the same weights, losses and accuracies in stages 0 to 3, bit for bit, with a schedule and a
-# growing batch. ZeRO shares out what is stored, and changes no number. Who reports a better accuracy with ZeRO has changed something
-# else, often the batch.
+# **False.** You have measured it: the same weights, losses and accuracies in stages 0 to 3, bit for bit, with a
+# schedule and a growing batch. ZeRO shares out what is stored, and changes no number. Who reports a better accuracy
+# with ZeRO has changed something else, often the batch.
 #
 # > "ZeRO trains faster."
 #
@@ -650,33 +663,34 @@ print(
 )
 
 # %% [markdown]
-# **True under a condition.** With the same batch no stage sends less than DDP, and stage 3 sends more, so nothing gets faster. But the
-# memory that is freed can hold a larger batch, and then a step's messages are shared by more images. That is the only way:
-# it pays where communication is what you wait for, and where the larger batch still learns. You have measured above that it
-# may not.
+# **True under a condition.** With the same batch no stage sends less than DDP, and stage 3 sends more, so nothing gets
+# faster. But the memory that is freed can hold a larger batch, and then a step's messages are shared by more images.
+# That is the only way: it pays where communication is what you wait for, and where the larger batch still learns. You
+# have measured above that it may not.
 #
 # ## Questions
 #
 # 1. Four ranks print exactly the same loss in every step. What is wrong, and what does it cost?
 # 2. Why is the last batch of an epoch a problem on several ranks, and what is the mean of the ranks' mean losses there?
 # 3. Same weights on all ranks, and different validation accuracies. Name two causes.
-# 4. You go from 8 to 64 GPUs with the same batch on each. What do you do to the learning rate, and how do you know that it
-#    was right?
+# 4. You go from 8 to 64 GPUs with the same batch on each. What do you do to the learning rate, and how do you know that
+#    it was right?
 # 5. A rank's share of the last batch is empty. May it skip the step?
 # 6. Which gradients does a generator's backward leave in the discriminator, and what happens if you forget them?
 
 # %% [markdown] tags=["answer"]
 # **Answers**
 #
-# 1. Every rank has the same samples: no sampler, or the same seed and no split. N ranks do the work of one, and an epoch costs N
-#    times as much.
-# 2. Parts differ in size. The mean of means gives each *rank* the same weight, so images in small parts weigh more. Sum over
-#    each rank's samples, times N, divided by the number of samples in the step.
-# 3. BatchNorm's running statistics are each rank's own; or each rank validates on its own part. (Or a rank is in training mode.)
+# 1. Every rank has the same samples: no sampler, or the same seed and no split. N ranks do the work of one, and an
+#    epoch costs N times as much.
+# 2. Parts differ in size. The mean of means gives each *rank* the same weight, so images in small parts weigh more. Sum
+#    over each rank's samples, times N, divided by the number of samples in the step.
+# 3. BatchNorm's running statistics are each rank's own; or each rank validates on its own part. (Or a rank is in
+#    training mode.)
 # 4. Times eight, with a warm-up. Train to equal samples with several seeds, and compare with the band of the old batch.
 #    The rule ends somewhere.
-# 5. No. Backward reduces gradients, and in stage 3 forward gathers parameters: all ranks take part. It runs with an empty batch, and adds
-#    0.
+# 5. No. Backward reduces gradients, and in stage 3 forward gathers parameters: all ranks take part. It runs with an
+#    empty batch, and adds 0.
 # 6. Those of all of its parameters, for the loss of the generator. D's next step adds them to its own: it learns to be
 #    fooled. In every engine they also travel, unless `no_sync()` keeps them.
 

@@ -1,11 +1,12 @@
 # %% [markdown]
 # # 15 · Model parallelism in one hour
 #
-# **The question.** ZeRO divides parameters, gradients and optimizer state among the ranks. Two things it does not divide: a
-# sample and its activations. If one sequence of 100,000 tokens needs more memory than a GPU has, a thousand GPUs with
-# ZeRO-3 fail exactly as one does. And if 1,024 GPUs are to share a batch of 512 sequences, half of them have nothing to do.
-# Then the *computing* has to be divided: **[model parallelism](../docs/glossary.md#model-parallelism)**. It comes in two kinds, it can be combined with ZeRO, and
-# the wrong kind in the wrong place leaves three quarters of your GPUs idle. Which one, when, and what does it send?
+# **The question.** ZeRO divides parameters, gradients and optimizer state among the ranks. Two things it does not
+# divide: a sample and its activations. If one sequence of 100,000 tokens needs more memory than a GPU has, a thousand
+# GPUs with ZeRO-3 fail exactly as one does. And if 1,024 GPUs are to share a batch of 512 sequences, half of them have
+# nothing to do. Then the *computing* has to be divided: **[model parallelism](../docs/glossary.md#model-parallelism)**.
+# It comes in two kinds, it can be combined with ZeRO, and the wrong kind in the wrong place leaves three quarters of
+# your GPUs idle. Which one, when, and what does it send?
 
 # %%
 # %load_ext zerolab.lab
@@ -47,13 +48,16 @@ print(f"Ψ = {psi:,} parameters")
 #
 # Four layers, eight samples, four ranks. There are three things to divide:
 #
-# - the *samples*: every rank runs all layers on its own samples. That is **[data parallelism](../docs/glossary.md#data-parallelism)**, with or without ZeRO;
-# - *each layer*: every rank computes a part of every layer, for all samples. That is **[tensor parallelism](../docs/glossary.md#tensor-parallelism)**;
+# - the *samples*: every rank runs all layers on its own samples. That is **[data
+#   parallelism](../docs/glossary.md#data-parallelism)**, with or without ZeRO;
+# - *each layer*: every rank computes a part of every layer, for all samples. That is **[tensor
+#   parallelism](../docs/glossary.md#tensor-parallelism)**;
 # - *the sequence of layers*: every rank computes some layers, for all samples, and hands the result on. That is the
-#   division by layers, which with one more idea becomes **[pipeline parallelism](../docs/glossary.md#pipeline-parallelism)**.
+#   division by layers, which with one more idea becomes **[pipeline
+#   parallelism](../docs/glossary.md#pipeline-parallelism)**.
 #
-# This cell runs the four MLPs of a GPT in all three ways, and notes what each rank computed and what had to arrive first.
-# (A residual connection, `x + ...`, surrounds each, as in the GPT.)
+# This cell runs the four MLPs of a GPT in all three ways, and notes what each rank computed and what had to arrive
+# first. (A residual connection, `x + ...`, surrounds each, as in the GPT.)
 
 # %%
 # %%ranks
@@ -103,16 +107,16 @@ print("the same results in all three ways:", all(all(same) for same in lab.pull(
 
 # %% [markdown]
 # Follow the arrows, which are the **dependencies**. In the first row there are none: until backward has gradients to
-# average, no rank needs anything from another. In the second, no rank can begin a layer before *all* ranks have finished
-# the one before. In the third, a rank needs one message, from one other rank, but it needs it before it can do anything
-# at all.
+# average, no rank needs anything from another. In the second, no rank can begin a layer before *all* ranks have
+# finished the one before. In the third, a rank needs one message, from one other rank, but it needs it before it can do
+# anything at all.
 #
 # ## Predict
 #
-# Take the second row first. In a GPT, tensor parallelism divides the two halves of each block, attention and MLP. Each half
-# costs one all-reduce in forward, as above, and one in backward. What is all-reduced has the shape of the block's input.
-# Our model has 4 blocks of width 128, the batch has 8 sequences of 64 tokens, everything is float32, and two ranks divide
-# the model. How many bytes does a rank send in a step?
+# Take the second row first. In a GPT, tensor parallelism divides the two halves of each block, attention and MLP. Each
+# half costs one all-reduce in forward, as above, and one in backward. What is all-reduced has the shape of the block's
+# input. Our model has 4 blocks of width 128, the batch has 8 sequences of 64 tokens, everything is float32, and two
+# ranks divide the model. How many bytes does a rank send in a step?
 
 # %%
 lab.predict("15.1", 4 * 2 * 2 * 8 * 64 * 128 * 4)  # bytes
@@ -120,11 +124,11 @@ lab.predict("15.1", 4 * 2 * 2 * 8 * 64 * 128 * 4)  # bytes
 # %% [markdown]
 # ## Rows first, then columns
 #
-# An MLP has two layers, `up` and `down`. Between them lie the **hidden units**. Give each rank some of the hidden units.
-# For its units it needs some *rows* of `up.weight`, and then it has their values in full, and no other rank needs them.
-# In `down` it multiplies them by the *columns* of `down.weight` that belong to them. The result has the full width, but
-# is only a part of a sum: each output adds up over *all* hidden units. Here is the smallest example: 2 inputs, 4 hidden
-# units on 4 ranks, 3 outputs.
+# An MLP has two layers, `up` and `down`. Between them lie the **hidden units**. Give each rank some of the hidden
+# units. For its units it needs some *rows* of `up.weight`, and then it has their values in full, and no other rank
+# needs them. In `down` it multiplies them by the *columns* of `down.weight` that belong to them. The result has the
+# full width, but is only a part of a sum: each output adds up over *all* hidden units. Here is the smallest example: 2
+# inputs, 4 hidden units on 4 ranks, 3 outputs.
 
 # %%
 # %%ranks
@@ -140,11 +144,11 @@ after = part.tolist()
 plots.show(plots.before_after("parts of a sum: all-reduce", lab.pull("before"), lab.pull("after")))
 
 # %% [markdown]
-# One all-reduce for two layers. (In the literature, `up` is *column-parallel* and `down` *row-parallel*: there the matrices
-# are written the other way round. torch stores a weight as outputs × inputs.)
+# One all-reduce for two layers. (In the literature, `up` is *column-parallel* and `down` *row-parallel*: there the
+# matrices are written the other way round. torch stores a weight as outputs × inputs.)
 #
-# Could `up` be cut by columns instead? Then every rank would have a part of *every* hidden unit, and the nonlinearity would
-# stand in the way:
+# Could `up` be cut by columns instead? Then every rank would have a part of *every* hidden unit, and the nonlinearity
+# would stand in the way:
 
 # %% tags=["nbval-check-output"]
 import torch
@@ -158,14 +162,14 @@ print(f"gelu(2) + gelu(-3) = {gelu(a) + gelu(b):.3f}, but gelu(2 - 3) = {gelu(a 
 #
 # And backward? Let every rank have the same gradient of the output y. Two places need care:
 #
-# - *Where the parts leave* the split region, y = part₀ + part₁ + ... The gradient of each part is the gradient of y, and every
-#   rank has that already. Forward adds up, backward does nothing.
-# - *Where x enters*, each rank's hidden units use it. So each rank gets only the part of x's gradient that comes from its own
-#   units. Forward does nothing, backward adds up.
+# - *Where the parts leave* the split region, y = part₀ + part₁ + ... The gradient of each part is the gradient of y,
+#   and every rank has that already. Forward adds up, backward does nothing.
+# - *Where x enters*, each rank's hidden units use it. So each rank gets only the part of x's gradient that comes from
+#   its own units. Forward does nothing, backward adds up.
 #
-# The two mirror each other; the Megatron paper (arXiv 1909.08053) calls them g and f. Here they are `Leave` and `Enter`.
-# autograd knows nothing of `torch.distributed`, so each is an `autograd.Function`, in which you write both directions
-# yourself.
+# The two mirror each other; the Megatron paper (arXiv 1909.08053) calls them g and f. Here they are `Leave` and
+# `Enter`. autograd knows nothing of `torch.distributed`, so each is an `autograd.Function`, in which you write both
+# directions yourself.
 #
 # ## Write the split
 #
@@ -181,8 +185,8 @@ lab.check("15.1")
 # ## Attention, by heads
 #
 # Attention comes in complete units too: its heads. Each head has its own queries q, keys k and values v, and no head
-# looks at another. So give each rank some of the heads. The first layer of our attention computes q, k and v at once. Its
-# weight has 3·C rows: first q of all heads, then k of all heads, then v of all heads. Which rows does a rank need?
+# looks at another. So give each rank some of the heads. The first layer of our attention computes q, k and v at once.
+# Its weight has 3·C rows: first q of all heads, then k of all heads, then v of all heads. Which rows does a rank need?
 
 # %%
 # %%exercise 15.2
@@ -191,12 +195,12 @@ lab.check("15.1")
 lab.check("15.2")
 
 # %% [markdown]
-# The rest is as in the MLP: `Enter`, this rank's heads, this rank's columns of the output layer, `Leave`, the bias. `split`
-# replaces both halves of every block. Everything else stays on both ranks: the embeddings, the layer norms, the head of the
-# model.
+# The rest is as in the MLP: `Enter`, this rank's heads, this rank's columns of the output layer, `Leave`, the bias.
+# `split` replaces both halves of every block. Everything else stays on both ranks: the embeddings, the layer norms, the
+# head of the model.
 #
-# Four ranks give us two pairs, a **[mesh](../docs/glossary.md#mesh)** of 2 × 2. Ranks 0 and 1 divide one copy of the model, ranks 2 and 3 another. Each
-# pair is a process group, the rank's *tensor group*. (Its *data group* comes later.)
+# Four ranks give us two pairs, a **[mesh](../docs/glossary.md#mesh)** of 2 × 2. Ranks 0 and 1 divide one copy of the
+# model, ranks 2 and 3 another. Each pair is a process group, the rank's *tensor group*. (Its *data group* comes later.)
 
 # %%
 # %%ranks
@@ -269,11 +273,11 @@ print("the layer norms' gradients are the same in a pair, bit for bit:", all(lab
 print("with q, k and v cut as they lie, the loss is another:", all(abs(off) > 1e-6 for off in lab.pull("wrong")))
 
 # %% [markdown]
-# Close, not bit for bit: a sum in two parts is rounded differently. Look at the layer norm. Its weight is on both ranks,
-# nobody averaged its gradient, and still both have the right one, because everything outside `Enter` and `Leave` sees the
-# same numbers on both ranks. A gradient that came from inside, before `Enter` had added up, would differ between the two,
-# and so would the copies, after one step and without any error. And cutting q, k and v wrongly is no error either: the
-# shapes are right, and the model is another.
+# Close, not bit for bit: a sum in two parts is rounded differently. Look at the layer norm. Its weight is on both
+# ranks, nobody averaged its gradient, and still both have the right one, because everything outside `Enter` and `Leave`
+# sees the same numbers on both ranks. A gradient that came from inside, before `Enter` had added up, would differ
+# between the two, and so would the copies, after one step and without any error. And cutting q, k and v wrongly is no
+# error either: the shapes are right, and the model is another.
 #
 # Now the bytes, in float32:
 
@@ -307,17 +311,17 @@ if lab.predicted("15.1"):
     print(f"activations, which forward keeps for backward: {kept_cut / kept_whole:.2f} x those of one process")
 
 # %% [markdown]
-# More than the 4Ψ = 3,468,288 bytes that DDP's all-reduce sends between two ranks, and of another kind. DDP's bytes depend
-# on the parameters, and hide behind backward (lesson 09). These depend on the *tokens*, and nothing can hide them: the next
-# layer waits. So tensor parallelism lives where the wires are fastest, inside a node. What it buys: a rank holds about half
-# of the parameters and computes half of each block. Of the activations the divided part is halved: q, k, v and the hidden
-# units. The blocks' inputs and the layer norms' stay on both ranks.
+# More than the 4Ψ = 3,468,288 bytes that DDP's all-reduce sends between two ranks, and of another kind. DDP's bytes
+# depend on the parameters, and hide behind backward (lesson 09). These depend on the *tokens*, and nothing can hide
+# them: the next layer waits. So tensor parallelism lives where the wires are fastest, inside a node. What it buys: a
+# rank holds about half of the parameters and computes half of each block. Of the activations the divided part is
+# halved: q, k, v and the hidden units. The blocks' inputs and the layer norms' stay on both ranks.
 #
 # ## Two by two
 #
-# Ranks 0 and 1 divide a model between them, and so do ranks 2 and 3. The second pair computes other samples. So rank 2 has
-# the same *parameters* as rank 0, and rank 3 the same as rank 1. {0, 2} and {1, 3} are the **data groups**, and within
-# them ZeRO works as ever. Which group sends what?
+# Ranks 0 and 1 divide a model between them, and so do ranks 2 and 3. The second pair computes other samples. So rank 2
+# has the same *parameters* as rank 0, and rank 3 the same as rank 1. {0, 2} and {1, 3} are the **data groups**, and
+# within them ZeRO works as ever. Which group sends what?
 
 # %% tags=["nbval-check-output"]
 print("        place 0    place 1")
@@ -327,9 +331,9 @@ print("pair 1  rank 2 ─── rank 3     │   a data group: parameters and gr
 
 # %% [markdown]
 # Model states are 16 bytes for each parameter: 4 for the parameter, 4 for its gradient, 8 for Adam. Four ranks now hold
-# one GPT. Embeddings, layer norms, the model's head and the biases after `Leave` are not divided within a pair, 77,056 of
-# the 867,072 parameters. ZeRO-3 divides whatever a rank has by two. How many bytes does a rank hold, for each of the Ψ
-# parameters of the whole model?
+# one GPT. Embeddings, layer norms, the model's head and the biases after `Leave` are not divided within a pair, 77,056
+# of the 867,072 parameters. ZeRO-3 divides whatever a rank has by two. How many bytes does a rank hold, for each of the
+# Ψ parameters of the whole model?
 
 # %%
 lab.predict("15.2", 16 / 4 * (867_072 + 77_056) / 867_072)  # bytes per parameter
@@ -384,21 +388,22 @@ if lab.predicted("15.2"):
         print(f"{group}: {sent:>9,} bytes sent by each rank in a step")
 
 # %% [markdown]
-# The tensor group sends what it sent before. The data group sends what ZeRO-3 sends between two ranks, but for a model that
-# is almost half as large: 3/2 of the rank's parameters (less what the root keeps gathered, lesson 07). Two dimensions, two
-# kinds of bytes, and neither knows of the other. Neither class had to be changed: `group=data_group` was all.
+# The tensor group sends what it sent before. The data group sends what ZeRO-3 sends between two ranks, but for a model
+# that is almost half as large: 3/2 of the rank's parameters (less what the root keeps gathered, lesson 07). Two
+# dimensions, two kinds of bytes, and neither knows of the other. Neither class had to be changed: `group=data_group`
+# was all.
 #
-# One thing does have to know. A gradient *norm* over the whole model adds up squares. In a pair, cut parameters count on
-# both ranks, copies only once. `zero.clip_grad_norm_` sees its data group only, and would clip the two ranks of a pair
-# differently. Megatron marks the copies for that reason; in FSDP2 every parameter is a DTensor, which knows how it is
-# cut.
+# One thing does have to know. A gradient *norm* over the whole model adds up squares. In a pair, cut parameters count
+# on both ranks, copies only once. `zero.clip_grad_norm_` sees its data group only, and would clip the two ranks of a
+# pair differently. Megatron marks the copies for that reason; in FSDP2 every parameter is a DTensor, which knows how it
+# is cut.
 #
 # ## By layers, and the bubble
 #
-# Now the third row of the first picture: each rank has some of the layers. `lab.Pipeline` connects the ranks. A **stage**
-# is what one rank computes. To see when it computes, every stage here sleeps 20 ms for each sample, and 40 ms in
-# backward: sleeping ranks do not take turns at two cores. So the *times* are emulated; messages and numbers are real.
-# First, the plain division by layers: the whole batch goes through stage 0, then 1, then 2, then 3, and back.
+# Now the third row of the first picture: each rank has some of the layers. `lab.Pipeline` connects the ranks. A
+# **stage** is what one rank computes. To see when it computes, every stage here sleeps 20 ms for each sample, and 40 ms
+# in backward: sleeping ranks do not take turns at two cores. So the *times* are emulated; messages and numbers are
+# real. First, the plain division by layers: the whole batch goes through stage 0, then 1, then 2, then 3, and back.
 
 # %%
 # %%ranks
@@ -450,11 +455,11 @@ plots.show(plots.pipeline_runs({"by layers": lab.pull("by_layers")}, paced))
 assert plots.bubble(lab.pull("by_layers")) > 0.6
 
 # %% [markdown]
-# One stage works at a time: four ranks, the speed of one. The white area is the **[bubble](../docs/glossary.md#bubble)**. The remedy: cut the batch
-# into **micro-batches**, and send each on as soon as it is ready. While stage 1 computes micro-batch 0, stage 0 has
-# micro-batch 1. Gradients of all micro-batches add up, as in gradient accumulation, so the step is the same. With 4
-# stages and 8 micro-batches, first all forwards and then all backwards (the schedule is called **GPipe**, arXiv
-# 1811.06965): what fraction of the time is bubble?
+# One stage works at a time: four ranks, the speed of one. The white area is the
+# **[bubble](../docs/glossary.md#bubble)**. The remedy: cut the batch into **micro-batches**, and send each on as soon
+# as it is ready. While stage 1 computes micro-batch 0, stage 0 has micro-batch 1. Gradients of all micro-batches add
+# up, as in gradient accumulation, so the step is the same. With 4 stages and 8 micro-batches, first all forwards and
+# then all backwards (the schedule is called **GPipe**, arXiv 1811.06965): what fraction of the time is bubble?
 
 # %%
 lab.predict("15.3", 100 * 3 / 11)  # % of the time
@@ -487,15 +492,15 @@ if lab.predicted("15.3"):
 
 # %% [markdown]
 # Count in units of one micro-batch on one stage. A rank works for M of them, and waits while the pipeline fills and
-# empties: N - 1. So the bubble is (N-1) / (M+N-1), here 3/11. With M much larger than N it nearly vanishes. (The measured
-# one is a little larger: stages compute besides sleeping, and take turns at the cores.)
+# empties: N - 1. So the bubble is (N-1) / (M+N-1), here 3/11. With M much larger than N it nearly vanishes. (The
+# measured one is a little larger: stages compute besides sleeping, and take turns at the cores.)
 #
 # ## Write a stage
 #
-# GPipe pays in memory: when the first backward begins, the activations of all M micro-batches are there. The remedy is an
-# order called **1F1B**, one forward, one backward. The last stage can run the backward of micro-batch 0 as soon as it has
-# run its forward. So start backwards as early as possible, and let each free its activations before the next forward
-# takes more. Rank r runs as many forwards as there are stages behind it, then takes turns.
+# GPipe pays in memory: when the first backward begins, the activations of all M micro-batches are there. The remedy is
+# an order called **1F1B**, one forward, one backward. The last stage can run the backward of micro-batch 0 as soon as
+# it has run its forward. So start backwards as early as possible, and let each free its activations before the next
+# forward takes more. Rank r runs as many forwards as there are stages behind it, then takes turns.
 #
 # Write the order, and what a stage does in forward and in backward.
 
@@ -561,8 +566,8 @@ for rank, of in enumerate(compared):
 #
 # ## All four, side by side
 #
-# The same model, the same 8 sequences, 4 ranks, one step with AdamW in float32. FLOP are counted by torch (matrix products
-# only), and activations are what autograd keeps at the most.
+# The same model, the same 8 sequences, 4 ranks, one step with AdamW in float32. FLOP are counted by torch (matrix
+# products only), and activations are what autograd keeps at the most.
 
 # %%
 # %%ranks
@@ -626,12 +631,12 @@ assert largest["tensor"]["flop"] < 0.5 * one["flop"]
 # %% [markdown]
 # Read it by columns:
 #
-# - *Model states.* DDP divides nothing, ZeRO-3 everything, tensor parallelism all but the copies. A pipeline's fullest stage
-#   has an embedding or the head besides its block.
-# - *Activations.* Data parallelism, with or without ZeRO, has a quarter because it has a quarter of the samples. It goes no
-#   further than one sample per rank. The other two divide what belongs to *one* sample.
-# - *Bytes.* DDP and ZeRO-3 send parameters and gradients, however many tokens there are. The other two send activations, in
-#   proportion to the tokens.
+# - *Model states.* DDP divides nothing, ZeRO-3 everything, tensor parallelism all but the copies. A pipeline's fullest
+#   stage has an embedding or the head besides its block.
+# - *Activations.* Data parallelism, with or without ZeRO, has a quarter because it has a quarter of the samples. It
+#   goes no further than one sample per rank. The other two divide what belongs to *one* sample.
+# - *Bytes.* DDP and ZeRO-3 send parameters and gradients, however many tokens there are. The other two send
+#   activations, in proportion to the tokens.
 #
 # **When ZeRO is not enough**: one sample's activations (with checkpointing, lesson 10) or one unit's full parameters do
 # not fit on a GPU; or the batch that still trains well has fewer samples than you have GPUs. **When ZeRO is the wrong
@@ -641,9 +646,9 @@ assert largest["tensor"]["flop"] < 0.5 * one["flop"]
 #
 # ## In production
 #
-# torch has both kinds. `parallelize_module` replaces a layer's weight by a **DTensor**, a tensor that knows how it is cut
-# over a mesh: `ColwiseParallel` is our `up`, `RowwiseParallel` our `down`. And `torch.distributed.pipelining` has stages
-# and schedules. Both beside ours, on the same numbers:
+# torch has both kinds. `parallelize_module` replaces a layer's weight by a **DTensor**, a tensor that knows how it is
+# cut over a mesh: `ColwiseParallel` is our `up`, `RowwiseParallel` our `down`. And `torch.distributed.pipelining` has
+# stages and schedules. Both beside ours, on the same numbers:
 
 # %%
 # %%ranks
@@ -698,9 +703,9 @@ print(f"collectives: torch {lab.pull('torchs_calls', rank=0)}, ours {lab.pull('o
 print("Schedule1F1B: all gradients agree:", all(lab.pull("stages_agree")))
 
 # %% [markdown]
-# The same two all-reduces, and the same gradients. Large runs use all three dimensions: tensor parallelism inside a node,
-# pipelines between nodes, ZeRO in the data dimension. (Stages 2 and 3 of ZeRO go badly with a pipeline: every micro-batch
-# would gather and reduce again. One uses stage 1 there.)
+# The same two all-reduces, and the same gradients. Large runs use all three dimensions: tensor parallelism inside a
+# node, pipelines between nodes, ZeRO in the data dimension. (Stages 2 and 3 of ZeRO go badly with a pipeline: every
+# micro-batch would gather and reduce again. One uses stage 1 there.)
 #
 # ## On trial
 #
@@ -738,10 +743,10 @@ for way in ("one process", "DDP", "ZeRO-3"):
     print(f"{way:12} {total / one:.3f} x the FLOP, all ranks together; a rank updates {max(updates):,} parameters")
 
 # %% [markdown]
-# **False for ZeRO.** The same GPT class went into DDP and ZeRO-3 as it was. Forward and backward compute what one process
-# computes, and the update work of a rank *falls*, to Ψ/N. What synchronisation adds is traffic and waiting. The first
-# half is **true of model parallelism**: for the tensor row we replaced both halves of every block, and the pipeline needs
-# a model that is a chain of stages of equal cost.
+# **False for ZeRO.** The same GPT class went into DDP and ZeRO-3 as it was. Forward and backward compute what one
+# process computes, and the update work of a rank *falls*, to Ψ/N. What synchronisation adds is traffic and waiting. The
+# first half is **true of model parallelism**: for the tensor row we replaced both halves of every block, and the
+# pipeline needs a model that is a chain of stages of equal cost.
 #
 # > "Model parallelism suits little data."
 
@@ -805,35 +810,40 @@ for rank, found in enumerate(lab.pull("trial")):
 
 # %% [markdown]
 # **False**: it mixes two ways to cut. *Samples* are cut among the ranks, and gradients over samples are averaged.
-# *Elements* of the gradient are cut into shards, and shards are put end to end. Each element of a shard is the mean over
-# the samples of *all* ranks. The shards belong to different parameters, so adding them up means nothing.
+# *Elements* of the gradient are cut into shards, and shards are put end to end. Each element of a shard is the mean
+# over the samples of *all* ranks. The shards belong to different parameters, so adding them up means nothing.
 #
 # ## Questions
 #
 # 1. Why is the first layer of an MLP cut by output units and the second by input units?
-# 2. Which all-reduces does a transformer block need in tensor parallelism, forward and backward, and what decides their size?
-# 3. A pipeline has 8 stages. How many micro-batches keep the bubble below 10 %? What do they cost in memory with GPipe, and
-#    with 1F1B?
+# 2. Which all-reduces does a transformer block need in tensor parallelism, forward and backward, and what decides their
+#    size?
+# 3. A pipeline has 8 stages. How many micro-batches keep the bubble below 10 %? What do they cost in memory with GPipe,
+#    and with 1F1B?
 # 4. How is a mesh of tensor parallelism, pipeline and ZeRO laid out on nodes of 8 GPUs, and why?
-# 5. In tensor parallelism, a layer norm's weight is on every rank. What keeps the copies equal, and what would break it?
-# 6. A 7B model with ZeRO-3 fits on 64 GPUs with one sequence each. You get 512 GPUs, and the batch must not grow. What now?
+# 5. In tensor parallelism, a layer norm's weight is on every rank. What keeps the copies equal, and what would break
+#    it?
+# 6. A 7B model with ZeRO-3 fits on 64 GPUs with one sequence each. You get 512 GPUs, and the batch must not grow. What
+#    now?
 
 # %% [markdown] tags=["answer"]
 # **Answers**
 #
-# 1. Then each rank has complete hidden units, applies the nonlinearity to them without asking anyone, and the parts of the
-#    second layer's sums need one all-reduce. Cut the other way round, there would be one before the nonlinearity as well.
-# 2. Two in forward, where attention and MLP leave the split region, and two in backward, where they entered it. Each has the
-#    size of the block's input: sequences × tokens × width, whatever the number of parameters.
-# 3. (N-1)/(M+N-1) < 0.1 with N = 8 needs M > 63: at least 64. GPipe keeps the activations of all 64 on every stage. 1F1B keeps
-#    8 on the first stage and 1 on the last.
-# 4. Tensor parallelism inside the node: it sends the most, and nothing hides it. Pipeline stages on different nodes: they send
-#    little, to one neighbour. ZeRO over what is left: its traffic does not depend on the tokens and hides behind backward.
-# 5. All ranks compute it from equal inputs and equal gradients, because `Enter` adds up in backward. It breaks if a rank uses
-#    a gradient from inside the split region before the all-reduce, if dropout draws different masks on the ranks outside of it,
-#    or if the copies started differently.
-# 6. 64 sequences cannot be given to 512 ranks. Divide the computing: tensor parallelism over the 8 GPUs of a node, and ZeRO
-#    over 64 such groups, one sequence for each.
+# 1. Then each rank has complete hidden units, applies the nonlinearity to them without asking anyone, and the parts of
+#    the second layer's sums need one all-reduce. Cut the other way round, there would be one before the nonlinearity as
+#    well.
+# 2. Two in forward, where attention and MLP leave the split region, and two in backward, where they entered it. Each
+#    has the size of the block's input: sequences × tokens × width, whatever the number of parameters.
+# 3. (N-1)/(M+N-1) < 0.1 with N = 8 needs M > 63: at least 64. GPipe keeps the activations of all 64 on every stage.
+#    1F1B keeps 8 on the first stage and 1 on the last.
+# 4. Tensor parallelism inside the node: it sends the most, and nothing hides it. Pipeline stages on different nodes:
+#    they send little, to one neighbour. ZeRO over what is left: its traffic does not depend on the tokens and hides
+#    behind backward.
+# 5. All ranks compute it from equal inputs and equal gradients, because `Enter` adds up in backward. It breaks if a
+#    rank uses a gradient from inside the split region before the all-reduce, if dropout draws different masks on the
+#    ranks outside of it, or if the copies started differently.
+# 6. 64 sequences cannot be given to 512 ranks. Divide the computing: tensor parallelism over the 8 GPUs of a node, and
+#    ZeRO over 64 such groups, one sequence for each.
 
 # %%
 lab.stop()

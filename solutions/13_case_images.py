@@ -133,7 +133,7 @@ for batch_size in (48, 49):
 # %% tags=["nbval-check-output"]
 few, shuffled = data.inputs[:128], data.targets[torch.randperm(128, generator=torch.Generator().manual_seed(1))]
 model = small()
-train_alone(model, few, shuffled, F.cross_entropy, 800, lr=0.1)
+train_alone(model, few, shuffled, F.cross_entropy, 400, lr=0.1)
 
 
 def share_right(images, labels):
@@ -514,7 +514,7 @@ lab.predict("13.3", 8_448 * 3)  # bytes
 
 # %%
 # %%ranks
-def gan(stage, quiet=False, steps=12):
+def gan(stage, quiet=False, steps=8):
     torch.manual_seed(0)
     G = nn.Sequential(nn.Linear(16, 128), nn.ReLU(), nn.Linear(128, 64), nn.Sigmoid())
     D = nn.Sequential(nn.Linear(64, 128), nn.LeakyReLU(0.2), nn.Linear(128, 1, bias=False))

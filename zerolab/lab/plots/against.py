@@ -20,7 +20,7 @@ def tradeoff(
     marked: str = "",
     in_bytes_per_step: bool = False,
 ) -> tuple[Figure, str]:
-    """`points[name]` = (x, y), each with its name above it.
+    """`points[name]` = (x, y), each with its name above it, or below where the name would meet the rule.
 
     marked: the name of the point to compare with. It stands below, and a dashed rule runs through its y.
     in_bytes_per_step: x counts bytes, on a logarithmic axis.
@@ -44,7 +44,8 @@ def tradeoff(
     else:
         axes.set_xlim(-0.14 * widest, 1.14 * widest)
     axes.set_ylim(low - 1.6 * room, high + 2.2 * room)
-    clusters: list[tuple[float, float, list[str]]] = []  # names of dots in one place share a label
+    rule = axes.transLimits.transform(axes.transScale.transform((widest, points[marked][1])))[1] if marked else -1.0
+    clusters: list[tuple[float, list[float], list[str]]] = []  # names of dots in one place share a label
     for name, (x, y) in points.items():
         look: Look = {"color": INK if name == marked else COLOURS["communication"], "markersize": 8}
         axes.plot([x], [y], "s" if name == marked else "o", linestyle="", zorder=3, **look)
@@ -53,14 +54,18 @@ def tradeoff(
         if name == marked:
             axes.annotate(name, (x, y), (0, -9), va="top", **place)
             continue
-        near = [of for of in clusters if abs(of[0] - across) < 0.03 and abs(of[1] - up) < 0.05]
+        near = [of for of in clusters if abs(of[0] - across) < 0.03 and abs(of[1][0] - up) < 0.05]
         if near:
+            near[0][1].append(up)
             near[0][2].append(name)
         else:
-            clusters.append((across, up, [name]))
-    for across, up, names in clusters:
+            clusters.append((across, [up], [name]))
+    for across, ups, names in clusters:
         spot: Look = {"xycoords": "axes fraction", **place}
-        axes.annotate("\n".join(names), (across, up), (0, 7), va="bottom", **spot)
+        if max(ups) < rule < max(ups) + 0.04 + 0.06 * len(names):
+            axes.annotate("\n".join(names), (across, min(ups)), (0, -7), va="top", **spot)
+        else:
+            axes.annotate("\n".join(names), (across, max(ups)), (0, 7), va="bottom", **spot)
     axes.set_xlabel(axes_say[0], color=GREY)
     axes.set_ylabel(axes_say[1], color=GREY)
     return figure, sentence

@@ -56,7 +56,7 @@ CARRIES_MUTANTS = {
         edit(
             CARRIES,
             EITHER,
-            "if any(payload.shape == s.shape and torch.allclose(payload, s, rtol=1e-4, atol=1e-6) for s in (state, shard)):",
+            "if any(len(payload) == len(s) and torch.allclose(payload, s, 1e-4, 1e-6) for s in (state, shard)):",
         ),
         "close is not equal",
     ),
@@ -66,7 +66,7 @@ CARRIES_MUTANTS = {
             EITHER,
             "if any(len(payload) == len(s) and payload.double().norm() == s.double().norm() for s in (state, shard)):",
         ),
-        "the signs differ",
+        "the same numbers in another order",
     ),
     "the numbers, sorted": (
         edit(
@@ -97,10 +97,12 @@ CARRIES_MUTANTS = {
     "the tensors": (edit(CARRIES, "found.append(name)", "found.append(state)"), "the keys of `states`"),
     "compares with ==": (edit(CARRIES, EITHER, "if (payload == state).all():"), "torch.equal says False to that"),
     "a message cut in shards": (
-        edit(
-            CARRIES, "shard = state.view(world_size, -1)[rank]", "shard = state\n        payload.view(world_size, -1)"
-        ),
+        edit(CARRIES, "    found = []\n", "    found = []\n    payload.view(world_size, -1)\n"),
         "cut the state, not the message",
+    ),
+    "the sizes of numbers": (
+        edit(CARRIES, EITHER, "if any(torch.equal(payload.abs(), s.abs()) for s in (state, shard)):"),
+        "the signs differ",
     ),
     "rounds the states for good": (
         edit(
@@ -213,7 +215,7 @@ VERDICT_MUTANTS = {
     "the word alone": (edit(VERDICT, ", where\n", "\n"), "return two things"),
     "the stages": (
         edit(VERDICT, '"true under a condition", where', '"true under a condition", [run.stage for run in where]'),
-        "on the list",
+        "the second thing is a list of runs",
     ),
     "how many": (edit(VERDICT, ", where\n", ", len(where)\n"), "the second thing is a list"),
     "those of which it is false": (

@@ -252,8 +252,8 @@ CLAIMS: tuple[Claim, ...] = (
         "H",
         "The ranks share memory between nodes.",
         FALSE,
-        "`4 ranks, 4 processes`: what one stores, the others do not see. Between two nodes of a mesh `a rank sends "
-        "136,960 bytes`.",
+        "`4 ranks, 4 processes`: what one stores, the others do not see. Between two nodes of a mesh `sends 273,920 "
+        "bytes to the other node`.",
         "19",
         "share memory between nodes",
     ),

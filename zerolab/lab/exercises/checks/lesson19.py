@@ -31,9 +31,9 @@ def carried(payload: Tensor, states: dict[str, Tensor], rank: int, world_size: i
 
 
 def check_carries(answer: Any, world: World) -> None:
-    for when, payload, states in _messages(world):
+    live = list(_live_messages(world))  # first, while all ranks are in step: a rank that is wrong stops
+    for when, payload, states in (*_messages(world), *live):
         _try_message(answer, world, when, payload, states)
-    _check_live(answer, world)
 
 
 def _states(numel: int, world_size: int, seed: int = 0) -> dict[str, Tensor]:
@@ -188,7 +188,7 @@ def _given(rank: int, step: int) -> tuple[Tensor]:
     return (torch.randn(4, 5, generator=torch.Generator().manual_seed(100 * step + rank)),)
 
 
-def _check_live(answer: Any, world: World) -> None:
+def _live_messages(world: World) -> Iterator[tuple[str, Tensor, dict[str, Tensor]]]:
     """The messages of two real steps in each stage."""
     rank = world.rank
     for stage in zerolab.STAGES:
@@ -211,7 +211,7 @@ def _check_live(answer: Any, world: World) -> None:
                 unit = units[message.unit]
                 states = {"parameters": laid_out(unit, before), "gradient": laid_out(unit, grads)}
                 when = f"stage {stage.stage}, step {step + 1}, {message.what} of {message.unit}"
-                _try_message(answer, world, when, message.payload, states)
+                yield when, message.payload, states
 
 
 CARRIES_ERRORS = {
@@ -399,8 +399,8 @@ def _why_verdict(
             return "compared with a DDP of another dtype: bfloat16 is a difference of its own. Look for the same dtype"
         if ddp.ranks != run.ranks and run.stage > 0:
             return "compared with a DDP on another number of ranks: look for one with as many"
-    if not isinstance(found, (list, tuple)):
-        return "the second thing is a list: the runs of which the claim is true"
+    if not isinstance(found, (list, tuple)) or not all(isinstance(run, Evidence) for run in found):
+        return "the second thing is a list of runs, those in `runs`, of which the claim is true"
     if want == "not tried":
         return "there is no run that could tell, so this is neither true nor false: not tried (all([]) is True)"
     if any(run.stage == 0 for run in found):

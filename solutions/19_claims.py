@@ -183,7 +183,12 @@ if lab.predicted("19.2"):
     bars = {name: {kind: bytes_of[stage][kind] / 1e6 for kind in KINDS[:3]} for stage, name in enumerate(names)}
     title = "What is in the messages of a step"
     subtitle = "MB that rank 0 of 4 sends, by content: each message was compared with the states of plain PyTorch"
-    plots.show(plots.stacks(bars, title, subtitle, "MB"))
+    picture, _ = plots.stacks(bars, title, subtitle, "MB", learner=lab.passed("19.1"))
+    shares = [100 * of["parameters"] / sum(of.values()) for of in bytes_of.values()]
+    said = ", ".join(f"{share:.0f} % in {name}" for name, share in zip(names, shares))
+    plots.show(
+        (picture, f"No green: optimizer state has no part in any stage. Parameters: {said}; the rest is gradients.")
+    )
 
 # %% [markdown]
 # In DDP everything is gradients. (One envelope for each unit: the all-reduce is given a gradient and brings back the mean.)
@@ -423,8 +428,9 @@ lab.reveal("19.3")
 #
 # Here a source decides. The paper (arXiv 1910.02054, section 5) names three parts, P_os, P_os+g and P_os+g+p; DeepSpeed's
 # configuration calls them `"stage": 1`, 2 and 3. They are three stages, and no versions: none is newer than another, and
-# each is the right one somewhere (lesson 16). What came later has names of its own: ZeRO-Offload, ZeRO-Infinity, ZeRO++.
-# **Verdict: false.** We looked for papers, repositories and wheels that articles name so, and did not find them.
+# each is the right one somewhere (lesson 16). ("ZeRO-2", as people say and this course does, is stage 2.) What came later has
+# names of its own: DeepSpeed's [list of publications](https://github.com/deepspeedai/DeepSpeed#publications), 34 of them up to
+# 2025, has ZeRO-Offload, ZeRO-Infinity and ZeRO++, and neither a ZeRO-2.0 nor a ZeRO-3.0. **Verdict: false.**
 #
 # That is no reason to smile. A package name that was made up, by an author or by a language model, is free, and anyone may
 # register it. Then `pip install` runs a stranger's code with your rights, on a machine with your keys. **Never install what
@@ -484,7 +490,7 @@ else:
 #
 # ## What to read
 #
-# Reading lists copy each other's mistakes. This one was compared with arXiv's pages and with DeepSpeed's list of publications.
+# Reading lists copy each other's mistakes. In this one, the numbers were looked up one by one.
 #
 # | paper | what it claims | lesson |
 # |---|---|---|

@@ -208,7 +208,7 @@ CLAIMS: tuple[Claim, ...] = (
         "C",
         "Optimizer states are fetched from the other ranks.",
         FALSE,
-        "Every message of a step was opened, in all four stages: `optimizer state 0 bytes`. What travels is "
+        "Every message of a step was opened, in all four stages: of each, `optimizer state 0 bytes`. What travels is "
         "gradients and parameters.",
         "19",
         "Optimizer states are fetched",
@@ -301,7 +301,8 @@ CLAIMS: tuple[Claim, ...] = (
         "N",
         "There are a ZeRO-2.0 and a ZeRO-3.0, with papers, repositories and wheels of their own.",
         FALSE,
-        "The papers have `three stages, and no versions`. What an article names is looked up before it is installed.",
+        "The paper has `three stages, and no versions`; what came later is called ZeRO-Offload, ZeRO-Infinity, ZeRO++. "
+        "Look a name up before you install it.",
         "19",
         "ZeRO-2.0",
     ),
@@ -350,7 +351,9 @@ def claims(keys: Iterable[str] = ()) -> None:
     from rich.text import Text
 
     chosen = [find(key) for key in keys] or CLAIMS
-    table = Table("", "claim", "verdict", "what decided", "lesson", box=SIMPLE_HEAD, padding=(0, 1))
+    table = Table(box=SIMPLE_HEAD, padding=(0, 1))
+    for heading, width in (("", 2), ("claim", 38), ("verdict", 10), ("what decided", 50), ("", 2)):
+        table.add_column(heading, width=width)
     for claim in chosen:
         cells = (claim.key, claim.words, claim.verdict, claim.because.replace("`", ""), claim.lesson)
         table.add_row(*(Text(cell) for cell in cells), end_section=True)

@@ -603,7 +603,7 @@ QUESTIONS: dict[str, Question] = {
     "19.1": Question(
         words=_VERDICTS,
         against={
-            "true": "Stages 1 and 2 hold less and send what DDP sends, to the byte. So it is not the essence of all three.",
+            "true": "Stages 1 and 2 hold less and send what DDP sends, to the byte: it is not the essence of all.",
             "false": "Stage 3 does send more than DDP, and holds less. There the sentence is right.",
         },
     ),
@@ -611,8 +611,7 @@ QUESTIONS: dict[str, Question] = {
         words=_VERDICTS,
         against={
             "true": "Every message of a step was opened, in each stage. None of them is an average of Adam's.",
-            "condition": "There would have to be a stage in which they travel in a step: there is none. (A checkpoint is not a "
-            "step.)",
+            "condition": "In no stage do they travel in a step. (A checkpoint is not a step.)",
         },
     ),
     "19.3": Question(

@@ -183,7 +183,7 @@ if lab.predicted("19.2"):
     bars = {name: {kind: bytes_of[stage][kind] / 1e6 for kind in KINDS[:3]} for stage, name in enumerate(names)}
     title = "What is in the messages of a step"
     subtitle = "MB that rank 0 of 4 sends, by content: each message was compared with the states of plain PyTorch"
-    picture, _ = plots.stacks(bars, title, subtitle, "MB", learner=lab.passed("19.1"))
+    picture, _ = plots.stacks(bars, title, subtitle, "MB")
     shares = [100 * of["parameters"] / sum(of.values()) for of in bytes_of.values()]
     said = ", ".join(f"{share:.0f} % in {name}" for name, share in zip(names, shares))
     plots.show(
@@ -268,8 +268,9 @@ if lab.predicted("19.1"):
         print(f"{name}: {word}, stages {stages}, in {len(where)} of 12 runs")
 
 # %% [markdown]
-# Look at the last row: stage 1 halves the memory in some runs and not in others. Without the numbers of ranks and bytes per
-# element the sentence "ZeRO-1 halves memory" is not wrong. It is not finished.
+# (The thousandth is for padding and Adam's step counters.) Look at the last row: stage 1 halves the memory in some runs and
+# not in others. Without the number of ranks and the dtype, "ZeRO-1 halves the memory" is neither right nor wrong. It is not
+# finished.
 #
 # ## Shared memory?
 #
@@ -432,8 +433,8 @@ lab.reveal("19.3")
 # names of its own: DeepSpeed's [list of publications](https://github.com/deepspeedai/DeepSpeed#publications), 34 of them up to
 # 2025, has ZeRO-Offload, ZeRO-Infinity and ZeRO++, and neither a ZeRO-2.0 nor a ZeRO-3.0. **Verdict: false.**
 #
-# That is no reason to smile. A package name that was made up, by an author or by a language model, is free, and anyone may
-# register it. Then `pip install` runs a stranger's code with your rights, on a machine with your keys. **Never install what
+# Names are not only a matter of taste. A package name that was made up, by an author or by a language model, is free, and
+# anyone may register it. Then `pip install` runs a stranger's code with your rights, on a machine with your keys. **Never install what
 # an article names before you have looked it up**: on the project's own page, with its repository, its age and its authors.
 # For torch you need not install anything to look:
 
@@ -467,10 +468,9 @@ for name in (
 # And the three from memory:
 
 # %%
-from zerolab.lab.exercises.claims import find
-
 for id, key in (("19.4", "13"), ("19.5", "P"), ("19.6", "D")):
-    lab.measured(id, "condition" if "condition" in find(key).verdict else find(key).verdict)
+    found = lab.claim(key).verdict
+    lab.measured(id, "condition" if "condition" in found else found)
     lab.reveal(id)
 
 # %% [markdown]

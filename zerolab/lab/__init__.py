@@ -46,7 +46,7 @@ _HOME = {
     "zerolab.lab.activations": ("saved",),
     "zerolab.lab.scripts": ("torchrun",),
     "zerolab.lab.clinic": ("admit", "uncover"),
-    "zerolab.lab.exercises.claims": ("claims",),
+    "zerolab.lab.exercises.verdicts": ("claim", "claims"),
     "zerolab.lab.trial": ("evidence", "envelopes", "laid_out"),
     "zerolab.tasks.data": ("batch", "cifar10", "digits", "pairs", "text", "windows"),
     "zerolab.tasks.models": ("CNN", "GPT", "Block", "ConvBlock", "PairEncoder", "ResidualBlock", "ResNet"),

@@ -1,7 +1,8 @@
 """The claims that the course puts on trial: each with its verdict, what decided it, and the lesson where it was tried.
 
     lab.claims()                                   the list, as a table
-    python -m zerolab.lab.exercises.claims         writes docs/claims.md from it
+    lab.claim("13")                                one of them
+    python -m zerolab.lab.exercises.verdicts         writes docs/claims.md from it
 
 This list is the only one: the table in lesson 19, the page and the tests read it. What stands `between backticks` in a
 reason can be read in that lesson, word for word, in its text or in what its cells print.
@@ -335,12 +336,12 @@ CLAIMS: tuple[Claim, ...] = (
 )
 
 
-def find(key: str) -> Claim:
+def claim(key: str) -> Claim:
     """The claim with that key. Raises KeyError, which lists the keys."""
-    for claim in CLAIMS:
-        if claim.key == key:
-            return claim
-    raise KeyError(f"there is no claim {key!r}; there are {', '.join(claim.key for claim in CLAIMS)}")
+    for one in CLAIMS:
+        if one.key == key:
+            return one
+    raise KeyError(f"there is no claim {key!r}; there are {', '.join(one.key for one in CLAIMS)}")
 
 
 def claims(keys: Iterable[str] = ()) -> None:
@@ -350,12 +351,12 @@ def claims(keys: Iterable[str] = ()) -> None:
     from rich.table import Table
     from rich.text import Text
 
-    chosen = [find(key) for key in keys] or CLAIMS
+    chosen = [claim(key) for key in keys] or CLAIMS
     table = Table(box=SIMPLE_HEAD, padding=(0, 1))
     for heading, width in (("", 2), ("claim", 38), ("verdict", 10), ("what decided", 50), ("", 2)):
         table.add_column(heading, width=width)
-    for claim in chosen:
-        cells = (claim.key, claim.words, claim.verdict, claim.because.replace("`", ""), claim.lesson)
+    for one in chosen:
+        cells = (one.key, one.words, one.verdict, one.because.replace("`", ""), one.lesson)
         table.add_row(*(Text(cell) for cell in cells), end_section=True)
     printed = io.StringIO()
     Console(file=printed, width=118, color_system=None, force_jupyter=False, force_terminal=False).print(table)
@@ -364,26 +365,25 @@ def claims(keys: Iterable[str] = ()) -> None:
 
 def page() -> str:
     """docs/claims.md."""
-    counts = {verdict: sum(claim.verdict == verdict for claim in CLAIMS) for verdict in VERDICTS}
+    counts = {verdict: sum(one.verdict == verdict for one in CLAIMS) for verdict in VERDICTS}
     found = ", ".join(f"{number} {verdict}" for verdict, number in counts.items() if number)
     lines = [
         "# Claims on trial",
         "",
-        "<!-- Written by `python -m zerolab.lab.exercises.claims`. Edit zerolab/lab/exercises/claims.py instead. -->",
+        "<!-- Written by `python -m zerolab.lab.exercises.verdicts`, from the list in that module. -->",
         "",
-        "These are claims about ZeRO that can be read in public articles. Each was tried in a lesson, and what the",
-        f"lesson measured gave the verdict: {found}.",
-        "Where a claim is about history, a source decides. What stands `in this type` is in the lesson's text, or is",
-        "printed by its cells.",
+        "Claims about ZeRO that can be read in public articles. Each was tried in a lesson, and the measurement gave the",
+        f"verdict: {found}. Where a claim is about history, a source decides. What stands",
+        "`in this type` is in that lesson, in its text or in what its cells print.",
         "",
         "| | claim | verdict | what decided | lesson |",
         "|---|---|---|---|---|",
     ]
-    for claim in CLAIMS:
-        words, because = (text.replace("|", "\\|") for text in (claim.words, claim.because))
-        lesson = next((ROOT / "solutions").glob(f"{claim.lesson}_*.py")).stem
-        link = f"[{claim.lesson}](../lessons/{lesson}.ipynb), {claim.heading.lower().rstrip('?')}"
-        lines.append(f"| {claim.key} | {words} | **{claim.verdict}** | {because} | {link} |")
+    for one in CLAIMS:
+        words, because = (text.replace("|", "\\|") for text in (one.words, one.because))
+        lesson = next((ROOT / "solutions").glob(f"{one.lesson}_*.py")).stem
+        link = f"[{one.lesson}](../lessons/{lesson}.ipynb), {one.heading.lower().rstrip('?')}"
+        lines.append(f"| {one.key} | {words} | **{one.verdict}** | {because} | {link} |")
     return "\n".join(lines) + "\n"
 
 

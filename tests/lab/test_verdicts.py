@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 
 from zerolab.lab import build
-from zerolab.lab.exercises import claims
-from zerolab.lab.exercises.claims import CLAIMS, VERDICTS, Claim
+from zerolab.lab.exercises import verdicts
+from zerolab.lab.exercises.verdicts import CLAIMS, VERDICTS, Claim
 
 ROOT = Path(__file__).parents[2]
 KEYS = [*map(str, range(1, 18)), *"ABCDEFGHIJKLMNOPQ"]
@@ -52,8 +52,8 @@ def test_its_lesson_quotes_it_on_trial(claim: Claim) -> None:
     quotes = [plain(found) for found in re.findall(r"(?:^>.*\n?)+", section, flags=re.MULTILINE)]
     (at,) = [number for number, quote in enumerate(quotes) if claim.quote in quote]
     after = re.split(r"(?:^>.*\n?)+", section, flags=re.MULTILINE)[at + 1 :]
-    verdicts = re.findall(r"\*\*([^*]*)", next(part for part in after if "**" in part))
-    first = next(said.lower() for said in verdicts if re.search(r"true|false", said.lower()))
+    words = re.findall(r"\*\*([^*]*)", next(part for part in after if "**" in part))
+    first = next(said.lower() for said in words if re.search(r"true|false", said.lower()))
     said = "false" if "false" in first and "true" not in first else "condition"
     expected = {"false": "false", "true under a condition": "condition"}[claim.verdict]
     assert said == expected, f"lesson {claim.lesson} says {first!r}"
@@ -69,14 +69,14 @@ def test_what_decided_it_is_in_the_lesson(claim: Claim) -> None:
 
 
 def test_the_page_is_current() -> None:
-    assert claims.PAGE.read_text() == claims.page(), "run: python -m zerolab.lab.exercises.claims"
+    assert verdicts.PAGE.read_text() == verdicts.page(), "run: python -m zerolab.lab.exercises.verdicts"
 
 
 def test_the_table_has_all_of_them(capsys: pytest.CaptureFixture[str]) -> None:
-    claims.claims()
+    verdicts.claims()
     rows = [line.split()[0] for line in capsys.readouterr().out.splitlines() if re.match(r" {1,3}\S", line)]
     assert [row for row in rows if row in KEYS] == KEYS
-    claims.claims(["B"])
+    verdicts.claims(["B"])
     assert "Trading communication" in capsys.readouterr().out
     with pytest.raises(KeyError, match="there are 1, 2"):
-        claims.claims(["Z"])
+        verdicts.claims(["Z"])

@@ -83,6 +83,10 @@ CARRIES_MUTANTS = {
     "by length": (edit(CARRIES, EITHER, "if len(payload) in (len(state), len(shard)):"), "all of them have to be"),
     "the first that fits": (edit(CARRIES, "found.append(name)", "return [name]"), "name them all"),
     "the last that fits": (edit(CARRIES, "found.append(name)", "found = [name]"), "name them all"),
+    "nothing if it is not certain": (
+        edit(CARRIES, "return found", "return found if len(found) == 1 else []"),
+        "name them all",
+    ),
     "a string": (edit(CARRIES, "return found", "return found[0] if found else ''"), "return a list of names"),
     "None for none": (edit(CARRIES, "return found", "return found or None"), "`return` is missing"),
     "nothing is returned": (edit(CARRIES, "    return found\n", ""), "`return` is missing"),
@@ -211,6 +215,10 @@ VERDICT_MUTANTS = {
     "a counterexample makes it false": (
         edit(VERDICT, 'else "true under a condition", where', 'else "false", where'),
         "of some of the runs it is true",
+    ),
+    "always a condition": (
+        edit(VERDICT, '"true" if len(where) == len(tried) else "true under a condition"', '"true under a condition"'),
+        "no condition is left",
     ),
     "the word alone": (edit(VERDICT, ", where\n", "\n"), "return two things"),
     "the stages": (

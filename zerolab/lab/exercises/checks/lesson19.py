@@ -128,7 +128,7 @@ def _why_carries(found: list[str], payload: Tensor, states: dict[str, Tensor], w
     if len(found) != len(set(found)):
         return "a name appears twice: on one rank the shard is the whole. Either match is enough"
     missing, extra = set(want) - set(found), set(found) - set(want)
-    if missing and found and set(found) < set(want):
+    if missing and len(want) > 1 and set(found) < set(want):
         return "more than one state can have these numbers, and the evidence cannot tell them apart: name them all"
     for name in missing:
         whole = states[name]
@@ -139,7 +139,7 @@ def _why_carries(found: list[str], payload: Tensor, states: dict[str, Tensor], w
                 "the state in the same way, state.to(payload.dtype), before you compare"
             )
         if in_shards:
-            return "in an all-gather a rank gives its shard alone: compare with rank r's part of N of the state, too"
+            return "in an all-gather a rank gives its shard alone: compare with the rank-th of N equal stretches, too"
         return "the state has these numbers, in this order: a reduce-scatter is given the whole of it"
     for name in extra:
         whole = states[name]
@@ -413,6 +413,8 @@ def _why_verdict(
     if list(found) == where:
         if word == "not tried":
             return "there are runs of ZeRO with a DDP to compare: the claim was tried"
+        if want == "true" and word == "true under a condition" and all(run in where for run, _ in asked):
+            return "it is true of all the evidence: no condition is left"
         if want == "true under a condition":
             return f"of some of the runs it is true, and not of others: {want!r}"
         return (

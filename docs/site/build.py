@@ -31,7 +31,7 @@ HERE = Path(__file__).parent
 # Sections of README with a page of their own; all others are on the start page.
 OWN_PAGE = {"The ladder": "ladder", "Use": "ladder", "The house": "house"}
 # The order of pages in the menu; a page that is not named here comes after these.
-COURSE = ["paths", "glossary", "formulas", "questions", "teachers"]
+COURSE = ["paths", "glossary", "formulas", "questions", "claims", "teachers"]
 PACKAGE = ["using", "habits", "measuring", "performance", "first-gpu-run", "tested"]
 LINK = re.compile(r"(```.*?^ *```|`[^`\n]+`)|(?<=\]\()([^)\s]+)(?=\))", re.DOTALL | re.MULTILINE)
 COLAB = "https://colab.research.google.com/github/"

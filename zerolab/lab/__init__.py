@@ -46,6 +46,8 @@ _HOME = {
     "zerolab.lab.activations": ("saved",),
     "zerolab.lab.scripts": ("torchrun",),
     "zerolab.lab.clinic": ("admit", "uncover"),
+    "zerolab.lab.exercises.verdicts": ("claim", "claims"),
+    "zerolab.lab.trial": ("evidence", "envelopes", "laid_out"),
     "zerolab.tasks.data": ("batch", "cifar10", "digits", "pairs", "text", "windows"),
     "zerolab.tasks.models": ("CNN", "GPT", "Block", "ConvBlock", "PairEncoder", "ResidualBlock", "ResNet"),
 }

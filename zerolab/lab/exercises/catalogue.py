@@ -20,6 +20,7 @@ from zerolab.lab.exercises.checks import (
     lesson15,
     lesson16,
     lesson17,
+    lesson19,
 )
 from zerolab.lab.exercises.exercise import Exercise
 from zerolab.lab.ranks.report import Plain
@@ -42,6 +43,7 @@ _LESSONS = (
     lesson15,
     lesson16,
     lesson17,
+    lesson19,
 )
 
 LESSONS: dict[str, str] = {

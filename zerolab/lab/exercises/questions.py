@@ -46,6 +46,7 @@ _OF_BYTES = {
 _OWN_PART = "A rank does not send its own part: (N-1)/N of it, here 3/4."
 
 _LETTERS = ("a", "b", "c", "d")
+_VERDICTS = ("true", "false", "condition")
 
 GPT_4, GPT_8, GPT_6 = 867_072, 1_660_160, 1_263_616  # Ψ of the models of lessons 02 and 04, 05, 06, 07 and 10
 GPT_11 = 136_960
@@ -597,6 +598,48 @@ QUESTIONS: dict[str, Question] = {
             "a": "That has a message of its own: trying to backward through the graph a second time.",
             "b": "That has a message of its own: the tensor does not require grad.",
             "c": "NaN is a number to backward(): it goes through, and makes every gradient NaN.",
+        },
+    ),
+    "19.1": Question(
+        words=_VERDICTS,
+        against={
+            "true": "Stages 1 and 2 hold less and send what DDP sends, to the byte: it is not the essence of all.",
+            "false": "Stage 3 does send more than DDP, and holds less. There the sentence is right.",
+        },
+    ),
+    "19.2": Question(
+        words=_VERDICTS,
+        against={
+            "true": "Every message of a step was opened, in each stage. None of them is an average of Adam's.",
+            "condition": "In no stage do they travel in a step. (A checkpoint is not a step.)",
+        },
+    ),
+    "19.3": Question(
+        words=_VERDICTS,
+        against={
+            "true": "What rank 0 wrote into its memory, no other rank saw, even on one machine.",
+            "condition": "Processes on *one* node can share memory if they ask for it. Between nodes none can.",
+        },
+    ),
+    "19.4": Question(
+        words=_VERDICTS,
+        against={
+            "true": "The wait goes. The bytes stay, and gradients become stale: the cost is in the loss.",
+            "false": "Nobody waits, so that part is right: as long as the loss is not counted.",
+        },
+    ),
+    "19.5": Question(
+        words=_VERDICTS,
+        against={
+            "true": "A pipeline is the opposite: with few micro-batches it stands still.",
+            "false": "With few tokens in a step, tensor parallelism sends less than DDP.",
+        },
+    ),
+    "19.6": Question(
+        words=_VERDICTS,
+        against={
+            "true": "With the same batch no stage sends less than DDP, and stage 3 sends more.",
+            "false": "The freed memory can hold a larger batch, and then each sample costs fewer bytes.",
         },
     ),
 }

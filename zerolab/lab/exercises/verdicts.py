@@ -1,0 +1,392 @@
+"""The claims that the course puts on trial: each with its verdict, what decided it, and the lesson where it was tried.
+
+    lab.claims()                                   the list, as a table
+    lab.claim("13")                                one of them
+    python -m zerolab.lab.exercises.verdicts         writes docs/claims.md from it
+
+This list is the only one: the table in lesson 19, the page and the tests read it. What stands `between backticks` in a
+reason can be read in that lesson, word for word, in its text or in what its cells print.
+"""
+
+from __future__ import annotations
+
+import io
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+
+TRUE, FALSE, CONDITION = "true", "false", "true under a condition"
+VERDICTS = (TRUE, FALSE, CONDITION)
+
+ROOT = Path(__file__).resolve().parents[3]
+PAGE = ROOT / "docs" / "claims.md"
+
+
+@dataclass(frozen=True)
+class Claim:
+    """One claim.
+
+    key: "1" to "17", "A" to "Q". words: as articles have it. because: what decided, with numbers of the lesson
+    `between backticks`. lesson: its number. heading: the section. quote: how the lesson begins to quote the claim.
+    """
+
+    key: str
+    words: str
+    verdict: str
+    because: str
+    lesson: str
+    quote: str
+    heading: str = "On trial"
+
+
+CLAIMS: tuple[Claim, ...] = (
+    Claim(
+        "1",
+        "ZeRO is parameter decomposition, gradient compression and asynchronous communication.",
+        FALSE,
+        "It is three partitions. In stage 1's ledger `every byte was an uncompressed element`, and the update is "
+        "synchronous. ZeRO++ compresses, as an option, four years later.",
+        "12",
+        "ZeRO is parameter decomposition",
+    ),
+    Claim(
+        "2",
+        "Gradients are gathered on a main GPU, which updates the model.",
+        FALSE,
+        "All four ranks do the same: `rank 0 updates 216,768 elements and sends 5,202,432 bytes a step`, and so does "
+        "`rank 3`.",
+        "04",
+        "Gradients are gathered on a main GPU",
+    ),
+    Claim(
+        "3",
+        "ZeRO reduces communication.",
+        FALSE,
+        "Stage 1 sends what DDP sends, `to the byte`: `5,202,432 bytes a step`. So does stage 2; stage 3 sends more.",
+        "04",
+        "ZeRO reduces communication",
+    ),
+    Claim(
+        "4",
+        "ZeRO improves accuracy.",
+        FALSE,
+        "`the same weights, losses and accuracies in stages 0 to 3, bit for bit`.",
+        "13",
+        "ZeRO improves accuracy",
+    ),
+    Claim(
+        "5",
+        "ZeRO-1 keeps 12Ψ + 4Ψ/N bytes, ZeRO-2 8Ψ + 8Ψ/N.",
+        FALSE,
+        "On 4 ranks: `ZeRO-1, float32 measured 10.00 bytes per parameter, claimed 13.00`; "
+        "`ZeRO-2, float32 measured 7.00`. The second formula is that of stage 1.",
+        "04",
+        "ZeRO-1 keeps 12Ψ + 4Ψ/N bytes",
+    ),
+    Claim(
+        "6",
+        "Full sharding keeps 16Ψ/N bytes.",
+        CONDITION,
+        "True of what stays, apart from Adam's counters: `5,054,772 held when backward returns`, for a 16Ψ/N of "
+        "`5,054,464`. Units in flight come on top: `at most 8,745,012 in total`.",
+        "06",
+        "Full sharding keeps 16Ψ/N bytes",
+    ),
+    Claim(
+        "7",
+        "The compression ratio is C = |G|/|G'| = C². At 10 GB/s and a ratio of 10, 100 GB become 10 GB, so 10 GB "
+        "become 1 GB.",
+        FALSE,
+        "`C = C² holds for C = [0, 1]`. And the ratio is applied once: `100 GB: 10.0 s plain, 1.0 s compressed`.",
+        "01",
+        "The compression ratio is C = |G| / |G'| = C²",
+    ),
+    Claim(
+        "8",
+        "Each shard's gradient sums over its own samples, and the full gradient is the sum of the shards.",
+        FALSE,
+        "`rank 0: a shard of 49,568 elements; the gradient over all ranks' samples: True; over its own: False`.",
+        "15",
+        "Each shard's gradient sums over its own samples",
+    ),
+    Claim(
+        "9",
+        "With more devices the model can grow without limit.",
+        FALSE,
+        "`With 256 times as many ranks, 8.6 MB become 3.6 MB`: units in flight and activations stay.",
+        "07",
+        "With more devices the model can grow without limit",
+    ),
+    Claim(
+        "10",
+        "Wrapping the model in DataParallel or DDP and setting the process group to NCCL is ZeRO.",
+        FALSE,
+        "Every rank holds everything: `16.00 bytes per parameter on each rank, 64 on all ranks together`.",
+        "03",
+        "Wrapping the model in DataParallel or DDP",
+        "On trial: is this ZeRO?",
+    ),
+    Claim(
+        "11",
+        "ZeRO came from NVIDIA, or from Facebook's FAIR; BERT was trained with it.",
+        FALSE,
+        "The paper is by four authors `of Microsoft, October 2019`; `BERT came out in October 2018`.",
+        "00",
+        "ZeRO came from NVIDIA",
+    ),
+    Claim(
+        "12",
+        "Splitting by layer, by block or dynamically are equivalent choices.",
+        FALSE,
+        "The fullest of 4 ranks holds, as a multiple of an even share: `1.47 blocks in turn, 1.76 layers in turn, 1.44 "
+        "tensors greedily, 1.00 flat`.",
+        "04",
+        "Splitting by layer, by block or dynamically",
+    ),
+    Claim(
+        "13",
+        "Asynchronous updates remove the cost of synchronisation.",
+        CONDITION,
+        "If the loss is not counted. The wait goes, the bytes stay, and gradients are stale by `N_workers - 1 updates "
+        "on average`.",
+        "12",
+        "Asynchronous updates remove the cost",
+    ),
+    Claim(
+        "14",
+        "Printed norms of parameters and gradients that shrink show that memory fell.",
+        FALSE,
+        "Both norms shrank for 30 steps, and `bytes saved: 0`.",
+        "02",
+        "We printed the norms of parameters and gradients",
+    ),
+    Claim(
+        "15",
+        "A program without a distributed sampler trains N times more data.",
+        FALSE,
+        "Every rank had the same batches: `In 25 of 25 steps, four ranks with the same batches have exactly the loss "
+        "of one process`.",
+        "03",
+        "A program without a distributed sampler",
+        "On trial: the sampler",
+    ),
+    Claim(
+        "16",
+        "overlap_comm hides communication.",
+        CONDITION,
+        "It hides at most what fits behind computing: FLOP per byte decide. `At a quarter of the knee, three quarters "
+        "cannot be hidden, in any order`.",
+        "09",
+        "overlap_comm hides communication",
+    ),
+    Claim(
+        "17",
+        "Larger buckets are always faster.",
+        FALSE,
+        "With `1 bucket the last one has 3,468,288 of 3,468,288 bytes`: nothing of it can hide.",
+        "09",
+        "Larger buckets are always faster",
+    ),
+    Claim(
+        "A",
+        "Each GPU trains a submodel, or only its shard's gradient.",
+        FALSE,
+        "`ZeRO-3 each rank computes 0.250, 0.250, 0.250, 0.250 of one process's FLOP`: a quarter of the samples, "
+        "through every layer.",
+        "15",
+        "Each GPU trains a submodel",
+    ),
+    Claim(
+        "B",
+        "Trading communication for memory is ZeRO's essence.",
+        CONDITION,
+        "`more sent and less held: true under a condition, stages [3]`. Stages 1 and 2 hold less, and send what "
+        "DDP sends.",
+        "19",
+        "Trading communication for memory",
+    ),
+    Claim(
+        "C",
+        "Optimizer states are fetched from the other ranks.",
+        FALSE,
+        "Every message of a step was opened, in all four stages: of each, `optimizer state 0 bytes`. What travels is "
+        "gradients and parameters.",
+        "19",
+        "Optimizer states are fetched",
+    ),
+    Claim(
+        "D",
+        "ZeRO trains faster.",
+        CONDITION,
+        "Only through the larger batch that the freed memory holds: `in 8 MB fit 38 images, 48.5 kB for each` in "
+        "stage 0, `in 8 MB fit 73 images, 25.2 kB for each` in stage 2.",
+        "13",
+        "ZeRO trains faster",
+    ),
+    Claim(
+        "E",
+        "Intermediate results are partitioned.",
+        CONDITION,
+        "True of ZeRO-R's P_a, with model parallelism. In stages 0 to 3 a token's activations take `51.4` kB alike.",
+        "10",
+        "Intermediate results are partitioned",
+    ),
+    Claim(
+        "F",
+        "Data parallelism lowers a GPU's memory; data and model parallelism both raise it.",
+        FALSE,
+        "`DDP model states 1.00 x one process's`: neither. `tensor model states 0.32`, "
+        "`pipeline model states 0.28`: lower.",
+        "15",
+        "Data parallelism lowers a GPU's memory",
+    ),
+    Claim(
+        "G",
+        "ZeRO suits sparse data.",
+        FALSE,
+        "For 16 rows of a table or 256, each rank sends the same `960,000 bytes`, zeros included; "
+        "as rows, 256 `take 55,296`.",
+        "14",
+        "Suits sparse data",
+    ),
+    Claim(
+        "H",
+        "The ranks share memory between nodes.",
+        FALSE,
+        "`4 ranks, 4 processes`: what one stores, the others do not see. Between two nodes of a mesh `sends 273,920 "
+        "bytes to the other node`.",
+        "19",
+        "share memory between nodes",
+    ),
+    Claim(
+        "I",
+        "ZeRO makes real-time or edge inference faster.",
+        FALSE,
+        "`stage 3 sends 2,601,216 bytes a token`, and `stage 0 sends nothing`.",
+        "14",
+        "Faster real-time or edge inference",
+    ),
+    Claim(
+        "J",
+        "ZeRO balances GPUs with TPUs and FPGAs.",
+        FALSE,
+        "`shards are equal, and everybody waits for the slowest`.",
+        "10",
+        "ZeRO balances GPUs with TPUs and FPGAs",
+    ),
+    Claim(
+        "K",
+        "ZeRO needs a special model structure, and its synchronisation adds compute.",
+        FALSE,
+        "`ZeRO-3 1.000 x the FLOP, all ranks together; a rank updates 216,768 parameters` of 867,072.",
+        "15",
+        "It needs a special model structure",
+    ),
+    Claim(
+        "L",
+        "Synchronous SGD guarantees the global optimum, asynchronous a local one.",
+        FALSE,
+        "From 1.5, `synchronous ends in the valley on the right, the higher one; asynchronous right, the higher one`.",
+        "12",
+        "Synchronous SGD guarantees the global optimum",
+    ),
+    Claim(
+        "M",
+        "Cost = bandwidth x time; 10⁹ parameters have 100 GB of gradients.",
+        FALSE,
+        "Time is data over bandwidth, and the data are `4 GB` in float32, `2 GB in bfloat16`.",
+        "12",
+        "Cost = bandwidth x time",
+    ),
+    Claim(
+        "N",
+        "There are a ZeRO-2.0 and a ZeRO-3.0, with papers, repositories and wheels of their own.",
+        FALSE,
+        "The paper has `three stages, and no versions`; what came later is called ZeRO-Offload, ZeRO-Infinity, ZeRO++. "
+        "Look a name up before you install it.",
+        "19",
+        "ZeRO-2.0",
+    ),
+    Claim(
+        "O",
+        "Printed below a listing, as the output of all ranks: loss 1.6250, later 1.3125.",
+        FALSE,
+        "Ranks with data of their own `print the same loss in 0 of 200 steps`.",
+        "17",
+        'Printed below a listing, as the output of all ranks: "loss 1.6250"',
+    ),
+    Claim(
+        "P",
+        "Model parallelism suits little data.",
+        CONDITION,
+        "Tensor parallelism, with few tokens in a step: `sequences: 1; tensor parallelism sends 524,288 bytes, DDP "
+        "3,468,288`. Not a pipeline: `micro-batches: 1, bubble at best 75%`.",
+        "15",
+        "Model parallelism suits little data",
+    ),
+    Claim(
+        "Q",
+        "ZeRO cures fragmentation and memory bandwidth.",
+        FALSE,
+        "It cures capacity. `fewer addresses than DDP beyond the peak, in stage 3: False`; `less touched than with DDP "
+        "in forward and backward, in stage 3: False`.",
+        "10",
+        "ZeRO cures fragmentation and memory bandwidth",
+    ),
+)
+
+
+def claim(key: str) -> Claim:
+    """The claim with that key. Raises KeyError, which lists the keys."""
+    for one in CLAIMS:
+        if one.key == key:
+            return one
+    raise KeyError(f"there is no claim {key!r}; there are {', '.join(one.key for one in CLAIMS)}")
+
+
+def claims(keys: Iterable[str] = ()) -> None:
+    """Print the list as a table, or the claims with these keys."""
+    from rich.box import SIMPLE_HEAD
+    from rich.console import Console
+    from rich.table import Table
+    from rich.text import Text
+
+    chosen = [claim(key) for key in keys] or CLAIMS
+    table = Table(box=SIMPLE_HEAD, padding=(0, 1))
+    for heading, width in (("", 2), ("claim", 38), ("verdict", 10), ("what decided", 50), ("", 2)):
+        table.add_column(heading, width=width)
+    for one in chosen:
+        cells = (one.key, one.words, one.verdict, one.because.replace("`", ""), one.lesson)
+        table.add_row(*(Text(cell) for cell in cells), end_section=True)
+    printed = io.StringIO()
+    Console(file=printed, width=118, color_system=None, force_jupyter=False, force_terminal=False).print(table)
+    print("\n".join(line.rstrip() for line in printed.getvalue().strip("\n").splitlines()))
+
+
+def page() -> str:
+    """docs/claims.md."""
+    counts = {verdict: sum(one.verdict == verdict for one in CLAIMS) for verdict in VERDICTS}
+    found = ", ".join(f"{number} {verdict}" for verdict, number in counts.items() if number)
+    lines = [
+        "# Claims on trial",
+        "",
+        "<!-- Written by `python -m zerolab.lab.exercises.verdicts`, from the list in that module. -->",
+        "",
+        "Claims about ZeRO that can be read in public articles. Each was tried in a lesson, whose measurement gave",
+        f"the verdict: {found}. Where a claim is about history, a source decides. What stands",
+        "`in this type` is in that lesson, in its text or in what its cells print.",
+        "",
+        "| | claim | verdict | what decided | lesson |",
+        "|---|---|---|---|---|",
+    ]
+    for one in CLAIMS:
+        words, because = (text.replace("|", "\\|") for text in (one.words, one.because))
+        lesson = next((ROOT / "solutions").glob(f"{one.lesson}_*.py")).stem
+        link = f"[{one.lesson}](../lessons/{lesson}.ipynb), {one.heading.lower().rstrip('?')}"
+        lines.append(f"| {one.key} | {words} | **{one.verdict}** | {because} | {link} |")
+    return "\n".join(lines) + "\n"
+
+
+if __name__ == "__main__":
+    PAGE.write_text(page(), encoding="utf-8")
+    print(f"written: {PAGE.relative_to(ROOT)}")

@@ -1,0 +1,125 @@
+"""Evidence for lesson 19: what a run of each stage holds, sends and learns, and what its messages carry.
+
+run = evidence(3, group=pair)             one run of stage 3 on two ranks
+with envelopes(zero) as sent: ...         every message that this rank sends meanwhile, with what is in it
+"""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+import zerolab
+from zerolab import Unit
+from zerolab.measure import ledger, model_states
+from zerolab.tasks.data import batch, text
+from zerolab.tasks.models import GPT, Block
+
+
+@dataclass(frozen=True)
+class Evidence:
+    """One run, on one rank.
+
+    stage: 0 (DDP) to 3. ranks: how many took part. dtype: "float32" or "bfloat16", of forward and backward.
+    parameters: Ψ. held: bytes of model states when backward returns. sent: bytes in one step.
+    digits: a fingerprint of all parameters after the last step, the same for the same bits.
+    """
+
+    stage: int
+    ranks: int
+    dtype: str
+    parameters: int
+    held: int
+    sent: int
+    digits: str
+
+
+@dataclass(frozen=True)
+class Envelope:
+    """One message. what: "reduce_scatter", "all_gather" or "all_reduce". unit: its name. payload: what this rank gave,
+    a flat copy: a whole unit (N * S,), or in an all-gather this rank's shard (S,). sent: its bytes, as in a ring."""
+
+    what: str
+    unit: str
+    payload: Tensor
+    sent: int
+
+
+def small_gpt() -> nn.Module:
+    torch.manual_seed(0)
+    return GPT(layers=2, width=64)
+
+
+def evidence(
+    stage: int | type[zerolab.Engine],
+    dtype: torch.dtype = torch.float32,
+    group: dist.ProcessGroup | None = None,
+    make: Callable[[], nn.Module] = small_gpt,
+    inputs: Callable[[int, int], tuple[Tensor, ...]] | None = None,
+    units: tuple[type[nn.Module], ...] = (Block,),
+) -> Evidence:
+    """Train two steps with Adam in `stage` (or an engine's class), on the ranks of `group` (default: all).
+
+    make: the model. inputs: (rank, step) -> its arguments, by default text. The second step is the one measured.
+    """
+    words = text() if inputs is None else None
+    cls = zerolab.STAGES[stage] if isinstance(stage, int) else stage
+    model = make()
+    psi = sum(param.numel() for param in model.parameters())
+    precision = None if dtype == torch.float32 else zerolab.Precision(dtype)
+    zero = cls(model, units=units, precision=precision, group=group)
+    adam = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    for step in range(2):
+        given = inputs(zero.rank, step) if inputs else batch(words, zero.rank, step, 2, 32)  # type: ignore[arg-type]
+        adam.zero_grad()
+        with ledger(zero) as book:
+            loss = model(*given)
+            (loss if loss.dim() == 0 else loss.square().mean()).backward()
+            held = sum(model_states(zero, adam).values())
+            adam.step()
+    with zero.full_parameters():
+        bits = b"".join(param.detach().float().numpy().tobytes() for param in model.parameters())
+    name = str(dtype).removeprefix("torch.")
+    return Evidence(cls.stage, zero.world_size, name, psi, held, book.moved, f"{zlib.crc32(bits):08x}")
+
+
+@contextmanager
+def envelopes(zero: zerolab.Engine) -> Iterator[list[Envelope]]:
+    """Open every message of parameters or gradients that this rank sends inside the block."""
+    comm: Any = zero.comm
+    opened: list[Envelope] = []
+
+    def watch(what: str, times: float) -> Callable[..., Any]:
+        send = getattr(comm, what)
+
+        def watched(*args: Any) -> Any:
+            tensor, unit = args[-2], args[-1]
+            others = comm.world_size - 1
+            shard = tensor.nbytes if what == "all_gather" else tensor.nbytes // comm.world_size
+            opened.append(Envelope(what, unit, tensor.detach().clone().flatten(), round(times * shard * others)))
+            return send(*args)
+
+        return watched
+
+    for what, times in (("reduce_scatter", 1), ("all_gather", 1), ("all_reduce", 2)):
+        setattr(comm, what, watch(what, times))
+    try:
+        yield opened
+    finally:
+        for what in ("reduce_scatter", "all_gather", "all_reduce"):
+            delattr(comm, what)
+
+
+def laid_out(unit: Unit, tensors: Mapping[str, Tensor]) -> Tensor:
+    """The tensors of a unit's parameters, by name, in one flat tensor (N * S,), as the unit keeps them; gaps are 0."""
+    flat = torch.zeros(unit.layout.size, dtype=next(iter(tensors.values())).dtype)
+    for view, name in zip(unit.layout.views(flat), unit.names, strict=True):
+        view.copy_(tensors[name].detach())
+    return flat

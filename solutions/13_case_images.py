@@ -151,8 +151,7 @@ print(
 # first, and train after. The test takes a minute: with shuffled labels, an honest validation is at chance.
 #
 # **Exhibit D** is from four ranks. Each took steps of 16 images and printed its first three losses. The model,
-# `ResNet`, is
-explained below.
+# `ResNet`, is explained below.
 
 # %%
 # %%ranks
@@ -315,8 +314,7 @@ print("after broadcast_buffers all ranks have the same accuracy:", len(set(share
 #   and backward.
 # - The loss is the mean over the step's samples. The engine averages over ranks, and equal weights of *ranks* are not
 #   equal weights of *samples* when parts differ. So take the sum of the losses of the rank's samples, times N, the
-#   number of ranks,
-  divided by the number of samples in the step.
+#   number of ranks, divided by the number of samples in the step.
 # - The optimizer's rate is meant for 32 samples. For `batch_size` it is `batch_size / 32` times as much (**linear
 #   scaling**), and in the first epoch it rises to that in equal parts (**[warm-up](../docs/glossary.md#warm-up)**). You
 #   measure below what that is good for.

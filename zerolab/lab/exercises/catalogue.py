@@ -20,6 +20,7 @@ from zerolab.lab.exercises.checks import (
     lesson15,
     lesson16,
     lesson17,
+    lesson18,
     lesson19,
 )
 from zerolab.lab.exercises.exercise import Exercise
@@ -43,6 +44,7 @@ _LESSONS = (
     lesson15,
     lesson16,
     lesson17,
+    lesson18,
     lesson19,
 )
 
@@ -65,6 +67,8 @@ LESSONS: dict[str, str] = {
     "15": "Model parallelism in one hour",
     "16": "Plan a trillion parameters",
     "17": "The clinic",
+    "18": "Over to production",
+    "19": "Claims on trial, and the interview",
 }  # as their headings
 
 # By number, in the order of the course.

@@ -600,6 +600,29 @@ QUESTIONS: dict[str, Question] = {
             "c": "NaN is a number to backward(): it goes through, and makes every gradient NaN.",
         },
     ),
+    "18.1": Question(
+        "× Zero3's bytes",
+        slips={
+            2 / 3: "That is DDP's: stage 3 gathers the parameters twice.",
+            1.5: "That is against DDP: both are stage 3 here.",
+            0.75: "A rank does not send its own part, in either of the two.",
+        },
+    ),
+    "18.2": Question(
+        "micro-batches",
+        slips={
+            3 / 4: "48 = 4 x 3 x 4: with 3 GPUs, the same accumulation gives a batch of 36.",
+            16 / 4: "That is a GPU's samples in a step: in micro-batches of 4 they are 4.",
+            12 / 4: "Those are micro-batches of all GPUs together: each of the 3 has a third of them.",
+        },
+    ),
+    "18.3": Question(
+        "GB",
+        slips={
+            0.25: "Bucket sizes count elements: each takes 4 bytes in float32.",
+            0.5: "That is in bfloat16: float32 takes 4 bytes.",
+        },
+    ),
     "19.1": Question(
         words=_VERDICTS,
         against={

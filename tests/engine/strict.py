@@ -219,6 +219,11 @@ def _resize(storage: torch.UntypedStorage, size: int) -> None:
         torch.empty(0, dtype=torch.uint8).set_(storage).fill_(255)
 
 
+def under_way() -> list[str]:
+    """What is under way on this rank."""
+    return [work.name for work in _here.flying]
+
+
 @contextmanager
 def world(late: int | None = None, patience: float | None = None) -> Iterator[World]:
     """Inside, the ranks of this world form another one, whose backend is strict; afterwards a new one with gloo."""

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import io
+import itertools
+import threading
 import time
 from statistics import median
 
@@ -11,7 +13,7 @@ import torch
 
 import zerolab
 from zerolab import Precision
-from zerolab.measure import KINDS, ledger, model_states, moved_bytes, peak, timeline, trace
+from zerolab.measure import KINDS, allocations, ledger, model_states, moved_bytes, peak, timeline, trace
 from zerolab.measure.spans import Span, Trace, intersection, length, union
 from zerolab.tasks.models import GPT, Block
 
@@ -199,6 +201,17 @@ def misuse():
     assert torch.UntypedStorage.resize_ is plain
     assert not any(name in vars(zero) for name in ("pre_forward", "post_backward"))
     return said
+
+
+def test_memory_that_a_thread_of_autograds_asks_for_has_the_line_that_waits_for_it():
+    """On a GPU, backward runs in a thread without a line of the user's."""
+    found: list[tuple] = []
+    thread = threading.Thread(target=found.extend, args=(itertools.starmap(allocations._caller, [()]),))
+    thread.start()
+    thread.join()
+    ((kind, unit, (file, _, function)),) = found
+    assert (kind, unit, file) == (None, "", __file__)
+    assert function == "test_memory_that_a_thread_of_autograds_asks_for_has_the_line_that_waits_for_it"
 
 
 def test_misuse_of_the_timeline_is_named(ranks):

@@ -637,14 +637,11 @@ def main(arguments: list[str] | None = None) -> int:
     with nullcontext() if first else redirect_stderr(io.StringIO()):  # only one rank complains about them
         args = parser.parse_args(arguments)
     zerolab.init()
-    try:
-        if problem := attempt(args):
-            if dist.get_rank() == 0:
-                print(f"{parser.prog}: {problem}", file=sys.stderr)
-            return 2
-        return 0
-    finally:
-        dist.destroy_process_group()
+    problem = attempt(args)
+    if problem and dist.get_rank() == 0:
+        print(f"{parser.prog}: {problem}", file=sys.stderr)
+    dist.destroy_process_group()  # not after an error: on NCCL it waits for ranks that wait for this one
+    return 2 if problem else 0
 
 
 if __name__ == "__main__":

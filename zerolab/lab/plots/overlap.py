@@ -32,8 +32,11 @@ def gantt(traces: Trace | Sequence[Trace]) -> tuple[Figure, str]:
     begin = min(start for trace in traces for start, _ in _moments(trace))
     sentence = _sentence(traces)
     height = 2.3 + 0.72 * len(traces)
-    score = mean(trace.overlap for trace in traces)
-    subtitle = f"{many(len(traces), 'rank')}, one step; overlap {score:.2f} (0: all stand still, 1: all compute)"
+    known = [trace.overlap for trace in traces if trace.overlap is not None]
+    score = (
+        f"overlap {mean(known):.2f} (0: all stand still, 1: all compute)" if known else "only the device knows waits"
+    )
+    subtitle = f"{many(len(traces), 'rank')}, one step; {score}"
     figure = frame("Who computes, and what travels meanwhile", subtitle, sentence, (9.0, height))
     axes = figure.add_axes((0.08, 1.28 / height, 0.89, (height - 2.5) / height))
     plain(axes, grid="x")

@@ -12,6 +12,7 @@ from __future__ import annotations
 import ast
 import importlib
 import inspect
+import signal
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -158,7 +159,7 @@ def what_fails(wait: Wait | None, expected: dict[str, list[Tensor]], folder: str
     for name, run in RUNS.items():
         problem = ""
         try:
-            with strict.world(late=1) as here, without(wait):
+            with at_most(5.0), strict.world(late=1) as here, without(wait):
                 results = run(folder)
             if not all(map(_equal, results, expected[name])):
                 problem = "other numbers"
@@ -169,6 +170,22 @@ def what_fails(wait: Wait | None, expected: dict[str, list[Tensor]], folder: str
         for said in filter(None, agreed(problem)):
             return f"{name}: {said}"
     return ""
+
+
+@contextmanager
+def at_most(seconds: float) -> Iterator[None]:
+    """An endless loop is an error."""
+
+    def ring(*_: Any) -> None:
+        raise TimeoutError("it does not end")
+
+    before = signal.signal(signal.SIGALRM, ring)
+    signal.setitimer(signal.ITIMER_REAL, seconds)
+    try:
+        yield
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, before)
 
 
 def agreed(problem: str) -> list[str]:

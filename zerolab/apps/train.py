@@ -335,11 +335,12 @@ def train_step(
             scaler.scale(loss).backward()
         total += loss.detach()
     scaler.unscale_(optimizer)
-    norm = zero.clip_grad_norm_(math.inf if args.clip is None else args.clip)
+    norm: Any = zero.clip_grad_norm_(math.inf if args.clip is None else args.clip)
     scaler.step(optimizer)
     scaler.update()
     optimizer.zero_grad()
-    return total.item(), norm.item()
+    loss, norm = torch.stack([total.double(), norm.double()]).tolist()  # the host waits for the device once
+    return loss, norm
 
 
 def learning_rate(args: argparse.Namespace, step: int) -> float:

@@ -20,6 +20,7 @@ from pathlib import Path
 from types import CodeType
 from typing import Any, NamedTuple
 
+import pytest
 import strict
 import torch.distributed as dist
 from jobs_common import ROOT
@@ -250,6 +251,7 @@ def table(ranks: Any, folder: str) -> dict[str, str]:
     return found
 
 
+@pytest.mark.slow
 def test_no_wait_can_be_removed(ranks, tmp_path: Path):
     found = table(ranks, str(tmp_path / "checkpoint"))
     assert len(found) >= 15

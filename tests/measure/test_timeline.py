@@ -13,6 +13,7 @@ import torch
 
 import zerolab
 from zerolab import Precision
+from zerolab.lab import plots
 from zerolab.measure import KINDS, allocations, ledger, model_states, moved_bytes, peak, timeline, trace
 from zerolab.measure.spans import Span, Trace, intersection, length, union
 from zerolab.tasks.models import GPT, Block
@@ -315,6 +316,16 @@ def test_without_overlap_the_calls_and_the_numbers_are_the_same(ranks, stage):
     for (calls, state), (calls_2, state_2) in zip(*results, strict=True):
         assert sorted(calls) == sorted(calls_2)
         assert all(torch.equal(state[name], state_2[name]) for name in state | state_2)
+
+
+def test_a_trace_without_the_devices_times():
+    """As on NCCL: no score is made up, and the picture says so."""
+    call = zerolab.Call("all_gather", "u", "forward", 8, 4, start=1.0)
+    record = Trace(0, 2, [Span("forward", "u", 0, 4)], [call])
+    assert record.overlap is None
+    figure, sentence = plots.gantt(record)
+    assert "only the device knows" in sentence
+    figure.clear()
 
 
 def test_intervals_by_hand():

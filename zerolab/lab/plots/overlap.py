@@ -84,6 +84,8 @@ def _moments(trace: Trace) -> list[tuple[float, float]]:
 
 def _sentence(traces: Sequence[Trace]) -> str:
     """How much of backward's collective time passes while the ranks keep computing."""
+    if all(trace.overlap is None for trace in traces):
+        return "When the collectives ended only the device knows: a profile of it shows what they overlapped with."
     still, total = 0.0, 0.0
     for trace in traces:
         calls = [call for call in trace.calls if call.phase == "backward" and not call.control and call.end is not None]

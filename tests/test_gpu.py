@@ -185,6 +185,8 @@ def used(
     optimizer = torch.optim.AdamW(zero.model.parameters(), lr=1e-2, eps=EPS)
     scaler = zerolab.LossScaler(zero, init_scale=2.0**10, enabled=precision == "fp16")
     side = torch.cuda.Stream() if stream and device.type == "cuda" else None
+    if side:
+        side.wait_stream(torch.cuda.current_stream())
     torch.use_deterministic_algorithms(nan, warn_only=True)  # what torch.empty() gives is NaN
     try:
         with torch.cuda.stream(side) if side else nullcontext():
@@ -199,6 +201,8 @@ def used(
                 optimizer.zero_grad()
     finally:
         torch.use_deterministic_algorithms(False)
+    if side:
+        torch.cuda.current_stream().wait_stream(side)
     return [*zero.full_state_dict().values(), torch.tensor(scaler.get_scale())]
 
 

@@ -320,3 +320,39 @@ def test_a_rank_that_fails_is_named(how, words, tmp_path: Path):
     assert time.monotonic() - begin < 25
     if how == "dies":  # the other one did not go on with what never came
         assert "exchange of used parameters" in (tmp_path / "rank 0").read_text()
+
+
+# -- float16 with the optimizer on the host ---------------------------------------------------------------------------
+
+
+class OnDevice(Tensor):
+    """A number that would be on a device: the host may only read a copy that it has waited for."""
+
+    __torch_function__ = torch._C._disabled_torch_function_impl
+
+    def cpu(self) -> Tensor:
+        return self.as_subclass(Tensor).clone()
+
+    def to(self, *_: Any, non_blocking: bool = False, **__: Any) -> Tensor:
+        raise strict.Broken(f"copied with non_blocking={non_blocking}, and read at once")
+
+
+def unscaled(offload: str | None) -> None:
+    zero, optimizer = built(2, {"precision": zerolab.Precision(torch.float16), "offload": offload})
+    scaler = zerolab.LossScaler(zero, init_scale=4.0)
+    scaler.scale(zero.model(*batch(zero.rank, 0))).backward()
+    before = [param.grad.float().sum().item() for param in zero.model.parameters()]
+    scale, found = (torch.tensor([number]).as_subclass(OnDevice) for number in (0.25, 0.0))
+    scaler._unscale_grads_(optimizer, scale, found, False)
+    after = [param.grad.sum().item() for param in zero.model.parameters()]
+    assert after == pytest.approx([value / 4 for value in before], rel=1e-3, abs=1e-6)
+
+
+def scales() -> None:
+    unscaled("optimizer")
+    with pytest.raises(strict.Broken, match="non_blocking=True"):
+        unscaled(None)  # on a GPU: a copy on the device itself, in the stream's order
+
+
+def test_the_scale_is_on_the_host_before_it_is_read_there(ranks):
+    ranks.run(scales, ranks=2)

@@ -3,6 +3,9 @@
 NCCL wants a GPU for each rank: with one GPU a single rank, which still copies on NCCL's streams. Ranks that share a GPU
 talk through gloo, each with an allocator of its own. From NCCL 2.30.3 they may talk through NCCL, too, which is tried
 where the switch for it is on: NCCL_MULTI_RANK_GPU_ENABLE=1 make gpu
+
+What waits, on the host and for the host, is tested without a GPU in engine/test_strict.py. Some functions from here are
+dry-run on the CPU in engine/test_gpu_dry.py.
 """
 
 from __future__ import annotations
@@ -10,11 +13,12 @@ from __future__ import annotations
 import gc
 import json
 import os
+import signal
 import tempfile
 from collections import Counter
 from contextlib import nullcontext
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 # cuBLAS takes up to 32 MiB for each thread from the allocator that is measured here: let it be next to nothing, in the
 # ranks as well, which begin with this environment.
@@ -25,7 +29,8 @@ import pytest
 import torch
 import torch.distributed as dist
 from reference import BF16, Block, Model, batch, train_alone
-from torch import Tensor
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 import zerolab
 from zerolab.engine.precision import KEEP
@@ -45,10 +50,13 @@ PRECISIONS = {"fp32": None, "bf16": BF16, "fp16": zerolab.Precision(torch.float1
 TOLERANCE = {"fp32": 1e-5, "bf16": 4e-3, "fp16": 2e-3}
 
 ONE_GPU_EACH, SHARING, NCCL_SHARING = "a GPU each, NCCL", "one GPU, gloo", "one GPU, NCCL"
+ON_CPU = "no GPU"  # a dry run
 
 
 def place(how: str) -> tuple[torch.device, dist.ProcessGroup | None]:
     """Where this rank computes, and the group in which it talks; None: the default group."""
+    if how == ON_CPU:
+        return torch.device("cpu"), None
     if how == ONE_GPU_EACH:
         assert dist.get_backend() == "nccl"
         return torch.device("cuda", torch.cuda.current_device()), None
@@ -70,7 +78,7 @@ def ranks_for(how: str, n: int) -> int:
 
 
 EVERYWHERE = pytest.mark.parametrize(
-    ("how", "n"), [(ONE_GPU_EACH, 1), (ONE_GPU_EACH, 4), (SHARING, 2), (SHARING, 4), (NCCL_SHARING, 2)]
+    ("how", "n"), [(ONE_GPU_EACH, 1), (ONE_GPU_EACH, 4), (SHARING, 2), (SHARING, 3), (SHARING, 4), (NCCL_SHARING, 2)]
 )
 
 
@@ -125,6 +133,181 @@ def test_every_stage_equals_one_process(ranks, how, n, precision):
             for name, value in expected.items():
                 told = f"stage {stage}, {name}"
                 torch.testing.assert_close(state[name], value, rtol=0, atol=TOLERANCE[precision], msg=told)
+
+
+# -- every way of use --------------------------------------------------------------------------------------------------
+
+
+class Checkpointed(Model):
+    """Blocks are computed again in backward."""
+
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        x = self.embedding(x)
+        for number, block in enumerate(self.blocks):
+            x = checkpoint(block, x, use_reentrant=bool(number % 2))
+        return nn.functional.cross_entropy(self.head(x).flatten(0, 1), y.flatten())
+
+
+def used(
+    stage: int,
+    device: torch.device,
+    group: dist.ProcessGroup | None,
+    model: type[Model] = Model,
+    meta: bool = False,
+    nan: bool = False,
+    late: int | None = None,
+    stream: bool = False,
+    precision: str = "fp32",
+    **mode: Any,
+) -> list[Tensor]:
+    """Steps with accumulation and clipping; what comes of them."""
+    torch.manual_seed(7)
+    options = {key: mode.pop(key) for key in ("offload", "mesh") if key in mode}
+    made = model()
+    state = made.state_dict() if dist.get_rank() == 0 else None
+    if meta:
+        with torch.device("meta"):
+            made = model()
+        options["init"] = lambda module: module.reset_parameters()
+    else:
+        made.to(device)
+    with device if meta else nullcontext():
+        zero = zerolab.shard(made, stage, units=[Block], group=group, precision=PRECISIONS[precision], **options)
+    if meta:
+        assert zero.comm.device.type == device.type
+        zero.load_full_state_dict(state)
+    for key, value in mode.items():
+        setattr(zero, key, value)
+    if late == zero.rank and device.type == "cuda":
+        for block in zero.model.blocks:
+            block.register_forward_pre_hook(lag)
+            block.register_full_backward_pre_hook(lag)
+    optimizer = torch.optim.AdamW(zero.model.parameters(), lr=1e-2, eps=EPS)
+    scaler = zerolab.LossScaler(zero, init_scale=2.0**10, enabled=precision == "fp16")
+    side = torch.cuda.Stream() if stream and device.type == "cuda" else None
+    if side:
+        side.wait_stream(torch.cuda.current_stream())
+    torch.use_deterministic_algorithms(nan, warn_only=True)  # what torch.empty() gives is NaN
+    try:
+        with torch.cuda.stream(side) if side else nullcontext():
+            for number in range(STEPS):
+                with zero.no_sync():
+                    scaler.scale(zero.model(*(t.to(device) for t in batch(zero.rank, 50 + number)))).backward()
+                scaler.scale(zero.model(*(t.to(device) for t in batch(zero.rank, number)))).backward()
+                scaler.unscale_(optimizer)
+                zero.clip_grad_norm_(0.5)
+                scaler.step(optimizer)
+                scaler.update()
+                optimizer.zero_grad()
+    finally:
+        torch.use_deterministic_algorithms(False)
+    if side:
+        torch.cuda.current_stream().wait_stream(side)
+    return [*zero.full_state_dict().values(), torch.tensor(scaler.get_scale())]
+
+
+def lag(*_: object) -> None:
+    torch.cuda._sleep(5_000_000)  # clock ticks: milliseconds, in which the host is through with several blocks
+
+
+def ways(how: str, meshes: bool, stages: tuple[int, ...] = (0, 1, 2, 3)) -> None:
+    device, group = place(how)
+    modes: list[dict[str, Any]] = [{"overlap": False, "prefetch": False}, {"keep_grad_memory": True}]
+    modes += [{"meta": True}, {"model": Checkpointed}, {"nan": True, "late": 0}, {"stream": True}]
+    for stage in stages:
+        expected = {p: used(stage, device, group, precision=p) for p in PRECISIONS}
+        tried = [*modes, {"precision": "bf16", "late": 1}]
+        if stage:
+            tried += [{"precision": "fp16", "offload": "optimizer"}, {"offload": "optimizer", "nan": True, "late": 0}]
+            tried += [{"mesh": (2, dist.get_world_size() // 2)}] * meshes
+        for mode in tried:
+            precision = mode.get("precision", "fp32")
+            for value, got in zip(expected[precision], used(stage, device, group, **mode), strict=True):
+                message = f"stage {stage}, {mode}"
+                torch.testing.assert_close(got, value, rtol=0, atol=TOLERANCE[precision], msg=message)
+
+
+@EVERYWHERE
+def test_every_way_of_use(ranks, how, n):
+    n = ranks_for(how, n)
+    ranks.run(ways, how, how == ONE_GPU_EACH and n % 2 == 0, ranks=n, timeout=200)
+
+
+def saved_and_loaded(how: str, folder: str, fused: bool) -> None:
+    """With an optimizer whose state is on the device, and the device's own random numbers."""
+    device, group = place(how)
+    for stage in range(4):
+        made = []
+        for number in range(2):
+            torch.manual_seed(7 + number)
+            zero = zerolab.shard(Model().to(device), stage, units=[Block], group=group)
+            optimizer = torch.optim.AdamW(zero.model.parameters(), lr=1e-2, fused=fused)
+            if number == 0:
+                step(zero, optimizer, 0)
+                zerolab.save(folder, zero, optimizer)
+            else:
+                torch.rand(5, device=device)
+                zerolab.load(folder, zero, optimizer)
+            drawn = torch.rand(5, device=device).cpu()
+            step(zero, optimizer, 1)
+            made.append([drawn, *zero.full_state_dict().values()])
+        assert all(torch.equal(one, other) for one, other in zip(*made, strict=True)), stage
+
+
+@EVERYWHERE
+def test_a_checkpoint_of_a_fused_optimizer(ranks, how, n, tmp_path):
+    ranks.run(saved_and_loaded, how, str(tmp_path), True, ranks=ranks_for(how, n), timeout=120)
+
+
+def without_waiting(how: str) -> None:
+    """From the second step on, nothing in forward, backward or step makes the host wait for the device."""
+    device, group = place(how)
+    for stage in range(4):
+        zero = zerolab.shard(Model().to(device), stage, units=[Block], group=group)
+        optimizer = torch.optim.AdamW(zero.model.parameters(), lr=1e-2)
+        data = [[tensor.to(device) for tensor in batch(zero.rank, number)] for number in range(3)]
+        for number in range(3):
+            torch.cuda.set_sync_debug_mode("error" if number == 2 else "default")
+            try:
+                zero.model(*data[number]).backward()
+                zero.clip_grad_norm_(1.0)
+                optimizer.step()
+                optimizer.zero_grad()
+            finally:
+                torch.cuda.set_sync_debug_mode("default")
+
+
+@pytest.mark.parametrize("n", [1, 4])
+def test_the_host_does_not_wait_for_the_device(ranks, n):
+    ranks.run(without_waiting, ONE_GPU_EACH, ranks=ranks_for(ONE_GPU_EACH, n), timeout=60)
+
+
+# -- a rank that fails -------------------------------------------------------------------------------------------------
+
+
+def goes_wrong(how: str, what: str, folder: str) -> None:
+    device, group = place(how)
+    zero = zerolab.shard(Model().to(device), 3, units=[Block], group=group)
+    optimizer = torch.optim.AdamW(zero.model.parameters())
+    try:
+        for number in range(4):
+            if zero.rank == 1 and number == 2:
+                if what == "raises":
+                    raise ValueError("a bad batch")
+                os.kill(os.getpid(), signal.SIGKILL)
+            step(zero, optimizer, number)
+    except zerolab.CommError as error:
+        Path(folder, f"rank {zero.rank}").write_text(str(error))
+        raise
+
+
+@pytest.mark.parametrize("how", [ONE_GPU_EACH, SHARING])
+@pytest.mark.parametrize(("what", "words"), [("raises", "ValueError: a bad batch"), ("dies", "SIGKILL")])
+def test_a_rank_that_fails_is_named(how, what, words, tmp_path):
+    n = ranks_for(how, 2)
+    with zerolab.Ranks(n, threads=1) as pool, pytest.raises(zerolab.RankError) as caught:
+        pool.run(goes_wrong, how, what, str(tmp_path), timeout=90, group_timeout=30)
+    assert caught.value.rank == 1 and words in str(caught.value), caught.value
 
 
 # -- the same bytes ---------------------------------------------------------------------------------------------------
@@ -252,9 +435,6 @@ def test_the_timeline_agrees_with_the_cuda_allocator(ranks, how, n, precision):
 def behind(how: str) -> None:
     """The device lags far behind the host, before each block in forward and in backward: its memory must not change."""
     device, group = place(how)
-
-    def lag(*_: object) -> None:
-        torch.cuda._sleep(5_000_000)  # clock ticks: milliseconds, in which the host is through with several blocks
 
     for stage in range(4):
         states = []

@@ -15,6 +15,7 @@ import signal
 import subprocess
 import sys
 import time
+import unittest.mock
 from pathlib import Path
 from typing import Any
 
@@ -408,6 +409,18 @@ def test_a_bad_argument_is_one_line_under_torchrun_too(capsys, monkeypatch):
         with pytest.raises(SystemExit, match="2"):
             train.main(["--stage", "x"])
         assert capsys.readouterr().err.count("\n") == count
+
+
+def test_an_error_does_not_wait_for_the_other_ranks(monkeypatch):
+    """On NCCL, to leave the group is to wait for ranks that may wait for this one: its traceback would never show."""
+    left = []
+    monkeypatch.setattr(zerolab, "init", lambda: None)
+    monkeypatch.setattr(train.dist, "destroy_process_group", lambda: left.append("left"))
+    for result, leaves in ((ValueError("a bad batch"), []), (None, ["left"])):
+        monkeypatch.setattr(train, "run_rank", unittest.mock.Mock(side_effect=[result]))
+        with pytest.raises(ValueError, match="a bad batch") if result else contextlib.nullcontext():
+            assert train.main([]) == 0
+        assert left == leaves
 
 
 def test_what_cannot_begin_is_one_line_on_all_ranks(ranks, tmp_path):

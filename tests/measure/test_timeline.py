@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import io
+import itertools
+import threading
 import time
 from statistics import median
 
@@ -11,7 +13,8 @@ import torch
 
 import zerolab
 from zerolab import Precision
-from zerolab.measure import KINDS, ledger, model_states, moved_bytes, peak, timeline, trace
+from zerolab.lab import plots
+from zerolab.measure import KINDS, allocations, ledger, model_states, moved_bytes, peak, timeline, trace
 from zerolab.measure.spans import Span, Trace, intersection, length, union
 from zerolab.tasks.models import GPT, Block
 
@@ -201,6 +204,17 @@ def misuse():
     return said
 
 
+def test_memory_that_a_thread_of_autograds_asks_for_has_the_line_that_waits_for_it():
+    """On a GPU, backward runs in a thread without a line of the user's."""
+    found: list[tuple] = []
+    thread = threading.Thread(target=found.extend, args=(itertools.starmap(allocations._caller, [()]),))
+    thread.start()
+    thread.join()
+    ((kind, unit, (file, _, function)),) = found
+    assert (kind, unit, file) == (None, "", __file__)
+    assert function == "test_memory_that_a_thread_of_autograds_asks_for_has_the_line_that_waits_for_it"
+
+
 def test_misuse_of_the_timeline_is_named(ranks):
     for said in ranks.run(misuse, ranks=2):
         expected = ["a timeline is open already", "still open", "ValueError", "'colours' is none of", "moment"]
@@ -302,6 +316,16 @@ def test_without_overlap_the_calls_and_the_numbers_are_the_same(ranks, stage):
     for (calls, state), (calls_2, state_2) in zip(*results, strict=True):
         assert sorted(calls) == sorted(calls_2)
         assert all(torch.equal(state[name], state_2[name]) for name in state | state_2)
+
+
+def test_a_trace_without_the_devices_times():
+    """As on NCCL: no score is made up, and the picture says so."""
+    call = zerolab.Call("all_gather", "u", "forward", 8, 4, start=1.0)
+    record = Trace(0, 2, [Span("forward", "u", 0, 4)], [call])
+    assert record.overlap is None
+    figure, sentence = plots.gantt(record)
+    assert "only the device knows" in sentence
+    figure.clear()
 
 
 def test_intervals_by_hand():

@@ -9,6 +9,7 @@ import subprocess
 import sys
 import threading
 import time
+import warnings
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -18,6 +19,7 @@ import pytest
 import torch
 from jobs_common import PYTHONPATH
 
+from zerolab.world import environment as environment_of_ranks
 from zerolab.world import nursery
 from zerolab.world.environment import first_host, init, read_place
 from zerolab.world.processes import AlreadyRanks, Patience, RankError, Ranks, launch
@@ -557,3 +559,17 @@ def test_environments_that_cannot_be(variables: dict, said: str, monkeypatch: py
         init(1.0)
     assert said in str(caught.value)
     assert not torch.distributed.is_initialized()
+
+
+def test_a_rank_that_sees_only_its_own_gpu_is_not_sent_to_the_cpu_in_silence(monkeypatch):
+    """mpirun and --gpu-bind show each rank one GPU. Without SLURM_GPUS_PER_TASK it might also be shared."""
+    monkeypatch.setattr(environment_of_ranks.dist, "init_process_group", lambda *_, **__: None)
+    monkeypatch.setattr(environment_of_ranks.dist, "is_nccl_available", lambda: True)
+    monkeypatch.setattr(environment_of_ranks.torch.cuda, "set_device", lambda _: None)
+    monkeypatch.delenv("SLURM_GPUS_PER_TASK", raising=False)
+    for gpus, warned in ((0, False), (1, True), (4, False)):
+        monkeypatch.setattr(environment_of_ranks.torch.cuda, "device_count", lambda gpus=gpus: gpus)
+        with warnings.catch_warnings(record=True) as said:
+            warnings.simplefilter("always")
+            environment_of_ranks._join(read_place(SRUN)._replace(rank=0, local_rank=0, local_world_size=2), 1.0)
+        assert ["train on the CPU" in str(each.message) for each in said] == [True] * warned

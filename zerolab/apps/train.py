@@ -335,11 +335,12 @@ def train_step(
             scaler.scale(loss).backward()
         total += loss.detach()
     scaler.unscale_(optimizer)
-    norm = zero.clip_grad_norm_(math.inf if args.clip is None else args.clip)
+    norm: Any = zero.clip_grad_norm_(math.inf if args.clip is None else args.clip)
     scaler.step(optimizer)
     scaler.update()
     optimizer.zero_grad()
-    return total.item(), norm.item()
+    loss, norm = torch.stack([total.double(), norm.double()]).tolist()  # the host waits for the device once
+    return loss, norm
 
 
 def learning_rate(args: argparse.Namespace, step: int) -> float:
@@ -637,14 +638,11 @@ def main(arguments: list[str] | None = None) -> int:
     with nullcontext() if first else redirect_stderr(io.StringIO()):  # only one rank complains about them
         args = parser.parse_args(arguments)
     zerolab.init()
-    try:
-        if problem := attempt(args):
-            if dist.get_rank() == 0:
-                print(f"{parser.prog}: {problem}", file=sys.stderr)
-            return 2
-        return 0
-    finally:
-        dist.destroy_process_group()
+    problem = attempt(args)
+    if problem and dist.get_rank() == 0:
+        print(f"{parser.prog}: {problem}", file=sys.stderr)
+    dist.destroy_process_group()  # not after an error: on NCCL it waits for ranks that wait for this one
+    return 2 if problem else 0
 
 
 if __name__ == "__main__":

@@ -23,7 +23,7 @@ import torch
 import torch.distributed as dist
 
 from zerolab.comm.flight import Entry, ask, issued, log_of
-from zerolab.comm.groups import Group, control_group, hold
+from zerolab.comm.groups import Group, control_group, hold, waits_on_device
 from zerolab.comm.recording import Progress, Recorder, out_of_step
 from zerolab.comm.waiting import CommError, Complaint, wait_for
 from zerolab.world.environment import at_return
@@ -38,6 +38,10 @@ _ROUTING = (
     "The ranks went different ways through the model (experts, skipped layers, one pass more than others, an error "
     "that one of them caught), and would have mixed up their bytes. Put the parts they choose between into one unit "
     "(units=[...] with the class that contains them all), let every rank make as many passes, or use stage 0, 1 or 2."
+)
+_WATCHDOG = (
+    ". The collectives before it may not have finished: the host does not wait for them, and torch's watchdog ends the "
+    "process when the group's timeout is over. "
 )
 _FINISHED = "has finished its part of the program"
 _EDITS = (
@@ -241,8 +245,11 @@ class Agreement:
 
     def failure(self, what: str, error: Exception, entry: Entry | None = None) -> CommError:
         """The error for a collective that failed, with what the other ranks were doing."""
+        where = f"rank {self._everyone.rank} of {self._everyone.size}: {what} ({self._recorder.phase}) failed"
+        if waits_on_device(self._everyone.handle):
+            where += f" on the control group, which uses gloo{_WATCHDOG}gloo says"
         return CommError(
-            f"rank {self._everyone.rank} of {self._everyone.size}: {what} ({self._recorder.phase}) failed: {error}\n"
+            f"{where}: {error}\n"
             "Another rank stopped, is much slower, or did not take part in this collective: look at its output first.\n"
             f"{ask(entry)}".rstrip()
         )

@@ -5,7 +5,8 @@ Three promises, whatever the backend:
 - **Means, in rank order.** gloo's own reduce-scatter is an all-reduce in disguise: twice the bytes, and a sum in
   ring order. Here every rank sends each other rank its shard, and adds what it gets in rank order: half the bytes,
   and the same bits in every run. gloo's own all-gather copies everything it gathers twice; here every rank broadcasts
-  its shard straight into place. NCCL has a true reduce-scatter and all-gather, which are used as they are.
+  its shard straight into place. NCCL has a true reduce-scatter and all-gather, which are used as they are (native.py);
+  it sums in an order of its own, and rounds each addition to the dtype that travels.
 - **Recorded.** `with comm.record() as calls:` collects every collective with its bytes and times (recording.py).
 - **Agreed.** Before a gather, every rank makes sure that the others gather the same unit (agreement.py).
 """
@@ -25,12 +26,9 @@ from torch import Tensor
 from zerolab.comm.agreement import Agreement
 from zerolab.comm.flight import Entry
 from zerolab.comm.groups import Group, group_of, hold, mesh_groups
+from zerolab.comm.native import all_gather, mean_op, reduce_scatter
 from zerolab.comm.recording import Call, Recorder, observers
 from zerolab.comm.waiting import CommError
-
-# torch 2.13 renamed the single-tensor collectives; 2.11 has only the old names.
-_all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
-_reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
 
 class Issued(NamedTuple):
@@ -155,8 +153,10 @@ class Comm:
 
     def _reduce_scatter_steps(self, output: Tensor, input: Tensor, unit: str, group: Group) -> Steps:
         if self.backend != "gloo":
-            native = partial(_reduce_scatter, output, input, dist.ReduceOp.AVG)
-            yield self._issue("reduce_scatter", unit, input, group, native)
+            op = mean_op(input.dtype, group.size)
+            yield self._issue("reduce_scatter", unit, input, group, partial(reduce_scatter, output, input, op))
+            if op == dist.ReduceOp.SUM:
+                output.div_(group.size)
             return
         # Two exchanges, down to lower ranks and up to higher ones: a single one would also copy what this rank keeps.
         rows, rank = input.view(group.size, -1), group.rank  # (N, S)
@@ -174,7 +174,10 @@ class Comm:
 
     def _all_reduce_steps(self, tensor: Tensor, unit: str, group: Group) -> Steps:
         if self.backend != "gloo":
-            yield self._issue("all_reduce", unit, tensor, group, partial(dist.all_reduce, tensor, dist.ReduceOp.AVG))
+            op = mean_op(tensor.dtype, group.size)
+            yield self._issue("all_reduce", unit, tensor, group, partial(dist.all_reduce, tensor, op))
+            if op == dist.ReduceOp.SUM:
+                tensor.div_(group.size)
             return
         # A reduce-scatter, then an all-gather: what a ring all-reduce is made of, but summed in rank order.
         mine = tensor.view(group.size, -1)[group.rank]
@@ -183,7 +186,7 @@ class Comm:
 
     def _all_gather_steps(self, output: Tensor, input: Tensor, unit: str, group: Group) -> Steps:
         if self.backend != "gloo":
-            yield self._issue("all_gather", unit, output, group, partial(_all_gather, output, input))
+            yield self._issue("all_gather", unit, output, group, partial(all_gather, output, input))
             return
         shards = output.view(group.size, -1)  # (N, S)
         if not shards[group.rank].is_set_to(input):
@@ -224,10 +227,8 @@ class Comm:
             issued.entry.end = time.time()
             if (left := issued.ready - time.perf_counter()) > 0:
                 time.sleep(left)
-            if issued.call is not None:
+            if issued.call is not None and self.backend == "gloo":  # elsewhere only the device knows
                 issued.call.waits.append((begin, time.perf_counter()))
-                if self.backend == "nccl":
-                    _note_end(issued.call)
 
         try:
             return Pending(wait, steps)

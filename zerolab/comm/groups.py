@@ -49,8 +49,16 @@ def control_group(handle: dist.ProcessGroup) -> dist.ProcessGroupGloo:
     if handle not in _control_groups:
         store = dist.PrefixStore(f"zerolab/control/{handle.group_name}", dist.distributed_c10d._get_default_store())
         rank, size = dist.get_rank(handle), dist.get_world_size(handle)
-        _control_groups[handle] = dist.ProcessGroupGloo(store, rank, size, _timeout_of(handle))
+        timeout = _timeout_of(handle)
+        if waits_on_device(handle):  # speak before torch's watchdog ends the process at the group's timeout
+            timeout *= 0.75
+        _control_groups[handle] = dist.ProcessGroupGloo(store, rank, size, timeout)
     return _control_groups[handle]
+
+
+def waits_on_device(handle: dist.ProcessGroup) -> bool:
+    """Whether it is the device that waits for this group's collectives, as on NCCL: the host hears of no failure."""
+    return dist.get_backend(handle) != "gloo"
 
 
 def mesh_groups(everyone: Group, mesh: tuple[int, int]) -> tuple[Group, Group]:

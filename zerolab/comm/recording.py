@@ -20,10 +20,9 @@ class Call:
     the run (agreement, scalars), not part of the stage's traffic. `step`: 0 before the first optimizer step.
     `link`: with a mesh, "inside" a node or "between" nodes.
 
-    `start`, `end`: when this rank issued it and when it finished, in seconds on the clock of `time.perf_counter`
-    (on NCCL, when the host had waited for it; the device may be at another point). `end` is None until then, and
-    stays None where no data moves (the fake backend). `waits`: when this rank stood still for it; `waited`: the
-    seconds they add up to.
+    `start`, `end`: when this rank issued it and when it finished, in seconds on the clock of `time.perf_counter`.
+    `end` is None until then, and stays None on NCCL, where only the device knows, and where no data moves (the fake
+    backend). `waits`: when this rank stood still for it, on NCCL none; `waited`: the seconds they add up to.
     """
 
     op: str

@@ -27,12 +27,15 @@ def clip_to_norm(engine: Engine, max_norm: float, norm_type: float = 2.0) -> Ten
     dtype = functools.reduce(torch.promote_types, dtypes, torch.float32)  # the same on every rank
     params = [param for unit in engine.units for param in unit.params if param.grad is not None]
     grads = [p.grad for p in params if p.grad is not None and p.grad.numel()]
-    norms = [_norm(grad, norm_type).to(engine.comm.device) for grad in grads]
-    zero = torch.zeros((), dtype=torch.float64, device=engine.comm.device)
-    if math.isinf(norm_type):
-        total = _max_over_ranks(engine, torch.stack([zero, *norms]).max())
+    if grads:  # in a few kernels for all of them together
+        each = torch._foreach_norm(grads, norm_type, dtype)
+        norms = torch.stack([norm.to(each[0].device) for norm in each]).to(engine.comm.device, torch.float64)
     else:
-        total = _sum_over_ranks(engine, sum((norm**norm_type for norm in norms), zero)) ** (1 / norm_type)
+        norms = torch.zeros(1, dtype=torch.float64, device=engine.comm.device)
+    if math.isinf(norm_type):
+        total = _max_over_ranks(engine, norms.max())
+    else:
+        total = _sum_over_ranks(engine, (norms**norm_type).sum()) ** (1 / norm_type)
     total = total.to(dtype)
     clip_grads_with_norm_(params, max_norm, total)
     return total

@@ -696,10 +696,16 @@ def _checked_mesh(mesh: Any, group: dist.ProcessGroup | None, stage: int) -> tup
 
 
 def _device_of(model: nn.Module) -> torch.device:
-    """Where the model is or, for a model on the meta device, where this process computes."""
+    """Where the model is or, for a model on the meta device, where this process computes.
+
+    GPUs that are shared (under gloo) have to be chosen: `torch.set_default_device("cuda")`, or `with` it.
+    """
     for param in model.parameters():
         if not param.is_meta:
             return param.device
+    chosen = torch.get_default_device()
+    if chosen.type not in ("cpu", "meta"):
+        return chosen
     if torch.cuda.is_available() and dist.is_initialized() and "nccl" in dist.get_backend_config():
         return torch.device("cuda", torch.cuda.current_device())
     return torch.device("cpu")

@@ -24,7 +24,8 @@ class Precision:
 
     compute: dtype of parameters and activations in forward and backward; None: the parameters' own.
     reduce: dtype in which gradients travel and wait for the step; None: `compute`. Contributions are
-        summed in float32 and rounded once; gradients of later micro-batches are added in float32.
+        summed in float32 and rounded once (NCCL sums in this dtype, and rounds at each addition);
+        gradients of later micro-batches are added in float32.
     master: dtype of the weights that the optimizer updates. Frozen parameters keep their own.
     cast_inputs: whether floating point inputs of the model are cast to `compute`.
 

@@ -54,6 +54,9 @@ class LossScaler(torch.amp.GradScaler):
         units = self._units(optimizer)
         self.zero.check_grads_final(units)
         self.zero.promote_grads(units)
+        if self.zero.offload:
+            # The gradients are on the host. torch would copy these there without waiting for the copies.
+            inv_scale, found_inf = inv_scale.cpu(), found_inf.cpu()
         return super()._unscale_grads_(optimizer, inv_scale, found_inf, allow_fp16)
 
     def _units(self, optimizer: Optimizer) -> list[Unit]:

@@ -5,7 +5,8 @@
     record.overlap    # 0: this rank waited for every collective; 1: it never waited
 
 Times are seconds of `time.perf_counter`. On Linux all processes of a machine share that clock, so the traces of
-several ranks can be drawn on one axis. On CUDA they are the host's times, not the device's.
+several ranks can be drawn on one axis. On CUDA they are the host's times, not the device's, which for a collective on
+NCCL are not known.
 """
 
 from __future__ import annotations
@@ -53,9 +54,14 @@ class Trace:
         return union(wait for call in self.calls if not call.control for wait in call.waits)
 
     @property
-    def overlap(self) -> float:
-        """Of the time with a collective under way, the fraction that this rank did not spend waiting; 1 if none ran."""
+    def overlap(self) -> float | None:
+        """Of the time with a collective under way, the fraction that this rank did not spend waiting; 1 if none ran.
+
+        None if only the device knows when they ended (NCCL): look at a profile of it.
+        """
         total = length(self.under_way)
+        if not total and any(not call.control for call in self.calls):
+            return None
         return 1.0 - length(intersection(self.under_way, self.waits)) / total if total else 1.0
 
 

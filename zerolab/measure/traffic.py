@@ -34,7 +34,7 @@ class Total:
     calls: int = 0
     payload: int = 0
     sent: int = 0
-    seconds: float = 0.0  # from issue to end; calls that overlap all count
+    seconds: float = 0.0  # from issue to end, 0 on NCCL; calls that overlap all count
     waited: float = 0.0
 
     def add(self, call: Call) -> None:

@@ -12,6 +12,7 @@ from __future__ import annotations
 import os
 import re
 import sys
+import warnings
 from collections.abc import Callable, Iterator, Mapping
 from datetime import timedelta
 from typing import Any, NamedTuple
@@ -75,6 +76,13 @@ def _join(place: Place, timeout: float) -> None:
         meet = {"init_method": f"tcp://{host}:{place.port}"}
     if gpu := _own_gpu(place):
         torch.cuda.set_device(gpu)
+    elif _stores is None and (count := torch.cuda.device_count()) and place.local_rank == 0:
+        warnings.warn(
+            f"{place.local_world_size} ranks on this machine, and this one sees {count} GPU{'s' * (count > 1)}: they "
+            "train on the CPU, through gloo. If each rank sees a GPU of its own (mpirun, --gpu-bind), set "
+            "SLURM_GPUS_PER_TASK=1; else start as many ranks as there are GPUs",
+            stacklevel=3,
+        )
     dist.init_process_group(
         "nccl" if gpu else "gloo",
         rank=place.rank,

@@ -32,8 +32,11 @@ def gantt(traces: Trace | Sequence[Trace]) -> tuple[Figure, str]:
     begin = min(start for trace in traces for start, _ in _moments(trace))
     sentence = _sentence(traces)
     height = 2.3 + 0.72 * len(traces)
-    score = mean(trace.overlap for trace in traces)
-    subtitle = f"{many(len(traces), 'rank')}, one step; overlap {score:.2f} (0: all stand still, 1: all compute)"
+    known = [trace.overlap for trace in traces if trace.overlap is not None]
+    score = (
+        f"overlap {mean(known):.2f} (0: all stand still, 1: all compute)" if known else "only the device knows waits"
+    )
+    subtitle = f"{many(len(traces), 'rank')}, one step; {score}"
     figure = frame("Who computes, and what travels meanwhile", subtitle, sentence, (9.0, height))
     axes = figure.add_axes((0.08, 1.28 / height, 0.89, (height - 2.5) / height))
     plain(axes, grid="x")
@@ -81,6 +84,8 @@ def _moments(trace: Trace) -> list[tuple[float, float]]:
 
 def _sentence(traces: Sequence[Trace]) -> str:
     """How much of backward's collective time passes while the ranks keep computing."""
+    if all(trace.overlap is None for trace in traces):
+        return "When the collectives ended only the device knows: a profile of it shows what they overlapped with."
     still, total = 0.0, 0.0
     for trace in traces:
         calls = [call for call in trace.calls if call.phase == "backward" and not call.control and call.end is not None]

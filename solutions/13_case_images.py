@@ -224,13 +224,13 @@ if lab.predicted("13.1"):
     print(
         "answers of the four ranks:",
         lab.pull("answers"),
-        "\nimages counted twice:",
+        "and images counted twice:",
         [n for n in set(numbers) if numbers.count(n) > 1],
     )
     print(
         "two epochs in the same order:",
         lab.pull("orders", rank=0)[False],
-        "\ntwo epochs in the same order, with set_epoch:",
+        "and with set_epoch:",
         lab.pull("orders", rank=0)[True],
     )
 

@@ -46,7 +46,7 @@ def tradeoff(
     axes.set_ylim(low - 1.6 * room, high + 2.2 * room)
     rule = axes.transLimits.transform(axes.transScale.transform((widest, points[marked][1])))[1] if marked else -1.0
     clusters: list[tuple[float, list[float], list[str]]] = []  # names of dots in one place share a label
-    for name, (x, y) in points.items():
+    for name, (x, y) in sorted(points.items(), key=lambda point: -point[1][1]):  # the names as the dots, from above
         look: Look = {"color": INK if name == marked else COLOURS["communication"], "markersize": 8}
         axes.plot([x], [y], "s" if name == marked else "o", linestyle="", zorder=3, **look)
         across, up = axes.transLimits.transform(axes.transScale.transform((x, y)))

@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+import shutil
 import signal
+import subprocess
 import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from jobs_common import ROOMS
+from jobs_common import ROOMS, ROOT
 
 import zerolab
 
@@ -54,6 +57,26 @@ def judges() -> Iterator[None]:
     yield
     if judge := sys.modules.get("zerolab.lab.exercises.judge"):
         judge.close()
+
+
+@pytest.fixture(scope="session")
+def release(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with the source distribution and the wheel that is built from it.
+
+    From a copy of what git has or would take: a build/ left in the checkout would leak deleted modules into the wheel.
+    """
+    source, built = tmp_path_factory.mktemp("source"), tmp_path_factory.mktemp("release")
+    listed = subprocess.run(
+        ["git", "ls-files", "-co", "--exclude-standard", "-z"], cwd=ROOT, capture_output=True, text=True, check=True
+    )
+    for name in filter(None, listed.stdout.split("\0")):
+        if (ROOT / name).is_file():  # else it was deleted, but not yet in a commit
+            (source / name).parent.mkdir(parents=True, exist_ok=True)
+            shutil.copy(ROOT / name, source / name)
+    command = [sys.executable, "-m", "build", "--no-isolation", "--outdir", str(built)]
+    done = subprocess.run(command, cwd=source, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, timeout=110)
+    assert done.returncode == 0, done.stdout
+    return built
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

@@ -7,6 +7,7 @@ import re
 import shutil
 import subprocess
 import sys
+import tarfile
 import tomllib
 import zipfile
 from collections.abc import Iterator
@@ -90,15 +91,13 @@ def test_conda_environment():
 
 
 @pytest.fixture(scope="module")
-def wheel(tmp_path_factory) -> Path:
-    """Built from a copy: a build/ left in the checkout would leak deleted modules into the wheel."""
-    source = tmp_path_factory.mktemp("source")
-    for name in ("pyproject.toml", "zerolab_command.py", PROJECT["readme"], *PROJECT["license-files"]):
-        shutil.copy(ROOT / name, source)
-    shutil.copytree(PACKAGE, source / "zerolab", ignore=shutil.ignore_patterns("__pycache__"))
-    run(sys.executable, "-m", "build", "--wheel", "--no-isolation", "--outdir", "dist", cwd=source)
-    (built,) = source.glob("dist/*.whl")
+def wheel(release) -> Path:
+    (built,) = release.glob("*.whl")
     return built
+
+
+def notebooks() -> set[str]:
+    return {str(path.relative_to(ROOT)) for kind in ("lessons", "solutions") for path in ROOT.glob(f"{kind}/*.ipynb")}
 
 
 def test_wheel_holds_the_whole_package(wheel):
@@ -106,7 +105,16 @@ def test_wheel_holds_the_whole_package(wheel):
     modules = {str(path.relative_to(ROOT)) for path in PACKAGE.rglob("*.py")}
     assert modules - inside == set(), "left out of the wheel: a folder without __init__.py?"
     assert inside - modules >= {"zerolab/py.typed", "zerolab/lab/slurm/srun.sbatch"}
+    assert {name for name in inside if "/course/" in name} == {f"zerolab/course/{name}" for name in notebooks()}
     assert {name.partition("/")[0] for name in inside} == {"zerolab", "zerolab_command.py"}
+
+
+def test_source_distribution_holds_what_git_has(release):
+    (built,) = release.glob("*.tar.gz")
+    with tarfile.open(built) as file:
+        inside = {name.partition("/")[2] for name in file.getnames()}
+    ours = {name for name in run("git", "ls-files", "-z").split("\0") if name and (ROOT / name).is_file()}
+    assert {name for name in ours - inside if not name.startswith(".")} == set()
 
 
 def runtime_distributions() -> set[str]:

@@ -130,7 +130,16 @@ def test_commands_are_understood(page):
 
 def test_every_command_is_on_some_page():
     typed = {arguments[0] for page in NAMES for arguments in commands(page)}
-    assert typed >= {"plan", "simulate", "bench", "scaling", "train", "doctor", "classroom"}  # demo is `make demo`
+    assert typed >= {
+        "lab",
+        "plan",
+        "simulate",
+        "bench",
+        "scaling",
+        "train",
+        "doctor",
+        "classroom",
+    }  # demo is `make demo`
 
 
 # --- what the pages name ---

@@ -39,6 +39,26 @@ def main(arguments: list[str] | None = None) -> int:
         return 141
 
 
+def add_lab(commands: argparse._SubParsersAction) -> None:
+    parser = commands.add_parser(
+        "lab",
+        help="open the lessons in JupyterLab",
+        description="Opens the lessons in JupyterLab, on copies in work/ that are your own. An update never costs an "
+        "answer. Exit status: JupyterLab's; 1 if there are no lessons, 2 if it cannot start.",
+    )
+    from zerolab.lab.__main__ import add_arguments
+
+    add_arguments(parser)
+
+    def run(args: argparse.Namespace) -> int:
+        _need(parser, "jupyterlab")
+        from zerolab.lab.__main__ import open_lab
+
+        return open_lab(args, parser)
+
+    parser.set_defaults(run=run)
+
+
 def add_demo(commands: argparse._SubParsersAction) -> None:
     parser = commands.add_parser(
         "demo",
@@ -307,7 +327,7 @@ def _classroom_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--plot", type=picture, metavar="FILE.png", help="the same, and draw what the class predicted")
 
 
-COMMANDS = (add_demo, add_plan, add_simulate, add_bench, add_scaling, add_train, add_doctor, add_classroom)
+COMMANDS = (add_lab, add_demo, add_plan, add_simulate, add_bench, add_scaling, add_train, add_doctor, add_classroom)
 
 
 def _drawing(args: argparse.Namespace) -> list[str]:

@@ -152,7 +152,7 @@ class Site:
             actions.append(f"[Open in Colab]({colab})")
         how = "The lesson as it opens, before any exercise is solved. To work on it, run it with `make lab`"
         if colab:
-            how += ", or in Colab after [this first cell](/docs/tested.md#on-google-colab)"
+            how += ", or [in Colab](/docs/tested.md#a-notebook-alone), where its first cell installs zerolab"
         top = buttons(actions) + f"\n*{minutes[1] + ' minutes. ' if minutes else ''}{how}.*\n"
         page = self.folder / origin.replace(".ipynb", ".md")
         answers = notebook.references(solved) if solved.exists() else {}

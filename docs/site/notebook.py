@@ -12,7 +12,7 @@ from typing import Any
 Cell = dict[str, Any]
 EXERCISE = re.compile(r"%%exercise +(\d\d\.\d+)\s*\n")
 ANSI = re.compile(r"\x1b\[[0-9;]*m")
-FROM_THE_BUILD = {"outputs", "solution"}  # cells for people who have the notebook open; a page has its own
+FROM_THE_BUILD = {"outputs", "install", "solution"}  # cells for people who have the notebook open; a page has its own
 
 
 def read(path: Path) -> list[Cell]:

@@ -86,9 +86,10 @@ def test_notebooks_of_a_source(course: Path) -> None:
     made = build.notebooks(course / "solutions" / "01_tiny.py")
     solution, lesson = made["solutions"], made["lessons"]
     ids = [cell.id for cell in solution.cells]
-    assert ids[:3] == ["01-a-tiny-lesson-1", "outputs", "01-a-tiny-lesson-2"]
-    assert ids[3:5] == ["write-it-here-now-1", "write-it-here-now-2"]
+    assert ids[:4] == ["01-a-tiny-lesson-1", "outputs", "install", "01-a-tiny-lesson-2"]
+    assert ids[4:6] == ["write-it-here-now-1", "write-it-here-now-2"]
     assert "the course's" in solution.cells[1].source and "before any exercise was solved" in lesson.cells[1].source
+    assert solution.cells[2].source == lesson.cells[2].source == build.INSTALLS
     assert len(set(ids)) == len(ids)
     assert ids == [cell.id for cell in build.notebooks(course / "solutions" / "01_tiny.py")["solutions"].cells]
 
@@ -106,7 +107,7 @@ def test_notebooks_of_a_source(course: Path) -> None:
     assert open_ == "**Answers**\n\n1. Twelve."
     (checked,) = [cell for cell in lesson.cells if cell.source.startswith("lab.measured")]
     assert checked.metadata.tags == ["nbval-check-output"]
-    assert solution.cells[5].source == "%%exercise 01.2\n" + find_exercise("01.2").reference.rstrip()
+    assert solution.cells[6].source == "%%exercise 01.2\n" + find_exercise("01.2").reference.rstrip()
     assert any(cell.source.startswith("%%time\n") for cell in lesson.cells)
     nbformat.validate(solution)
     nbformat.validate(lesson)

@@ -35,6 +35,7 @@ from zerolab.apps.machine import (
     look_at_gpus,
 )
 from zerolab.apps.rehearsal import hold_class
+from zerolab.lab.__main__ import find_course
 
 # -- lessons -----------------------------------------------------------------------------------------------------------
 
@@ -121,7 +122,7 @@ def examine(ranks: int, ports: Sequence[int], timeout: float, students: int | No
     if students is not None:
         room, about = hold_class(students, ranks, timeout)
         findings += about
-    rows = lessons(Path(__file__).resolve().parents[2] / "lessons", len(usable), bool(gpus.get("nccl")))
+    rows = lessons(find_course() / "lessons", len(usable), bool(gpus.get("nccl")))
     status = int(any(finding.state == "fix" for finding in findings))
     report = {"status": status, "findings": [asdict(finding) for finding in findings], "gpus": gpus}
     return report | {"all_reduce": measured, "lessons": rows, "class": room}

@@ -20,7 +20,7 @@ from zerolab.classroom import board
 from zerolab.classroom.broker import Entry
 from zerolab.classroom.labs import Classroom, Refused
 from zerolab.classroom.watch import Usage, Watch
-from zerolab.lab.__main__ import OPEN, only_here
+from zerolab.lab.__main__ import OPEN, find_course, only_here
 from zerolab.measure.units import in_bytes
 
 EVERY = 1.0  # seconds between looks
@@ -56,10 +56,10 @@ def hold(
         raise Refused(f"--port must be from 1024 to 65000, not {port}")
     if not open_to_network and not only_here(ip):
         raise Refused(f"--ip {ip}: {OPEN.replace('8888', str(port))}")
-    course = Path(__file__).resolve().parents[2]
+    course = find_course()
     lessons = course / "lessons"
     if not any(lessons.glob("*.ipynb")):
-        raise Refused(f"there are no lessons in {lessons}: run this in a checkout of the course")
+        raise Refused(f"there are no lessons in {lessons}: install zerolab, or run this in a checkout")
     names, rehearsal = lent_gpus(gpus)
     hard = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
     resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))  # the labs inherit it; a desktop's soft limit is low

@@ -1,4 +1,4 @@
-"""`python -m zerolab.lab` opens the lessons in JupyterLab, on copies in work/ that belong to the learner.
+"""`zerolab lab`, or `python -m zerolab.lab`, opens the lessons in JupyterLab, on the learner's own copies in work/.
 
 An update of the course never costs an answer. A copy that the learner has not touched is replaced by the new lesson;
 beside one that the learner has changed, the new lesson is put under another name.
@@ -23,7 +23,15 @@ OPEN = (
 SETTINGS = ".jupyterlab"  # in work/: how this JupyterLab differs from others; your own settings stay as they are
 OVERRIDES = {"@jupyterlab/apputils-extension:notification": {"fetchNews": "false", "checkForUpdates": False}}
 HIDDEN = {"ipyparallel-labextension": True}  # its tab belongs to clusters, which no lesson starts from there
+INSTALL = "install"  # the id of the cell that installs zerolab: whoever is given copies has it
 REMEMBERED = ".copied.json"  # in work/: the digest of each lesson as it was copied
+
+
+def find_course() -> Path:
+    """The folder of lessons/ and solutions/: in the installed package, which a wheel brings, else the checkout."""
+    package = Path(__file__).resolve().parents[1]
+    inside = package / "course"
+    return inside if inside.is_dir() else package.parent
 
 
 def copy_lessons(lessons: Path, work: Path) -> list[str]:
@@ -40,6 +48,7 @@ def copy_notebooks(
     copied: dict[str, str] = json.loads(memory.read_text()) if memory.exists() else {}
     lines = []
     for name, new in notebooks.items():
+        new = _without_install(new)
         mine = work / name
         if copied.get(name) == _digest(new) and mine.exists():
             continue  # nothing new
@@ -54,6 +63,15 @@ def copy_notebooks(
         lines.append(f"{name} has changed in the course. Your copy was left alone; the new one is {beside}")
     _write(memory, (json.dumps(copied, indent=1) + "\n").encode())
     return lines
+
+
+def _without_install(notebook: bytes) -> bytes:
+    """The notebook without the cell that installs zerolab; as it is, if it has none."""
+    if f'"id": "{INSTALL}"'.encode() not in notebook:
+        return notebook
+    content = json.loads(notebook)
+    content["cells"] = [cell for cell in content["cells"] if cell.get("id") != INSTALL]
+    return (json.dumps(content, indent=1, ensure_ascii=False, sort_keys=True) + "\n").encode()
 
 
 def write_settings(folder: Path) -> str:
@@ -88,20 +106,28 @@ def _write(path: Path, data: bytes) -> None:
 DESCRIPTION = "Opens the lessons in JupyterLab, on copies in work/ that are your own. An update never costs an answer."
 
 
-def main() -> int:
-    parser = argparse.ArgumentParser(prog="python -m zerolab.lab", description=DESCRIPTION)
+def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--work", type=Path, default=Path("work"), help="where the copies are (default: work)")
     parser.add_argument("--no-browser", action="store_true", help="only print the address")
     parser.add_argument("--port", type=int, default=8888, help="for JupyterLab, or the next free one (default: 8888)")
     parser.add_argument("--ip", default="127.0.0.1", help="where JupyterLab listens (default: this machine alone)")
     parser.add_argument("--open-to-network", action="store_true", help="needed for an --ip that others can reach")
-    options = parser.parse_args()
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(prog="python -m zerolab.lab", description=DESCRIPTION)
+    add_arguments(parser)
+    return open_lab(parser.parse_args(), parser)
+
+
+def open_lab(options: argparse.Namespace, parser: argparse.ArgumentParser) -> int:
+    """Copy the lessons, and become JupyterLab. Returns only if it cannot."""
     if not options.open_to_network and not only_here(options.ip):
         parser.exit(2, f"{parser.prog}: --ip {options.ip}: {OPEN}\n")
-    course = Path(__file__).resolve().parents[2]
+    course = find_course()
     lessons, solutions = course / "lessons", course / "solutions"
     if not any(lessons.glob("*.ipynb")):
-        print(f"there are no lessons in {lessons}: run this in a checkout of the course", file=sys.stderr)
+        print(f"there are no lessons in {lessons}: install zerolab, or run this in a checkout", file=sys.stderr)
         return 1
     told = copy_lessons(lessons, options.work)
     if any(solutions.glob("*.ipynb")):

@@ -11,8 +11,9 @@
 A cell `%%exercise NN.k` is empty in the source: the solution gets the catalogue's reference, the lesson its stub. In
 the lesson `predict("NN.k", value)` becomes `predict("NN.k", ...)`. Of the cells tagged `answer`, code is left out and
 text is folded, one click away. Cells tagged `reveals` run but keep no output, since it would give a prediction away.
-nbval compares the output of cells tagged `nbval-check-output`. A note below the title says whose outputs one sees; the
-last cell leads to the solution and to the next lesson.
+nbval compares the output of cells tagged `nbval-check-output`. A note below the title says whose outputs one sees. The
+first code cell installs zerolab where it is missing; `zerolab lab` leaves it out. The last cell leads to the solution
+and to the next lesson.
 """
 
 from __future__ import annotations
@@ -35,6 +36,8 @@ from nbclient import NotebookClient
 from nbclient.exceptions import CellExecutionError, CellTimeoutError, DeadKernelError
 from nbformat import NotebookNode
 
+import zerolab
+from zerolab.lab.__main__ import INSTALL
 from zerolab.lab.exercises.catalogue import find_exercise
 
 PACKAGE = Path(__file__).parents[1]
@@ -47,6 +50,12 @@ UNSOLVED = (
     "*The outputs below are the course's, from before any exercise was solved. Run the cells (Shift-Enter runs one), "
     "and they become yours. A cell that begins with `%%exercise` becomes a file, so it needs its own imports.*"
 )
+INSTALLS = f"""\
+# Where zerolab is missing, as on Colab or Kaggle, this installs it. Elsewhere it does nothing.
+import importlib.util
+
+if importlib.util.find_spec("zerolab") is None:
+    %pip install --quiet "zerolab[lab]=={zerolab.__version__}\""""
 EXERCISE = re.compile(r"%%exercise +(\d\d\.\d+)\s*(?:\n|$)")
 PREDICTION = re.compile(r"""(predict\(\s*["'][\d.]+["'],\s*).+(\)\s*(?:#.*)?)$""", re.MULTILINE)
 
@@ -81,7 +90,10 @@ def notebooks(source: Path) -> dict[str, NotebookNode]:
     complete.cells[0].source = re.sub(r"^(# \d\d · .+)", r"\1 (solved)", complete.cells[0].source)
     lesson.cells = [_for_learners(cell) for cell in lesson.cells if cell.cell_type != "code" or not _is_answer(cell)]
     for notebook, note in ((complete, SOLVED), (lesson, UNSOLVED)):
-        notebook.cells.insert(1, nbformat.v4.new_markdown_cell(note, id="outputs"))
+        notebook.cells[1:1] = [
+            nbformat.v4.new_markdown_cell(note, id="outputs"),
+            nbformat.v4.new_code_cell(INSTALLS, id=INSTALL),
+        ]
     link = f"[The solution of this lesson](../solutions/{source.stem}.ipynb)"
     if following := next((path for path in sources(source.parents[1]) if path.name > source.name), None):
         title = re.search(r"^# # (.+)$", following.read_text(), re.MULTILINE)

@@ -20,6 +20,7 @@ from zerolab.measure.planning import OPTIMIZERS, PRECISIONS, plan, read_paramete
 from zerolab.measure.units import read_bytes
 
 Picture = tuple[Figure, str]
+WIDGET = "application/vnd.jupyter.widget-view+json"
 
 
 class Explorer:
@@ -52,7 +53,9 @@ class Explorer:
 
     def _repr_mimebundle_(self, **_: Any) -> dict[str, Any]:
         """The controls if a kernel runs, and the picture and its sentence for readers of the stored page."""
-        bundle = dict(self.widget._repr_mimebundle_() or {})
+        bundle: dict[str, Any] = {}
+        if self.widget.comm is not None:  # made here: ipywidgets 7, which Colab has, has no method for it
+            bundle[WIDGET] = {"version_major": 2, "version_minor": 0, "model_id": self.widget.model_id}
         bundle["image/png"] = base64.b64encode(png(self.figure)).decode()
         bundle["text/plain"] = self.sentence
         return bundle

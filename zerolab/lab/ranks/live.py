@@ -30,6 +30,7 @@ from typing import Any
 import torch.distributed as dist
 import zmq
 from jupyter_client.blocking import BlockingKernelClient
+from traitlets import Instance
 
 from zerolab.lab.ranks import lease, network, notices, registry, report, turns
 from zerolab.lab.ranks.rank import MIME, NAME, TARGET
@@ -54,6 +55,16 @@ class CannotTravel(Plain, TypeError):
     """This value cannot be sent to another process."""
 
 
+class _Client(BlockingKernelClient):
+    """With jupyter_client 7, which Colab has, sockets would belong to an event loop, and a cell keeps that busy."""
+
+    context = Instance(zmq.Context)
+
+    def _context_default(self) -> zmq.Context:
+        self._created_context = True
+        return zmq.Context()
+
+
 @dataclass
 class _Rank:
     """The process of one rank, and the sockets to its kernel."""
@@ -61,11 +72,11 @@ class _Rank:
     number: int
     process: nursery.Forked | nursery.Fresh
     file: Path  # where the kernel writes its ports and its key
-    client: BlockingKernelClient | None = None
+    client: _Client | None = None
     taken: str = ""  # why its GPU was taken back, which ended the rank
 
     @property
-    def _connected(self) -> BlockingKernelClient:
+    def _connected(self) -> _Client:
         assert self.client is not None, f"rank {self.number} has not been connected"
         return self.client
 
@@ -75,7 +86,7 @@ class _Rank:
             json.loads(self.file.read_text())
         except (FileNotFoundError, ValueError):
             return False
-        self.client = BlockingKernelClient(connection_file=str(self.file))
+        self.client = _Client(connection_file=str(self.file))
         self.client.load_connection_file()
         self.client.start_channels(stdin=False, hb=False, control=False)
         self.file.unlink()

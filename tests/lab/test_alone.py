@@ -67,22 +67,23 @@ finally:
 """
 
 
-def site() -> Path:
-    return Path(sysconfig.get_path("purelib"))
+def packages_of(python: str | Path) -> Path:
+    script = "import sysconfig; print(sysconfig.get_path('purelib'))"
+    done = subprocess.run([python, "-I", "-c", script], capture_output=True, text=True, check=True)
+    return Path(done.stdout.strip())
 
 
-def environment(folder: Path, *before: Path, base: str = sys.executable) -> Path:
-    """The python of an environment that has what this one has, but zerolab, and the folders `before` in front of it."""
+def environment(folder: Path, *before: Path, base: str = sys.executable, like: str = sys.executable) -> Path:
+    """The python of an environment that has what `like` has, but zerolab, and the folders `before` in front of it."""
     others = folder / "others"
     others.mkdir(parents=True)
-    for entry in site().iterdir():
+    for entry in packages_of(like).iterdir():
         if not re.match(r"__editable__|__pycache__|zerolab|.*\.pth$", entry.name):
             (others / entry.name).symlink_to(entry)
     subprocess.run([base, "-m", "venv", "--without-pip", folder / "venv"], check=True)
     python = folder / "venv" / "bin" / "python"
-    script = "import sysconfig; print(sysconfig.get_path('purelib'))"
-    own = subprocess.run([python, "-I", "-c", script], capture_output=True, text=True, check=True).stdout.strip()
-    (Path(own) / "others.pth").write_text("".join(f"{path}\n" for path in [*before, others]))
+    own = packages_of(python)
+    (own / "others.pth").write_text("".join(f"{path}\n" for path in [*before, others]))
     return python
 
 
@@ -178,7 +179,7 @@ def test_a_lesson_alone_with_the_packages_of_colab(tmp_path: Path, release: Path
     if done.returncode:
         pytest.skip(f"needs {COLAB[0]} and others from a package index: {done.stdout.strip().splitlines()[-1]}")
     python = environment(tmp_path / "env", colab)
-    # PIP_NO_DEPS: all that zerolab needs is there, but not all that these old versions do. MPLBACKEND: as in its kernels.
+    # PIP_NO_DEPS: all that zerolab needs is there, but not all that these old versions do. MPLBACKEND: as there.
     more = {"PIP_NO_DEPS": "1", "MPLBACKEND": "module://matplotlib_inline.backend_inline"}
     check(run_alone(tmp_path, release, python, None, **more))
 
@@ -188,10 +189,11 @@ def test_a_lesson_alone_on_another_python(name: str, tmp_path: Path, release: Pa
     found = shutil.which(name)
     if found is None or Path(found).resolve() == Path(sys.executable).resolve():
         pytest.skip(f"needs {name}")
-    if subprocess.run([found, "-c", "import torch, safetensors, ipykernel, jupyterlab, sklearn"]).returncode:
+    if subprocess.run(
+        [found, "-c", "import torch, safetensors, ipykernel, jupyterlab, sklearn"], stderr=subprocess.DEVNULL
+    ).returncode:
         pytest.skip(f"needs torch and the extra lab in {name}")
-    subprocess.run([found, "-m", "venv", "--system-site-packages", str(tmp_path / "venv")], check=True)
-    check(run_alone(tmp_path, release, tmp_path / "venv" / "bin" / "python", None))
+    check(run_alone(tmp_path, release, environment(tmp_path / "env", base=found, like=found), None))
 
 
 def test_zerolab_lab_without_a_checkout(tmp_path: Path, release: Path) -> None:

@@ -573,3 +573,39 @@ def test_a_rank_that_sees_only_its_own_gpu_is_not_sent_to_the_cpu_in_silence(mon
             warnings.simplefilter("always")
             environment_of_ranks._join(read_place(SRUN)._replace(rank=0, local_rank=0, local_world_size=2), 1.0)
         assert ["train on the CPU" in str(each.message) for each in said] == [True] * warned
+
+
+# ---------------------------------------------------------------------- schedulers that set torchrun's variables
+
+
+def test_the_places_that_kubernetes_and_ray_describe() -> None:
+    """Kubeflow's PyTorchJob: a pod for each rank, no variable for the place on its machine unless torchrun runs there.
+
+    Ray Train: all of torchrun's, set in each worker (ray.train.torch.config, of Ray 2.60).
+    """
+    first = {"MASTER_ADDR": "job-master-0", "MASTER_PORT": "23456", "WORLD_SIZE": "3", "RANK": "2"}
+    local = {"LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"}
+    with pytest.raises(RuntimeError, match="rank 2 cannot start: LOCAL_RANK is not set"):
+        read_place(first | {"PYTHONUNBUFFERED": "1"})  # python, where the pod's command should be torchrun
+    assert read_place(first | local) == (2, 3, 0, 1, "job-master-0", 23456)
+    ray = first | {"NODE_RANK": "1", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1", "ACCELERATE_TORCH_DEVICE": "cpu"}
+    assert read_place(ray) == (2, 3, 0, 1, "job-master-0", 23456)
+
+
+@pytest.mark.slow
+def test_kubernetes() -> None:
+    """Two pods of a PyTorchJob, as processes: torchrun in each reads the operator's PET_ variables."""
+    meet = {"MASTER_ADDR": "localhost", "MASTER_PORT": free_port()}
+    torchrun = {f"PET_{name}": value for name, value in meet.items()} | {"PET_NNODES": 2, "PET_NPROC_PER_NODE": 1}
+    pods = [meet | torchrun | {"WORLD_SIZE": 2, "RANK": pod, "PET_NODE_RANK": pod} for pod in (0, 1)]
+    found = worlds([python("-m", "torch.distributed.run", JOBS, OMP_NUM_THREADS=1, **pod) for pod in pods])
+    assert [world["environment"] for world in found] == [[0, 2, 0, 1], [1, 2, 0, 1]]
+
+
+@pytest.mark.slow
+def test_ray_train() -> None:
+    """Two workers on one node, with the variables that Ray Train sets in each."""
+    meet = {"MASTER_ADDR": "localhost", "MASTER_PORT": free_port()}
+    node = meet | {"WORLD_SIZE": 2, "LOCAL_WORLD_SIZE": 2, "NODE_RANK": 0, "ACCELERATE_TORCH_DEVICE": "cpu"}
+    found = worlds([python(JOBS, RANK=rank, LOCAL_RANK=rank, **node) for rank in (0, 1)])
+    assert [world["environment"] for world in found] == [[0, 2, 0, 2], [1, 2, 1, 2]]

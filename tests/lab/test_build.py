@@ -163,8 +163,8 @@ def test_drift(course: Path, capsys: pytest.CaptureFixture) -> None:
     nbformat.write(nbformat.v4.new_notebook(), course / "lessons" / "02_old.ipynb")
     found = build.drift(course)
     assert found[:2] == [
-        "solutions/01_tiny.ipynb does not match its source: cell 01-a-tiny-lesson-2 was not run",
-        "lessons/01_tiny.ipynb does not match its source: cell 01-a-tiny-lesson-2 was not run",
+        "solutions/01_tiny.ipynb does not match its source: cell install was not run",
+        "lessons/01_tiny.ipynb does not match its source: cell install was not run",
     ]
     assert found[2:] == ["lessons/02_old.ipynb has no source"]
     assert build.main(["--root", str(course / "lessons")]) == 2

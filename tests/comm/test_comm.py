@@ -509,16 +509,16 @@ import torch.distributed as dist
 for name in ("all_gather_single", "reduce_scatter_single"):
     if hasattr(dist, name):
         delattr(dist, name)
-import zerolab.comm.collectives as comm
-assert comm._all_gather is dist.all_gather_into_tensor
-assert comm._reduce_scatter is dist.reduce_scatter_tensor
+import zerolab.comm.native as native
+assert native.all_gather is dist.all_gather_into_tensor
+assert native.reduce_scatter is dist.reduce_scatter_tensor
 """
 
 NEWER_TORCH = """
 import torch.distributed as dist
-import zerolab.comm.collectives as comm
-assert comm._all_gather is getattr(dist, "all_gather_single", dist.all_gather_into_tensor)
-assert comm._reduce_scatter is getattr(dist, "reduce_scatter_single", dist.reduce_scatter_tensor)
+import zerolab.comm.native as native
+assert native.all_gather is getattr(dist, "all_gather_single", dist.all_gather_into_tensor)
+assert native.reduce_scatter is getattr(dist, "reduce_scatter_single", dist.reduce_scatter_tensor)
 """
 
 FAKE = """

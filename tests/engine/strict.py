@@ -224,6 +224,14 @@ def under_way() -> list[str]:
     return [work.name for work in _here.flying]
 
 
+def _meet(store: dist.Store, place: str, patience: float) -> None:
+    """Wait for all ranks: who closes its connections takes them from the others."""
+    store.add(place, 1)
+    until = time.monotonic() + patience
+    while store.add(place, 0) < dist.get_world_size() and time.monotonic() < until:
+        time.sleep(0.001)
+
+
 @contextmanager
 def world(late: int | None = None, patience: float | None = None) -> Iterator[World]:
     """Inside, the ranks of this world form another one, whose backend is strict; afterwards a new one with gloo."""
@@ -232,6 +240,7 @@ def world(late: int | None = None, patience: float | None = None) -> Iterator[Wo
     ranks = {"rank": dist.get_rank(), "world_size": dist.get_world_size(), "timeout": timeout}
     store = dist.distributed_c10d._get_default_store()
     number = store.add(f"strict worlds of rank {ranks['rank']}", 1)  # the same on every rank
+    _meet(store, f"entered {number}", FOREVER)  # gloo may still be connecting the others
     dist.destroy_process_group()
     _here = World(late, patience)
     dist.init_process_group("strict", store=dist.PrefixStore(f"strict {number}", store), **ranks)
@@ -247,9 +256,7 @@ def world(late: int | None = None, patience: float | None = None) -> Iterator[Wo
         for group in list(dist.distributed_c10d._world.pg_map):
             if isinstance(group, StrictGroup):
                 group.leave()
-        store.add(f"left {number}", 1)
-        until = time.monotonic() + (patience or FOREVER)
-        while store.add(f"left {number}", 0) < dist.get_world_size() and time.monotonic() < until:
-            time.sleep(0.001)  # who closes its connections takes them from those who still read
+        _meet(store, f"left {number}", patience or FOREVER)  # those who still read
         dist.destroy_process_group()
+        ranks["timeout"] = timedelta(seconds=60)  # one that waits in vain comes later than the others
         dist.init_process_group("gloo", store=dist.PrefixStore(f"after strict {number}", store), **ranks)

@@ -284,7 +284,7 @@ def oversleep() -> tuple[str, float, float]:
 
 
 def test_the_control_group_speaks_before_the_watchdog(ranks):
-    (message, seconds, timeout), _ = ranks.run(oversleep, ranks=2, timeout=60, group_timeout=4)
+    (message, seconds, timeout), _ = ranks.run(oversleep, ranks=2, timeout=60, group_timeout=8)
     assert "exchange of used parameters" in message and "watchdog" in message
     assert 0.7 * timeout < seconds  # plus what the flight recorder needs to ask the others
     assert "rank 1 did not come" in message or "rank 1" in message

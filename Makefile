@@ -64,11 +64,14 @@ lint: $(STAMP)
 # Builds nothing, so that it runs without a network: the first of .venv and python3 that sees a device is
 # taken, with the package from here. Only files with a gpu test are collected: the others may import what
 # that python lacks. Without pytest-timeout its setting would be a warning.
-gpu: ## the tests that need a CUDA device
+gpu: ## the tests that need a CUDA device, and what it shows as tables
 	@files=$$(grep -rlE --include='test_*.py' '(mark\.|@)gpu\b' tests) || { echo "no test is marked gpu"; exit 1; }; \
 	for python in $(BIN)/python $(PYTHON); do \
 	    if $$python -c 'import torch; torch.cuda.is_available() or exit(1)' 2>/dev/null; then \
-	        PYTHONPATH="$(CURDIR)" exec $$python -m pytest -W ignore::pytest.PytestConfigWarning -m gpu $$files $(ARGS); \
+	        export PYTHONPATH="$(CURDIR)"; status=0; \
+	        $$python -m pytest -W ignore::pytest.PytestConfigWarning -m gpu $$files $(ARGS) || status=1; \
+	        $$python -m zerolab.apps.gpu || status=1; \
+	        exit $$status; \
 	    fi; \
 	done; \
 	echo "skipped: no torch that sees a CUDA device in $(BIN)/python or $(PYTHON)"

@@ -99,9 +99,9 @@ if rank != 2:
     dist.all_reduce(mine)
 
 # %% [markdown]
-# The message says who waited for whom, and on which line. In a real run, this is a job that hangs for half an hour and
-# then ends with a thousand lines from every GPU. Here the ranks first tell each other what they are about to call, so
-# you always get a message like this one.
+# The message says who waited for whom, and on which line. In a real run, this is a job that hangs until a timeout ends
+# it, by default after 10 minutes with NCCL and 30 with gloo, and leaves pages of errors from every rank. Here the ranks
+# first tell each other what they are about to call, so you always get a message like this one.
 #
 # `lab.reset()` gives the ranks a fresh *[process group](../docs/glossary.md#process-group)*, which is what `torch.distributed` calls the ranks that meet.
 # Their variables are kept. After an ordinary mistake, such as a misspelt name, you don't need a reset. If the ranks
@@ -138,8 +138,9 @@ print("everyone is here, and mine still has shape", tuple(mine.shape))
 lab.predict("00.2", 4)  # MB for 1 million parameters
 
 # %% [markdown]
-# Now all four stages train the same small GPT on real text, on your machine. The loop is the same each time; only the
-# name of the class changes. What each rank holds is counted from its live memory.
+# Now all four stages train the same small GPT on real text, on your machine. It has 0.87 million parameters, so what a
+# rank holds is divided by 0.87 before it is compared with your number. The loop is the same each time; only the name of
+# the class changes. What each rank holds is counted from its live memory.
 
 # %%
 from zerolab.lab import measure_ladder
@@ -172,6 +173,8 @@ if lab.predicted("00.2"):
 # ## Does your model fit?
 #
 # The same arithmetic works for any model and any GPU. Try the model you work with. When does stage 1 stop helping?
+# (The explorer starts in *bf16*: parameters and gradients in 16 bits, as large models are trained. With Adam that is
+# still 16 bytes per parameter, but more of them are optimizer state, as lesson 02 shows. You can switch to float32.)
 #
 # *Activations*, what forward keeps for backward, come on top: here 10 GB of them, on every rank and in every stage.
 # Stage 3 also needs the full parameters of whatever it is computing at the moment, one *unit* at a time (a unit is a
@@ -190,8 +193,8 @@ memory_explorer("7.5B", 64, activations="10 GB")
 # You can find all three in articles. The paper is *ZeRO: Memory Optimizations Toward Training Trillion Parameter
 # Models* by Rajbhandari, Rasley, Ruwase and He, of **Microsoft**, October 2019 ([arXiv
 # 1910.02054](https://arxiv.org/abs/1910.02054)). BERT came out in October 2018. **Verdict: false**, all three, by the
-# dates and the title page alone. Claims that take more than a title page to settle get a measurement; each lesson tries
-# one or two.
+# dates and the title page alone. Claims that take more than a title page to settle get a measurement; every lesson
+# tries at least one.
 
 # %% [markdown]
 # ## What comes next

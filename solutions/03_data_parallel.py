@@ -175,8 +175,8 @@ print("four ranks and one process agree to 0.00001:", largest_difference(naive[0
 # ## Buckets
 #
 # Every message has a price that doesn't depend on its size: its **[latency](../docs/glossary.md#latency)**. You don't notice it on a laptop, so we
-# emulate a network of 200 MB/s on which every message takes 1 ms. An all-reduce in a ring of 4 ranks is 2 × 3 messages,
-# one after another. How many milliseconds will averaging take with your 29 calls?
+# emulate a network of 200 MB/s with a latency of 1 ms. An all-reduce in a ring of 4 ranks is 2 × 3 messages, one after
+# another. How many milliseconds will averaging take with your 29 calls, latency and bytes together?
 
 # %%
 lab.predict("03.3", 1000 * (29 * 6 * 0.001 + 2_823_168 / 200e6))  # ms
@@ -275,6 +275,10 @@ lab.link(None)
 #   `unit.bucket.reduction`. Ask `self.reduces(unit)`. It says no while the user adds up the gradients of several
 #   batches before a step (**[gradient accumulation](../docs/glossary.md#gradient-accumulation)**, inside `with zero.no_sync():`). Then nothing should travel until
 #   the last batch.
+#
+# The ranks that share a model need not be all processes: from lesson 07 on there are groups, each with a model of its
+# own. `self.rank`, `self.world_size` and `self.comm` are those of the engine's own group, and a function of `dist` takes
+# `group=self.comm.group`.
 
 # %%
 # %%exercise 03.3

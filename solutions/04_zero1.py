@@ -256,8 +256,77 @@ print("this ZeRO-1 equals the package's:", all(of["package"] for of in same))
 
 # %% [markdown]
 # They must be equal. Adam computes each element from that element's gradient, average and average square, on whatever rank
-# that happens. The same is true of SGD and of Adam's relatives. An optimizer that looks at an entire matrix at once (Muon,
-# Shampoo) or at the norm of a layer (LAMB) cannot be cut like this; the engine refuses the ones it knows.
+# that happens. The same is true of SGD and of Adam's relatives.
+#
+# ## What cannot be cut
+#
+# Muon is not among them. It averages the gradient of a matrix, and then makes all singular values of that average nearly
+# equal, so that the update is about as large in every direction. Each element of the result depends on the entire matrix.
+# What comes out if each rank hands Muon the rows that it has?
+
+# %%
+# %%ranks
+from torch.optim import Muon
+
+
+def first_step(gradient):  # where Muon goes from zero
+    param = torch.nn.Parameter(torch.zeros_like(gradient))
+    param.grad = gradient
+    Muon([param], lr=1.0, weight_decay=0.0).step()
+    return param.detach()
+
+
+gradient = model.blocks[0].mlp.down.weight.grad  # 128 x 512, from the real gradient above
+dist.all_reduce(gradient)
+right = first_step(gradient).chunk(world_size)[rank]  # this rank's 32 rows of the right step
+alone = first_step(gradient.chunk(world_size)[rank])  # the step that these rows give by themselves
+off = ((alone - right).norm() / right.norm()).item()
+
+zero = zerolab.Zero1(make_model(), units=[Block])
+matrices = [param for param in zero.model.blocks.parameters() if param.dim() == 2]
+zero.model(*batch(words, rank, 0, 8, 64)).backward()
+try:
+    Muon(matrices, lr=0.02).step()
+except RuntimeError as error:
+    refused = str(error)
+
+# %%
+print("off by, on each rank:", *(f"{100 * off:.0f} %" for off in lab.pull("off")))
+print(lab.pull("refused", rank=0))
+
+# %% [markdown]
+# Rows alone give a step of the right size in a wrong direction. Nothing would fail, the loss would even fall, and it would
+# not be Muon. So stages 1 to 3 refuse it, and name a way out. `OwnerOptimizer` does not cut: each matrix has an *owner*,
+# the rank that updates all of it. In a step, the others send the owner their slices of the gradient and of the matrix. It
+# runs Muon, keeps Muon's state, and sends the new slices back.
+
+
+# %%
+# %%ranks
+def with_muon(stage, build):
+    zero = stage(make_model(), units=[Block])
+    muon = build([param for param in zero.model.blocks.parameters() if param.dim() == 2])
+    for step in range(3):
+        zero.model(*batch(words, rank, step, 8, 64)).backward()
+        muon.step()
+        zero.model.zero_grad()
+    with zero.full_parameters():
+        weights = [param.detach().clone() for param in zero.model.parameters()]
+    return weights, sum(value.nbytes for kept in muon.state.values() for value in kept.values())
+
+
+replicated, full_state = with_muon(zerolab.DDP, lambda matrices: Muon(matrices, lr=0.02))
+owned, state = with_muon(zerolab.Zero1, lambda matrices: zerolab.OwnerOptimizer(matrices, Muon, lr=0.02))
+identical = all(map(torch.equal, replicated, owned))
+
+# %% tags=["nbval-check-output"]
+print("three steps of Muon, in DDP and with owners in Zero1, bit for bit:", all(lab.pull("identical")))
+for rank, (full, own) in enumerate(zip(lab.pull("full_state"), lab.pull("state"))):
+    print(f"rank {rank}: Muon's state {full:,} bytes in DDP, {own:,} with owners")
+
+# %% [markdown]
+# The state is shared out as evenly as whole matrices allow. It works in every stage, and for Shampoo, SOAP and LAMB as
+# well: see [Muon](../docs/muon.md). Lesson 18 counts what it sends. From here on the optimizer is Adam again.
 #
 # ## Where the peak is
 #
@@ -518,7 +587,8 @@ if lab.predicted("04.1"):
 # 3. No. Each rank goes on with new values in its own shard and old values elsewhere. The models drift apart, and training
 #    gets worse without an error. The check of 04.2 finds this by comparing weights, not losses.
 # 4. For their sums of squares: an all-reduce of one number. (`zero.clip_grad_norm_` does it.)
-# 5. Adam treats every element by itself. It matters for optimizers that look at a matrix or a layer in one piece.
+# 5. Adam treats every element by itself. It matters for optimizers that look at a matrix (Muon) or a layer (LAMB) in one
+#    piece: there a parameter needs an owner.
 # 6. It has to be cut again: the boundaries of shards for N = 4 and N = 8 differ. `zerolab.load` does this. It reads what
 #    `zerolab.save` wrote, at any number of ranks and in any stage.
 

@@ -213,6 +213,9 @@ scores = score(record), record.overlap
 
 # %%
 for rank, (ours, packages) in enumerate(lab.pull("scores")):
+    if packages is None:
+        print(f"rank {rank}: NCCL's collectives end on the GPU, where only a profile sees them")
+        continue
     print(f"rank {rank}: {ours:.2f}, the package says {packages:.2f}")
     assert 0 <= ours <= packages + 1e-6 <= 1.001
 

@@ -20,10 +20,10 @@ from zerolab.lab import plots
 # laptop could hold.
 #
 # The paper that introduced ZeRO (Rajbhandari et al., arXiv 1910.02054) opens with a figure: 7.5 billion parameters on
-# 64 GPUs, in bf16 with Adam. Per parameter that is 2 bytes for a 16-bit weight, 2 for its gradient, and 12 for a master
-# copy of the weight in 32 bits and Adam's two averages (lesson 02). How many GB does a rank hold in stages 1, 2 and 3
-# when backward returns? (Give two decimals for stage 3 and one for the others. To see them right away,
-# `lab.skip("16.1")` and so on.)
+# 64 GPUs, in 16-bit numbers with Adam. Per parameter that is 2 bytes for a 16-bit weight, 2 for its gradient, and 12
+# for a master copy of the weight in 32 bits and Adam's two averages (lesson 02). How many GB does a rank of this engine
+# hold in stages 1, 2 and 3 when backward returns? (Lesson 08 says what it does differently in stage 3. Give two
+# decimals for stage 3 and one for the others. To see them right away, `lab.skip("16.1")` and so on.)
 
 # %%
 lab.predict("16.1", round(4 * 7.5 + 12 * 7.5 / 64, 1))  # GB
@@ -54,7 +54,7 @@ for number, id in ((1, "16.1"), (2, "16.2"), (3, "16.3")):
     lab.reveal(id)
 
 # %% tags=["nbval-check-output"]
-if lab.predicted("16.1"):
+if lab.predicted("16.1") and lab.predicted("16.2") and lab.predicted("16.3"):
     for paper, engine, stage in zip(FIGURE_1, held, stages):
         print(f"{stage.__name__:6} the paper {paper:6.1f} GB, simulated {engine:6.2f} GB")
     assert all(abs(engine / paper - 1) < 0.01 for paper, engine in zip(FIGURE_1[:3], held))
@@ -102,16 +102,13 @@ if lab.predicted("16.3"):
 # ## To a trillion
 #
 # Three models on up to 1,024 GPUs: this is the paper's Table 1. All 54 cells take a few minutes to simulate (`zerolab
-# simulate --table1 --json docs/table1.json`), so here they come from the file which that command wrote.
+# simulate --table1 --json table1.json`), so here they come from the file which that command wrote.
 
 # %%
 import json
-from pathlib import Path
+from importlib.resources import files
 
-import zerolab
-
-stored = Path(zerolab.__file__).parents[1] / "docs" / "table1.json"
-cells = json.loads(stored.read_text())["cells"]
+cells = json.loads((files("zerolab.measure") / "table1.json").read_text())["cells"]
 plots.show(plots.to_a_trillion(cells))
 
 # %% [markdown]
@@ -123,8 +120,8 @@ plots.show(plots.to_a_trillion(cells))
 #
 # ## Write: the fewest GPUs
 #
-# So for each stage there is a smallest number of GPUs on which a model fits, or no number is enough. Write it, for bf16
-# with Adam, with activations that each GPU needs on top. It is a lesson's worth of formulas in ten lines.
+# So for each stage there is a smallest number of GPUs on which a model fits, or no number is enough. Write it, for this
+# engine in bf16 with Adam, with activations that each GPU needs on top. It is a lesson's worth of formulas in ten lines.
 
 # %%
 # %%exercise 16.1
@@ -154,8 +151,8 @@ else:
 # %% [markdown]
 # ## The largest model
 #
-# Now turn the question around. What is the largest model that 64 GPUs of each kind can train, if activations and units
-# in flight take a quarter of the memory? The explorer below it takes your own numbers.
+# Now turn the question around. What is the largest model that 64 GPUs can train, if they have 24, 80 or 141 GB each,
+# and activations and units in flight take a quarter of it? The explorer below it takes your own numbers.
 
 # %% tags=["nbval-check-output"]
 from zerolab.measure import in_parameters, plan as compare
@@ -180,8 +177,8 @@ print("At the start:", explorer.sentence)
 # - *computing* stays the same: 6 operations per parameter and token, at 200 TFLOP/s.
 # - *sending* stays almost the same: about 3Ψ elements of 2 bytes, whatever N is (lesson 07). A ring over several nodes
 #   is only as fast as the wires between the nodes: 25 GB/s out of a node of 8 GPUs, compared with 300 GB/s inside it.
-# - *[latency](../docs/glossary.md#latency)* grows: a ring of N ranks passes N - 1 messages, one after another, in 3 collectives for each of 37 units,
-#   at 20 µs a message.
+# - *[latency](../docs/glossary.md#latency)* grows: a ring of N ranks passes N - 1 messages, one after another, in 3 collectives for each of 37 units
+#   (36 blocks and the root), at 20 µs a message.
 
 # %%
 psi, tokens, units = 7.5e9, 16 * 1024, 37
@@ -213,9 +210,9 @@ plots.show(plots.sharding_map(nodes=4, per_node=8))
 # %% [markdown]
 # On the left, every gather of every unit goes around through all nodes. On the right, parameters are gathered among 8
 # GPUs and never leave the node. Only gradients travel between nodes. Each GPU has the mean, over its node, of one
-# eighth of the gradient. It averages that with the GPUs in other nodes that hold the same eighth. This is an all-reduce
-# of Ψ/8 elements, and all eight of them share the node's wires. The price is memory: states are now divided by 8
-# instead of N.
+# eighth of the gradient. It averages that with the GPUs in other nodes that hold the same eighth. That is an all-reduce
+# of Ψ/8 elements for each of the node's eight GPUs, which share its wires. The price is memory: states are now
+# divided by 8 instead of N.
 
 
 # %%
@@ -355,8 +352,8 @@ for cell in big:
 # 2. The paper keeps a 16-bit copy of the slices. Here, each gather makes that copy from the masters on its way.
 # 3. Computing halves, because each rank has half as many tokens. Sending stays almost the same. Latency doubles. So at
 #    some number of GPUs a step stops getting faster.
-# 4. 14Ψ/8 = 50 GB: 29 billion parameters, on any number of nodes. Larger models must be sharded over more GPUs than a
-#    node has. And if all wires are equally fast, the only gain is latency.
+# 4. 14Ψ/8 = 50 GB: 28.5 billion parameters, on any number of nodes. Larger models must be sharded over more GPUs than
+#    a node has. And if all wires are equally fast, the only gain is latency.
 # 5. It computes more tokens in a step, so the bytes are paid for less often. Or it sends them over faster wires, or
 #    while it computes.
 

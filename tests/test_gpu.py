@@ -78,7 +78,16 @@ def ranks_for(how: str, n: int) -> int:
 
 
 EVERYWHERE = pytest.mark.parametrize(
-    ("how", "n"), [(ONE_GPU_EACH, 1), (ONE_GPU_EACH, 4), (SHARING, 2), (SHARING, 3), (SHARING, 4), (NCCL_SHARING, 2)]
+    ("how", "n"),
+    [
+        (ONE_GPU_EACH, 1),
+        (ONE_GPU_EACH, 4),
+        (SHARING, 2),
+        (SHARING, 3),
+        (SHARING, 4),
+        (NCCL_SHARING, 2),
+        (NCCL_SHARING, 3),
+    ],
 )
 
 
@@ -301,13 +310,72 @@ def goes_wrong(how: str, what: str, folder: str) -> None:
         raise
 
 
-@pytest.mark.parametrize("how", [ONE_GPU_EACH, SHARING])
+@pytest.mark.parametrize("how", [ONE_GPU_EACH, SHARING, NCCL_SHARING])
 @pytest.mark.parametrize(("what", "words"), [("raises", "ValueError: a bad batch"), ("dies", "SIGKILL")])
 def test_a_rank_that_fails_is_named(how, what, words, tmp_path):
     n = ranks_for(how, 2)
     with zerolab.Ranks(n, threads=1) as pool, pytest.raises(zerolab.RankError) as caught:
         pool.run(goes_wrong, how, what, str(tmp_path), timeout=90, group_timeout=30)
     assert caught.value.rank == 1 and words in str(caught.value), caught.value
+
+
+class Routed(nn.Module):
+    """Two units, of which a pass uses one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.experts = nn.ModuleList(nn.Linear(8, 8) for _ in range(2))
+
+    def forward(self, x: Tensor, which: int) -> Tensor:
+        return self.experts[which](x).sum()
+
+
+def another_route(how: str) -> str:
+    """What is said, on this rank, when in the third pass each rank takes another way."""
+    device, group = place(how)
+    zero = zerolab.shard(Routed().to(device), 3, units=[nn.Linear], group=group)
+    with pytest.raises(zerolab.CommError) as caught:
+        for number in range(3):
+            zero.model(torch.ones(2, 8, device=device), zero.rank if number == 2 else 0).backward()
+    return str(caught.value)
+
+
+@pytest.mark.parametrize("how", [ONE_GPU_EACH, SHARING, NCCL_SHARING])
+def test_another_route_is_named(how):
+    n = ranks_for(how, 2)
+    with zerolab.Ranks(n, threads=1) as pool:
+        for message in pool.run(another_route, how, timeout=90, group_timeout=30):
+            assert "experts." in message and "rank " in message, message
+
+
+# -- optimizers that look at whole matrices ----------------------------------------------------------------------------
+
+
+def owned(how: str) -> None:
+    """Muon with owners trains as plain Muon does in stage 0."""
+    device, group = place(how)
+    expected: list[Tensor] = []
+    for stage in (None, 0, 1, 2, 3):
+        torch.manual_seed(7)
+        zero = zerolab.shard(Model().to(device), stage or 0, units=[Block], group=group)
+        matrices = [param for param in zero.model.parameters() if param.dim() == 2]
+        muon: Any = torch.optim.Muon(matrices, lr=0.02)
+        if stage is not None:
+            muon = zerolab.OwnerOptimizer(matrices, torch.optim.Muon, lr=0.02)
+        for number in range(STEPS):
+            zero.model(*(tensor.to(device) for tensor in batch(zero.rank, number))).backward()
+            muon.step()
+            zero.model.zero_grad()
+        weights = [value.cpu() for value in zero.full_state_dict().values()]
+        expected = expected or weights
+        for one, other in zip(weights, expected, strict=True):
+            # Muon works in bf16, which makes much of a gradient's last digit.
+            torch.testing.assert_close(one, other, rtol=0, atol=4e-3, msg=f"stage {stage}")
+
+
+@EVERYWHERE
+def test_owners_train_as_plain_muon(ranks, how, n):
+    ranks.run(owned, how, ranks=ranks_for(how, n), timeout=120)
 
 
 # -- the same bytes ---------------------------------------------------------------------------------------------------

@@ -1,6 +1,7 @@
 """The package as a whole: its environments, its wheel, and which way its imports point."""
 
 import ast
+import email
 import graphlib
 import os
 import re
@@ -104,9 +105,21 @@ def test_wheel_holds_the_whole_package(wheel):
     inside = {name for name in zipfile.ZipFile(wheel).namelist() if ".dist-info/" not in name}
     modules = {str(path.relative_to(ROOT)) for path in PACKAGE.rglob("*.py")}
     assert modules - inside == set(), "left out of the wheel: a folder without __init__.py?"
-    assert inside - modules >= {"zerolab/py.typed", "zerolab/lab/slurm/srun.sbatch"}
+    assert inside - modules >= {"zerolab/py.typed", "zerolab/lab/slurm/srun.sbatch", "zerolab/measure/table1.json"}
     assert {name for name in inside if "/course/" in name} == {f"zerolab/course/{name}" for name in notebooks()}
     assert {name.partition("/")[0] for name in inside} == {"zerolab", "zerolab_command.py"}
+
+
+def test_wheel_says_what_it_is(wheel):
+    with zipfile.ZipFile(wheel) as file:
+        (folder,) = {name.partition("/")[0] for name in file.namelist() if ".dist-info/" in name}
+        told = email.message_from_string(file.read(f"{folder}/METADATA").decode())
+        assert file.read(f"{folder}/licenses/LICENSE") == (ROOT / "LICENSE").read_bytes()
+    assert (told["License-Expression"], told["License-File"]) == ("MIT", "LICENSE")
+    assert (told["Requires-Python"], told["Version"]) == (PROJECT["requires-python"], PROJECT["version"])
+    assert told["Description-Content-Type"] == "text/markdown"
+    assert told.get_payload().strip() == (ROOT / "README.md").read_text().strip()
+    assert set(told.get_all("Provides-Extra")) == set(EXTRAS)
 
 
 def test_source_distribution_holds_what_git_has(release):

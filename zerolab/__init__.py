@@ -27,6 +27,7 @@ from zerolab.comm.waiting import CommError
 from zerolab.ddp import DDP
 from zerolab.engine.engine import Engine
 from zerolab.engine.layout import Layout, Slot
+from zerolab.engine.owner import OwnerOptimizer
 from zerolab.engine.precision import Precision
 from zerolab.engine.scaler import LossScaler
 from zerolab.engine.step import declare_elementwise
@@ -59,6 +60,7 @@ __all__ = [
     "Engine",
     "Layout",
     "LossScaler",
+    "OwnerOptimizer",
     "Pending",
     "Precision",
     "RankError",

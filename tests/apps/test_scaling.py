@@ -73,6 +73,17 @@ def test_bytes_on_ranks_are_as_simulated_and_the_rest_is_drawn(lent, tmp_path, m
     assert "stage 3, 2 ranks" in problem
 
 
+def test_the_host_does_less_than_for_fsdp2():
+    """CPU time of one process, in turn. It is 0.16 to 0.21 where nothing else runs; half leaves room for a busy one."""
+    cost = scaling.host_cost(rounds=12)
+    together = {name: sum(seconds.values()) for name, seconds in cost.items()}
+    assert list(together) == [scaling.PLAIN, *(f"stage {stage}" for stage in scaling.STAGES), scaling.FSDP2]
+    for stage in scaling.STAGES:
+        assert 0 < together[f"stage {stage}"] < 0.5 * together[scaling.FSDP2], cost
+    assert scaling.host_table({"host": cost}).row_count == 6
+    assert not dist.is_initialized()
+
+
 def test_a_process_group_is_refused():
     with scaling.fake_ranks(2):
         with pytest.raises(RuntimeError, match="without a process group"):

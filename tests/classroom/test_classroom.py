@@ -113,6 +113,7 @@ class Notebook:
         self.client.load_connection_file()
         self.client.start_channels(hb=False)  # a kernel that starts slowly has no heartbeat, and is not dead
         self.client.wait_for_ready(timeout=60)
+        assert "without encryption" not in (room.folder / row["student"] / "log").read_text()
 
     def begin(self, code: str) -> None:
         self.told = ""

@@ -18,10 +18,11 @@ from pathlib import Path
 
 import psutil
 import pytest
-from test_launch import finish, python, wait_until
+from test_launch import finish, gone, python, wait_until
 
 from zerolab import lab
 from zerolab.classroom.broker import CONNECTIONS, Broker
+from zerolab.classroom.hub import LOCK, SOCKET, Door
 from zerolab.lab.ranks import lease, session, turns
 
 pytestmark = [
@@ -331,3 +332,92 @@ def test_ranks_start_in_turns_and_a_notebook_that_dies_blocks_nobody(tmp_path: P
         begin = time.monotonic()
         with turns.turn():
             assert time.monotonic() - begin < 1.0
+
+
+# ---------------------------------------------------------------------- under JupyterHub
+
+
+def say(path: Path, *messages: bytes) -> dict:
+    """What is answered first."""
+    with socket.socket(socket.AF_UNIX) as connection:
+        connection.settimeout(20.0)
+        connection.connect(str(path))
+        connection.sendall(b"".join(messages))
+        return json.loads(connection.makefile().readline())
+
+
+def test_a_token_tells_who_asks(tmp_path: Path) -> None:
+    def who(token: str) -> str | None:
+        if token == "hub is down":
+            raise RuntimeError
+        return {"secret": "ada"}.get(token)
+
+    ended, path = threading.Event(), tmp_path / SOCKET
+    with lending(tmp_path, 0, 2) as broker:
+        door = Door(broker, path, False, who)
+
+        def serve() -> None:
+            while not ended.is_set():
+                door.look()
+
+        thread = threading.Thread(target=serve)
+        thread.start()
+        try:
+            assert os.stat(path).st_mode & 0o777 == 0o600
+            want = lease.line(want=1)
+            for first in (
+                want,
+                lease.line(token="ada"),
+                lease.line(token=["secret"]),
+                b"[" * 3000 + b"\n",
+                b"x" * 5000,
+            ):
+                assert "does not know this notebook's token" in say(path, first)["refused"]
+            assert "JupyterHub does not answer" in say(path, lease.line(token="hub is down"), want)["refused"]
+            assert not broker.table()
+            assert say(path, lease.line(token="secret", student="grace"), want)["gpus"] == ["0"]
+            wait_until(lambda: not broker.table(), 10.0)
+            with socket.socket(socket.AF_UNIX) as held:
+                held.connect(str(path))
+                held.sendall(lease.line(token="secret") + lease.line(want=2))
+                wait_until(broker.table, 10.0)
+                assert [(entry.student, entry.gpus) for entry in broker.table()] == [("ada", ("0", "1"))]
+        finally:
+            ended.set()
+            thread.join(10.0)
+            door.close()
+    assert not path.exists()
+
+
+def test_the_broker_of_a_hub_that_was_killed_makes_way_for_the_next(tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "zerolab.classroom.hub", "lend", str(tmp_path), "0", "--seconds=600"]
+    hub = [sys.executable, "-c", "import subprocess, sys; sys.exit(subprocess.run(sys.argv[1:]).returncode)", *command]
+    hubs, brokers = [], []
+
+    def begun() -> bool:
+        brokers[:] = [child for each in hubs for child in psutil.Process(each.pid).children()]
+        lock = str(tmp_path / LOCK)
+        return len(brokers) == len(hubs) and all(lock in {file.path for file in each.open_files()} for each in brokers)
+
+    def serves() -> bool:
+        with suppress(OSError):
+            return "refused" in say(tmp_path / SOCKET, lease.line(want=1))
+        return False
+
+    try:
+        hubs.append(subprocess.Popen(hub))
+        wait_until(serves, 60.0)
+        hubs.append(subprocess.Popen(hub))
+        wait_until(begun, 60.0)
+        first, second = brokers
+        hubs[0].kill()
+        wait_until(lambda: gone(first.pid), 20.0)
+        wait_until(serves, 20.0)
+        second.terminate()
+        assert hubs[1].wait(20.0) == 0 and not (tmp_path / SOCKET).exists()
+    finally:
+        for process in [*hubs, *brokers]:
+            with suppress(psutil.NoSuchProcess):
+                process.kill()
+        for each in hubs:
+            each.wait(10.0)

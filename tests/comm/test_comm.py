@@ -464,6 +464,19 @@ def test_a_gather_does_not_meet_a_reduction(ranks):
     all_say(ranks.run(job_reduces_where_others_gather, ranks=2, timeout=60, group_timeout=20), "CommError", within=9)
 
 
+def job_wrong_sizes():
+    comm = comm_of(6)
+    wrong = torch.ones(5), torch.ones(6)
+    return [attempt(comm.reduce_scatter, *wrong, "b"), attempt(comm.all_gather, *reversed(wrong), "b")]
+
+
+def test_sizes_that_do_not_fit_are_refused_before_anything_moves(ranks):
+    for rank, both in enumerate(ranks.run(job_wrong_sizes, ranks=2)):
+        for error in both:
+            assert error.kind == "ValueError", error
+            assert error.text.startswith(f"rank {rank}: 5 elements are not the shard of 6 on 2 ranks"), error
+
+
 def job_exchange():
     comm = Comm(None, CPU)
     messages = [{"rank": 0}, "Ψ" * 1000, None, [1.5, [True, ""], "x" * 70_000]]

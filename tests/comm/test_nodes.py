@@ -20,6 +20,7 @@ import pytest
 import torch
 from jobs_common import PYTHONPATH
 from reference import train_alone
+from slurm import missing
 from test_launch import ROOT, wait_until
 from test_mesh import alone_in_tree_order
 
@@ -261,6 +262,7 @@ exit ${failed:-0}
 """
 
 
+@pytest.mark.skipif(not missing(), reason="tests/integrations/test_slurm.py has a real Slurm here")
 def test_the_templates_train_on_two_nodes_where_srun_is_one_that_knows_no_cluster(tmp_path):
     """The real templates and `zerolab.train`; of Slurm, only the variables that it sets."""
     for name, text in (("srun", SRUN), ("scontrol", "#!/bin/bash\necho localhost\necho other\n")):

@@ -371,6 +371,16 @@ def averaged_model(script: Script) -> None:
 
 
 @habit(
+    "Refused, at the line.",
+    refused="leave DistributedDataParallel out",
+    instead="nothing: a sharded model averages its gradients",
+)
+def in_ddp(script: Script) -> None:
+    """Wrap the model in torch's DDP"""
+    nn.parallel.DistributedDataParallel(script.model)
+
+
+@habit(
     "Refused, on every rank, when the next backward ends.",
     refused="The ranks are out of step",
     instead="all-reduce the condition first, or `zerolab.LossScaler`, whose ranks skip together",

@@ -75,7 +75,7 @@ class Work:
         _here.flying.remove(self)
         arrived = self.done.wait(_here.patience or FOREVER)
         for tensor, place, before in self.touched:
-            if tensor.data_ptr() != place or tensor.untyped_storage().size() == 0:
+            if tensor.data_ptr() != place or (tensor.numel() and tensor.untyped_storage().size() == 0):
                 raise Broken(f"{self.name}: memory was released before the wait")
             if not torch.equal(_bytes(tensor), before):
                 raise Broken(f"{self.name}: memory was written to before the wait")
@@ -142,14 +142,29 @@ class StrictGroup(dist.ProcessGroup):
             "broadcast", tensor, tensor, lambda rows: rows[opts.rootRank].view(tensor.shape), opts.rootRank
         )
 
+    def all_to_all_single(self, output: Tensor, input: Tensor, coming: list[int], going: list[int], opts: Any) -> Work:
+        def move(sent: Tensor) -> Tensor:
+            result = torch.empty(output.numel(), dtype=sent.dtype)
+            self._gloo.alltoall_base(result, sent, coming, going, dist.AllToAllOptions()).wait()
+            return result.view(output.shape)
+
+        return self._issue("all_to_all", output, input, move=move)
+
     _allgather_base, _reduce_scatter_base = all_gather_single, reduce_scatter_single
+    alltoall_base = all_to_all_single
 
     # -- the device ---------------------------------------------------------------------------------------------------
 
     def _issue(
-        self, op: str, output: Tensor, input: Tensor, finish: Callable[[Tensor], Tensor], root: int | None = None
+        self,
+        op: str,
+        output: Tensor,
+        input: Tensor,
+        finish: Callable[[Tensor], Tensor] | None = None,
+        root: int | None = None,
+        move: Callable[[Tensor], Tensor] | None = None,
     ) -> Work:
-        """`finish` makes the output of all ranks' inputs, (N, numel)."""
+        """`finish` makes the output of all ranks' inputs, (N, numel); or `move` of this rank's, whatever its size."""
         output, input = output.detach(), input.detach()
         if not (output.is_contiguous() and input.is_contiguous()):
             raise Broken(f"{op}: NCCL wants dense tensors")
@@ -159,7 +174,7 @@ class StrictGroup(dist.ProcessGroup):
         if op == "all_gather":  # the input may be this rank's part of the output
             input.copy_(sent.view(input.shape))
         work = Work(f"{op} of {tuple(input.shape)}", output, [output, input])
-        kind = zlib.crc32(repr((op, sent.shape, sent.dtype, root)).encode())
+        kind = zlib.crc32(repr((op, sent.shape if finish else None, sent.dtype, root)).encode())
 
         def job() -> bool:
             if self.rank() == _here.late:
@@ -168,7 +183,7 @@ class StrictGroup(dist.ProcessGroup):
                 kinds = self._gather(torch.tensor([kind]))
                 if len(set(kinds.flatten().tolist())) > 1:
                     return False  # as on a device, where ranks that do not match wait for each other for good
-                work.result = finish(self._gather(sent))
+                work.result = finish(self._gather(sent)) if finish else move(sent)
             except RuntimeError:  # a rank is gone
                 return False
             work.done.set()

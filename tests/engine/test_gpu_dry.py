@@ -12,7 +12,18 @@ def dry(folder: str) -> None:
     with strict.world(late=1):
         test_gpu.ways(test_gpu.ON_CPU, meshes=True, stages=(3,))
         test_gpu.saved_and_loaded(test_gpu.ON_CPU, folder, fused=True)
+        test_gpu.owned(test_gpu.ON_CPU)
 
 
 def test_a_dry_run_on_the_strict_backend(ranks, tmp_path: Path):
     ranks.run(dry, str(tmp_path / "checkpoint"), ranks=2, timeout=100, group_timeout=30)
+
+
+def other_way() -> str:
+    with strict.world(patience=0.05):
+        return test_gpu.another_route(test_gpu.ON_CPU)
+
+
+def test_a_dry_run_of_another_route(ranks):
+    for message in ranks.run(other_way, ranks=2, timeout=60, group_timeout=30):
+        assert "experts." in message and "rank " in message, message

@@ -24,7 +24,7 @@ import pytest
 import strict
 import torch.distributed as dist
 from jobs_common import ROOT
-from test_strict import everything
+from test_strict import everything, owned
 from torch import Tensor
 from zoo import CASES, Stack, words
 from zoo import Block as ZooBlock
@@ -36,7 +36,7 @@ from zerolab.comm.recording import Observer, observers
 NAMES = {"wait", "_wait", "wait_for", "finished_within", "_finish_gather", "_advance_reductions", "advance"}
 FILES = [
     *sorted((ROOT / "zerolab/engine").glob("*.py")),
-    *(ROOT / f"zerolab/comm/{name}.py" for name in ("agreement", "collectives", "waiting")),
+    *(ROOT / f"zerolab/comm/{name}.py" for name in ("agreement", "collectives", "slices", "waiting")),
 ]
 NEEDLESS = {
     # It returns at once: the work is completed, and either failed, which is raised here, or finished just now.
@@ -152,6 +152,7 @@ RUNS = {
     "stage 2 in a mesh": lambda folder: everything(2, {"mesh": (2, 1)}, folder),
     "stage 3, late gradients": lambda folder: list(sharded_case(CASES["shared across checkpoints"], 3)[0].values()),
     "stage 2 without overlap": lambda folder: in_turns(),
+    "Muon in stage 1": lambda folder: owned(1),
 }
 
 

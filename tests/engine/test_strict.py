@@ -157,6 +157,30 @@ def test_three_ranks_and_meshes(ranks, tmp_path: Path):
     compare(ranks, 4, 1e-5, [2], [{"mesh": (1, 4)} | AWAY], str(tmp_path), None)
 
 
+def owned(stage: int) -> list[Tensor]:
+    """Muon on whole matrices: what the parameters are after three steps."""
+    zero, _ = built(stage, {})
+    matrices = [param for param in zero.model.parameters() if param.dim() == 2]
+    muon = zerolab.OwnerOptimizer(matrices, torch.optim.Muon, lr=0.02)
+    for number in range(3):
+        zero.model(*batch(zero.rank, number)).backward()
+        muon.step()
+        zero.model.zero_grad()
+    return list(zero.full_state_dict().values())
+
+
+def owned_on_both() -> None:
+    for stage in range(4):
+        expected = owned(stage)
+        with strict.world(late=1):
+            for got, wanted in zip(owned(stage), expected, strict=True):
+                assert torch.equal(got, wanted), stage
+
+
+def test_owners_of_whole_matrices(ranks):
+    ranks.run(owned_on_both, ranks=2, timeout=60)
+
+
 # -- hard models ------------------------------------------------------------------------------------------------------
 
 HARD = ["tied across units", "mixture of experts", "freezing and thawing", "unused", "two backwards", "two losses"]

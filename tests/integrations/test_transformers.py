@@ -394,6 +394,9 @@ def refused(folder: str) -> dict[str, str]:
         "adafactor": lambda: trainer_of(3, folder, optim="adafactor").train(),
         "some parameters": lambda: trainer_of(3, folder).accelerator.clip_grad_norm_([zero.units[0].params[0]], 1.0),
         "milestones": milestones,
+        "plain Trainer": lambda: Trainer(
+            zerolab.shard(gpt2(), 3).model, arguments(folder, eval_strategy="no"), train_dataset=text(0, 4)
+        ).train(),
         "first rank": lambda: trainer_of(2, folder).save_model(f"{folder}/file/model"),
         **{name: partial(with_argument, name) for name in REFUSED},
     }
@@ -411,6 +414,7 @@ def test_refusals(ranks, tmp_path):
         "uneven": "ValueError: even_batches=False",
         "adafactor": "RuntimeError: Adafactor is not known to be elementwise",
         "some parameters": "ValueError: .*pass all of model.parameters()",
+        "plain Trainer": "RuntimeError: .*take zerolab.integrations.transformers.ZeroTrainer",
         "first rank": "CheckpointError: rank 0: NotADirectoryError",
         "milestones": "CheckpointError: the state of MultiStepLR is not JSON",
     }

@@ -12,7 +12,9 @@ import sys
 import sysconfig
 import tempfile
 import time
+import zipfile
 from pathlib import Path
+from typing import NamedTuple
 
 import nbformat
 import pytest
@@ -21,7 +23,7 @@ from jobs_common import ROOT
 from zerolab.lab import build
 from zerolab.lab.__main__ import copy_notebooks
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(400)]
 
 # What Colab's list of packages had in August 2026, for Python 3.13: github.com/googlecolab/backend-info.
 # ONLY_OLD: what these versions need and newer ones do not.
@@ -45,6 +47,15 @@ ONLY_OLD = [
 ]
 NOBODY = 65534
 
+# `ZEROLAB_ALONE=. pytest tests/lab/test_alone.py` runs every notebook; else one that writes many files.
+CHOSEN = os.environ.get("ZEROLAB_ALONE", "lessons/11")
+ALONE = [
+    (path.parent.name, path.stem)
+    for kind in ("lessons", "solutions")
+    for path in sorted((ROOT / kind).glob("*.ipynb"))
+    if re.match(CHOSEN, f"{kind}/{path.stem}")
+]
+
 RUN = """
 import sys, nbformat
 from nbclient import NotebookClient
@@ -58,7 +69,9 @@ class Client(NotebookClient):
         manager._kernel_spec = KernelSpec(argv=command, display_name="alone", language="python")
         return manager
 
+ask = "import os, ipykernel, zerolab; print(os.getuid(), ipykernel.__version__, zerolab.__file__)"
 notebook = nbformat.read(file, as_version=4)
+notebook.cells.append(nbformat.v4.new_code_cell(ask, id="ask"))
 try:
     Client(notebook, timeout=200, resources={"metadata": {"path": "."}}).execute()
 finally:
@@ -93,49 +106,74 @@ def outside(home: Path) -> dict[str, str]:
     return kept | {"HOME": str(home), "IPYTHONDIR": str(home / "ipython"), "TMPDIR": str(home)}
 
 
-def run_alone(tmp_path: Path, release: Path, python: Path, user: int | None, **more: str) -> nbformat.NotebookNode:
-    """Lesson 00 from its source, alone in a folder, run from top to bottom. `user` owns the folder and the kernel."""
-    room = tmp_path / "room"
-    room.mkdir()
-    notebook = build.notebooks(ROOT / "solutions" / "00_welcome.py")["lessons"]
-    nbformat.write(notebook, room / "00_welcome.ipynb")
-    wheels = tmp_path / "wheels"
-    wheels.mkdir(mode=0o755)
-    shutil.copy(next(release.glob("*.whl")), wheels)
-    # Wheels are installed where the environment is, which is the kernel's own, as on Colab.
-    env = outside(room) | {"PIP_NO_INDEX": "1", "PIP_FIND_LINKS": str(wheels)} | more
-    if user is not None:
-        for folder in [room, python.parents[1]]:
-            for path in [folder, *folder.rglob("*")]:
-                os.chown(path, user, user, follow_symlinks=False)
-        for folder in [tmp_path, *tmp_path.parents]:  # pytest's are closed to others
-            if folder.is_relative_to(tempfile.gettempdir()) and folder != Path(tempfile.gettempdir()):
-                folder.chmod(folder.stat().st_mode | 0o011)
-    done = subprocess.run(
-        [sys.executable if user is None else python, "-c", RUN, str(python), "00_welcome.ipynb"],
-        cwd=room,
-        env=env,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        timeout=250,
-        user=user,
-        group=user,
-        extra_groups=None if user is None else [],
-    )
-    assert done.returncode == 0, done.stdout
-    return nbformat.read(room / "00_welcome.ipynb", as_version=4)
+class Outside:
+    """A place without a checkout, where lessons run one after the other, each alone in an empty folder.
+
+    The first one finds no zerolab, and its first cell installs it: from the wheel, which is all that pip finds.
+    """
+
+    def __init__(self, folder: Path, release: Path, python: Path, user: int | None = None, **more: str) -> None:
+        self.folder, self.python, self.user = folder, python, user
+        self.wheel = next(release.glob("*.whl"))
+        wheels = folder / "wheels"
+        wheels.mkdir(mode=0o755)
+        shutil.copy(self.wheel, wheels)
+        self.more = {"PIP_NO_INDEX": "1", "PIP_FIND_LINKS": str(wheels)} | more
+        if user is not None:
+            self.give(python.parents[1])
+            for path in [folder, *folder.parents]:  # pytest's are closed to others
+                if path.is_relative_to(tempfile.gettempdir()) and path != Path(tempfile.gettempdir()):
+                    path.chmod(path.stat().st_mode | 0o011)
+
+    def give(self, folder: Path) -> None:
+        for path in [folder, *folder.rglob("*")]:
+            os.chown(path, self.user, self.user, follow_symlinks=False)
+
+    def run(self, kind: str, name: str) -> nbformat.NotebookNode:
+        """The notebook as the wheel brings it, run from top to bottom; its user owns the folder and the kernel."""
+        room = self.folder / f"{kind}-{name}"
+        room.mkdir()
+        with zipfile.ZipFile(self.wheel) as wheel:
+            (room / f"{name}.ipynb").write_bytes(wheel.read(f"zerolab/course/{kind}/{name}.ipynb"))
+        if self.user is not None:
+            self.give(room)
+        done = subprocess.run(
+            [sys.executable if self.user is None else self.python, "-c", RUN, str(self.python), f"{name}.ipynb"],
+            cwd=room,
+            env=outside(room) | self.more,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            timeout=280,
+            user=self.user,
+            group=self.user,
+            extra_groups=None if self.user is None else [],
+        )
+        assert done.returncode == 0, done.stdout
+        notebook = nbformat.read(room / f"{name}.ipynb", as_version=4)
+        assert Path(told(notebook)[2]).is_relative_to(self.python.parents[1]), "another zerolab"
+        return notebook
 
 
-def check(notebook: nbformat.NotebookNode) -> None:
-    """Every cell ran; none failed but those that are meant to; the ranks are four processes, and have talked."""
+def told(notebook: nbformat.NotebookNode) -> list[str]:
+    """The kernel's user, the version of ipykernel, and where zerolab was."""
+    return "".join(build._text(output) for output in notebook.cells[-1].outputs).split()  # a stream may be cut
+
+
+def check(notebook: nbformat.NotebookNode, kind: str, name: str) -> None:
+    """Every cell ran; none failed but those that are meant to; a solution's checks say so."""
+    printed = ""
     for cell in notebook.cells:
+        if cell.cell_type == "code":
+            assert cell.execution_count or not cell.source.strip(), f"not run: {cell.id}"
         for output in cell.get("outputs", []):
             failed = output.output_type == "error"
             assert not failed or "raises-exception" in cell.metadata.get("tags", []), output.get("traceback")
-    printed = "".join(build._text(output) for cell in notebook.cells for output in cell.get("outputs", []))
-    assert "I am rank 3 of 4" in printed
-    assert "application/vnd.jupyter.widget-view+json" in nbformat.writes(notebook), "no explorer was shown"
+            printed += build._text(output)
+    assert kind == "lessons" or not re.search(r"^[✗○] \d\d\.\d+ ", printed, re.MULTILINE), printed
+    if name == "00_welcome":
+        assert "I am rank 3 of 4" in printed
+        assert "application/vnd.jupyter.widget-view+json" in nbformat.writes(notebook), "no explorer was shown"
 
 
 def may(*command: object) -> bool:
@@ -148,48 +186,77 @@ def may(*command: object) -> bool:
     return done.returncode == 0
 
 
-def test_a_lesson_alone_as_another_user(tmp_path: Path, release: Path) -> None:
+def another_users_python() -> tuple[str | None, str]:
+    """A Python that another user may start, who can use what this one has; or None and what is missing."""
     if os.geteuid() != 0:
-        pytest.skip("needs root, to become another user")
+        return None, "needs root, to become another user"
+    for path in (packages_of(sys.executable) / "torch", Path(tempfile.gettempdir())):
+        if not may("ls", path):
+            return None, f"needs what another user may read: {path} is closed to others"
     same = f"python3.{sys.version_info.minor}"
-    closed = [
-        path for path in (packages_of(sys.executable) / "torch", Path(tempfile.gettempdir())) if not may("ls", path)
-    ]
-    if closed:
-        pytest.skip(f"needs what another user may read: {closed[0]} is closed to others")
-    pythons = (sys.executable, f"/usr/bin/{same}", f"/usr/local/bin/{same}")
-    base = next((python for python in pythons if may(python, "-c", "import venv")), None)
-    if base is None:
-        pytest.skip(f"needs a {same} that another user may start: {sys.executable} is closed to others")
-    check(run_alone(tmp_path, release, environment(tmp_path / "env", base=base), NOBODY))
+    for python in (sys.executable, f"/usr/bin/{same}", f"/usr/local/bin/{same}"):
+        if may(python, "-c", "import venv"):
+            return python, ""
+    return None, f"needs a {same} that another user may start: {sys.executable} is closed to others"
 
 
-def test_a_lesson_alone_with_the_packages_of_colab(tmp_path: Path, release: Path) -> None:
-    """Its older ipykernel and jupyter_client, and its older widgets. There everything runs as root, as in CI."""
-    colab = tmp_path / "colab"
-    install = [
-        sys.executable,
-        "-m",
-        "pip",
-        "install",
-        "--quiet",
-        "--no-deps",
-        "--target",
-        str(colab),
-        *COLAB,
-        *ONLY_OLD,
-    ]
+def install_what_colab_has(folder: Path) -> str:
+    """What is missing for that, or nothing."""
+    install = [sys.executable, "-m", "pip", "install", "--quiet", "--no-deps", "--target", str(folder)]
     needs = f"needs {COLAB[0]} and others from a package index"
     try:
-        done = subprocess.run(install, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, timeout=90)
+        done = subprocess.run(
+            [*install, *COLAB, *ONLY_OLD], stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, timeout=90
+        )
     except subprocess.TimeoutExpired:
-        pytest.skip(f"{needs}, which does not answer")
-    if done.returncode:
-        pytest.skip(f"{needs}: {done.stdout.strip().splitlines()[-1]}")
-    python = environment(tmp_path / "env", colab)
+        return f"{needs}, which does not answer"
+    return f"{needs}: {done.stdout.strip().splitlines()[-1]}" if done.returncode else ""
+
+
+class Found(NamedTuple):
+    outside: Outside
+    no_user: str  # what is missing for another user
+    no_colab: str  # what is missing for what Colab has
+
+
+@pytest.fixture(scope="module")
+def found(tmp_path_factory: pytest.TempPathFactory, release: Path) -> Found:
+    """As another user, and with Colab's older packages, where both can be had; else with what can be had."""
+    folder = tmp_path_factory.mktemp("alone")
+    base, no_user = another_users_python()
+    no_colab = install_what_colab_has(folder / "colab")
+    before = [] if no_colab else [folder / "colab"]
+    python = environment(folder / "env", *before, base=base or sys.executable)
     # PIP_NO_DEPS: all that zerolab needs is there, but not all that these old versions do. MPLBACKEND: as there.
-    more = {"PIP_NO_DEPS": "1", "MPLBACKEND": "module://matplotlib_inline.backend_inline"}
-    check(run_alone(tmp_path, release, python, None, **more))
+    more = {} if no_colab else {"PIP_NO_DEPS": "1", "MPLBACKEND": "module://matplotlib_inline.backend_inline"}
+    return Found(Outside(folder, release, python, NOBODY if base else None, **more), no_user, no_colab)
+
+
+@pytest.fixture(scope="module")
+def welcome(found: Found) -> nbformat.NotebookNode:
+    return found.outside.run("lessons", "00_welcome")
+
+
+def test_a_lesson_alone(welcome: nbformat.NotebookNode) -> None:
+    check(welcome, "lessons", "00_welcome")
+
+
+def test_it_was_another_user(found: Found, welcome: nbformat.NotebookNode) -> None:
+    if found.no_user:
+        pytest.skip(found.no_user)
+    assert told(welcome)[0] == str(NOBODY)
+
+
+def test_it_had_the_packages_of_colab(found: Found, welcome: nbformat.NotebookNode) -> None:
+    """Its older ipykernel and jupyter_client, and its older widgets."""
+    if found.no_colab:
+        pytest.skip(found.no_colab)
+    assert told(welcome)[1] == COLAB[0].partition("==")[2]
+
+
+@pytest.mark.parametrize("kind,name", ALONE)
+def test_other_lessons_alone(kind: str, name: str, found: Found) -> None:
+    check(found.outside.run(kind, name), kind, name)
 
 
 @pytest.mark.parametrize("name", ["python3.12", "python3.13"])
@@ -201,7 +268,9 @@ def test_a_lesson_alone_on_another_python(name: str, tmp_path: Path, release: Pa
         [found, "-c", "import torch, safetensors, ipykernel, jupyterlab, sklearn"], stderr=subprocess.DEVNULL
     ).returncode:
         pytest.skip(f"needs torch and the extra lab in {name}")
-    check(run_alone(tmp_path, release, environment(tmp_path / "env", base=found, like=found), None))
+    outside = Outside(tmp_path, release, environment(tmp_path / "env", base=found, like=found))
+    for kind, lesson in [("lessons", "00_welcome"), *ALONE]:
+        check(outside.run(kind, lesson), kind, lesson)
 
 
 def test_zerolab_lab_without_a_checkout(tmp_path: Path, release: Path) -> None:
@@ -243,9 +312,17 @@ def test_copies_leave_out_the_cell_that_installs(tmp_path: Path) -> None:
     assert kept.read_text() == nbformat.writes(nbformat.read(kept, as_version=4)) + "\n"  # only the cell is gone
 
 
-def test_lessons_name_no_file_beside_them() -> None:
-    """What a notebook alone in its folder does not have."""
-    for lesson in sorted((ROOT / "lessons").glob("*.ipynb")):
-        for cell in nbformat.read(lesson, as_version=4).cells:
-            if cell.cell_type == "code":
-                assert not re.search(r"""["']\.\./|["'](docs|lessons|solutions|tests)/""", cell.source), cell.source
+def test_notebooks_need_no_more_than_the_wheel(release: Path) -> None:
+    with zipfile.ZipFile(next(release.glob("*.whl"))) as wheel:
+        inside = set(wheel.namelist())
+    for path in sorted([*ROOT.glob("lessons/*.ipynb"), *ROOT.glob("solutions/*.ipynb")]):
+        cells = [cell for cell in nbformat.read(path, as_version=4).cells if cell.cell_type == "code"]
+        assert cells[0].id == "install", path
+        for source in (cell.source for cell in cells):
+            beside = re.search(r"""["']\.\./|["'](docs|lessons|solutions|tests)/|zerolab\.__file__""", source)
+            assert not beside, f"{path}: a notebook alone in its folder does not have that:\n{source}"
+            for module in re.findall(r"^ *(?:from|import) (zerolab[\w.]*)", source, re.MULTILINE):
+                file = module.replace(".", "/")
+                assert {f"{file}.py", f"{file}/__init__.py"} & inside, f"{path}: {module}"
+            for package, name in re.findall(r"""files\(["']([\w.]+)["']\) / ["']([^"']+)""", source):
+                assert f"{package.replace('.', '/')}/{name}" in inside, f"{path}: {name}"

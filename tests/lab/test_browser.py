@@ -60,8 +60,11 @@ def server(tmp_path):
         _, left = psutil.wait_procs(children, timeout=20)
         for child in left:
             child.kill()
+        log.seek(0)
+        told = log.read()
         log.close()
         assert not left, f"left behind: {left}"
+        assert "without encryption" not in told
 
 
 def wait_for_address(process, log):

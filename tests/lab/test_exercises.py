@@ -127,12 +127,11 @@ def test_an_unknown_mistake_shows_the_case() -> None:
     assert "the first at [0]: 7, expected 12" in verdict.seen
 
 
-def test_the_rank_of_the_world_in_an_engine_of_a_group_is_noted() -> None:
-    """It is right wherever the lessons use it, so it passes, and the learner is told where it would not be."""
+def test_an_answer_that_takes_all_processes_for_its_group_is_told_at_last() -> None:
     source = EXERCISES["04.2"].reference.replace("self.rank", "dist.get_rank()")
     verdict = judge.try_answer("04.2", f"import torch.distributed as dist\n{source}")
-    assert verdict.passed
-    assert "right where all ranks train one model" in verdict.text and "with group=, each on two ranks" in verdict.text
+    assert "N=3 ok · N=4 wrong" in verdict.text and "training in two groups of two ranks" in verdict.seen
+    assert verdict.likely.startswith("all processes are counted by dist.get_rank(), and only some of them")
     assert "note" not in judge.try_answer("04.2", EXERCISES["04.2"].reference).text
 
 
@@ -378,7 +377,9 @@ def test_what_an_earlier_version_wrote_down(my: Path, capsys: pytest.CaptureFixt
         ("09.2", 4, 2, "without prefetching"),
         ("01.1", 48.0, 48e6, "Those are bytes"),
         ("02.1", 16 * 867_072, 16 * 8 * 867_072, "Those are bits"),
+        ("01.3", 579_000, 250_000, "half as long to send"),
         ("03.3", 290, 188, "what the formula gives"),
+        ("03.3", 290, 174, "the latency alone"),
         ("10.1", 5_136, 51_200, "16 vectors in each block"),
         ("10.2", 1.324, 1.5, "one part of three"),
         ("10.4", 1_263_616, 1_263_616 // 2, "one direction"),

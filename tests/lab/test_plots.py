@@ -287,7 +287,7 @@ def test_ring_against_root(ranks, n, tmp_path):
 
 
 def test_to_a_trillion(tmp_path):
-    cells = json.loads((Path(__file__).parents[2] / "docs" / "table1.json").read_text())["cells"]
+    cells = json.loads((Path(__file__).parents[2] / "zerolab" / "measure" / "table1.json").read_text())["cells"]
     figure, sentence = plots.to_a_trillion(cells)
     save(figure, tmp_path)
     assert len(figure.axes) == 3

@@ -241,6 +241,14 @@ ALL_GATHER_MUTANTS = {
         ),
         "use the arguments rank and world_size",
     ),
+    "sends what has not come yet": (
+        edit(
+            ALL_GATHER,
+            "passing = exchange(passing",
+            "passing = exchange(chunks[(rank - 1 - step) % world_size]",
+        ),
+        "still empty",
+    ),
     "keeps the list of an earlier call": (
         """\
 def ring_all_gather(chunk, rank, world_size, exchange, arrived=[]):

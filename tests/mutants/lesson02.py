@@ -115,6 +115,18 @@ def flat_buffer(params, world_size):
         ),
         "a buffer of its own",
     ),
+    "a shape without dimensions taken apart": (
+        edit(FLAT_BUFFER, ".view(param.shape)", ".view(*param.shape)"),
+        "view(*param.shape) cannot",
+    ),
+    "the buffer a parameter": (
+        edit(FLAT_BUFFER, "return flat, views", "return torch.nn.Parameter(flat), views"),
+        "return a plain tensor",
+    ),
+    "the buffer a parameter from the start": (
+        edit(FLAT_BUFFER, "    views, offset", "    flat = torch.nn.Parameter(flat)\n    views, offset"),
+        "was written to requires a gradient",
+    ),
     "rounded down": (edit(FLAT_BUFFER, "-(-numel // world_size)", "numel // world_size"), "rounded up, not down"),
     "in reverse": (edit(FLAT_BUFFER, "for param in params:", "for param in reversed(params):"), "in a different order"),
     "no padding": (

@@ -98,6 +98,18 @@ def average(params):
 _SUM = "            dist.all_reduce(param.grad)\n"
 
 AVERAGE_MUTANTS = {
+    "functional: rank 0 goes another way": (
+        edit(AVERAGE_FUNCTIONAL, "is not None:", "is not None and dist.get_rank():"),
+        "not every rank makes the same calls",
+    ),
+    "functional: twice": (
+        edit(
+            AVERAGE_FUNCTIONAL,
+            " = all_reduce(param.grad,",
+            " = all_reduce(all_reduce(param.grad, 'avg', dist.group.WORLD),",
+        ),
+        "extra traffic",
+    ),
     "stops at an unused parameter": (
         """\
 import torch.distributed as dist
@@ -535,6 +547,14 @@ class Bucket:
 """,
         "keeps its place",
     ),
+    "keeps its own where the mean is zero": (
+        edit(
+            BUCKET,
+            "            param.grad = view.clone()",
+            "            if view.any():\n                param.grad = view.clone()",
+        ),
+        "a mean of zero replaces it too",
+    ),
     "the mean added to the own gradient": (
         edit(
             BUCKET,
@@ -742,6 +762,18 @@ DDP_MUTANTS = {
         edit(DDP_SYNCHRONOUS, "unit.bucket.full /=", "if self.rank == 0: unit.bucket.full /="),
         "only rank 0 divided",
     ),
+    "divides by the number of all processes": (
+        edit(DDP_SYNCHRONOUS, "/= self.world_size", "/= dist.get_world_size()"),
+        "all processes are counted by dist.get_world_size()",
+    ),
+    "talks to all processes": (
+        edit(DDP_SYNCHRONOUS, ", group=self.comm.group", ""),
+        "dist.all_reduce() talks to all processes",
+    ),
+    "passes all processes as the group": (
+        edit(DDP_DIVIDED_FIRST, "group=self.comm.group", "group=dist.group.WORLD"),
+        "dist.all_reduce() talks to all processes",
+    ),
     "divides by the number of GPUs": (
         edit(
             DDP_SYNCHRONOUS,
@@ -791,6 +823,15 @@ DDP_MUTANTS = {
             "unit.bucket.reduction = self.reduce(unit)\n        unit.bucket.full = None",
         ),
         "what no_sync() kept back",
+    ),
+    "the package's, by super()": (
+        "import zerolab\n\n\nclass MyDDP(zerolab.DDP):\n    def post_backward(self, unit):\n"
+        "        super().post_backward(unit)\n\n    def reduce(self, unit):\n        return super().reduce(unit)\n",
+        "write your own",
+    ),
+    "copies into unit.bucket.grad": (
+        edit(DDP, "unit.bucket.grad = unit.bucket.full", "unit.bucket.grad.copy_(unit.bucket.full)"),
+        "is None until reduce() sets it",
     ),
     "nothing of its own": ("import zerolab\n\n\nclass MyDDP(zerolab.DDP):\n    pass\n", "write your own"),
     "sum for mean": (

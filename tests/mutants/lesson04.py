@@ -80,6 +80,16 @@ def reduce_scatter_mean(flat, rank, world_size):
     return reduce_scatter_tensor(flat, "sum", 0, dist.group.WORLD) / world_size
 """
 
+REDUCE_SCATTER_THROUGH_AUTOGRAD = """\
+import torch
+from torch.distributed.nn.functional import all_to_all_single
+
+
+def reduce_scatter_mean(flat, rank, world_size):
+    received = all_to_all_single(torch.empty_like(flat), flat)
+    return received.view(world_size, -1).sum(dim=0) / world_size
+"""
+
 REDUCE_SCATTER_BY_MESSAGES = """\
 import torch
 import torch.distributed as dist
@@ -102,6 +112,39 @@ def reduce_scatter_mean(flat, rank, world_size):
 _SUM = "received.view(world_size, -1).sum(dim=0)"
 
 REDUCE_SCATTER_MUTANTS = {
+    "functional all-reduce": (
+        """\
+import torch.distributed as dist
+from torch.distributed._functional_collectives import all_reduce
+
+
+def reduce_scatter_mean(flat, rank, world_size):
+    return all_reduce(flat, "sum", dist.group.WORLD).chunk(world_size)[rank] / world_size
+""",
+        "an all-reduce instead of a reduce-scatter",
+    ),
+    "functional all-gather": (
+        """\
+import torch.distributed as dist
+from torch.distributed import _functional_collectives as funcol
+
+
+def reduce_scatter_mean(flat, rank, world_size):
+    everything = funcol.all_gather_tensor(flat, 0, dist.group.WORLD)
+    return everything.view(world_size, world_size, -1)[:, rank].mean(dim=0)
+""",
+        "every rank sends everything to every rank",
+    ),
+    "all-reduce through autograd": (
+        """\
+from torch.distributed.nn.functional import all_reduce
+
+
+def reduce_scatter_mean(flat, rank, world_size):
+    return all_reduce(flat).chunk(world_size)[rank] / world_size
+""",
+        "an all-reduce instead of a reduce-scatter",
+    ),
     "all-reduce": (
         """\
 import torch.distributed as dist
@@ -283,6 +326,14 @@ ZERO1_BY_LISTS = edit(
     "        unit.bucket.grad /= self.world_size",
     "self.comm.all_gather(unit.full, unit.master.to(unit.full.dtype), unit.name).wait()",
     "dist.all_gather(list(unit.full.chunk(self.world_size)), unit.master.to(unit.full.dtype))",
+)
+
+ZERO1_BY_LISTS_OF_ITS_GROUP = edit(
+    ZERO1_BY_LISTS,
+    "(unit.bucket.grad, shards)",
+    "(unit.bucket.grad, shards, group=self.comm.group)",
+    "unit.full.dtype))",
+    "unit.full.dtype), group=self.comm.group)",
 )
 
 ZERO1_WITHOUT_CAST = edit(ZERO1, ".to(unit.full.dtype)", "")
@@ -503,6 +554,21 @@ ZERO1_MUTANTS = {
         ),
         "different shards were added up",
     ),
+    "talks to all processes": (ZERO1_BY_LISTS, "dist.reduce_scatter() talks to all processes"),
+    "its rank among all processes": (
+        edit(
+            ZERO1,
+            "self.rank",
+            "dist.get_rank()",
+            "import zerolab\n",
+            "import torch.distributed as dist\nimport zerolab\n",
+        ),
+        "all processes are counted by dist.get_rank()",
+    ),
+    "divides by the number of all processes": (
+        edit(ZERO1_BY_HAND, "/ self.world_size", "/ dist.get_world_size()"),
+        "all processes are counted by dist.get_world_size()",
+    ),
     "unit.full is None": (
         edit(ZERO1_BY_LISTS, "        dist.all_gather(", "        unit.full = dist.all_gather("),
         "unit.full is no tensor any more",
@@ -525,9 +591,10 @@ RIGHT = {
         REDUCE_SCATTER_BY_SCATTERS,
         REDUCE_SCATTER_BY_LIST,
         REDUCE_SCATTER_FUNCTIONAL,
+        REDUCE_SCATTER_THROUGH_AUTOGRAD,
         REDUCE_SCATTER_BY_MESSAGES,
     ),
-    "04.2": (ZERO1_LAZY, ZERO1_BY_HAND, ZERO1_BY_LISTS, ZERO1_WITHOUT_CAST),
+    "04.2": (ZERO1_LAZY, ZERO1_BY_HAND, ZERO1_BY_LISTS_OF_ITS_GROUP, ZERO1_WITHOUT_CAST),
 }
 
 WRONG = {

@@ -138,6 +138,26 @@ ZERO2_MUTANTS = {
         edit(ZERO2_WAITS, "unit.bucket.grad.clone()", "unit.layout.shard(unit.bucket.full, 0).clone()"),
         "another rank's slice",
     ),
+    "its rank among all processes": (
+        edit(
+            ZERO2_WAITS,
+            "unit.bucket.grad.clone()",
+            "unit.layout.shard(unit.bucket.full, torch.distributed.get_rank()).clone()",
+            "import zerolab\n",
+            "import torch\nimport zerolab\n",
+        ),
+        "all processes are counted by dist.get_rank()",
+    ),
+    "divides by the number of all processes": (
+        edit(
+            ZERO2_OWN_STORAGE,
+            "unit.bucket.reduction = self.comm.reduce_scatter(unit.bucket.grad, unit.bucket.full, unit.name)",
+            "shards = list(full.chunk(self.world_size))\n"
+            "        torch.distributed.reduce_scatter(unit.bucket.grad, shards, group=self.comm.group)\n"
+            "        unit.bucket.grad /= torch.distributed.get_world_size()",
+        ),
+        "all processes are counted by dist.get_world_size()",
+    ),
     "freed at once": (
         edit(ZERO2, _RELEASE, "if self.reduces(unit):\n            unit.bucket.full.untyped_storage().resize_(0)"),
         "freed at once",

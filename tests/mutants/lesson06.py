@@ -232,6 +232,17 @@ class MyZero3Forward(Zero2):
         unit.release()
 """
 
+GATHER_BY_HAND = """\
+        if not unit.gathered:
+            full = unit.full.data
+            full.untyped_storage().resize_(full.nbytes)
+            shards = list(full.chunk(self.world_size))
+            torch.distributed.all_gather(shards, unit.shard.to(full.dtype), group=self.comm.group)
+            unit.gathered = True
+"""
+
+FORWARD_GATHERS = edit(FORWARD, "        unit.gather()\n", GATHER_BY_HAND)
+
 _KEEPS = "        if unit not in self.root or not torch.is_grad_enabled():\n            unit.release()\n"
 
 _PRE = "    def pre_forward(self, unit: Unit) -> None:\n        unit.gather()\n"
@@ -348,6 +359,11 @@ FORWARD_MUTANTS = {
         edit(FORWARD, "():\n            unit.release()", "():\n            unit.full = None"),
         "stay tensors",
     ),
+    "its rank among all processes": (
+        edit(FORWARD_PREFETCHED, "self.rank", "torch.distributed.get_rank()"),
+        "all processes are counted by dist.get_rank()",
+    ),
+    "gathers from all processes": (edit(FORWARD_GATHERS, ", group=self.comm.group", ""), "talks to all processes"),
     "a shard in float32": (
         edit(FORWARD, "unit.shard.clone()", "torch.empty(unit.layout.shard_size).copy_(unit.shard)"),
         "float32",
@@ -361,7 +377,7 @@ FORWARD_MUTANTS = {
 
 RIGHT = {
     "06.1": (GATHER_ASYNC, GATHER_BY_BROADCASTS),
-    "06.2": (FORWARD_BY_HAND, FORWARD_PREFETCHED),
+    "06.2": (FORWARD_BY_HAND, FORWARD_PREFETCHED, FORWARD_GATHERS),
 }
 
 WRONG = {

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from zerolab.lab.exercises.checks.lesson07 import BACKWARD
 
+from .lesson06 import GATHER_BY_HAND
 from .sources import edit
 
 BACKWARD_BY_HAND = """\
@@ -46,6 +47,14 @@ class MyZero3(Zero2):
         self.stale.clear()
         unit.release()
 """
+
+BACKWARD_GATHERS = edit(
+    BACKWARD,
+    "        unit.gather()\n",
+    GATHER_BY_HAND,
+    "import zerolab\n",
+    "import torch\nimport zerolab\n",
+)
 
 _PRE = "    def pre_backward(self, unit: Unit) -> None:\n        unit.gather()\n"
 
@@ -146,11 +155,16 @@ BACKWARD_MUTANTS = {
         ),
         "must reduce a unit once",
     ),
+    "gathers from all processes": (edit(BACKWARD_GATHERS, ", group=self.comm.group", ""), "talks to all processes"),
+    "as many shards as processes": (
+        edit(BACKWARD_GATHERS, "self.world_size", "torch.distributed.get_world_size()"),
+        "all processes are counted by dist.get_world_size()",
+    ),
     "nothing of its own": ("import zerolab\n\n\nclass MyZero3(zerolab.Zero3):\n    pass\n", "write your own"),
 }
 
 RIGHT = {
-    "07.1": (BACKWARD_BY_HAND, BACKWARD_PREFETCHED),
+    "07.1": (BACKWARD_BY_HAND, BACKWARD_PREFETCHED, BACKWARD_GATHERS),
 }
 
 WRONG = {

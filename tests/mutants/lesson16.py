@@ -85,6 +85,8 @@ FEWEST_MUTANTS = {
         edit(FEWEST, "2: 2, 3: 0}", "2: 4, 3: 0}", "2: 14, 3: 14}", "2: 12, 3: 14}"),
         "the gradients were not sharded",
     ),
+    "rounds to the nearest": (edit(FEWEST, "math.ceil(", "round("), "round up, not down"),
+    "not to the last byte": (edit(FEWEST, "1 if room >= 0 else None", "1 if room > 0 else None"), "to the last byte"),
     "a search that stops at 256": (
         edit(FEWEST_BY_TRYING, "10**12", "256", "n *= 2", "n += 1", "n // 2 or 1", "n"),
         "a search stopped too early",
@@ -119,6 +121,8 @@ PLAN_MUTANTS = {
     "one node": (edit(PLAN, '"gpus": 32, "sequences": 6', '"gpus": 8, "sequences": 4'), "more GPUs"),
     "waits for the wires": (edit(PLAN, '"sequences": 6', '"sequences": 4'), "the GPUs wait for the network"),
     "half a node": (edit(PLAN, "32", "28"), "use whole nodes"),
+    "nodes": (edit(PLAN, "32", "4"), "the number of nodes"),
+    "takes an argument": (edit(PLAN, "def plan()", "def plan(gpus)"), "its arguments must stay"),
     "more than there are": (edit(PLAN, "32", "64"), "the customer has 32"),
     "words": (edit(PLAN, '"stage": 3', '"stage": "Zero3"'), "it must be a whole number"),
 }

@@ -442,9 +442,10 @@ def test_control_z_takes_none_of_the_time(tmp_path: Path) -> None:
 def worlds(processes: list[subprocess.Popen]) -> list[dict]:
     """What each of the processes printed, in rank order."""
     found = []
-    for out, err in [finish(process) for process in processes]:
-        assert out, err
-        assert not err, err
+    for process, (out, err) in [(process, finish(process)) for process in processes]:
+        assert out and process.returncode == 0, err
+        # The agents of torchrun on two hosts say so where the one that holds the store is the first to end.
+        assert "torch.distributed.run" in process.args or not err, err
         found += [json.loads(line) for line in out.splitlines()]
     return sorted(found, key=lambda world: world["rank"])
 

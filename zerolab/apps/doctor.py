@@ -31,6 +31,7 @@ from zerolab.apps.machine import (
     check_port,
     check_python,
     check_shared_memory,
+    check_slurm,
     check_torch,
     look_at_gpus,
 )
@@ -107,7 +108,7 @@ def examine(ranks: int, ports: Sequence[int], timeout: float, students: int | No
     findings = [check_python(), check_torch(), check_packages(), check_backends(), check_memory(ranks)]
     gpus, about = look_at_gpus(timeout)
     findings += [*about, check_shared_memory(gpus=len(gpus["gpus"])), check_open_files(ranks)]
-    findings += [check_loopback(ranks), *asked, check_host_name(), *check_environment()]
+    findings += [check_loopback(ranks), *asked, check_host_name(), *check_environment(), *check_slurm()]
     usable = [gpu for gpu in gpus["gpus"] if not gpu["problem"]]
     runs = [("cpu", ranks)]
     if usable and len(usable) == len(gpus["gpus"]):

@@ -32,7 +32,7 @@ import torch
 import torch.distributed as dist
 
 import zerolab
-from zerolab.world.environment import read_place
+from zerolab.world.environment import Place, read_place
 
 PYTHON = (3, 11)
 TORCH = ("2.11", "2.13")  # the oldest that works and the newest that was tested
@@ -120,7 +120,7 @@ def check_backends() -> Finding:
 def check_memory(ranks: int, available: int | None = None) -> Finding:
     """available: bytes that processes can still get; default: what the system and its container say."""
     available = available_memory() if available is None else available
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    cores = _usable_cores()
     if available is None:
         return Finding("memory", "note", f"{cores} cores; this system does not say how much memory is free")
     text = f"{available / GiB:.1f} GiB free, {cores} cores; {ranks} small ranks take about {ranks * PER_RANK / GiB:.1f}"
@@ -283,8 +283,10 @@ def check_environment(env: Mapping[str, str] = os.environ) -> list[Finding]:
         if wrong := [name for name in exact if name not in interfaces]:
             text = f"names {', '.join(wrong)}, but the interfaces here are {', '.join(sorted(interfaces))}"
             findings.append(Finding(variable, "fix", text, f"unset {variable}, or name one of these"))
+    # A batch script is one process, which has the number of the first task without being it.
+    batch = env.get("SLURM_PROCID") == "0" and not {"RANK", "SLURM_STEP_ID", "SLURM_STEP_NODELIST"} & env.keys()
     try:
-        place = read_place(env)
+        place = Place() if batch else read_place(env)
     except RuntimeError as error:
         findings.append(Finding("environment", "fix", str(error), "unset RANK WORLD_SIZE LOCAL_RANK MASTER_ADDR ..."))
     else:
@@ -292,6 +294,36 @@ def check_environment(env: Mapping[str, str] = os.environ) -> list[Finding]:
             text = f"a program started here would think that it is rank {place.rank} of {place.world_size}"
             findings.append(Finding("environment", "note", f"{text} (torchrun's or Slurm's variables are set)"))
     return findings
+
+
+def check_slurm(env: Mapping[str, str] = os.environ) -> list[Finding]:
+    """What Slurm gave to the job that this runs in, and whether this process has it; nothing outside of a job."""
+    if "SLURM_JOB_ID" not in env:
+        return []
+    job = env["SLURM_JOB_ID"]
+    if "SLURM_ARRAY_JOB_ID" in env:
+        job = f"{env['SLURM_ARRAY_JOB_ID']}_{env.get('SLURM_ARRAY_TASK_ID', '?')}"
+    nodes, gpus = env.get("SLURM_JOB_NUM_NODES", "1"), env.get("SLURM_GPUS_ON_NODE", "")
+    text = f"job {job}, {nodes} node{'s' * (nodes != '1')} ({env.get('SLURM_JOB_NODELIST', '?')})"
+    text += f", here {env.get('SLURM_CPUS_ON_NODE', '?')} cores and {gpus or 'no'} GPU{'s' * (gpus != '1')}"
+    if env.get("SLURM_NTASKS", "1") != "1":
+        text += f", {env['SLURM_NTASKS']} tasks"
+    if env.get("SLURM_JOB_END_TIME", "").isdecimal():
+        text += f"; {max(0, int(env['SLURM_JOB_END_TIME']) - int(time.time())) // 60} minutes left"
+    if (again := env.get("SLURM_RESTART_COUNT", "0")) != "0":
+        text += f"; requeued {again} time{'s' * (again != '1')} so far"
+    findings = [Finding("Slurm", "good", text)]
+    given, usable = env.get("SLURM_CPUS_ON_NODE", ""), _usable_cores()
+    if given.isdecimal() and usable > int(given):
+        text = f"gave {given} cores, but lets this process use {usable}: torch counts threads by those"
+        findings.append(Finding("Slurm's cores", "note", f"{text}; set OMP_NUM_THREADS"))
+    if not gpus and list(Path("/dev").glob("nvidia[0-9]*")):
+        findings.append(Finding("Slurm's GPUs", "note", "the node has some, the job asked for none: --gpus-per-node=4"))
+    return findings
+
+
+def _usable_cores() -> int:
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def _in_a_process(command: Sequence[str], timeout: float, env: Mapping[str, str] | None = None) -> tuple[str, str]:

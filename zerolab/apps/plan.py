@@ -16,6 +16,12 @@ def run(parameters: float, ranks: int, memory: int | None, precision: str, optim
     rows = planning.plan(parameters, ranks, memory, precision, optimizer, activations)
     model = f"{planning.in_parameters(parameters)} parameters, {ranks} ranks"
     rich.print(planning.table(rows, f"{model}, {precision}, {optimizer}: bytes per rank"))
+    if optimizer in planning.OWNED:
+        print(
+            f"All parameters count as {optimizer}'s, in OwnerOptimizer: its state is shared out in every stage, and a "
+            "rank sends\n12Ψ(N-1)/N² bytes more (stage 0: 4Ψ(N-1)/N). In a step, an owner also holds the gradient and "
+            "the master\nof one matrix."
+        )
     print("Not counted: the units in flight (see zerolab simulate), and what torch itself needs.")
     if memory is None:
         return 0

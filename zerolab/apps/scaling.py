@@ -4,6 +4,9 @@ To find the engine's share, a model runs once sharded and once plain, in one pro
 process group, which has ranks but moves nothing. The extra CPU time of the sharded model, less the time inside torch's
 collectives, is the engine: its Python and the copies that it makes. The minimum of several rounds counts. (Collectives
 are called as on NCCL, one call each, so the sums of gloo's reduce-scatter are not included.)
+
+A second table puts FSDP2 beside the stages: what each adds to a plain step on the host, collectives' calls included,
+for 12 small transformer blocks on 64 ranks of the same kind. On a GPU the host has to be done before the device is.
 """
 
 from __future__ import annotations
@@ -13,6 +16,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 import torch
@@ -26,6 +30,8 @@ from zerolab.tasks.models import Block
 
 STAGES = (0, 1, 2, 3)
 FAKE_RANKS, ROUNDS, WARM_UP = 8, 15, 3
+HOST_RANKS, HOST_BLOCKS, HOST_WIDTH, HOST_ROUNDS = 64, 12, 64, 40
+PLAIN, FSDP2 = "plain", "FSDP2"
 TARGET = 100e-6  # seconds that the engine may take, per unit and direction
 UNITS, WIDTH = (1, 4, 16, 64), 64  # tiny units on real ranks: 4,160 parameters each
 WIDTHS = (32, 64, 128, 256, 512)  # of four units: 4 thousand to a million parameters
@@ -121,6 +127,54 @@ def least(model: nn.Module, spent: _Stopwatch, rounds: int) -> dict[str, float]:
         if number >= WARM_UP:
             best["collectives"] = min(best["collectives"], collectives)
     return best
+
+
+def host_cost(rounds: int = HOST_ROUNDS) -> dict[str, dict[str, float]]:
+    """Seconds of the host that each stage and FSDP2 add to a step of a plain model: {"stage 2": {"forward": ...}, ...}.
+
+    CPU time of this process, the median of `rounds` in which all take a step in turn. PLAIN's own are beside them.
+    """
+    from torch.distributed.fsdp import fully_shard
+
+    names = {f"stage {stage}": stage for stage in STAGES}
+    times: dict[str, dict[str, list[float]]] = {}
+    with fake_ranks(HOST_RANKS):
+        systems: dict[str, tuple[nn.Module, torch.optim.Optimizer]] = {}
+        for name in (PLAIN, *names, FSDP2):
+            model: nn.Module = Chain(HOST_BLOCKS, "block", HOST_WIDTH)
+            if name == FSDP2:
+                for unit in model.units:  # type: ignore[union-attr]
+                    fully_shard(unit)
+                fully_shard(model)
+            elif name in names:
+                zerolab.shard(model, names[name], units=[Block])
+            systems[name] = model, torch.optim.AdamW(model.parameters(), lr=0.0)
+            times[name] = {part: [] for part in PARTS}
+        x = torch.randn(1, 16, HOST_WIDTH)
+        for number in range(WARM_UP + rounds):
+            for name, (model, optimizer) in systems.items():
+                seconds = parts_of_a_step(model, optimizer, x)
+                if number >= WARM_UP:
+                    for part in PARTS:
+                        times[name][part].append(seconds[part])
+    result = {PLAIN: {part: median(times[PLAIN][part]) for part in PARTS}}
+    for name in (*names, FSDP2):
+        pairs = {part: zip(times[name][part], times[PLAIN][part], strict=True) for part in PARTS}
+        result[name] = {part: median(one - plain for one, plain in pairs[part]) for part in PARTS}
+    return result
+
+
+def parts_of_a_step(model: nn.Module, optimizer: torch.optim.Optimizer, x: Tensor) -> dict[str, float]:
+    """CPU seconds of this process in each part."""
+    moments = [time.process_time()]
+    loss = model(x)
+    moments.append(time.process_time())
+    loss.backward()
+    moments.append(time.process_time())
+    optimizer.step()
+    moments.append(time.process_time())
+    optimizer.zero_grad()
+    return {part: end - begin for part, begin, end in zip(PARTS, moments[:-1], moments[1:], strict=True)}
 
 
 @contextmanager
@@ -233,6 +287,7 @@ def measure(
     few = min(2, max(ranks))
     report: dict[str, Any] = {"target_seconds_per_unit": TARGET}
     report["engine"] = [engine_cost(kind, stage, counts) for kind in KINDS for stage in STAGES]
+    report["host"] = host_cost()
     with zerolab.Ranks(max(ranks), threads=1) as pool:
         report["units"] = measure_on_ranks(pool, few, [(stage, n, WIDTH) for stage in STAGES for n in UNITS])
         report["parameters"] = measure_on_ranks(pool, few, [(stage, 4, width) for stage in STAGES for width in WIDTHS])
@@ -265,6 +320,7 @@ def run(json_file: str | None, plot_file: str | None) -> int:
     print(
         "Without collectives. Linear: a unit's cost from 32 to 128 units over its cost from 8 to 32, both directions."
     )
+    rich.print(host_table(report))
     from zerolab.lab import plots
 
     figure, sentence = plots.scaling(report)
@@ -277,6 +333,21 @@ def run(json_file: str | None, plot_file: str | None) -> int:
     if plot_file:
         figure.savefig(plot_file, dpi=150)
     return 1 if problems else 0
+
+
+def host_table(report: dict[str, Any]) -> Any:
+    """What sharding adds to a step on the host, beside FSDP2, as a table for rich."""
+    from zerolab.measure.units import table as new_table
+
+    title = f"Milliseconds of the host: {HOST_BLOCKS} blocks of width {HOST_WIDTH}, {HOST_RANKS} ranks (fake)"
+    result = new_table(title, ["added to a plain step by"], [*PARTS, "together", "of FSDP2's"])
+    theirs = sum(report["host"][FSDP2].values())
+    for name, seconds in report["host"].items():
+        together = sum(seconds.values())
+        ratio = "-" if name == PLAIN else f"{together / theirs:.2f}"
+        label = "(the plain step itself)" if name == PLAIN else name
+        result.add_row(label, *(f"{1e3 * seconds[part]:.1f}" for part in PARTS), f"{1e3 * together:.1f}", ratio)
+    return result
 
 
 def engine_table(report: dict[str, Any]) -> Any:

@@ -3,23 +3,27 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Iterable
 from functools import partial
+from math import prod
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.optim import Optimizer
 
 from zerolab.checkpoint.files import DTYPES, NAMES, CheckpointError, Pieces
 from zerolab.checkpoint.manifest import read_manifest
 from zerolab.checkpoint.state import (
     Held,
+    Optimizers,
     buffers,
     check_idle,
     extra_state,
     flat,
     from_json,
+    full_stand_in,
     generators,
     names_in_groups,
     on_all_ranks,
@@ -30,13 +34,14 @@ from zerolab.engine.engine import Engine
 from zerolab.engine.full import set_extras
 
 
-def load(path: str | Path, zero: Engine, optimizer: Optimizer) -> dict[str, Any]:
+def load(path: str | Path, zero: Engine, optimizer: Optimizer | Iterable[Optimizer]) -> dict[str, Any]:
     """Load what `save` wrote, at any world size and stage, into the same model and the same kind of optimizer.
 
     All ranks must call it. Each reads and checks only the slices it needs, and nothing changes until all ranks have
-    done so. The optimizer's groups must hold the same parameters as when it was saved; hyperparameters become the
-    saved ones, but foreach, fused and capturable stay as they are here. At the same world size each rank gets back its
-    own buffers and random number generators; at another, every rank gets the first rank's buffers.
+    done so. optimizer: one, or a list in the order of the save. The groups must hold the same parameters as when they
+    were saved; hyperparameters become the saved ones, but foreach, fused and capturable stay as they are here. At the
+    same world size each rank gets back its own buffers and random number generators; at another, every rank gets the
+    first rank's buffers.
 
     Returns the extras. Raises `CheckpointError` on every rank, with nothing changed, if anything is missing, damaged,
     or from another model.
@@ -69,12 +74,13 @@ def read_extra(path: str | Path) -> dict[str, Any]:
 class _Loading:
     """One rank's part of a load: `read` collects and checks, `write` changes the model and the optimizer."""
 
-    def __init__(self, path: Path, zero: Engine, optimizer: Optimizer) -> None:
-        self.path, self.zero, self.optimizer = path, zero, optimizer
+    def __init__(self, path: Path, zero: Engine, optimizer: Optimizer | Iterable[Optimizer]) -> None:
+        self.path, self.zero, self.given = path, zero, optimizer
 
     def read(self) -> str:
         """Read all this rank needs; return the checksum of the manifest."""
         check_idle(self.zero)
+        self.optimizer = Optimizers(self.given)
         self.folder, self.content, checksum = read_manifest(self.path)
         self.pieces = Pieces(self.folder, self.content["files"], self.content["pieces"], self.content["chunk"])
         self.held = parameters(self.zero)
@@ -97,9 +103,7 @@ class _Loading:
         for held, values, state in zip(self.held, self.parameters, self.states, strict=True):
             param = held.param
             flat(param, param).copy_(values)
-            self.optimizer.state.pop(param, None)
-            if state:
-                self.optimizer.state[param] = self._placed(param, state, id(param) not in step_on_device)
+            self.optimizer.set_state(param, self._placed(held, state, id(param) not in step_on_device))
         for group, saved in zip(self.optimizer.param_groups, self.groups, strict=True):
             set_group_values(group, saved["values"])
         for name, buffer in buffers(self.zero).items():
@@ -149,7 +153,7 @@ class _Loading:
 
     def _match_groups(self) -> None:
         """Find, for each of the optimizer's parameter groups, the saved group with the same parameters."""
-        kind = type(self.optimizer).__name__
+        kind = self.optimizer.name
         if kind != self.content["optimizer"]:
             raise CheckpointError(
                 f"{self.folder}: was saved with {self.content['optimizer']}, this optimizer is {kind}"
@@ -180,30 +184,52 @@ class _Loading:
     # -- what this rank reads ------------------------------------------------------------------------------------
 
     def _read_state(self, held: Held) -> dict[str, Any]:
-        """The optimizer's state of one parameter: flat tensors, and numbers."""
-        state = self.entries[held.name]["state"]
-        elements = {key: self._read(held, f"optimizer/{key}", dtype) for key, dtype in state["elements"].items()}
-        return elements | {key: from_json(number) for key, number in state["numbers"].items()}
+        """The optimizer's state of one parameter: what has its shape (or its slice's), other tensors, numbers."""
+        if not self.optimizer.here(held.param):
+            return {}
+        entry, owned = self.entries[held.name], self.optimizer.owned(held.param)
+        state = entry["state"]
+        found: dict[str, Any] = {}
+        for key, dtype in state["elements"].items():
+            found[key] = self._read(held, f"optimizer/{key}", dtype, owned)
+        like = full_stand_in(held) if owned else held.param
+        found = {key: value.as_strided(like.size(), like.stride()) for key, value in found.items()}
+        if not owned and state.get("tensors") and held.unit.sharded:
+            raise CheckpointError(
+                f"{self.folder}: the optimizer state {min(state['tensors'])} of {held.name} belongs to the full "
+                "parameter; load it into zerolab.OwnerOptimizer"
+            )
+        for key, what in state.get("tensors", {}).items():
+            read = self.pieces.read(
+                f"optimizer/{key}/{entry['names'][0]}", DTYPES[what["dtype"]], 0, prod(what["shape"])
+            )
+            found[key] = read.view(what["shape"])
+        found |= {key: from_json(number) for key, number in state["numbers"].items()}
+        for key, length in state.get("lists", {}).items():
+            found[key] = [found.pop(f"{key}[{i}]") for i in range(length)]
+        return found
 
-    def _read(self, held: Held, kind: str, dtype: str) -> Tensor:
-        """This rank's elements of a tensor that has the shape of a parameter: flat, in the memory order of its slot."""
+    def _read(self, held: Held, kind: str, dtype: str, full: bool = False) -> Tensor:
+        """This rank's elements of a tensor that has the shape of a parameter: flat, in the memory order of its slot.
+
+        full: all of them, although this rank has a slice of the parameter."""
         entry, unit, slot = self.entries[held.name], held.unit, held.slot
         start, stop = 0, slot.numel
-        if unit.sharded:
+        if unit.sharded and not full:
             start, stop = (i - slot.offset for i in unit.layout.owned(slot, unit.rank))
         read = partial(self.pieces.read, f"{kind}/{entry['names'][0]}", DTYPES[dtype])
         if tuple(entry["stride"]) == slot.stride:
             return read(start, stop)
         # Saved in another memory order (channels_last then or now): a slice here is scattered there.
-        full = read(0, slot.numel).as_strided(slot.shape, entry["stride"])
-        return flat(full, torch.empty_strided(slot.shape, slot.stride, device="meta"))[start:stop]
+        there = read(0, slot.numel).as_strided(slot.shape, entry["stride"])
+        return flat(there, full_stand_in(held))[start:stop]
 
-    def _placed(self, param: nn.Parameter, state: dict[str, Any], step_on_host: bool) -> dict[str, Any]:
-        """The state as the optimizer keeps it: the parameter's shape and device, but `step` on the host if asked."""
-        placed = {}
+    def _placed(self, held: Held, state: dict[str, Any], step_on_host: bool) -> dict[str, Any]:
+        """The state as the optimizer keeps it: on the parameter's device, but `step` on the host if asked."""
+        param, placed = held.param, {}
         for key, value in state.items():
-            if isinstance(value, Tensor) and value.dim() == 1:
-                value = value.as_strided(param.size(), param.stride())
+            if isinstance(value, list):
+                value = [each.to(param.device) if isinstance(each, Tensor) else each for each in value]
             if isinstance(value, Tensor) and not (key == "step" and step_on_host):
                 value = value.to(param.device)
             placed[key] = value

@@ -4,41 +4,41 @@ from __future__ import annotations
 
 import json
 import os
+from math import prod
 from pathlib import Path
 from typing import Any
 
-from torch.optim import Optimizer
-
 from zerolab.checkpoint.files import CHUNK, NAMES, CheckpointError, digest, dtype_name, naming
-from zerolab.checkpoint.state import buffers, extra_state, group_values, names_in_groups, parameters
+from zerolab.checkpoint.state import Optimizers, buffers, extra_state, group_values, names_in_groups, parameters
 from zerolab.engine.engine import Engine
 
-FORMAT, VERSION = "zerolab checkpoint", 1
+FORMAT = "zerolab checkpoint"
+VERSIONS = (1, 2)  # 2: some state has a shape of its own, "tensors" (see saving.py)
 MANIFEST = "manifest.json"
 
 
 def build_manifest(
-    zero: Engine, optimizer: Optimizer, parts: list[dict[str, Any]], extra: dict[str, Any]
+    zero: Engine, optimizer: Optimizers, parts: list[dict[str, Any]], extra: dict[str, Any]
 ) -> dict[str, Any]:
     """The content of manifest.json, from what each rank reported of its file (`parts`, in rank order).
 
     Raises `CheckpointError` if the ranks disagree, or if elements are missing.
     """
     pieces: dict[str, list[Any]] = {}
-    for rank, part in enumerate(parts):
+    for part in parts:
         for name, piece in part["pieces"].items():
             pieces.setdefault(name, []).append(piece)
-        for name, state in part["states"].items():
-            first = parts[0]["states"][name]
-            if repr(state) != repr(first):  # repr: nan equals nan
-                raise CheckpointError(f"optimizer state of {name} is {first} on rank 0, but {state} on rank {rank}")
+    states = {name: _agreed_state(name, [part["states"][name] for part in parts]) for name in parts[0]["states"]}
     entries = {}
     for held in parameters(zero):
-        state = parts[0]["states"][held.name]
-        for name in [f"parameters/{held.name}", *(f"optimizer/{key}/{held.name}" for key in state["elements"])]:
+        state, numel = states[held.name], held.slot.numel
+        wanted = {f"parameters/{held.name}": numel}
+        wanted |= {f"optimizer/{key}/{held.name}": numel for key in state["elements"]}
+        wanted |= {f"optimizer/{key}/{held.name}": prod(t["shape"]) for key, t in state.get("tensors", {}).items()}
+        for name, numel in wanted.items():
             have = sum(piece["stop"] - piece["start"] for piece in pieces.get(name, []))
-            if have != held.slot.numel:
-                raise CheckpointError(f"{name}: the ranks have {have} of its {held.slot.numel} elements")
+            if have != numel:
+                raise CheckpointError(f"{name}: the ranks have {have} of its {numel} elements")
         entries[held.name] = {
             "names": held.names,
             "shape": held.slot.shape,
@@ -48,12 +48,12 @@ def build_manifest(
         }
     return {
         "format": FORMAT,
-        "version": VERSION,
+        "version": 2 if any("tensors" in state for state in states.values()) else 1,
         "model": type(zero.model).__name__,
         "stage": zero.stage,
         "world_size": zero.world_size,
         "step": zero.comm.step,
-        "optimizer": type(optimizer).__name__,
+        "optimizer": optimizer.name,
         "groups": [
             {"names": names, "values": group_values(group)}
             for names, group in zip(names_in_groups(zero, optimizer), optimizer.param_groups, strict=True)
@@ -69,6 +69,17 @@ def build_manifest(
         "files": {part["file"]: {"bytes": part["bytes"], "header": part["header"]} for part in parts},
         "pieces": pieces,
     }
+
+
+def _agreed_state(name: str, states: list[Any]) -> Any:
+    """What the ranks say of a parameter's optimizer state, in rank order; None from those that have none of it."""
+    first = next(rank for rank, state in enumerate(states) if state is not None)
+    for rank, state in enumerate(states):
+        if state is not None and repr(state) != repr(states[first]):  # repr: nan equals nan
+            raise CheckpointError(
+                f"optimizer state of {name} is {states[first]} on rank {first}, but {state} on rank {rank}"
+            )
+    return states[first]
 
 
 def write_manifest(folder: Path, content: dict[str, Any]) -> None:
@@ -99,8 +110,8 @@ def read_manifest(path: Path) -> tuple[Path, dict[str, Any], str]:
         intact = False
     if not intact:
         raise CheckpointError(f"{file} is damaged: its checksum does not match its content")
-    if not isinstance(content, dict) or content.get("format") != FORMAT or content.get("version") != VERSION:
-        raise CheckpointError(f"{file} is not a {FORMAT} of version {VERSION}")
+    if not isinstance(content, dict) or content.get("format") != FORMAT or content.get("version") not in VERSIONS:
+        raise CheckpointError(f"{file} is not a {FORMAT} of version {' or '.join(map(str, VERSIONS))}")
     return folder, content, checksum
 
 

@@ -8,20 +8,24 @@ import os
 import re
 import secrets
 import shutil
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.optim import Optimizer
 
 from zerolab.checkpoint.files import CheckpointError, dtype_name, flush_folder, write_file
 from zerolab.checkpoint.manifest import MANIFEST, build_manifest, write_manifest
 from zerolab.checkpoint.state import (
+    Held,
+    Optimizers,
     buffers,
     check_idle,
     extra_state,
     flat,
+    full_stand_in,
     generators,
     names_in_groups,
     on_all_ranks,
@@ -36,13 +40,21 @@ SCALARS = {"step", "mu_product", "eta", "mu"}
 
 
 @torch.no_grad()
-def save(path: str | Path, zero: Engine, optimizer: Optimizer, *, keep: int | None = None, **extra: Any) -> None:
+def save(
+    path: str | Path,
+    zero: Engine,
+    optimizer: Optimizer | Iterable[Optimizer],
+    *,
+    keep: int | None = None,
+    **extra: Any,
+) -> None:
     """Write a checkpoint of parameters, buffers, optimizer, step and random number generators to the folder `path`.
 
     All ranks must call it, after the optimizer's step and before the next forward, and must see the same file system.
     A checkpoint that is already there stays until the new one is complete, and is then replaced. After a crash, `load`
     of the same path finds one or the other.
 
+    optimizer: one, or a list of those that train the model: Muon for its matrices and AdamW for the rest.
     keep: for paths that end in a number, such as "run/step-000100": afterwards delete older checkpoints with the same
         name and a lower number, so that `keep` remain.
     extra: any JSON; `load` and `read_extra` return it. The first rank's is saved, as is what modules have by
@@ -53,15 +65,16 @@ def save(path: str | Path, zero: Engine, optimizer: Optimizer, *, keep: int | No
     path, comm = Path(os.path.abspath(path)), zero.comm
     phase, comm.phase = comm.phase, "save"
     folder: Path | None = None
+    given = optimizer if isinstance(optimizer, Optimizer) else list(optimizer)
     try:
         zero.check_in_step("start of a save")
-        begun = on_all_ranks(comm, "start of a save", lambda: _begin(path, zero, optimizer, keep, extra))
-        folder = path.with_name(begun[0])
-        parts = on_all_ranks(comm, "writing of a checkpoint", lambda: _write_part(folder, zero, optimizer))
+        begun = on_all_ranks(comm, "start of a save", lambda: _begin(path, zero, Optimizers(given), keep, extra))
+        folder, optimizers = path.with_name(begun[0]), Optimizers(given)
+        parts = on_all_ranks(comm, "writing of a checkpoint", lambda: _write_part(folder, zero, optimizers))
 
         def finish() -> None:
             if comm.rank == 0:
-                _finish(path, folder, keep, build_manifest(zero, optimizer, parts, extra))
+                _finish(path, folder, keep, build_manifest(zero, optimizers, parts, extra))
 
         on_all_ranks(comm, "end of a save", finish)
     except BaseException:
@@ -72,7 +85,7 @@ def save(path: str | Path, zero: Engine, optimizer: Optimizer, *, keep: int | No
         comm.phase = phase
 
 
-def _begin(path: Path, zero: Engine, optimizer: Optimizer, keep: int | None, extra: dict[str, Any]) -> str | None:
+def _begin(path: Path, zero: Engine, optimizer: Optimizers, keep: int | None, extra: dict[str, Any]) -> str | None:
     """On every rank: check that this can be saved. On the first rank: make the temporary folder, return its name."""
     check_idle(zero)
     names_in_groups(zero, optimizer)
@@ -102,27 +115,30 @@ def _begin(path: Path, zero: Engine, optimizer: Optimizer, keep: int | None, ext
 # -- every rank: its file -------------------------------------------------------------------------------------------
 
 
-def _write_part(folder: Path, zero: Engine, optimizer: Optimizer) -> dict[str, Any]:
+def _write_part(folder: Path, zero: Engine, optimizer: Optimizers) -> dict[str, Any]:
     """Write this rank's file; return what the manifest needs to know of it."""
     tensors: dict[str, Tensor] = {}
     ranges: dict[str, tuple[int, int]] = {}
-    states: dict[str, dict[str, Any]] = {}
+    states: dict[str, dict[str, Any] | None] = {}
     shared = _shared_keys(optimizer)
     first_replica = zero.comm.replicate_group is None or zero.comm.replicate_group.rank == 0
     for held in parameters(zero):
         name, unit, slot, param = held.name, held.unit, held.slot, held.param
         begin, end = unit.layout.owned(slot, unit.rank)
         start, stop = begin - slot.offset, end - slot.offset
-        state = optimizer.state.get(param, {})
-        elements = {key: value for key, value in state.items() if _per_element(param, key, value, shared)}
-        numbers = {key: to_json(f"{key} of {name}", state[key]) for key in state.keys() - elements.keys()}
-        states[name] = {
-            "elements": {key: dtype_name(f"{key} of {name}", value) for key, value in sorted(elements.items())},
-            "numbers": dict(sorted(numbers.items())),
-        }
+        tensors_of: dict[str, Tensor] = {f"parameters/{name}": param}
+        if optimizer.owned(param):
+            states[name] = None
+            if optimizer.here(param):
+                states[name], full = _owned_state(held, optimizer, shared)
+                if first_replica:
+                    tensors |= full
+                    ranges |= {kind: (0, value.numel()) for kind, value in full.items()}
+        else:
+            states[name], sliced = _sliced_state(held, optimizer, shared)
+            tensors_of |= sliced
         if stop > start and first_replica:
-            sliced = {f"optimizer/{key}/{name}": value for key, value in elements.items()}
-            for kind, value in {f"parameters/{name}": param, **sliced}.items():
+            for kind, value in tensors_of.items():
                 dense = flat(value, param)
                 ranges[kind] = (start, stop)
                 tensors[kind] = dense[start:stop] if dense.numel() == slot.numel else dense
@@ -139,10 +155,51 @@ def _write_part(folder: Path, zero: Engine, optimizer: Optimizer) -> dict[str, A
     return {"file": file, **written, "pieces": pieces, "states": states}
 
 
-def _shared_keys(optimizer: Optimizer) -> set[str]:
+def _sliced_state(held: Held, optimizer: Optimizers, shared: set[str]) -> tuple[dict[str, Any], dict[str, Tensor]]:
+    """What an elementwise optimizer keeps for a slice: its description, the same on every rank, and its tensors."""
+    name, state = held.name, optimizer.state_of(held.param)
+    elements = {key: value for key, value in state.items() if _per_element(held.param, key, value, shared)}
+    numbers = {key: to_json(f"{key} of {name}", state[key]) for key in state.keys() - elements.keys()}
+    described = {
+        "elements": {key: dtype_name(f"{key} of {name}", value) for key, value in sorted(elements.items())},
+        "numbers": dict(sorted(numbers.items())),
+    }
+    return described, {f"optimizer/{key}/{name}": value for key, value in elements.items()}
+
+
+def _owned_state(held: Held, optimizer: Optimizers, shared: set[str]) -> tuple[dict[str, Any], dict[str, Tensor]]:
+    """What an owner keeps for a full parameter. Tensors of another shape than the parameter's have a place of their
+    own in the description, "tensors", and a list has its items there one by one."""
+    name, stand_in = held.name, full_stand_in(held)
+    state: dict[str, Any] = {}
+    lists = {
+        key: len(value) for key, value in optimizer.state_of(held.param).items() if isinstance(value, list | tuple)
+    }
+    for key, value in optimizer.state_of(held.param).items():
+        state |= {f"{key}[{i}]": each for i, each in enumerate(value)} if key in lists else {key: value}
+    described: dict[str, Any] = {"elements": {}, "numbers": {}}
+    tensors: dict[str, Tensor] = {}
+    for key, value in sorted(state.items()):
+        what, place = f"{key} of {name}", f"optimizer/{key}/{name}"
+        if _per_element(stand_in, key, value, shared):
+            described["elements"][key] = dtype_name(what, value)
+            tensors[place] = flat(value, stand_in)
+        elif isinstance(value, Tensor) and value.dim() > 0:
+            entry = {"dtype": dtype_name(what, value), "shape": list(value.shape)}
+            described.setdefault("tensors", {})[key] = entry
+            tensors[place] = value.detach().reshape(-1)
+        else:
+            described["numbers"][key] = to_json(what, value)
+    if lists:
+        described["lists"] = dict(sorted(lists.items()))
+        described.setdefault("tensors", {})
+    return described, tensors
+
+
+def _shared_keys(optimizer: Optimizers) -> set[str]:
     """The keys of the optimizer's state that hold one number per parameter, whatever the parameter's shape."""
     keys = set(SCALARS)
-    for param, state in optimizer.state.items():
+    for param, state in (entry for one in optimizer.each for entry in one.state.items()):
         if param.dim() > 0:
             for key, value in state.items():
                 if isinstance(value, Tensor):
@@ -150,7 +207,7 @@ def _shared_keys(optimizer: Optimizer) -> set[str]:
     return keys
 
 
-def _per_element(param: nn.Parameter, key: str, value: Any, shared: set[str]) -> bool:
+def _per_element(param: Tensor, key: str, value: Any, shared: set[str]) -> bool:
     """Does this state have one value per element of the parameter? Then it is saved in slices, as the parameter is."""
     return isinstance(value, Tensor) and value.shape == param.shape and not (param.dim() == 0 and key in shared)
 

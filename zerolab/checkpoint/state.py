@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any, NamedTuple
 
 import torch
@@ -15,6 +15,7 @@ from zerolab.comm.collectives import Comm
 from zerolab.engine.engine import Engine
 from zerolab.engine.full import entries_of
 from zerolab.engine.layout import Slot
+from zerolab.engine.owner import OwnerOptimizer
 from zerolab.engine.step import STAMP
 from zerolab.engine.unit import Unit
 
@@ -78,17 +79,61 @@ def flat(tensor: Tensor, like: Tensor) -> Tensor:
 # -- the optimizer --------------------------------------------------------------------------------------------------
 
 
-def names_in_groups(zero: Engine, optimizer: Optimizer) -> list[list[str]]:
-    """The names of the parameters in each of the optimizer's groups."""
+class Optimizers:
+    """The optimizers of one model, one or several: their groups, and the state of each parameter on this rank.
+
+    An `OwnerOptimizer` goes by the name of the class that it wraps, with which its checkpoints are exchangeable.
+    """
+
+    def __init__(self, given: Optimizer | Iterable[Optimizer]) -> None:
+        self.each = [given] if isinstance(given, Optimizer) else list(given)
+        if not self.each:
+            raise CheckpointError("no optimizer was given: pass one, or a list of those that train this model")
+        kinds = [one.optimizer_class if isinstance(one, OwnerOptimizer) else type(one) for one in self.each]
+        self.name = " + ".join(kind.__name__ for kind in kinds)
+        self.param_groups = [group for one in self.each for group in one.param_groups]
+        self._of = {id(param): one for one in self.each for group in one.param_groups for param in group["params"]}
+
+    def owned(self, param: nn.Parameter) -> bool:
+        """Whether one rank of each shard group has all of its state, because an `OwnerOptimizer` updates it."""
+        return isinstance(self._of.get(id(param)), OwnerOptimizer)
+
+    def here(self, param: nn.Parameter) -> bool:
+        """Whether this rank has its state, or a part of that."""
+        one = self._of.get(id(param))
+        return not isinstance(one, OwnerOptimizer) or one.owns(param)
+
+    def state_of(self, param: nn.Parameter) -> dict[str, Any]:
+        one = self._of.get(id(param))
+        return {} if one is None else one.state.get(param, {})
+
+    def set_state(self, param: nn.Parameter, state: dict[str, Any]) -> None:
+        if (one := self._of.get(id(param))) is not None:
+            one.state.pop(param, None)
+            if state:
+                one.state[param] = state
+
+
+def full_stand_in(held: Held) -> Tensor:
+    """The full parameter without its values: shape and strides, on the meta device."""
+    return torch.empty_strided(held.slot.shape, held.slot.stride, dtype=held.param.dtype, device="meta")
+
+
+def names_in_groups(zero: Engine, optimizer: Optimizers) -> list[list[str]]:
+    """The names of the parameters in each of the optimizers' groups."""
     name_of = {id(held.param): held.name for held in parameters(zero)}
+    seen: set[int] = set()
     for number, group in enumerate(optimizer.param_groups):
         for place, param in enumerate(group["params"]):
             if id(param) not in name_of:
                 raise CheckpointError(
-                    f"{type(optimizer).__name__} holds a parameter (group {number}, number {place}) that does not "
+                    f"{optimizer.name} holds a parameter (group {number}, number {place}) that does not "
                     f"belong to this {type(zero).__name__}: build the optimizer from model.parameters() after "
                     "sharding, one per model"
                 )
+            if id(param) in seen:
+                raise CheckpointError(f"{name_of[id(param)]} is held by two of the optimizers: give it to one")
+            seen.add(id(param))
     return [[name_of[id(param)] for param in group["params"]] for group in optimizer.param_groups]
 
 

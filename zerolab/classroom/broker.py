@@ -1,8 +1,9 @@
 """Who has which GPU. A lease is an open socket, so it ends when the processes that hold it end, however they do.
 
-Each student has a Unix socket of their own, which tells the broker who is asking. A notebook connects, says how many
-GPUs it wants, learns its place in the queue, and then learns which GPUs it has. Its ranks inherit the connection, so
-the lease ends when the last of them is gone and not before: no GPU is ever lent twice.
+Each student has a Unix socket of their own, which tells the broker who is asking. (Under JupyterHub there is one for
+all, and a token tells: hub.py.) A notebook connects, says how many GPUs it wants, learns its place in the queue, and
+then learns which GPUs it has. Its ranks inherit the connection, so the lease ends when the last of them is gone and not
+before: no GPU is ever lent twice.
 
 Messages are lines of JSON. From the notebook: {"want": 2}, {"busy": true}. To it: {"place": 1}, {"own": ["3"]},
 {"gpus": ["0", "1"], "lease": "...", "seconds": 600.0}, {"over": "why"}, {"refused": "why"}.
@@ -90,6 +91,11 @@ class Broker:
         self._paths.append(path)
         self._selector.register(listener, selectors.EVENT_READ, student)
 
+    def join(self, student: str, connection: socket.socket) -> None:
+        """Serve a student's notebook that is connected already. The caller knows who it is."""
+        with self._lock:
+            self._welcome(student, connection)
+
     def start(self) -> None:
         self._thread.start()
 
@@ -131,12 +137,15 @@ class Broker:
     def _accept(self, listener: socket.socket, student: str) -> None:
         with suppress(OSError):  # the notebook is gone again
             connection, _ = listener.accept()
-            connection.setblocking(False)
-            client = Client(student, connection)
-            others = [key.data for key in self._selector.get_map().values() if isinstance(key.data, Client)]
-            self._selector.register(connection, selectors.EVENT_READ, client)
-            if sum(other.student == student for other in others) >= CONNECTIONS:
-                self._refuse(client, f"{CONNECTIONS} of your notebooks are already in the queue")
+            self._welcome(student, connection)
+
+    def _welcome(self, student: str, connection: socket.socket) -> None:
+        connection.setblocking(False)
+        client = Client(student, connection)
+        others = [key.data for key in self._selector.get_map().values() if isinstance(key.data, Client)]
+        self._selector.register(connection, selectors.EVENT_READ, client)
+        if sum(other.student == student for other in others) >= CONNECTIONS:
+            self._refuse(client, f"{CONNECTIONS} of your notebooks are already in the queue")
 
     def _read(self, client: Client) -> None:
         try:

@@ -36,7 +36,7 @@ import psutil
 
 from zerolab.classroom import shield
 from zerolab.classroom.broker import Broker
-from zerolab.lab.__main__ import REMEMBERED, copy_notebooks, write_settings
+from zerolab.lab.__main__ import REMEMBERED, copy_notebooks, kernel_options, write_settings
 from zerolab.lab.ranks import lease, notices, turns
 
 START_TIMEOUT = 120.0  # seconds until a JupyterLab must answer
@@ -229,7 +229,7 @@ class Classroom:
         if self._solutions and self._opened == before:
             return False
         for lesson in sorted(self._lessons.glob("*.ipynb")):
-            self._solutions[lesson.name] = _closed(lesson)
+            self._solutions[lesson.name] = closed_page(lesson)
             if (solution := self.solutions / lesson.name) in self._opened:
                 with suppress(OSError):
                     self._solutions[lesson.name] = solution.read_bytes()
@@ -239,7 +239,7 @@ class Classroom:
         """Put them, or pages that say that they are not open, where the links lead: JupyterLab shows nothing above its
         root, so `../solutions` is in it."""
         try:  # JupyterLab may have saved such a page with other metadata, which is no reason to keep it
-            lines = copy_notebooks(self._solutions, lab.work / "solutions", _is_closed)
+            lines = copy_notebooks(self._solutions, lab.work / "solutions", is_closed_page)
         except (OSError, ValueError) as error:
             lines = [f"the solutions were not updated: {error}"]
         for line in lines:
@@ -294,7 +294,7 @@ class Classroom:
         command = [sys.executable, "-c", LAST, str(os.getpid()), "-m", "jupyterlab", "--no-browser"]
         command += [f"--ip={self.ip}", f"--port={lab.port}", "--ServerApp.port_retries=0"]
         command += [f"--ServerApp.root_dir={lab.work}", f"--MappingKernelManager.cull_idle_timeout={CULL}"]
-        command.append(write_settings(lab.home / ".jupyter/lab/app-settings"))
+        command += [write_settings(lab.home / ".jupyter/lab/app-settings"), *kernel_options()]
         command.append(f"--LabApp.default_url={lab.page}")
         if os.geteuid() == 0:
             command.append("--allow-root")
@@ -394,13 +394,13 @@ def _without_answers(lesson: Path) -> bytes:
     return json.dumps(notebook).encode()
 
 
-def _closed(lesson: Path) -> bytes:
+def closed_page(lesson: Path) -> bytes:
     """The page in place of a solution."""
     cell = {"cell_type": "markdown", "id": "closed", "metadata": {}, "source": CLOSED}
     return json.dumps(json.loads(lesson.read_bytes()) | {"cells": [cell]}).encode()
 
 
-def _is_closed(notebook: bytes) -> bool:
+def is_closed_page(notebook: bytes) -> bool:
     with suppress(ValueError, KeyError, TypeError):
         return ["".join(cell["source"]) for cell in json.loads(notebook)["cells"]] == [CLOSED]
     return False

@@ -111,6 +111,7 @@ class Comm:
 
         `output` may be this rank's shard of `input` itself. With a mesh: the mean of the replicas' means.
         """
+        self.shard_group.check_sizes(input, output)
 
         def steps() -> Steps:
             yield from self._reduce_scatter_steps(output, input, unit, self.shard_group)
@@ -125,6 +126,7 @@ class Comm:
 
     def all_gather(self, output: Tensor, input: Tensor, unit: str) -> Pending:
         """All ranks' shards `input` (S,), in rank order, in `output` (N * S,), of which `input` may be a part."""
+        self.shard_group.check_sizes(output, input)
         self._agreement.agree_on_gather(unit)
         steps = self._all_gather_steps(output, input, unit, self.shard_group)
         return self._start(f"all-gather of {unit}", steps)

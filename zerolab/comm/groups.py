@@ -30,6 +30,13 @@ class Group(NamedTuple):
     log: Log
     link: str = ""
 
+    def check_sizes(self, full: torch.Tensor, shard: torch.Tensor) -> None:
+        if full.numel() != self.size * shard.numel():
+            raise ValueError(
+                f"rank {dist.get_rank()}: {shard.numel()} elements are not the shard of {full.numel()} on {self.size} "
+                f"ranks: the full tensor needs {self.size} times as many"
+            )
+
 
 _control_groups: WeakKeyDictionary[dist.ProcessGroup, dist.ProcessGroupGloo] = WeakKeyDictionary()
 _mesh_groups: WeakKeyDictionary[dist.ProcessGroup, dict[tuple[int, int], tuple[Group, Group]]] = WeakKeyDictionary()

@@ -19,10 +19,10 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from zerolab.engine.accumulation import KeptBack
-from zerolab.engine.shown import receive, show_grad
+from zerolab.engine.shown import receive, show_cast
 
 if TYPE_CHECKING:
     from zerolab.engine.unit import Unit
@@ -45,7 +45,7 @@ class Bucket:
         self._leaving: Tensor | None = None  # the `full` that goes then
         self.lent = False  # no_sync has shown parts of `full` to the user
         self.kept_back = KeptBack(self)
-        self._promoted: dict[int, torch.dtype] = {}  # the dtypes that `promote` changed
+        self._promoted: dict[nn.Parameter, torch.dtype] = {}  # the dtypes that `promote` changed
 
     # -- backward: collect ---------------------------------------------------------------------------------------
 
@@ -88,8 +88,7 @@ class Bucket:
             storage = kept.untyped_storage()
             if torch._C._storage_Use_Count(storage._cdata) == 2:  # `kept` and `storage`
                 return kept
-        unit = self.unit
-        return torch.empty(unit.layout.size, dtype=unit.dtypes.reduce, device=unit.full.device)
+        return torch.empty(self.unit.layout.size, dtype=self.unit.dtypes.reduce, device=self.unit.full.device)
 
     # -- backward: reduce ----------------------------------------------------------------------------------------
 
@@ -121,7 +120,7 @@ class Bucket:
 
     def _end_reduction(self) -> None:
         if self.grad is not None and self.unit.offload:
-            self.grad = on_host(self.grad)
+            self.grad = on_host(self.grad, wait=False)
         elif self.grad is not None and self._keep_slice:
             self.grad = self.grad.clone()
             if self._leaving is not None and not self.lent:  # now, since a thread of gloo's may still hold it
@@ -133,6 +132,8 @@ class Bucket:
         mean, self.grad = self.grad, None
         if not any(used):  # frozen, say
             return
+        if mean.is_pinned():  # it may still be on its way from the device
+            torch.cuda.synchronize()
         for param, part, is_used in zip(self.unit.params, self.unit.parts(mean), used, strict=True):
             if is_used:
                 receive(param, part)
@@ -150,21 +151,18 @@ class Bucket:
 
     def promote(self) -> None:
         """Show gradients in the dtype of the masters, as optimizers want them."""
-        for i, param in enumerate(self.unit.params):
-            if param.grad is not None and param.grad.dtype != param.dtype:
-                self._promoted[i] = param.grad.dtype
-                show_grad(param, param.grad.to(param.dtype))
+        grads = [(param, param.grad) for param in self.unit.params if param.grad is not None]
+        low = {param: grad.dtype for param, grad in grads if grad.dtype != param.dtype}
+        self._promoted |= low
+        show_cast({param: param.dtype for param in low})
 
     def demote(self) -> None:
         """After the step: gradients that stay are kept in the reduce dtype again."""
-        for i, dtype in self._promoted.items():
-            grad = self.unit.params[i].grad
-            if grad is not None:
-                show_grad(self.unit.params[i], grad.to(dtype))
+        show_cast({param: dtype for param, dtype in self._promoted.items() if param.grad is not None})
         self._promoted = {}
 
 
-def on_host(tensor: Tensor) -> Tensor:
+def on_host(tensor: Tensor, wait: bool = True) -> Tensor:
     """A copy in the host's memory; of a CUDA tensor in pinned pages, which are quick to copy from and to."""
     host = torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu", pin_memory=tensor.is_cuda)
-    return host.copy_(tensor)
+    return host.copy_(tensor, non_blocking=not wait)

@@ -8,6 +8,7 @@ without a word. So what the model shows is a subclass, as a DTensor is, which do
     p.register_hook(f)       f gets the averaged gradient once backward is over, as a post-accumulate hook does
     nn.init.normal_(p)       refused: each rank would draw its own numbers, and look at the shape of its slice
     copy.deepcopy(p)         a plain `nn.Parameter`
+    p.device                 refused to torch's DistributedDataParallel, which would average slices
     p.grad                   this rank's slice like any tensor; but when torch's clipping asks for its norm, or
                              GradScaler whether it is finite, the answer is that of all ranks
 
@@ -109,6 +110,31 @@ class ShownParameter(_Settled, nn.Parameter):  # type: ignore[misc, override]
     @data.setter
     def data(self, value: Tensor) -> None:  # other memory is refused at the next forward
         nn.Parameter.data.__set__(self, value)  # type: ignore[attr-defined]
+
+    @property
+    def device(self) -> torch.device:  # type: ignore[override]
+        if _belongs_to(DDP, sys._getframe(1)):
+            raise RuntimeError(
+                f"{self.full_name} is sharded, and zerolab averages its gradients: leave DistributedDataParallel out. "
+                "For Hugging Face's Trainer, which adds it, take zerolab.integrations.transformers.ZeroTrainer"
+            )
+        return super().device
+
+    def _refuse_product(self) -> None:
+        if self._is_slice:  # k values of it, so a product with them is an error of shapes, or a wrong number
+            raise RuntimeError(
+                f"a matrix product with {self.full_name} outside its forward would take this rank's slice: write it "
+                "inside `with zero.full_parameters():`, or load zero.full_state_dict() into a plain model, for which "
+                "peft's merge_and_unload() works too"
+            )
+
+    def __matmul__(self, other: Any) -> Tensor:
+        self._refuse_product()
+        return super().__matmul__(other)
+
+    def __rmatmul__(self, other: Any) -> Tensor:
+        self._refuse_product()
+        return super().__rmatmul__(other)  # type: ignore[no-any-return]
 
     # -- hooks ---------------------------------------------------------------------------------------------------
 
@@ -219,6 +245,17 @@ def show_grad(param: nn.Parameter, grad: Tensor) -> None:
     param.grad = grad
 
 
+@torch.no_grad()
+def show_cast(dtypes: dict[nn.Parameter, torch.dtype]) -> None:
+    """Let the gradients of the parameters have these dtypes: one copy for them all, on a device one launch."""
+    if dtypes:
+        grads: list[Any] = [param.grad for param in dtypes]
+        cast = [torch.empty_like(grad, dtype=dtype) for grad, dtype in zip(grads, dtypes.values(), strict=True)]
+        torch._foreach_copy_(cast, grads)
+        for param, grad in zip(dtypes, cast, strict=True):
+            show_grad(param, grad)
+
+
 class ShownGrad(Tensor):
     """A slice of a gradient. To torch's clipping and its GradScaler it answers for the slices of all ranks."""
 
@@ -254,7 +291,7 @@ class ShownGrad(Tensor):
         return self.as_subclass(Tensor).__reduce_ex__(protocol)
 
 
-CLIPPING, SCALING = "torch.nn.utils.clip_grad", "torch.amp.grad_scaler"
+CLIPPING, SCALING, DDP = "torch.nn.utils.clip_grad", "torch.amp.grad_scaler", "torch.nn.parallel.distributed"
 _get_dtype = Tensor.dtype.__get__  # type: ignore[attr-defined]
 
 

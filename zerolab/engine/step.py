@@ -39,6 +39,14 @@ class Owner:
         self.engine, self.unit = weakref.ref(engine), weakref.ref(unit)
 
 
+class SeesSlices(Optimizer):
+    """An optimizer of ours that knows what slices are, so that it needs no permission. See owner.py."""
+
+    def state_place(self) -> str:
+        """Whose its state is on this rank: the same words for the same parameters."""
+        raise NotImplementedError
+
+
 def mark_replaced(original: nn.Parameter, name: str) -> None:
     """`original` is no longer a parameter of its model."""
     problem = (
@@ -84,19 +92,20 @@ def _before_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         _watched.add(optimizer)
         optimizer.register_state_dict_post_hook(_stamp)
         optimizer.register_load_state_dict_post_hook(_unchecked.add)
-        if optimizer.state:
+        if optimizer.state or isinstance(optimizer, SeesSlices):  # of which a rank may have none where others have some
             _unchecked.add(optimizer)
     if optimizer in _unchecked:
         for engine in owners:
             _check_state(optimizer, engine)
         _unchecked.discard(optimizer)
     for engine, units in owners.items():
-        if engine.stage > 0 and type(optimizer) not in _elementwise:
+        if engine.stage > 0 and type(optimizer) not in _elementwise and not isinstance(optimizer, SeesSlices):
             name = type(optimizer).__name__
             raise RuntimeError(
                 f"{name} is not known to be elementwise, and in stage {engine.stage} it sees slices of parameters: its "
-                "numbers would be wrong. Use stage 0. Or, if it does update each element from that element's own "
-                f"gradients alone, call zerolab.declare_elementwise({name})"
+                f"numbers would be wrong. Use zerolab.OwnerOptimizer(params, {name}), which shows it full "
+                "parameters, or stage 0. Or, if it does update each element from that element's own gradients alone, "
+                f"call zerolab.declare_elementwise({name})"
             )
         engine.before_optimizer(units)
 
@@ -115,8 +124,10 @@ _watched: weakref.WeakSet[Optimizer] = weakref.WeakSet()
 _unchecked: weakref.WeakSet[Optimizer] = weakref.WeakSet()  # their state has come from elsewhere
 
 
-def _slices(engine: Engine) -> str | None:
+def _slices(optimizer: Optimizer, engine: Engine) -> str | None:
     """Which slices this rank has: the same words for the same slices, in every stage."""
+    if isinstance(optimizer, SeesSlices):
+        return optimizer.state_place()
     if engine.stage == 0:
         return None
     group = engine.comm.shard_group
@@ -127,7 +138,7 @@ def _slices(engine: Engine) -> str | None:
 def _stamp(optimizer: Optimizer, state: dict[str, Any]) -> None:
     """After `optimizer.state_dict()`."""
     for engine in owners_of(optimizer):
-        if slices := _slices(engine):
+        if slices := _slices(optimizer, engine):
             for group in state["param_groups"]:
                 group[STAMP] = slices
 
@@ -148,13 +159,13 @@ def _check_state(optimizer: Optimizer, engine: Engine) -> None:
 
 
 def _misfit(optimizer: Optimizer, engine: Engine) -> str | None:
-    name, mine = type(optimizer).__name__, _slices(engine)
+    name, mine = type(optimizer).__name__, _slices(optimizer, engine)
     names = {id(param): name for unit in engine.units for name, param in zip(unit.names, unit.params, strict=True)}
     for group in optimizer.param_groups:
         if (stamp := group.get(STAMP, mine)) != mine:
             have = f"this rank has {mine}" if mine else "stage 0 has none"
             return f"{name} was given a state for slices, {stamp}; {have}"
-        for param in group["params"]:
+        for param in [] if isinstance(optimizer, SeesSlices) else group["params"]:
             for key, value in optimizer.state.get(param, {}).items():
                 one_each = isinstance(value, torch.Tensor) and value.dim() == param.dim() and value.numel() > 1
                 if one_each and value.shape != param.shape and id(param) in names:

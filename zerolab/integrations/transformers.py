@@ -162,6 +162,12 @@ class ZeroTrainer(Trainer):
 
     def _load_best_model(self) -> None:
         folder = Path(self.state.best_model_checkpoint)
+        if hasattr(self.model, "peft_config"):  # only the adapter was saved
+            from peft import load_peft_weights, set_peft_model_state_dict
+
+            with self.zero.full_parameters():
+                set_peft_model_state_dict(self.model, load_peft_weights(str(folder), device="cpu"))
+            return
         if not isinstance(self.model, PreTrainedModel):
             with self.zero.full_parameters():
                 load_model_weights(folder / "model.safetensors", self.model)

@@ -82,6 +82,17 @@ def write_settings(folder: Path) -> str:
     return f"--LabApp.app_settings_dir={folder.resolve()}"
 
 
+def kernel_options() -> list[str]:
+    """Have the notebooks' kernels encrypt what they say, where this Jupyter can; ipykernel warns if they do not."""
+    try:
+        import zmq
+        from jupyter_client import KernelManager
+    except ModuleNotFoundError:
+        return []
+    can = "transport_encryption" in KernelManager.class_trait_names() and zmq.has("curve")
+    return ["--KernelManager.transport_encryption=auto"] * can
+
+
 def only_here(address: str) -> bool:
     """Whether only this machine can reach the address."""
     if address == "localhost":
@@ -139,6 +150,7 @@ def open_lab(options: argparse.Namespace, parser: argparse.ArgumentParser) -> in
     command = [sys.executable, "-m", "jupyterlab", f"--ip={options.ip}", f"--port={options.port}"]
     command += [f"--ServerApp.root_dir={options.work.resolve()}"]
     command += [write_settings(options.work / SETTINGS), "--log-level=ERROR", "--LabApp.log_level=ERROR"]
+    command += kernel_options()
     if first is not None:
         command.append(f"--LabApp.default_url=/lab/tree/{first.name}")
     if hasattr(os, "geteuid") and os.geteuid() == 0:

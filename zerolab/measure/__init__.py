@@ -22,6 +22,7 @@ from zerolab.measure.formulas import (
     bytes_per_parameter,
     host_state_bytes,
     moved_bytes,
+    owner_moved_bytes,
     paper_state_bytes,
     state_bytes,
 )
@@ -52,6 +53,7 @@ __all__ = [
     "ledger",
     "model_states",
     "moved_bytes",
+    "owner_moved_bytes",
     "paper_state_bytes",
     "peak",
     "peak_of",

@@ -29,7 +29,7 @@ import sys
 import threading
 import time
 import weakref
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
@@ -61,6 +61,7 @@ KINDS = (
 NOWHERE = ("", 0, "")
 
 # The modules of the engine that allocate for one unit.
+ROOM = ("zerolab.engine.owner", "_room")  # makes room for an owner's gradient or master, and says of which kind
 OF_A_UNIT = ("zerolab.engine.unit", "zerolab.engine.bucket", "zerolab.engine.accumulation")
 
 
@@ -168,8 +169,11 @@ _open: list[Any] = []  # the recorder that is running in this process, if any
 
 
 @contextmanager
-def timeline(zero: Engine, optimizer: Optimizer) -> Iterator[Timeline]:
-    """Record a block, usually one step. RuntimeError if another timeline is open in this process."""
+def timeline(zero: Engine, optimizer: Optimizer | Iterable[Optimizer]) -> Iterator[Timeline]:
+    """Record a block, usually one step. optimizer: one, or a list of those that train the model.
+
+    RuntimeError if another timeline is open in this process.
+    """
     if _open:
         raise RuntimeError(
             f"rank {zero.rank}: a timeline is open already. They cannot be nested: leave the other `with` block first"
@@ -187,9 +191,10 @@ def timeline(zero: Engine, optimizer: Optimizer) -> Iterator[Timeline]:
 class _Recorder(TorchDispatchMode):
     """Sees every operation, and writes `line`."""
 
-    def __init__(self, zero: Engine, optimizer: Optimizer) -> None:
+    def __init__(self, zero: Engine, optimizer: Optimizer | Iterable[Optimizer]) -> None:
         super().__init__()
-        self.zero, self.optimizer = zero, optimizer
+        self.zero = zero
+        self.optimizers = [optimizer] if isinstance(optimizer, Optimizer) else list(optimizer)
         self.line = Timeline(zero.rank, zero.world_size, zero.stage)
         self.device = zero.comm.device.type
         self.begin = time.perf_counter()
@@ -336,7 +341,7 @@ class _Recorder(TorchDispatchMode):
             for gradient in (bucket.full, bucket.kept_memory, bucket.grad, *(param.grad for param in unit.params)):
                 self._note(gradient, "gradients", unit.name)
             for param in unit.params:
-                for value in self.optimizer.state.get(param, {}).values():
+                for value in tree_leaves([one.state.get(param, {}) for one in self.optimizers]):
                     self._note(value, "optimizer", unit.name)
         for buffer in self.zero.model.buffers():
             self._note(buffer, "other", "")
@@ -377,6 +382,8 @@ def _caller() -> tuple[str | None, str, tuple[str, int, str]]:
         bucket = getattr(owner, "bucket", owner)
         unit = getattr(bucket, "unit", None)
         return "communication" if code.co_name == "start_gather" else "gradients", getattr(unit, "name", ""), site
+    if (module, code.co_name) == ROOM:
+        return frame.f_locals["kind"], frame.f_locals["item"].unit.name, site
     return None, "", site
 
 

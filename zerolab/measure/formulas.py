@@ -21,6 +21,7 @@ from zerolab.engine.precision import KEEP, Precision
 
 CATEGORIES = ("parameters", "gradients", "optimizer")
 
+MUON_BYTES = 4  # per parameter: the momentum, float32
 ADAM_BYTES = 8  # per parameter: running averages of the gradient and of its square, both float32
 
 
@@ -32,11 +33,13 @@ def state_bytes(
     own: torch.dtype = torch.float32,
     optimizer_bytes: float = ADAM_BYTES,
     offload: bool = False,
+    owned: bool = False,
 ) -> dict[str, int]:
     """Bytes of model states per rank when backward returns, by category.
 
     parameters: number of elements (Ψ), all trainable. own: their dtype before sharding.
     optimizer_bytes: what the optimizer keeps per parameter (Adam 8, SGD with momentum 4, SGD 0).
+    owned: it is an `OwnerOptimizer`, whose state is shared out in stage 0, too.
     offload: count what stays on the device with `offload="optimizer"`; `host_state_bytes` gives the rest.
 
     Masters are the parameters that the optimizer updates. If there is also a copy in the compute dtype, both count as
@@ -60,7 +63,7 @@ def state_bytes(
     return {
         "parameters": round(weights),
         "gradients": round((share if stage >= 2 else full) * reduce.itemsize),
-        "optimizer": round((share if stage >= 1 else full) * optimizer_bytes),
+        "optimizer": round((share if stage >= 1 or owned else full) * optimizer_bytes),
     }
 
 
@@ -125,6 +128,19 @@ def between_bytes(
     return round(2 * parameters / size * reduce.itemsize * (replicas - 1) / replicas)
 
 
+def owner_moved_bytes(stage: int, world_size: int, elements: int, master: torch.dtype = torch.float32) -> float:
+    """Bytes that one rank sends on average in a step of `OwnerOptimizer`, beside what the stage itself sends.
+
+    elements: of the parameters that it updates (Ψ). Stages 1 to 3: 12Ψ(N-1)/N² in fp32. Of every parameter the owner
+    lacks (N-1)/N on average; so much comes as gradient and as master, and so much goes back as the new master. That
+    makes 3Ψ(N-1)/N elements, which N ranks share in sending. Stage 0: 4Ψ(N-1)/N, as owners spread full parameters.
+    The exact number, which depends on where shards cut: `OwnerOptimizer.moved_bytes()`.
+    """
+    _check(stage, world_size, elements)
+    away = elements * (world_size - 1) / world_size * master.itemsize
+    return away if stage == 0 else 3 * away / world_size
+
+
 def paper_state_bytes(stage: int, world_size: int, parameters: float, k: float = 12) -> float:
     """The paper's bytes per rank: 2Ψ for 16-bit parameters, 2Ψ for gradients, and KΨ for all the optimizer needs.
 
@@ -144,10 +160,11 @@ def bytes_per_parameter(
     precision: Precision = KEEP,
     own: torch.dtype = torch.float32,
     optimizer_bytes: float = ADAM_BYTES,
+    owned: bool = False,
 ) -> float:
     """Bytes of model states on one rank, divided by Ψ: for example 4 + 12/N in stage 1, in bf16 with Adam."""
     many = 10**15  # so many that rounding to a byte does not show
-    return sum(state_bytes(stage, world_size, many, precision, own, optimizer_bytes).values()) / many
+    return sum(state_bytes(stage, world_size, many, precision, own, optimizer_bytes, owned=owned).values()) / many
 
 
 def activation_bytes(

@@ -14,7 +14,7 @@ does, rather than at the start of the next.
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -35,7 +35,7 @@ class Peak:
 
 
 @contextmanager
-def peak(zero: Engine, optimizer: Optimizer) -> Iterator[Peak]:
+def peak(zero: Engine, optimizer: Optimizer | Iterable[Optimizer]) -> Iterator[Peak]:
     """Measure a block, usually one step: `with peak(zero, optimizer) as p: ...`, then read `p.bytes`.
 
     The block runs slower than usual, so do not time it.

@@ -9,7 +9,15 @@ from typing import TYPE_CHECKING, TypeVar
 import torch
 
 from zerolab.engine.precision import KEEP, Precision
-from zerolab.measure.formulas import ADAM_BYTES, CATEGORIES, bytes_per_parameter, moved_bytes, state_bytes
+from zerolab.measure.formulas import (
+    ADAM_BYTES,
+    CATEGORIES,
+    MUON_BYTES,
+    bytes_per_parameter,
+    moved_bytes,
+    owner_moved_bytes,
+    state_bytes,
+)
 from zerolab.measure.units import in_bytes
 from zerolab.measure.units import table as new_table
 
@@ -18,7 +26,8 @@ if TYPE_CHECKING:
 
 STAGES = ("DDP", "Zero1", "Zero2", "Zero3")
 PRECISIONS = {"fp32": KEEP, "bf16": Precision(torch.bfloat16)}
-OPTIMIZERS = {"adam": ADAM_BYTES, "momentum": 4, "sgd": 0}  # bytes of state per parameter
+OPTIMIZERS = {"adam": ADAM_BYTES, "momentum": 4, "sgd": 0, "muon": MUON_BYTES}  # bytes of state per parameter
+OWNED = {"muon"}  # in `OwnerOptimizer`: the state is shared out in every stage, and more is sent
 
 Choice = TypeVar("Choice")
 
@@ -53,6 +62,9 @@ def plan(
 ) -> list[Row]:
     """One row per stage. memory, activations: bytes per rank. precision, optimizer: see PRECISIONS, OPTIMIZERS.
 
+    With "muon", all parameters are counted as if `OwnerOptimizer` updated them with Muon; the usual recipe leaves
+    embeddings, norms and heads to Adam, at 8 bytes each instead of 4.
+
     Not counted: gathered parameters and buckets in the middle of a step (about two units, see `simulate`), and what
     the framework takes for itself (about 1 GB on a GPU).
 
@@ -64,16 +76,18 @@ def plan(
             raise ValueError(f"{name} must be 1 or more, not {value:g}")
     if activations < 0 or (memory is not None and memory <= activations):
         raise ValueError(f"activations of {in_bytes(activations)} leave nothing of {in_bytes(memory or 0)} per GPU")
+    owned = optimizer in OWNED
     rows = []
     for stage in range(len(STAGES)):
-        states = state_bytes(stage, ranks, round(parameters), settings, optimizer_bytes=kept)
+        states = state_bytes(stage, ranks, round(parameters), settings, optimizer_bytes=kept, owned=owned)
         moved = moved_bytes(stage, ranks, round(parameters), precision=settings)
+        if owned:
+            moved += round(owner_moved_bytes(stage, ranks, round(parameters)))
         row = Row(stage, states, round(activations), moved)
         if memory is not None:
             row.fits = row.total <= memory
-            row.largest = int(
-                (memory - activations) / bytes_per_parameter(stage, ranks, settings, optimizer_bytes=kept)
-            )
+            each = bytes_per_parameter(stage, ranks, settings, optimizer_bytes=kept, owned=owned)
+            row.largest = int((memory - activations) / each)
         rows.append(row)
     return rows
 

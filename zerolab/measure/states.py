@@ -6,16 +6,18 @@ from collections.abc import Iterable
 
 from torch import Tensor
 from torch.optim import Optimizer
+from torch.utils._pytree import tree_leaves
 
 from zerolab.engine.engine import Engine
 
 
-def model_states(zero: Engine, optimizer: Optimizer, on: str | None = None) -> dict[str, int]:
+def model_states(zero: Engine, optimizer: Optimizer | Iterable[Optimizer], on: str | None = None) -> dict[str, int]:
     """Bytes that this rank holds now, as {"parameters", "gradients", "optimizer", "buffers"}.
 
     parameters: what forward sees and what the optimizer updates (masters; one storage if both have the same dtype).
     gradients: what `.grad` shows, and gradients that are still to be reduced.
-    optimizer: every tensor in the optimizer's state; Adam's step counters take 4 bytes per parameter tensor.
+    optimizer: every tensor in the optimizer's state, or that of several in a list; Adam's step counters take 4 bytes
+        per parameter tensor.
     buffers: the model's.
 
     on: count only what is on the "device" or on the "host". Without `offload` everything is on the device. With it,
@@ -27,6 +29,7 @@ def model_states(zero: Engine, optimizer: Optimizer, on: str | None = None) -> d
     """
     if on not in (None, "device", "host"):
         raise ValueError(f'on={on!r}: "device", "host", or None for both')
+    optimizers = [optimizer] if isinstance(optimizer, Optimizer) else list(optimizer)
     host: dict[str, list[object]] = {"parameters": [], "gradients": [], "optimizer": [], "buffers": []}
     device: dict[str, list[object]] = {category: [] for category in host}
     for unit in zero.units:
@@ -36,7 +39,8 @@ def model_states(zero: Engine, optimizer: Optimizer, on: str | None = None) -> d
         device["gradients"] += [unit.bucket.full, unit.bucket.kept_memory, *(full.grad for full in unit.full_params)]
         there["gradients"] += [unit.bucket.grad, *(param.grad for param in unit.params)]
         for param in unit.params:
-            there["optimizer"] += optimizer.state.get(param, {}).values()
+            for one in optimizers:
+                there["optimizer"] += tree_leaves(one.state.get(param, {}))
     device["buffers"] += zero.model.buffers()
 
     seen: set[int] = set()

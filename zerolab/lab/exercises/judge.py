@@ -30,6 +30,7 @@ from zerolab.world.processes import RankError, Ranks
 WORLD_SIZES = (1, 2, 3, 4)
 UNKNOWN = "a mistake that this check does not know; this is the smallest case that fails"
 RAISED = "an error in the code, at the line shown"
+CALLED = "the `def` line was changed, and the function can no longer be called: its arguments must stay as they were"
 RAISED_LATER = "no line of yours failed, but what it left behind: compare the types with those in the docstring"
 ENDLESS = "a loop that does not end"
 WALL = 60.0  # seconds for one number of ranks, for loops that sleep: the others are known by how much they compute
@@ -291,7 +292,9 @@ def _verdict(asked: Exercise, good: list[int], world_size: int, reports: list[Re
         likely = asked.first_rank_only or likely
     if worst.kind == "raised":
         at_a_line = " · line " in worst.seen or ", line " in worst.seen
-        likely = likely or (known[0] if known else RAISED if at_a_line else RAISED_LATER)
+        signature = "positional argument" in worst.seen or "keyword argument" in worst.seen
+        otherwise = CALLED if signature and "later in the engine" not in worst.seen else RAISED_LATER
+        likely = likely or (known[0] if known else RAISED if at_a_line else otherwise)
     likely = likely or UNKNOWN
     lines = [
         f"✗ {asked.id} {asked.title}    " + " · ".join([*(f"N={n} ok" for n in good), f"N={world_size} wrong"]),

@@ -11,7 +11,7 @@ class Question:
     """One prediction.
 
     unit: what a bare number means. words: the possible answers, where it is a word. psi: what "Ψ" stands for.
-    slips: a wrong answer as a multiple of the right one -> the step that leads there.
+    slips: a wrong answer as a multiple of the measured one, or of the formula -> the step that leads there.
     against: a wrong word -> what speaks against it.
     formula, beside_formula: for times, what the arithmetic gives, and why the measurement differs.
     """
@@ -32,7 +32,7 @@ class Question:
             return ""
         known = (_OF_BYTES if self.unit in ("bytes", "MB", "GB") else {}) | self.slips
         for ratio, sentence in known.items():
-            if math.isclose(guess / value, ratio, rel_tol=0.005):
+            if any(math.isclose(guess / right, ratio, rel_tol=0.005) for right in (value, self.formula) if right):
                 return sentence
         return ""
 
@@ -81,7 +81,12 @@ QUESTIONS: dict[str, Question] = {
             2: "Each chunk has a quarter of the 8 MB.",
         },
     ),
-    "01.3": Question("bytes", slips={0.5: "That would take half as long to send as the latency lasts."}),
+    "01.3": Question(
+        "bytes",
+        slips={0.5: "That would take half as long to send as the latency lasts."},
+        formula=500_000,
+        beside_formula="The rest is this machine: its own time for a message adds to the latency.",
+    ),
     "02.1": Question(
         "bytes",
         psi=GPT_4,
@@ -134,7 +139,12 @@ QUESTIONS: dict[str, Question] = {
     ),
     "03.3": Question(
         "ms",
-        slips={1 / 1000: "Those are seconds."},
+        slips={
+            1 / 1000: "Those are seconds.",
+            174 / 188.1: "That is the latency alone: the bytes take 14 ms more.",
+            43.1 / 188.1: "Each call is 6 messages, one after another, and each of them takes 1 ms.",
+            29 / 188.1: "Each call is 6 messages, one after another, and the bytes come on top.",
+        },
         formula=188.1,
         beside_formula="The rest is this machine: four ranks share its cores, and each of the 29 calls waits for the "
         "slowest.",

@@ -11,15 +11,17 @@ import pickle
 import sys
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
+from itertools import repeat
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed import _functional_collectives as functional
 
 from zerolab.comm.collectives import Comm
 from zerolab.comm.waiting import finished_within
@@ -28,8 +30,24 @@ from zerolab.world.processes import Patience
 
 PATIENCE = 3.0  # seconds that a rank waits for the others
 POLL = timedelta(milliseconds=50)
+AT_ONCE = 40  # how often a rank asks whether all are there, before it asks for each
 
 SENDS = ("send", "isend")
+# The functional collectives return their result, and wait where it is used. Before torch 2.13 some have other names.
+FUNCTIONAL = {
+    name + kind: op
+    for name, op in {
+        "all_reduce": "all_reduce",
+        "broadcast": "broadcast",
+        "all_gather_single": "all_gather_into_tensor",
+        "all_gather_tensor": "all_gather_into_tensor",
+        "all_gather_into_tensor": "all_gather_into_tensor",
+        "reduce_scatter_single": "reduce_scatter_tensor",
+        "reduce_scatter_tensor": "reduce_scatter_tensor",
+        "all_to_all_single": "all_to_all_single",
+    }.items()
+    for kind in ("", "_autograd", "_coalesced")
+}
 STEPS = {"reduce_scatter", "all_reduce", "all_gather", "broadcast"}  # methods of zerolab's Comm
 
 StandIn = tuple[Tensor, Tensor, Tensor]  # the answer's tensor, the one that is filled in its place, how it was before
@@ -48,7 +66,7 @@ class Traffic:
     world_size: int
     to: int = -1
     source: int = -1
-    on_world: bool = False  # an answer's call on the default group
+    on_world: bool = False  # an answer's call that all processes take part in
     said: str = ""  # what the caller wrote, if that is another function: "self.comm.all_reduce"
     kept: int | None = None  # bytes that stay here of an uneven all-to-all, whose `payload` is this rank's alone
     asynchronous: bool = False
@@ -170,20 +188,25 @@ class Spy:
         self.store, self.rank, self.world_size, self.patience = store, rank, world_size, patience
         self.calls: list[Traffic] = []
         self.blocks = 0  # how many times something was recorded: how far the check has come
+        self.asked: set[str] = set()  # dist.get_rank, dist.get_world_size: those that the answer called for the world
         self._numbers: Counter[str] = Counter()  # of calls, by whom they concern
         answers = dict.fromkeys(COLLECTIVES, self._collective) | dict.fromkeys(PICKLED, self._pickled)
         answers |= dict.fromkeys(("send", "isend", "irecv"), self._message)
+        answers |= dict.fromkeys(("get_rank", "get_world_size"), self._number)
         answers["batch_isend_irecv"] = self._batch
         self._interceptor = Interceptor(answers)
+        self._functionals = Interceptor(dict.fromkeys(FUNCTIONAL, self._functional), functional)
         self._torchs = torch.futures.collect_all, torch.futures.wait_all
 
     def __enter__(self) -> Spy:
         self._interceptor.install()
+        self._functionals.install()
         torch.futures.collect_all, torch.futures.wait_all = _collected, _waited
         return self
 
     def __exit__(self, *exception: object) -> None:
         torch.futures.collect_all, torch.futures.wait_all = self._torchs
+        self._functionals.remove()
         self._interceptor.remove()
 
     @contextmanager
@@ -249,9 +272,15 @@ class Spy:
         uneven = call.op in ("gather", "scatter", "all_to_all", "all_to_all_single")  # where sizes may differ
         what = call.op if uneven else f"{call.op} of {call.payload} bytes"
         name = self._next("all")
-        self.store.set(f"{name} by {self.rank}", what)
-        for rank in range(self.world_size):
-            theirs = self._ask(f"{name} by {rank}", rank, what)
+        names = [f"{name} by {rank}" for rank in range(self.world_size)]
+        self.store.set(names[self.rank], what)
+        answers: Iterable[str] = map(self._ask, names, range(self.world_size), repeat(what))
+        for _ in range(AT_ONCE):  # a question about all ranks takes as long as one about a single rank
+            if self.store.check(names):
+                answers = [answer.decode() for answer in self.store.multi_get(names)]
+                break
+            time.sleep(0.0005)
+        for rank, theirs in enumerate(answers):
             if theirs != what:
                 raise GaveUp(f"{what}: rank {rank} calls {theirs} instead")
 
@@ -268,7 +297,7 @@ class Spy:
             traffic.payload = nbytes(arguments["tensor"] if call.name == "gather" else pieces)
             stays = call.name == "gather" and pieces
             traffic.kept = traffic.payload if stays else traffic.payload // size * (call.name == "scatter")
-        traffic.on_world = call.module.startswith("ex_") and arguments.get("group") is None
+        traffic.on_world = call.module.startswith("ex_") and call.group is dist.group.WORLD
         self.calls.append(traffic)
         if call.group == dist.group.WORLD:
             self._agree(traffic)
@@ -282,6 +311,28 @@ class Spy:
             return started
         started.wait()
         return None
+
+    def _functional(self, call: Invocation) -> Any:
+        if call.module != functional.__name__:  # else it is a step of another one
+            tensors, group = call.arguments["self"], call.arguments["group"]
+            if isinstance(group, str):
+                group = dist.distributed_c10d._resolve_process_group(group)  # type: ignore[arg-type]
+            _, ranks, size = functional._expand_group(group)
+            traffic = Traffic(FUNCTIONAL[call.name], nbytes(tensors), size, waited=True)
+            if traffic.op == "all_gather_into_tensor":
+                traffic.payload *= size
+            if splits := call.arguments.get("input_split_sizes"):
+                traffic.kept = traffic.payload * splits[ranks.index(self.rank) % size] // max(1, sum(splits))
+            traffic.on_world = call.module.startswith("ex_") and size == self.world_size
+            self.calls.append(traffic)
+            if size == self.world_size:
+                self._agree(traffic)
+        return call.proceed()
+
+    def _number(self, call: Invocation) -> Any:
+        if call.module.startswith("ex_") and call.group is dist.group.WORLD:
+            self.asked.add(f"dist.{call.name}()")
+        return call.proceed()
 
     def _pickled(self, call: Invocation) -> Any:
         largest = max(map(_pickled_bytes, call.arguments.values()), default=0)

@@ -49,5 +49,5 @@ def show(picture: tuple[Figure, str]) -> None:
     from IPython.display import display
 
     figure, sentence = picture
-    display(Shown(png(figure), alt=sentence))
+    display(Shown(png(figure), metadata={"alt": sentence}))  # the argument `alt` is younger than what Colab has
     print(sentence)

@@ -13,6 +13,7 @@ import functools
 import inspect
 import sys
 from collections.abc import Callable, Mapping
+from types import ModuleType
 from typing import Any
 
 import torch.distributed as dist
@@ -91,25 +92,25 @@ Answer = Callable[[Invocation], Any]
 class Interceptor:
     """While it is installed, a call of torch.distributed's `name` returns what `answers[name]` makes of it.
 
-    `originals`: torch's own functions, of those that this torch has.
+    `home`: the module that has the functions. `originals`: torch's own, of those that this torch has.
     """
 
-    def __init__(self, answers: Mapping[str, Answer]) -> None:
+    def __init__(self, answers: Mapping[str, Answer], home: ModuleType = dist) -> None:
         self.originals: dict[str, Callable[..., Any]] = {}
-        self._answers = answers
+        self._answers, self._home = answers, home
         self._torchs_p2p = dist.P2POp
 
     def install(self) -> None:
         for name, answer in self._answers.items():
-            if original := getattr(dist, name, None):
+            if original := getattr(self._home, name, None):
                 self.originals[name] = original
-                setattr(dist, name, _intercepted(name, original, answer))
+                setattr(self._home, name, _intercepted(name, original, answer))
         if "isend" in self.originals:
             setattr(dist, "P2POp", self._p2p())  # noqa: B010 (mypy refuses the assignment)
 
     def remove(self) -> None:
         for name, original in self.originals.items():
-            setattr(dist, name, original)
+            setattr(self._home, name, original)
         setattr(dist, "P2POp", self._torchs_p2p)  # noqa: B010
 
     def _p2p(self) -> type[dist.P2POp]:

@@ -16,6 +16,7 @@ from typing import Any
 
 SOCKET = "ZEROLAB_GPUS"  # where the broker listens for this student
 REHEARSAL = "ZEROLAB_GPUS_REHEARSAL"  # there are no GPUs, only numbers to lend: ranks stay on the CPU
+TOKEN = "JUPYTERHUB_API_TOKEN"  # under JupyterHub: what tells the broker whose notebook this is
 MARK = "ZEROLAB_LEASE"  # in the environment of a lease's ranks: which lease they belong to
 LONGEST_WAIT = 3600.0  # seconds in the queue
 
@@ -58,7 +59,7 @@ class Lease:
     def busy(self, yes: bool) -> None:
         """Tell the broker that a cell begins or ends on the ranks. Only time without a cell counts as idle."""
         with suppress(OSError):  # the lease is over; the next cell will say so
-            self._socket.sendall(json.dumps({"busy": yes}).encode() + b"\n")
+            self._socket.sendall(line(busy=yes))
 
     def watch(self, end: Callable[[str], None]) -> None:
         """Call `end(why)`, on a thread of its own, if the GPUs are taken back. `end` must end the ranks."""
@@ -94,7 +95,9 @@ def ask(gpus: int, timeout: float = LONGEST_WAIT, tell: Callable[[str], None] = 
     try:
         try:
             connection.connect(os.environ[SOCKET])
-            connection.sendall(json.dumps({"want": gpus}).encode() + b"\n")
+            if token := os.environ.get(TOKEN):
+                connection.sendall(line(token=token))
+            connection.sendall(line(want=gpus))
         except OSError as error:
             raise NoLease(
                 f"the classroom that lends GPUs does not answer ({error.strerror}): ask the teacher"
@@ -134,6 +137,20 @@ def _next(connection: socket.socket, rest: bytes, deadline: float | None) -> tup
         rest += data
     line, _, rest = rest.partition(b"\n")
     return json.loads(line), rest
+
+
+def line(**message: Any) -> bytes:
+    """A message, as it is sent."""
+    return json.dumps(message).encode() + b"\n"
+
+
+def token_of(line: bytes) -> str:
+    """The token in a notebook's first line; "" if there is none."""
+    with suppress(ValueError, RecursionError):
+        message = json.loads(line)
+        if isinstance(message, dict) and isinstance(message.get("token"), str):
+            return message["token"]
+    return ""
 
 
 def minutes(seconds: float) -> str:

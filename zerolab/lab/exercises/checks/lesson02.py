@@ -167,6 +167,8 @@ def _check_flat(
     check_tensor(what, flat, (size,), dtype)
     if flat.requires_grad:
         likely = "the parameters went in with their autograd graph: detach() them, or work under torch.no_grad()"
+        if flat.is_leaf:
+            likely = "return a plain tensor: no nn.Parameter, no requires_grad=True"
         raise Wrong(f"{what} requires a gradient", likely)
     held = flat.untyped_storage().nbytes()
     if held != size * dtype.itemsize:
@@ -257,8 +259,15 @@ EXERCISES = [
         ),
         exports=("flat_buffer",),
         errors={
-            "is invalid for input of size": "a slice of the buffer is too short: is the size rounded up, not down?",
+            "is invalid for input of size": (
+                "a slice of the buffer is too short: is its size the sum of all numel(), rounded up, not down?"
+            ),
+            "got ()": "a scalar parameter has the shape (): view(param.shape) can do that, view(*param.shape) cannot",
             "tuple index out of range": "a scalar parameter has the shape (): numel() counts its elements",
+            "a view of a leaf Variable": (
+                "what was written to requires a gradient: the buffer must not (no nn.Parameter, no "
+                "requires_grad=True), and parameters are only to be read"
+            ),
             "in-place operation": "a view was written to while autograd was recording: detach() the parameter",
         },
     ),

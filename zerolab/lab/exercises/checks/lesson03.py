@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -10,6 +11,7 @@ from torch import Tensor, nn
 
 import zerolab
 from zerolab.lab.exercises.checks import values
+from zerolab.lab.exercises.checks.training import check_pairs
 from zerolab.lab.exercises.checks.values import BY_ZERO, check_tensor, compare
 from zerolab.lab.exercises.exercise import SUMMED, Exercise, World, Wrong, returns_none
 from zerolab.lab.exercises.spy import Traffic
@@ -243,6 +245,8 @@ def check_bucket(answer: Any, world: World) -> None:
     steps.check(1, in_place=True)  # after zero_grad(set_to_none=False)
     steps.check(2, unused=1)
     steps.again("step 2 once more, on the means")
+    if world.world_size > 1:
+        steps.cancelled("gradients whose mean is zero")
     others = make_params(world, OTHERS)
     second = _Steps(world, others, answer.Bucket(others))
     steps.check(3)
@@ -290,6 +294,14 @@ class _Steps:
         """Once more, without a backward in between, as the lesson does to measure times."""
         self._run(self.means, self.means, name, shared=True)
 
+    def cancelled(self, name: str) -> None:
+        """The first rank's gradients and the last one's add up to zero, and the others' are zero."""
+        sign = {0: 1.0, self.world.world_size - 1: -1.0}.get(self.world.rank, 0.0)
+        for param in self.params:
+            param.grad = torch.full_like(param, sign)
+        zeros = [torch.zeros_like(param) for param in self.params]
+        self._run(zeros, zeros, name)
+
     def _run(self, bases: list[Tensor], wants: list[Tensor], when: str, shared: bool = False) -> None:
         world, params, bucket = self.world, self.params, self.bucket
         dtype, numel = params[0].dtype, sum(param.numel() for param in params)
@@ -319,6 +331,8 @@ class _Steps:
             grad = check_tensor(what, param.grad, tuple(param.shape), dtype)
             suspects = rounded(want, dtype)
             if not shared:
+                if not want.any():
+                    suspects += [(grads[i], "this rank's own gradient is still there: a mean of zero replaces it too")]
                 added = "the mean was added to this rank's own gradient: write_back() replaces param.grad"
                 suspects += [(want + grads[i], added)] if grads[i].any() else []
                 suspects += [(mean, OLD_MEANS) for mean in old[i : i + 1]]
@@ -572,7 +586,7 @@ class _Run:
 def check_ddp(answer: Any, world: World) -> None:
     check_class(answer.MyDDP)
     run = _Run(answer, world)
-    with world.record() as calls, values.nan_in_fresh_memory(), world.blamed(calls):
+    with world.record() as calls, values.nan_in_fresh_memory(), world.blamed(calls), _without_the_packages():
         run.loss(1).backward()
     check_same_weights(run.model, world)
     run.check("one backward", calls, 1)
@@ -592,6 +606,7 @@ def check_ddp(answer: Any, world: World) -> None:
         _later(run, answer, world)
     except Wrong as wrong:
         raise Wrong(wrong.seen, wrong.likely or AGAIN, wrong.tip, wrong.values_differ) from None
+    check_pairs(answer, answer.MyDDP, world, DDP_ERRORS)
 
 
 def _later(run: _Run, answer: Any, world: World) -> None:
@@ -672,6 +687,26 @@ def check_class(cls: Any) -> None:
             raise Wrong(f"MyDDP.{name} is the package's", f"the class inherits {name}(): write your own")
 
 
+@contextmanager
+def _without_the_packages() -> Iterator[None]:
+    """Inside, the two methods that are to be written cannot be borrowed by super()."""
+    kept = {name: getattr(zerolab.DDP, name) for name in ("post_backward", "reduce")}
+
+    def refusing(name: str) -> Callable[..., Any]:
+        def refuse(*_: Any) -> None:
+            raise Wrong(f"MyDDP calls the package's {name}()", f"super().{name}() is the answer: write your own")
+
+        return refuse
+
+    try:
+        for name in kept:
+            setattr(zerolab.DDP, name, refusing(name))
+        yield
+    finally:
+        for name, method in kept.items():
+            setattr(zerolab.DDP, name, method)
+
+
 def check_same_weights(model: nn.Module, world: World) -> None:
     for (name, param), want in zip(model.named_parameters(), make_whole().parameters(), strict=True):
         if not torch.equal(param, want):
@@ -698,6 +733,8 @@ class MyDDP(zerolab.DDP):
 
         Return None if the mean is there already, or something whose wait() returns when it is.
         self.comm.all_reduce(tensor, unit.name) starts a mean, in place, and enters it in the engine's ledger.
+        The ranks that share the model need not be all: self.world_size counts them, and for functions of dist there
+        is group=self.comm.group.
         """
         raise Todo("03.3")
 '''
@@ -739,8 +776,12 @@ ERRORS = {
     "left no unit.bucket.grad": "reduce() was not called, or did not leave the mean in unit.bucket.grad",
 }
 DDP_ERRORS = {
-    "Expected parameter `tensor`": "the parameters have no .grad yet: the unit's gradients are in unit.bucket.full"
-} | ERRORS
+    "Expected parameter `tensor`": "the parameters have no .grad yet: the unit's gradients are in unit.bucket.full",
+    "NoneType": (
+        "unit.bucket.grad is None until reduce() sets it, and the parameters have no .grad yet: the unit's gradients "
+        "are in unit.bucket.full"
+    ),
+} | {part: mistake for part, mistake in ERRORS.items() if part != "NoneType"}
 FIRST_RANK = "the result reached rank 0 only: reduce() leaves it on one rank, all_reduce() on all of them"
 
 EXERCISES = [

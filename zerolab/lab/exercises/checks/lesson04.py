@@ -332,10 +332,6 @@ ADDED_FIRST = "the first backward's gradients were added to the second's, althou
 OTHERS_PLACE = (
     "another rank's slice: as output, reduce_scatter() takes this rank's shard of its input, or memory of its own"
 )
-DEFAULT_GROUP = (
-    "self.comm.group has the ranks that share this model; dist's functions talk to all processes, unless you pass "
-    "group=self.comm.group"
-)
 
 
 @contextmanager
@@ -376,8 +372,6 @@ def looking(zero: Any, world: World) -> Iterator[None]:
 
 def note_calls(world: World, calls: list[Traffic]) -> None:
     """What a right reduction by these calls should know."""
-    if any(call.on_world for call in calls):
-        world.note(DEFAULT_GROUP)
     if world.world_size > 1 and calls and all(call.waited for call in calls):
         world.note(WAITS)
 
@@ -581,6 +575,10 @@ class MyZero1(zerolab.DDP):
 
 
 NOT_RETURNED = "the functions of torch.distributed return None: the result is in the tensor that you pass to be filled"
+SIZES = (
+    "the full tensor and a shard were mixed up: reduce_scatter fills a shard from a full tensor, all_gather a full "
+    "tensor from shards, and the output comes first"
+)
 PENDING = "async_op=True returns something to wait for; the result is in the tensor that you pass, once wait() returns"
 
 ERRORS = {
@@ -595,8 +593,8 @@ ERRORS = {
     "modified by an inplace operation": "unit.full was written to between forward and backward: "
     "after_step(unit) gathers that unit, after the step, and no other",
     "The size of tensor": "the full tensor, (N * S,), and a shard, (S,), were mixed up",
-    "is invalid for input of size": "the full tensor and a shard were mixed up: reduce_scatter fills a shard "
-    "from a full tensor, all_gather a full tensor from shards, and the output comes first",
+    "are not the shard of": SIZES,
+    "is invalid for input of size": SIZES,
     "name 'reduce_scatter_mean' is not": "each exercise is a file of its own: use self.comm.reduce_scatter(), or copy "
     "your function into this cell",
     "'Pending' object": "reduce_scatter() returns something to wait for: return that; unit.bucket.grad is its output",

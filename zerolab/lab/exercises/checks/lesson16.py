@@ -15,7 +15,7 @@ from zerolab.measure.formulas import moved_bytes, state_bytes
 
 # parameters, bytes of a GPU, bytes of activations on each
 CASES = (
-    (13_000_000_000, 80e9, 20e9),  # tells the common mistakes apart
+    (13_000_000_000, 80e9, 19e9),  # tells the common mistakes apart
     (7_500_000_000, 80e9, 10e9),
     (7_500_000_000, 24e9, 4e9),
     (1_000_000, 20e6, 0.0),  # fits on one
@@ -84,7 +84,12 @@ def _why(got: dict[int, Any], case: tuple[int, float, float], stage: int) -> str
     if value is None:
         if want > 256:
             return "it does fit, on very many GPUs: a search stopped too early. Solve for N instead of trying"
-        return "it does fit: None means that no number of GPUs is enough"
+        if memory - activations == sum(SHARDED[stage]) * parameters:
+            return "it does fit: a model may fill the memory to the last byte"
+        return (
+            "it does fit, and None means that no number of GPUs is enough: which of the 2 + 2 + 12 bytes does stage "
+            f"{stage} keep on every GPU?"
+        )
     if activations and value == fewest(parameters, memory, 0.0)[stage]:
         return "the activations were forgotten: the model states only get the rest of the memory"
     room = memory - activations - SHARDED[stage][0] * parameters
@@ -94,14 +99,14 @@ def _why(got: dict[int, Any], case: tuple[int, float, float], stage: int) -> str
         return (
             "the 2 bytes of the gradients are missing: which of 2 + 2 + 12 does it shard, and which stay on every GPU?"
         )
+    if stage == 3 and value == max(1, math.ceil(16 * parameters / room)):
+        return "16 bytes per parameter is the paper's stage 3; here no 16-bit copy is kept, so it is 14"
     if value == want - 1:
         return "one too few: it does not fit yet; round up, not down"
     if value == want + 1:
         return "one too many: it fits on one fewer; a model that fills the memory to the last byte does fit"
     if value > want and (value & (value - 1) == 0 or value == 8 * math.ceil(want / 8)):
         return "it fits on fewer: any number of GPUs counts, not only powers of two or whole nodes"
-    if stage == 3 and value == max(1, math.ceil(16 * parameters / room)):
-        return "16 bytes per parameter is the paper's stage 3; here no 16-bit copy is kept, so it is 14"
     if activations and room + activations > 0:
         if value == max(1, math.ceil((SHARDED[stage][1] * parameters + activations) / (room + activations))):
             return "the activations were sharded: every GPU has its own, however many there are"
@@ -168,6 +173,11 @@ def cost(stage: int, gpus: int, sequences: int) -> tuple[float, float, float]:
     return held, seconds / 86400, gpus * seconds / 3600 * PRICE
 
 
+def _is_good(stage: int, gpus: int, sequences: int) -> bool:
+    held, days, dollars = cost(stage, gpus, sequences)
+    return held <= GPU and days <= DAYS and dollars <= DOLLARS
+
+
 def check_plan(answer: Any, world: World) -> None:
     plan = answer.plan()
     if not isinstance(plan, dict) or set(plan) != {"stage", "gpus", "sequences"}:
@@ -183,6 +193,8 @@ def check_plan(answer: Any, world: World) -> None:
     if gpus > PER_NODE and gpus % PER_NODE:
         raise Wrong(f"{gpus} GPUs", f"nodes have {PER_NODE} GPUs: use whole nodes, or part of a single one")
     held, days, dollars = cost(stage, gpus, sequences)
+    if gpus * PER_NODE <= MOST_GPUS and _is_good(stage, gpus * PER_NODE, sequences):
+        raise Wrong(f"{gpus} GPUs", f"that is the number of nodes: each has {PER_NODE} GPUs")
     if held > GPU:
         seen = f"a GPU would need {held / 1e9:.1f} GB and has {GPU / 1e9:.0f}"
         alone = (held - sequences * SEQUENCE) / 1e9

@@ -28,8 +28,9 @@ DTYPE = (
 )
 NO_ROOT = "self.root is a list, and it is empty if every parameter is in a block: ask `unit in self.root`"
 MICRO = "what no_sync() kept back is part of the gradient, and nothing may be kept from the step before"
-GROUP = "self.rank, self.world_size and self.comm are those of the engine's own group"
-IN_PAIRS = "right where all ranks train one model. Of two engines with group=, each on two ranks, {}: " + GROUP
+GROUP = "self.rank, self.world_size and self.comm are those of the ranks that share this model, not of all processes"
+THEIR_CALLS = "{}() talks to all processes, and only some of them share this model: pass group=self.comm.group"
+THEIR_NUMBERS = "all processes are counted by {}, and only some of them share this model: self.rank, self.world_size"
 TWICE = "something was kept from the first forward: the second one and its backward found it instead of their own"
 
 
@@ -101,8 +102,8 @@ CASES = (
         "in bfloat16, without a root unit", ("plain", "plain"), {"plain": DTYPE}, False, precision=Precision(),
         tolerance=0.05, rate=2.0**-3, world_sizes=(3,),
     ),
-    Case("in two groups of two ranks", ("plain",), {"plain": GROUP}, world_sizes=(4,), pairs=True),
 )  # fmt: skip
+PAIRS = Case("in two groups of two ranks", ("plain",), {"plain": GROUP}, world_sizes=(4,), pairs=True)
 IN_WORDS = {
     "plain": "",
     "two forwards": ", of two forwards and then two backwards",
@@ -115,14 +116,30 @@ def check_cases(
 ) -> None:
     """Raises Wrong unless `cls` trains as one process does. likely: how a step runs -> this exercise's own words."""
     for case in CASES:
-        if world.world_size not in case.world_sizes:
-            continue
+        if world.world_size in case.world_sizes:
+            _check_case(answer, cls, world, case, errors, case.likely | (likely or {}))
+    check_pairs(answer, cls, world, errors)
+
+
+def check_pairs(answer: Any, cls: type[Engine], world: World, errors: dict[str, str]) -> None:
+    """Raises Wrong unless ranks 0 and 1 train one model, and ranks 2 and 3 another.
+
+    Of an answer that is right where all ranks train one model, it says what it asked or told all of them.
+    """
+    if world.world_size not in PAIRS.world_sizes:
+        return
+    world.spy.asked.clear()
+    with world.record() as calls:
         try:
-            _check_case(answer, cls, world, case, errors, case.likely | ({} if case.pairs else likely or {}))
+            _check_case(answer, cls, world, PAIRS, errors, PAIRS.likely)
         except (Wrong, CommError, GaveUp) as error:
-            if not case.pairs:
-                raise
-            world.note(IN_PAIRS.format(str(error).splitlines()[0]))  # the lessons have but one group
+            seen, likely = str(error).splitlines()[0], error.likely if isinstance(error, Wrong) else GROUP
+            if ops := dict.fromkeys(f"dist.{call.op}" for call in calls if call.on_world):
+                likely = THEIR_CALLS.format(" and ".join(ops))
+            elif world.spy.asked:
+                likely = THEIR_NUMBERS.format(" and ".join(sorted(world.spy.asked)))
+            when = "" if isinstance(error, Wrong) else f"training {PAIRS.name}: "
+            raise Wrong(f"{when}{seen}", likely) from None
 
 
 def _check_case(
@@ -171,7 +188,8 @@ def _check_case(
             flat = torch.zeros(unit.layout.size, dtype=case.dtype)
             for view, name in zip(unit.layout.views(flat), unit.names, strict=True):
                 view.copy_(full[name].detach())
-            slices = unit.layout.slices(unit.layout.shard(flat, rank), rank)
+            shard = unit.layout.shard(flat, rank)
+            slices = unit.layout.slices(shard, rank) if cls.stage else unit.layout.views(flat)
             for name, got, want in zip(unit.names, unit.params, slices, strict=True):
                 _compare(f"{when}: this rank's slice of {name}", got.detach(), want, case, why)
 

@@ -8,13 +8,14 @@ norm of a layer. None of them can update a slice by itself. So a step goes in ro
     scatter    all ranks get their slices of the new master
 
 While they travel, it updates parameters of which it has all anyway. In stage 0 every rank has everything, so an owner
-updates its parameter in place and spreads it.
+updates its parameter in place and spreads it. In place, a parameter may begin anywhere in memory, where a process by
+itself would have it on a boundary. Some matrix products round otherwise there, so an owner copies such a parameter.
 
 With N ranks, and Ψ elements in parameters that are updated here, in fp32:
 
     held, always     the optimizer's state / N: Muon 4Ψ/N bytes in every stage; within a matrix of even
     held, in a step  stages 1 to 3: the owner's gradient and master of one parameter, at most twice the largest matrix
-                     (and what the optimizer itself needs for one); stage 0: nothing
+                     (and what the optimizer itself needs for one); stage 0: nothing, or that for what is copied
     moved            stages 1 to 3: 12Ψ(N-1)/N² bytes per rank and step if slices are even; stage 0: 4Ψ(N-1)/N
 
 A parameter of n elements, k of them on its owner, moves 12(n - k) bytes: n - k elements of the gradient and of the
@@ -49,9 +50,10 @@ if TYPE_CHECKING:
 
 NOT_VALUES = ("params", "param_names")  # entries of a parameter group that are no hyperparameters
 PLAIN = (bool, int, float, str, type(None))
+BOUNDARY = 64  # bytes: where torch lets a tensor on the CPU begin
 
 
-@dataclass
+@dataclass(eq=False)
 class Owned:
     """A parameter with its owner, a rank of the shard group. `sizes`: the elements of each rank's slice."""
 
@@ -287,7 +289,9 @@ class OwnerOptimizer(SeesSlices):
                         failed.append(error)
 
         items = self._agree_on_grads()
-        still = [item for item in items if item.owner == rank and item.at_home and stage > 0]
+        home = [item for item in items if item.owner == rank and item.at_home and stage > 0]
+        still = [item for item in home if all(map(_on_boundary, _lying_flat(item)))]
+        copied = [item for item in home if item not in still]  # once there is room
         turns = self._rounds([item for item in items if not item.at_home or stage == 0])
         meanwhile = [still[number :: 2 * len(turns)] for number in range(2 * len(turns))]
         spreading: list[Pending] = []  # in stage 0, where nothing has to make room for the next turn
@@ -303,8 +307,7 @@ class OwnerOptimizer(SeesSlices):
             else:
                 _finish(scattering)
             del rooms
-        if not turns:
-            update(still)
+        update(copied if turns else still + copied)
         _finish(spreading)
         if not updated:
             self._count_step(given)
@@ -371,15 +374,18 @@ class OwnerOptimizer(SeesSlices):
 
     def _update(self, item: Owned, master: Tensor, grad: Tensor, given: list[dict[str, Any]]) -> None:
         """Let the wrapped optimizer update `master`, in place, as the only parameter there is."""
-        inner, full = self._inner, item.full
+        inner, full, comm = self._inner, item.full, self._engine.comm
         self._show_groups(given)
         inner.param_groups[item.group]["params"] = [full]
-        full.data, full.grad = item.shaped(master), None
-        full.grad = item.shaped(grad)
+        own = master if _on_boundary(master) else _room(item, "gathered parameters", comm).copy_(master)
+        full.data, full.grad = item.shaped(own), None
+        full.grad = item.shaped(grad if _on_boundary(grad) else _room(item, "gradients", comm).copy_(grad))
         if item.param in self.state:
             inner.state[full] = self.state[item.param]
         try:
             inner.step()
+            if own is not master:
+                master.copy_(own)
         finally:
             if full in inner.state:
                 self.state[item.param] = inner.state.pop(full)
@@ -466,6 +472,10 @@ def _room(item: Owned, kind: str, comm: Any) -> Tensor:
     """Memory for a full parameter, on its owner; `kind` is for the timeline."""
     numel = item.slot.numel if item.owner == comm.shard_group.rank else 0
     return torch.empty(numel, dtype=item.param.dtype, device=item.param.device)
+
+
+def _on_boundary(flat: Tensor) -> bool:
+    return flat.data_ptr() % BOUNDARY == 0
 
 
 def _lying_flat(item: Owned) -> tuple[Tensor, Tensor]:

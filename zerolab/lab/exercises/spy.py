@@ -257,6 +257,7 @@ class Spy:
     def _ask(self, name: str, rank: int, doing: str) -> str:
         """What `rank` says about the call `name`, once it gets there."""
         patience = Patience(self.patience, longest=0.002)  # so it lasts longer where other programs are at work
+        seen = 0
         while True:
             is_over = self.store.check([f"over/{rank}"])  # asked first: a rank says its last word before it is over
             if self.store.check([name]):
@@ -264,8 +265,15 @@ class Spy:
             if is_over:
                 raise GaveUp(f"{doing}: rank {rank} did not take part")
             if patience.turn() <= 0:
-                raise GaveUp(f"{doing}: rank {rank} does not make this call")
+                steps = self.store.add(f"steps/{rank}", 0)
+                if steps == seen:
+                    raise GaveUp(f"{doing}: rank {rank} does not make this call")
+                seen, patience = steps, Patience(self.patience, longest=0.002)
             time.sleep(0.0005)
+
+    def step(self) -> None:
+        """This rank is busy with a long part of a check, and comes on: the others wait longer for it."""
+        self.store.add(f"steps/{self.rank}", 1)
 
     def _agree(self, call: Traffic) -> None:
         """Make sure that every rank makes this call now."""

@@ -520,6 +520,7 @@ def search(answer: Any, world: World, folder: Path) -> Iterator[Finding]:
             number += 1
             if number % N != world.rank:
                 continue
+            world.spy.step()  # another may have found something at once, and wait
             if found := scenario():
                 yield Finding(number, *found)
                 return

@@ -7,6 +7,7 @@ PYTHON ?= python3
 VENV ?= .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
+EXTRAS ?= lab,test,site
 # make demo ARGS="--ranks 2 --steps 5"; the test targets hand ARGS to pytest
 ARGS ?=
 # Files of tests run side by side, three at least: a test has up to four ranks, and mostly waits for them.
@@ -26,7 +27,7 @@ $(STAMP): constraints.txt pyproject.toml
 	@echo "building $(VENV), a minute or two (longer where a CUDA build of torch is downloaded):"
 	@rm -f $@
 	@$(PYTHON) -m venv --clear $(VENV)
-	@$(BIN)/python -m pip install --disable-pip-version-check -c constraints.txt -e '.[lab,test,site]' 2>&1 | \
+	@$(BIN)/python -m pip install --disable-pip-version-check -c constraints.txt -e '.[$(EXTRAS)]' 2>&1 | \
 	    tee $(VENV)/install.log | while read -r line; do case $$line in \
 	        Collecting*|Processing*) printf . ;; \
 	        'Installing collected'*) printf ' installing' ;; \

@@ -477,6 +477,23 @@ def test_sizes_that_do_not_fit_are_refused_before_anything_moves(ranks):
             assert error.text.startswith(f"rank {rank}: 5 elements are not the shard of 6 on 2 ranks"), error
 
 
+def job_two_dtypes():
+    comm = comm_of(6)
+    full, shard = torch.ones(6, dtype=torch.bfloat16), torch.full((3,), 1.0 + comm.rank)
+    refused = attempt(comm.reduce_scatter, shard, full, "b")
+    comm.all_gather(full, shard, "b").wait()
+    return refused, full.tolist()
+
+
+def test_two_dtypes(ranks):
+    """A gather casts, on every backend alike (test_strict.py); a reduction refuses, as NCCL's does."""
+    for rank, (error, full) in enumerate(ranks.run(job_two_dtypes, ranks=2)):
+        assert error.kind == "ValueError", error
+        refused = f"rank {rank}: a reduce-scatter does not cast torch.bfloat16 to torch.float32"
+        assert error.text.startswith(refused), error
+        assert full == [1.0] * 3 + [2.0] * 3
+
+
 def job_exchange():
     comm = Comm(None, CPU)
     messages = [{"rank": 0}, "Ψ" * 1000, None, [1.5, [True, ""], "x" * 70_000]]

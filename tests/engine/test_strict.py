@@ -262,6 +262,19 @@ def test_the_native_mean(ranks):
             assert kinds == ({"SUM"} if n == 1 else {"AVG"} if n == 2 else {"AVG", "SUM"})
 
 
+def masters_as_parameters() -> list[float]:
+    with strict.world():
+        comm = Comm(None, torch.device("cpu"))
+        full = torch.empty(3 * comm.world_size, dtype=torch.bfloat16)
+        comm.all_gather(full, torch.full((3,), 1.0 + comm.rank), "unit").wait()
+        return full.tolist()
+
+
+def test_a_gather_casts(ranks):
+    """As on gloo, where a copy is made anyway."""
+    assert ranks.run(masters_as_parameters, ranks=2) == [[1.0] * 3 + [2.0] * 3] * 2
+
+
 def timed() -> None:
     with strict.world():
         zero, optimizer = built(3, {})

@@ -109,9 +109,11 @@ class Comm:
     def reduce_scatter(self, output: Tensor, input: Tensor, unit: str) -> Pending:
         """Mean over the ranks of `input` (N * S,), of which this rank gets its shard in `output` (S,).
 
-        `output` may be this rank's shard of `input` itself. With a mesh: the mean of the replicas' means.
+        `output` has its dtype, and may be this rank's shard of it. With a mesh: the mean of the replicas' means.
         """
         self.shard_group.check_sizes(input, output)
+        if output.dtype != input.dtype:
+            raise ValueError(f"rank {dist.get_rank()}: a reduce-scatter does not cast {input.dtype} to {output.dtype}")
 
         def steps() -> Steps:
             yield from self._reduce_scatter_steps(output, input, unit, self.shard_group)
@@ -125,11 +127,10 @@ class Comm:
         return self._start(f"all-reduce of {unit}", self._all_reduce_steps(tensor, unit, self.everyone))
 
     def all_gather(self, output: Tensor, input: Tensor, unit: str) -> Pending:
-        """All ranks' shards `input` (S,), in rank order, in `output` (N * S,), of which `input` may be a part."""
+        """All ranks' shards `input` (S,), in rank order, in `output` (N * S,), which may contain it. Casts."""
         self.shard_group.check_sizes(output, input)
         self._agreement.agree_on_gather(unit)
-        steps = self._all_gather_steps(output, input, unit, self.shard_group)
-        return self._start(f"all-gather of {unit}", steps)
+        return self._start(f"all-gather of {unit}", self._all_gather_steps(output, input, unit, self.shard_group))
 
     def broadcast(self, tensor: Tensor, unit: str) -> None:
         """The first rank's `tensor` on every rank, in place."""
@@ -188,7 +189,7 @@ class Comm:
 
     def _all_gather_steps(self, output: Tensor, input: Tensor, unit: str, group: Group) -> Steps:
         if self.backend != "gloo":
-            yield self._issue("all_gather", unit, output, group, partial(all_gather, output, input))
+            yield self._issue("all_gather", unit, output, group, partial(all_gather, output, input.to(output.dtype)))
             return
         shards = output.view(group.size, -1)  # (N, S)
         if not shards[group.rank].is_set_to(input):

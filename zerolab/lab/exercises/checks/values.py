@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils._pytree import tree_leaves
 
 from zerolab.comm.waiting import CommError
 from zerolab.lab.exercises.exercise import Todo, Wrong
@@ -123,6 +124,12 @@ def compare(
     said = BY_ZERO if bool(got.isinf().all()) else explain(got)
     likely, tip = said if isinstance(said, tuple) else (said, "")
     raise Wrong(seen, likely, tip, values_differ=True)
+
+
+def storages_in(tree: Any) -> list[torch.UntypedStorage]:
+    """Those of the tensors in `tree`: a tensor, or lists, tuples and dictionaries with tensors in them. Each once."""
+    found = [leaf.untyped_storage() for leaf in tree_leaves(tree) if isinstance(leaf, Tensor)]
+    return list({storage._cdata: storage for storage in found}.values())
 
 
 class nan_in_fresh_memory:

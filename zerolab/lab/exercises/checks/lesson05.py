@@ -20,6 +20,7 @@ from zerolab.lab.exercises.checks.lesson04 import (
     NOT_RETURNED,
     TOO_MUCH,
     check_class,
+    check_form,
     check_gradients,
     check_means,
     check_moved,
@@ -82,6 +83,8 @@ def looking_after(zero: Any, world: World) -> Iterator[None]:
             if len(world.spy.calls) == before and not bucket.reduction:
                 likely = "reduce() was not called: super().post_backward(unit) does that"
             raise Wrong(f"unit {name}: after post_backward() unit.bucket.grad is {bucket.grad}, not a tensor", likely)
+        if reduces:
+            check_form(unit, full, world.spy.calls[before:])
 
     zero.post_backward = post_backward_and_look
     yield
@@ -131,6 +134,8 @@ def check_released(cls: type, world: World) -> None:
         raise Wrong(much, VIEW if is_view else TOO_MUCH["gradients"])
     if most > 1:
         raise Wrong(f"up to {most} units' full gradients were in memory at once, besides the current one", TOO_LATE)
+    with world.record():  # a rank that comes here was right
+        pass
 
 
 def alive(storages: list[weakref.ref[torch.UntypedStorage]], at_most: int) -> int:

@@ -525,7 +525,7 @@ NO_STAGE = "is missing from the class: clipping and checkpoints go by it, and wo
 LATER_STEPS = "the first step is right, a later one is not: nothing may be kept from one step to the next"
 TOO_MUCH = {
     "parameters": "a copy of the slice is kept besides the full parameters: give the optimizer views of them",
-    "gradients": "full gradients are still there: after the reduction, keep only this rank's slice",
+    "gradients": "full gradients are still there: after the reduction, keep only this rank's shard",
     "optimizer": "the optimizer keeps state for more than this rank's slice",
 }
 

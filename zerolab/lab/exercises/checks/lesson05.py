@@ -36,7 +36,7 @@ from zerolab.world.processes import Patience
 
 VIEW = (
     "full gradients are still there: unit.bucket.grad is a view of the full gradient, and a view keeps all of its "
-    "memory. Copy the slice once the reduction is over: unit.bucket.release() does that"
+    "memory. Copy the shard once the reduction is over: unit.bucket.release() does that"
 )
 PARAMETERS = "unit.release() lets the *parameters* go, which is lesson 06: use unit.bucket.release()"
 AT_ONCE = "freed at once: when super() returns the reduction has only started, and still reads the full gradient"
@@ -161,11 +161,11 @@ class MyZero2(zerolab.Zero1):
     stage = 2
 
     def post_backward(self, unit: Unit) -> None:
-        """All gradients of `unit` are complete. Reduce them as stage 1 does, then keep only this rank's slice.
+        """All gradients of `unit` are complete. Reduce them as stage 1 does, then keep only this rank's shard.
 
         super().post_backward(unit) starts the reduction, if self.reduces(unit). Then unit.bucket.reduction is what to
         wait for, and unit.bucket.grad is a view of unit.bucket.full, which it keeps alive.
-        unit.bucket.release() copies the slice as soon as the reduction has finished, and lets the rest go.
+        unit.bucket.release() copies the shard as soon as the reduction has finished, and lets the rest go.
         """
         raise Todo("05.1")
 '''

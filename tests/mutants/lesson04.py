@@ -268,6 +268,22 @@ def reduce_scatter_mean(flat, rank, world_size):
         ),
         "different shards were added up",
     ),
+    "a fixed number of ranks": (edit(REDUCE_SCATTER, "view(world_size, -1)", "view(4, -1)"), "whatever N and S are"),
+    "adds to its own shard": (
+        edit(
+            REDUCE_SCATTER,
+            f"return {_SUM} / world_size",
+            "mine = flat.view(world_size, -1)[rank]\n"
+            "    for other, part in enumerate(received.view(world_size, -1)):\n"
+            "        mine += part * (other != rank)\n"
+            "    return mine / world_size",
+        ),
+        "a view of the shard was written to",
+    ),
+    "every N-th element": (
+        edit(REDUCE_SCATTER, "(received, flat)", "(received, flat.view(-1, world_size).t().flatten())"),
+        "every N-th element was added up",
+    ),
 }
 
 # ---------------------------------------------------------------------- 04.2
@@ -338,9 +354,22 @@ ZERO1_BY_LISTS_OF_ITS_GROUP = edit(
 
 ZERO1_WITHOUT_CAST = edit(ZERO1, ".to(unit.full.dtype)", "")
 
+ZERO1_WAITS_LATER = edit(
+    ZERO1,
+    "self.comm.all_gather",
+    "unit.arriving = self.comm.all_gather",
+    ".wait()",
+    "\n\n    def pre_forward(self, unit):\n"
+    "        if getattr(unit, 'arriving', None):\n"
+    "            unit.arriving.wait()\n"
+    "            unit.arriving = None",
+)
+
 _PARAMS = "unit.layout.slices(unit.keep_shard(), self.rank)"
 
 _REDUCE = "return self.comm.reduce_scatter(unit.bucket.grad, unit.bucket.full, unit.name)"
+
+_INTO_MINE = _REDUCE.replace("unit.bucket.grad", "mine")
 
 _GATHER = "self.comm.all_gather(unit.full, unit.master.to(unit.full.dtype), unit.name).wait()"
 
@@ -577,6 +606,32 @@ ZERO1_MUTANTS = {
         edit(ZERO1, _REDUCE, f"{_REDUCE.removeprefix('return ')}.wait()\n        return unit.bucket.grad"),
         "return what has a wait()",
     ),
+    "a stage without after_step": (
+        edit(ZERO1, "def after_step", "def post_step"),
+        "the class inherits after_step()",
+    ),
+    "its shard for all of unit.full": (edit(ZERO1, _GATHER, "unit.cast()"), "overwritten with this rank's shard"),
+    "into the parameters": (
+        edit(ZERO1, "unit.layout.shard(unit.bucket.full", "unit.layout.shard(unit.full"),
+        "unit.full and unit.master hold the parameters",
+    ),
+    "averages the parameters": (
+        edit(ZERO1, "(unit.bucket.grad, unit.bucket.full", "(unit.bucket.grad, unit.full"),
+        "unit.full and unit.master hold the parameters",
+    ),
+    "the full gradient": (
+        edit(ZERO1, _REDUCE, f"mine, unit.bucket.grad = unit.bucket.grad, unit.bucket.full\n        {_INTO_MINE}"),
+        "as long as unit.master",
+    ),
+    "flattened slices": (edit(ZERO1, _PARAMS, f"[view.flatten() for view in {_PARAMS}]"), "flattened"),
+    "a shard of the shard": (
+        edit(ZERO1, "unit.keep_shard()", "unit.layout.shard(unit.keep_shard(), self.rank)"),
+        "unit.master is the shard already",
+    ),
+    "views of the shard": (
+        edit(ZERO1, _PARAMS, "unit.layout.views(unit.keep_shard())"),
+        "layout.views() cuts a full tensor",
+    ),
     "nothing of its own": (
         "import zerolab\n\n\nclass MyZero1(zerolab.Zero1):\n    stage = 1\n",
         "write your own",
@@ -594,7 +649,7 @@ RIGHT = {
         REDUCE_SCATTER_THROUGH_AUTOGRAD,
         REDUCE_SCATTER_BY_MESSAGES,
     ),
-    "04.2": (ZERO1_LAZY, ZERO1_BY_HAND, ZERO1_BY_LISTS_OF_ITS_GROUP, ZERO1_WITHOUT_CAST),
+    "04.2": (ZERO1_LAZY, ZERO1_BY_HAND, ZERO1_BY_LISTS_OF_ITS_GROUP, ZERO1_WITHOUT_CAST, ZERO1_WAITS_LATER),
 }
 
 WRONG = {

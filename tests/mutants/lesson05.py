@@ -185,6 +185,18 @@ ZERO2_MUTANTS = {
         ),
         "return None: the result is in the tensor",
     ),
+    "the full gradient": (
+        edit(ZERO2_WAITS, "unit.bucket.grad.clone()", "unit.bucket.full.clone()"),
+        "as long as unit.master",
+    ),
+    "in bfloat16": (
+        edit(ZERO2_WAITS, "unit.bucket.grad.clone()", "unit.bucket.grad.bfloat16()"),
+        "keeps the dtype of unit.bucket.full",
+    ),
+    "only rank 0 releases": (
+        edit(ZERO2, _RELEASE, f"if self.rank == 0:\n            {_RELEASE}"),
+        "full gradients are still there",
+    ),
     "reduces twice": (edit(ZERO2, _SUPER, f"{_SUPER}\n        {_SUPER}"), "one reduce-scatter"),
     "nothing of its own": ("import zerolab\n\n\nclass MyZero2(zerolab.Zero1):\n    stage = 2\n", "write your own"),
 }

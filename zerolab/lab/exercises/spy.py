@@ -116,7 +116,7 @@ class Started:
                     continue
                 # NaN is what fresh memory holds, and differs from itself
                 self._call.touched |= not torch.equal(target.nan_to_num(), before.nan_to_num())
-                target.copy_(filled)
+                target.data.copy_(filled)  # as in torch, where autograd does not see a collective write
         self._copies, self._inputs = [], []
         if self._future is not None:
             self._future.fulfil()

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
+from math import prod
 from typing import Any
 
 import torch
@@ -65,6 +66,7 @@ OVER_ELEMENTS = "the mean was taken over elements, not over ranks: view(N, S) ha
 OWN_SHARDS = "this rank's own shards were added up: what the other ranks sent is in `received`"
 OWN_MISSING = "this rank's own contribution is missing: the mean is over all ranks"
 CALLERS = "the caller still needs its gradient: work on a copy"
+ADDED_IN_PLACE = f"a view of the shard was written to, and so `flat` itself: {CALLERS}"
 FIRST_CALL_ONLY = (
     "right for the first call only: S is flat.numel() // world_size, and nothing may be kept from an earlier call"
 )
@@ -85,7 +87,7 @@ def check_reduce_scatter(answer: Any, world: World) -> None:
     flat = values.share(base, rank)
     with world.record() as calls, values.nan_in_fresh_memory(), world.blamed(calls):
         got = answer.reduce_scatter_mean(flat, rank, N)
-    check_input(flat, values.share(base, rank), calls, N)
+    check_input(flat, values.share(base, rank), calls, rank, N)
     if isinstance(got, Tensor) and N > 1 and got.numel() == N * SHARD:
         raise Wrong(
             f"it returns {got.numel()} elements", "the full mean: return one shard, of flat.numel() / N elements"
@@ -107,6 +109,8 @@ def check_reduce_scatter(answer: Any, world: World) -> None:
     mixed = transposed.view(SHARD, N)
     likely = "rows and columns are mixed up: view(N, S), then sum over the N rows"
     others += [(how(mixed, 1), likely) for how in (torch.mean, torch.sum)]
+    interleaved = values.total(base, N).view(SHARD, N)[:, rank] / N
+    others += [(interleaved, "every N-th element was added up, but shard r is elements r * S to (r + 1) * S")]
     own_shards = torch.stack([values.share(base, r).view(N, SHARD)[r] for r in range(N)]).sum(dim=0)
     others += [(how(flat.view(N, SHARD), 0), OWN_SHARDS) for how in (torch.mean, torch.sum) if N > 1]
     others += [(own_shards / k, DIFFERENT_SHARDS) for k in dict.fromkeys((1, N)) if N > 1]
@@ -126,11 +130,14 @@ def check_reduce_scatter(answer: Any, world: World) -> None:
         check_further_calls(answer, world, got, mean[rank])
 
 
-def check_input(flat: Tensor, before: Tensor, calls: list[Traffic], N: int) -> None:
+def check_input(flat: Tensor, before: Tensor, calls: list[Traffic], rank: int, N: int) -> None:
     if torch.equal(flat, before):
         return
     if torch.equal(flat, before / N):
         raise Wrong("`flat` has changed: it was divided by N in place", CALLERS)
+    others = [r for r in range(N) if r != rank]
+    if N > 1 and torch.equal(flat.view(N, -1)[others], before.view(N, -1)[others]):
+        raise Wrong("this rank's shard of `flat` has changed", ADDED_IN_PLACE)
     exchanged = bool(calls) and all(call.op == "all_to_all_single" for call in calls)
     if exchanged:
         raise Wrong("the all-to-all changed `flat`", SWAPPED)
@@ -247,7 +254,7 @@ LADDER = (zerolab.DDP, zerolab.Zero1, zerolab.Zero2, zerolab.Zero3)
 
 
 def check_zero1(answer: Any, world: World) -> None:
-    check_class(answer.MyZero1, "MyZero1", zerolab.DDP, ("optimizer_params", "reduce"))
+    check_class(answer.MyZero1, "MyZero1", zerolab.DDP, ("optimizer_params", "reduce", "after_step"))
     model = make_model()
     zero = answer.MyZero1(model, units=[Block])
     before = [unit.full.clone() for unit in zero.units]
@@ -271,13 +278,16 @@ def check_slices(unit: Unit, full: Tensor, world: World) -> None:
     if kept != layout.shard_size:
         likely = "unit.master still holds everything: keep_shard() makes this rank's shard the master, and returns it"
         raise Wrong(f"unit {unit.name}: unit.master has {kept} elements, not {layout.shard_size}", likely)
-    shapes = [tuple(view.shape) for view in layout.slices(layout.shard(full, rank), rank)]
-    if world.world_size > 1 and [tuple(param.shape) for param in unit.params] != shapes:
-        given = ", ".join(str(tuple(param.shape)) for param in unit.params)
-        raise Wrong(
-            f"unit {unit.name}: the optimizer gets the shapes {given}, not {', '.join(map(str, shapes))}",
-            "another rank's slice: layout.slices(shard, rank) takes the rank that owns the shard, self.rank",
-        )
+    of_rank = [_shapes(layout.slices(layout.shard(full, r), r)) for r in range(world.world_size)]
+    given, shapes = _shapes(unit.params), of_rank[rank]
+    if world.world_size > 1 and given != shapes:
+        likely = "unit.master is the shard already, and layout.slices(unit.master, self.rank) has its slices"
+        if given in of_rank:
+            likely = "another rank's slice: layout.slices(shard, rank) takes the rank that owns the shard, self.rank"
+        elif list(map(prod, given)) == list(map(prod, shapes)):
+            likely = "flattened: a slice has as many dimensions as its parameter, as layout.slices() returns it"
+        listed = [", ".join(map(str, found)) for found in (given, shapes)]
+        raise Wrong(f"unit {unit.name}: the optimizer gets the shapes {listed[0]}, not {listed[1]}", likely)
     got = torch.cat([param.detach().flatten() for param in unit.params])
     compare(f"unit {unit.name}, what the optimizer sees", got, owned(layout, full, rank), _whose(unit, full, world))
     if any(param.untyped_storage()._cdata != unit.master.untyped_storage()._cdata for param in unit.params):
@@ -285,6 +295,10 @@ def check_slices(unit: Unit, full: Tensor, world: World) -> None:
             "copies: the optimizer would change them and not the model. Give it views, which layout.slices() returns"
         )
         raise Wrong(f"unit {unit.name}: what the optimizer sees is not in unit.master", likely)
+
+
+def _shapes(tensors: Iterable[Tensor]) -> list[tuple[int, ...]]:
+    return [tuple(tensor.shape) for tensor in tensors]
 
 
 def _whose(unit: Unit, full: Tensor, world: World) -> Callable[[Tensor], str]:
@@ -329,6 +343,7 @@ WAITS = (
 )
 KEPT_FIRST = "the first backward's gradients again: nothing may be kept from one backward to the next"
 ADDED_FIRST = "the first backward's gradients were added to the second's, although zero_grad() was called between them"
+PARAMETERS = "unit.full and unit.master hold the parameters: the gradients are in unit.bucket.full"
 OTHERS_PLACE = (
     "another rank's slice: as output, reduce_scatter() takes this rank's shard of its input, or memory of its own"
 )
@@ -355,6 +370,9 @@ def looking(zero: Any, world: World) -> Iterator[None]:
         if result is not None and not hasattr(result, "wait"):
             likely = "return what has a wait(), as self.comm.reduce_scatter() returns it, or None if the mean is there"
             raise Wrong(f"reduce() returns {_kind(result)}", likely)
+        check_form(unit, full, world.spy.calls[before:])
+        if _storage(grad) in (_storage(unit.full), _storage(unit.master)):
+            raise Wrong(f"unit {unit.name}: unit.bucket.grad is in the memory of the parameters", PARAMETERS)
         mine = unit.layout.shard(full, world.rank)
         if _storage(grad) == _storage(full) and grad.shape == mine.shape and grad.data_ptr() != mine.data_ptr():
             seen = f"unit {unit.name}: unit.bucket.grad is another rank's part of unit.bucket.full"
@@ -368,6 +386,19 @@ def looking(zero: Any, world: World) -> Iterator[None]:
         raise found[0]
     with world.record():  # a rank that comes here was right
         pass
+
+
+def check_form(unit: Unit, full: Tensor, calls: list[Traffic]) -> None:
+    """Raises Wrong unless unit.bucket.grad has the length of a shard, and the dtype of `full`, which was reduced."""
+    grad, S = unit.bucket.grad, unit.layout.shard_size
+    if grad.numel() != S:
+        all_reduced = any("all_reduce" in call.in_words for call in calls)
+        likely = ALL_REDUCE if all_reduced else "it must be as long as unit.master: this rank's shard, (S,)"
+        seen = f"unit {unit.name}: unit.bucket.grad has {values.counted(grad.numel(), 'element')}, not {S}"
+        raise Wrong(seen, likely)
+    if grad.dtype != full.dtype:
+        likely = "a gradient keeps the dtype of unit.bucket.full"
+        raise Wrong(f"unit {unit.name}: unit.bucket.grad is {grad.dtype}, not {full.dtype}", likely)
 
 
 def note_calls(world: World, calls: list[Traffic]) -> None:
@@ -414,7 +445,7 @@ def check_means(
             for r in range(N)
             if r != rank
         ]
-        suspects += [(torch.zeros_like(base), ZEROED)]
+        suspects += [(torch.zeros_like(base), ZEROED), (owned(layout, unit.full.detach(), rank), PARAMETERS)]
         suspects += [(values.total(base, N) / N * (k / times), likely) for k, likely in (lost or {}).items()]
         own = torch.stack([values.share(owned(layout, flat, rank, r), r) for r in range(N)]).sum(dim=0)
         suspects += [(own / k, DIFFERENT_SHARDS) for k in (1, N) if N > 1]
@@ -460,7 +491,10 @@ def _compare_weights(unit: Unit, got: Tensor, want: Tensor, old: Tensor, calls: 
         rest = [owned(layout, got, rank, r) for r in range(world.world_size) if r != rank]
         was = [owned(layout, old, rank, r) for r in range(world.world_size) if r != rank]
         if all(torch.equal(a, b) for a, b in zip(rest, was)):
-            return "the other ranks' slices are as before the step: without a gather the ranks' weights drift apart"
+            return (
+                "the other ranks' slices are as before the step: nothing was gathered into unit.full, and the ranks' "
+                "weights drift apart"
+            )
         return (
             "a rank's new slice did not arrive, or is in the wrong place: rank r's shard goes to place r of unit.full"
         )
@@ -491,7 +525,7 @@ NO_STAGE = "is missing from the class: clipping and checkpoints go by it, and wo
 LATER_STEPS = "the first step is right, a later one is not: nothing may be kept from one step to the next"
 TOO_MUCH = {
     "parameters": "a copy of the slice is kept besides the full parameters: give the optimizer views of them",
-    "gradients": "full gradients are still there: after the reduction, keep only this rank's slice",
+    "gradients": "full gradients are still there: after the reduction, keep only this rank's shard",
     "optimizer": "the optimizer keeps state for more than this rank's slice",
 }
 
@@ -588,13 +622,18 @@ ERRORS = {
     "or None if the mean is there already",
     "Boolean value of Tensor": "the tensor comes first, then the rank: layout.slices(shard, rank)",
     "'int' object is not subscriptable": "the tensor comes first, then the rank: layout.shard(flat, rank)",
-    "was replaced after sharding": "the optimizer got copies or slices of unit.full: give it views into unit.master",
-    "storage of size": "unit.bucket.grad must be as long as unit.master: this rank's shard, (S,)",
+    "was replaced after sharding": "what the optimizer updates is not in unit.master: it got copies or slices of "
+    "unit.full, or unit.master was replaced later",
+    "storage of size": "layout.views() cuts a full tensor, (N * S,), into parameters; layout.slices(shard, rank) cuts "
+    "a shard, (S,), into slices",
     "modified by an inplace operation": "unit.full was written to between forward and backward: "
     "after_step(unit) gathers that unit, after the step, and no other",
+    "refer to a single memory location": "unit.full was overwritten with this rank's shard, which is a part of it: "
+    "self.comm.all_gather() puts every rank's shard in its place",
     "The size of tensor": "the full tensor, (N * S,), and a shard, (S,), were mixed up",
     "are not the shard of": SIZES,
-    "is invalid for input of size": SIZES,
+    "is invalid for input of size": "written for one number of ranks or elements: view(N, -1) has a row for each rank, "
+    "whatever N and S are",
     "name 'reduce_scatter_mean' is not": "each exercise is a file of its own: use self.comm.reduce_scatter(), or copy "
     "your function into this cell",
     "'Pending' object": "reduce_scatter() returns something to wait for: return that; unit.bucket.grad is its output",
@@ -602,7 +641,7 @@ ERRORS = {
     "'NoneType' object is not iterable": "optimizer_params() returns nothing: `return` is missing",
     "zip() argument 2 is": "optimizer_params() must return one tensor for each parameter, empty ones too, as "
     "layout.slices(shard, rank) does",
-    "'NoneType' object has no attribute": NOT_RETURNED + ". And outside of backward unit.bucket.grad is None",
+    "'NoneType' object has no attribute": f"outside of backward unit.bucket.grad is None, and {NOT_RETURNED}",
     "Expected parameter `tensor` of type torch.Tensor": "there is no tensor here: in reduce() the gradients "
     "are in unit.bucket.full",
     "must be Tensor, not NoneType": "there is no tensor here: after a step unit.bucket.grad may be gone; what travels "

@@ -20,6 +20,7 @@ from zerolab.lab.exercises.checks.lesson04 import (
     NOT_RETURNED,
     TOO_MUCH,
     check_class,
+    check_form,
     check_gradients,
     check_means,
     check_moved,
@@ -35,7 +36,7 @@ from zerolab.world.processes import Patience
 
 VIEW = (
     "full gradients are still there: unit.bucket.grad is a view of the full gradient, and a view keeps all of its "
-    "memory. Copy the slice once the reduction is over: unit.bucket.release() does that"
+    "memory. Copy the shard once the reduction is over: unit.bucket.release() does that"
 )
 PARAMETERS = "unit.release() lets the *parameters* go, which is lesson 06: use unit.bucket.release()"
 AT_ONCE = "freed at once: when super() returns the reduction has only started, and still reads the full gradient"
@@ -82,6 +83,8 @@ def looking_after(zero: Any, world: World) -> Iterator[None]:
             if len(world.spy.calls) == before and not bucket.reduction:
                 likely = "reduce() was not called: super().post_backward(unit) does that"
             raise Wrong(f"unit {name}: after post_backward() unit.bucket.grad is {bucket.grad}, not a tensor", likely)
+        if reduces:
+            check_form(unit, full, world.spy.calls[before:])
 
     zero.post_backward = post_backward_and_look
     yield
@@ -131,6 +134,8 @@ def check_released(cls: type, world: World) -> None:
         raise Wrong(much, VIEW if is_view else TOO_MUCH["gradients"])
     if most > 1:
         raise Wrong(f"up to {most} units' full gradients were in memory at once, besides the current one", TOO_LATE)
+    with world.record():  # a rank that comes here was right
+        pass
 
 
 def alive(storages: list[weakref.ref[torch.UntypedStorage]], at_most: int) -> int:
@@ -156,11 +161,11 @@ class MyZero2(zerolab.Zero1):
     stage = 2
 
     def post_backward(self, unit: Unit) -> None:
-        """All gradients of `unit` are complete. Reduce them as stage 1 does, then keep only this rank's slice.
+        """All gradients of `unit` are complete. Reduce them as stage 1 does, then keep only this rank's shard.
 
         super().post_backward(unit) starts the reduction, if self.reduces(unit). Then unit.bucket.reduction is what to
         wait for, and unit.bucket.grad is a view of unit.bucket.full, which it keeps alive.
-        unit.bucket.release() copies the slice as soon as the reduction has finished, and lets the rest go.
+        unit.bucket.release() copies the shard as soon as the reduction has finished, and lets the rest go.
         """
         raise Todo("05.1")
 '''

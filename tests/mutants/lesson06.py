@@ -181,6 +181,39 @@ GATHER_MUTANTS = {
         ),
         "extra traffic (all_reduce)",
     ),
+    "rank 0's whole tensor for all": (
+        edit(
+            GATHER,
+            _ALL_GATHER,
+            "full.chunk(dist.get_world_size())[dist.get_rank()].copy_(shard)\n    dist.broadcast(full, src=0)",
+        ),
+        "a broadcast sends what one rank has",
+    ),
+    "by way of float32": (
+        edit(
+            GATHER,
+            _ALL_GATHER,
+            "parts = [shard.float().clone() for _ in range(dist.get_world_size())]\n"
+            "    dist.all_gather(parts, shard.float())\n"
+            "    full.copy_(__import__('torch').cat(parts))",
+        ),
+        "in the dtype of the shard",
+    ),
+    "by way of float32 where that is shorter": (
+        edit(
+            GATHER,
+            _ALL_GATHER,
+            "short = shard.float() if shard.element_size() > 4 else shard\n"
+            "    parts = [short.clone() for _ in range(dist.get_world_size())]\n"
+            "    dist.all_gather(parts, short)\n"
+            "    full.copy_(__import__('torch').cat(parts))",
+        ),
+        "it became float32 on the way",
+    ),
+    "all wait before they release": (
+        edit(GATHER, _RELEASE, f"dist.barrier()\n    {_RELEASE}"),
+        "concerns this rank alone",
+    ),
 }
 
 # ---------------------------------------------------------------------- 06.2, and what 07.1 also needs

@@ -19,6 +19,7 @@ from zerolab.lab.exercises.checks.lesson04 import FUNCTION_ERRORS, TOO_SOON
 from zerolab.lab.exercises.checks.training import NO_ROOT, check_cases
 from zerolab.lab.exercises.checks.values import compare
 from zerolab.lab.exercises.exercise import Exercise, World, Wrong
+from zerolab.lab.exercises.spy import Traffic
 from zerolab.measure.traffic import Ledger, ledger
 
 SHARD = 6  # elements of each rank's shard, in 06.1
@@ -35,8 +36,13 @@ def check_gather(answer: Any, world: World) -> None:
     views = [full[:5], full[5 : N * SHARD].view(1, -1)]
     storage, size = full.untyped_storage(), full.nbytes
 
-    answer.release(full)
+    with world.record() as calls:
+        answer.release(full)
     check_released(full, views[0], size, "after release()")
+    if calls:
+        raise Wrong(
+            f"release() calls {calls[0].op}", "release() concerns this rank alone: it needs nothing from the others"
+        )
     for times, when in ((1.0, "after release() and gather()"), (-1.0, "after another release() and gather()")):
         if times < 0:
             answer.release(full)
@@ -55,10 +61,12 @@ def check_further_units(answer: Any, world: World) -> None:
     N = world.world_size
     for dtype, lengths in ((torch.float32, (3, SHARD)), (torch.bfloat16, (2, 5)), (torch.float64, (1, 4))):
         short = str(dtype).removeprefix("torch.")
-        shards = [[1.0 + i + r * n + torch.arange(n, dtype=dtype) for r in range(N)] for i, n in enumerate(lengths)]
+        shards = [
+            [torch.arange(1.0 + i, 1 + i + n, dtype=dtype) / (3 + r) for r in range(N)] for i, n in enumerate(lengths)
+        ]
         fulls = [torch.full((N * n,), 0.5, dtype=dtype) for n in lengths]
         when = f"two units by turns, in {short}"
-        with world.record(), values.in_case(answer, when, FIRST_UNIT_ONLY, ERRORS):
+        with world.record() as calls, values.in_case(answer, when, FIRST_UNIT_ONLY, ERRORS):
             for full in fulls:
                 answer.release(full)
             for full, parts in zip(fulls[::-1], shards[::-1], strict=True):
@@ -68,8 +76,10 @@ def check_further_units(answer: Any, world: World) -> None:
                 likely = f"resize_ counts bytes, and an element of {short} has {dtype.itemsize}: element_size() says so"
                 raise Wrong(f"{when}: the storage of full has {held} bytes, not {full.nbytes}", likely)
             if not torch.equal(full, torch.cat(parts)):
-                raise Wrong(f"{when}: full has wrong values", FIRST_UNIT_ONLY)
+                rounded = dtype == torch.float64 and torch.equal(full.float(), torch.cat(parts).float())
+                raise Wrong(f"{when}: full has wrong values", AS_IT_IS if rounded else FIRST_UNIT_ONLY)
             answer.release(full)
+        check_traffic(calls, sum(full.nbytes for full in fulls), N, f"{when}: ")
     for name, value in vars(answer).items():
         if not name.startswith("__") and (held := bytes_in(value)):
             raise Wrong(f"after release(), the name {name} still holds {held} bytes", KEPT_ELSEWHERE)
@@ -84,6 +94,7 @@ def bytes_in(value: Any) -> int:
 
 
 FIRST_UNIT_ONLY = "right for one unit only: lengths and dtypes differ, and nothing may be kept from an earlier call"
+AS_IT_IS = "it became float32 on the way: a shard travels in its own dtype, into a tensor of that dtype"
 KEPT_ELSEWHERE = "a copy was kept outside of `full`: release() is there to give the memory back"
 
 
@@ -143,19 +154,25 @@ def check_gathering(answer: Any, world: World, full: Tensor, views: list[Tensor]
             return "all shards are there, but not in rank order"
         if any(call.op == "all_reduce" for call in calls):
             return "all_reduce adds up all of `full`, with whatever was in its new memory: gather the shards instead"
+        if any(call.op == "broadcast" for call in calls):
+            return "a broadcast sends what one rank has in `full`: at most its own shard, and each must send its own"
         if any(call.op == "all_gather" for call in calls):
             return "the shards were received, but not into `full` (`full = ...` only binds the name to another tensor)"
         return ""
 
     compare(f"full, {when}", full.detach(), torch.cat(bases), explain)
-    moved, allowed = sum(call.sent for call in calls), 4 * full.numel() * (N - 1) / N
-    if moved > allowed:
-        ops = ", ".join(dict.fromkeys(call.op for call in calls))
-        times_as_much = f"{moved / allowed:.2f} x what an all-gather moves" if allowed else "with nobody to send to"
-        likely = f"extra traffic ({ops}): one all-gather is enough"
-        raise Wrong(f"{moved:,.0f} bytes were sent per rank, {times_as_much}", likely)
+    check_traffic(calls, full.nbytes, N)
     if N > 1 and (lost := world.unwaited(calls)):
         raise Wrong(lost, "a forgotten wait: the result was right by luck, and would be wrong on a slower network")
+
+
+def check_traffic(calls: list[Traffic], nbytes: int, N: int, when: str = "") -> None:
+    moved, allowed = sum(call.sent for call in calls), nbytes * (N - 1) / N
+    if moved > allowed + len(calls):  # each call's bytes are rounded up
+        ops = ", ".join(dict.fromkeys(call.op for call in calls))
+        times_as_much = f"{moved / allowed:.2f} x what an all-gather moves" if allowed else "with nobody to send to"
+        likely = f"extra traffic ({ops}): one all-gather is enough, in the dtype of the shard"
+        raise Wrong(f"{when}{moved:,.0f} bytes were sent per rank, {times_as_much}", likely)
 
 
 GATHER_STUB = '''\

@@ -405,6 +405,27 @@ FORWARD_MUTANTS = {
         edit(FORWARD, "unit.shard.clone()", "unit.shard.to(unit.full.dtype, copy=True)"),
         "keep its dtype",
     ),
+    "a slice of a copy": (
+        edit(FORWARD, "unit.shard.clone()", "unit.layout.shard(unit.full.clone(), unit.rank)"),
+        "A slice of a copy keeps all of the copy",
+    ),
+    "rank 0's part": (
+        edit(FORWARD, "unit.shard.clone()", "unit.layout.shard(unit.full, 0).clone()"),
+        "every rank keeps rank 0's part",
+    ),
+    "a deep copy of a view": (
+        edit(FORWARD, "unit.shard.clone()", "__import__('copy').deepcopy(unit.shard)"),
+        "copies all that a view is a view of",
+    ),
+    "gathers only in training": (
+        edit(FORWARD, _PRE, _PRE.replace("unit.gather()", "if self.model.training:\n            unit.gather()")),
+        "and in eval mode",
+    ),
+    "gathers what is there": (edit(FORWARD_GATHERS, "if not unit.gathered", "if True"), "none of one that is gathered"),
+    "releases the list": (
+        edit(FORWARD, _KEEPS, "        (unit if unit not in self.root else self.root).release()\n"),
+        "self.root is a list",
+    ),
     "nothing of its own": ("import zerolab\n\n\nclass MyZero3Forward(zerolab.Zero3):\n    pass\n", "write your own"),
 }
 

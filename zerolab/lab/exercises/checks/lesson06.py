@@ -354,6 +354,12 @@ def check_construction(zero: zerolab.Zero2) -> None:
         if own._cdata == unit.full.untyped_storage()._cdata:
             likely = "give the shard its own memory, unit.shard = unit.shard.clone(), then unit.release()"
             raise Wrong(f"{unit.name}: after optimizer_params() unit.shard is still a view of unit.full", likely)
+        if own.size() > (needed := unit.layout.shard_size * unit.full.element_size()):
+            likely = (
+                "only this rank's part may stay: unit.shard.clone(). (A slice of a copy keeps all of the copy, and "
+                "copy.deepcopy() copies all that a view is a view of)"
+            )
+            raise Wrong(f"{unit.name}: unit.shard keeps {own.size()} bytes, and a shard has {needed}", likely)
         check_flag(unit)
         if held := full_bytes(unit):
             likely = "optimizer_params() does not release the full parameters: unit.release()"
@@ -370,7 +376,8 @@ def check_construction(zero: zerolab.Zero2) -> None:
     for unit, same in zip(zero.units, zerolab.Zero3(Model(), units=[Block]).units, strict=True):
         if not torch.equal(unit.shard, same.shard):
             likely = "the values must survive: copy them with unit.shard.clone() before anything is released"
-            raise Wrong(f"{unit.name}: unit.shard does not hold this rank's part of the parameters", likely)
+            seen = f"{unit.name}: unit.shard does not hold this rank's part of the parameters"
+            raise Wrong(seen, likely, values_differ=True)
 
 
 def check_flag(unit: Unit) -> None:
@@ -405,6 +412,7 @@ def look(zero: zerolab.Zero2, unit: Unit, book: Ledger) -> None:
 def forward(zero: zerolab.Zero2, world: World) -> Tensor:
     """Run a forward, and raise Wrong if units are gathered that should not be, or the other way round."""
     blocks = [unit for unit in zero.units if unit not in zero.root]
+    needed = [unit for unit in zero.units if not unit.gathered]
     with ledger(zero) as book, world.record() as traffic:
         model: Any = zero.model
         model.look = partial(look, zero, zero.root[0], book)
@@ -414,13 +422,14 @@ def forward(zero: zerolab.Zero2, world: World) -> Tensor:
     for unit in zero.units:
         check_flag(unit)
         calls = [call for call in book.calls if call.unit == unit.name and not call.control]
-        if len(calls) > 1:
-            raise Wrong(f"{unit.name}: {len(calls)} collectives in one forward", "one all-gather is enough")
+        if len(calls) > (unit in needed):
+            seen = f"{unit.name}: {values.counted(len(calls), 'collective')} in one forward"
+            raise Wrong(seen, "one all-gather is enough, and none if the unit is gathered: unit.gathered says so")
     sent, N = sum(call.sent for call in traffic), world.world_size
-    allowed = 4 * sum(unit.layout.size for unit in zero.units) * (N - 1) / N
+    allowed = 4 * sum(unit.layout.size for unit in needed) * (N - 1) / N
     if sent > allowed + OF_THE_ENGINE * len(traffic):
         ops = ", ".join(dict.fromkeys(call.in_words for call in traffic))
-        likely = f"extra traffic ({ops}): one all-gather of each unit is enough"
+        likely = f"extra traffic ({ops}): one all-gather of each unit is enough, and none of one that is gathered"
         raise Wrong(f"{sent:,.0f} bytes were sent per rank in one forward, {allowed:,.0f} are needed", likely)
     kept = [unit.name for unit in blocks if full_bytes(unit)]
     if kept:
@@ -439,7 +448,10 @@ def check_finished(unit: Unit, when: str) -> None:
         raise Wrong(f"{unit.name} is still being gathered {when}", NOT_FINISHED)
 
 
-NOT_GATHERED = "it was not gathered: pre_forward() is called before the forward of a unit, and must gather it"
+NOT_GATHERED = (
+    "it was not gathered: pre_forward() is called before each forward of a unit, also under no_grad and in eval mode, "
+    "and must gather it"
+)
 NEVER_RELEASED = "gathered but never released: post_forward() must release the full parameters of each block"
 ALL_AT_ONCE = "all units are gathered at once, so all Ψ parameters are in memory: gather only the unit that runs now"
 
@@ -460,6 +472,9 @@ def check_forward(answer: Any, world: World) -> None:
             "a list: ask `unit in self.root`)"
         )
         raise Wrong("when forward returns, the root has been released", likely)
+    zero.model.eval()
+    forward(zero, world)  # with the root still there
+    zero.model.train()
     output.sum().backward()
     with torch.no_grad():
         forward(zero, world)
@@ -538,6 +553,8 @@ BY_HAND = {
     "a leaf Variable that requires grad": "autograd watches these parameters: fill unit.full.data, which it does not "
     "watch, or call unit.gather()",
     "list index out of range": NO_ROOT,
+    "'list' object has no attribute 'gather'": NO_ROOT,
+    "'list' object has no attribute 'release'": NO_ROOT,
     "'NoneType' object has no attribute": "unit.full, unit.shard and unit.master stay tensors: unit.release() lets the "
     "memory go, and keeps the tensor",
 }
@@ -586,6 +603,7 @@ EXERCISES = [
             "post_forward(): if unit not in self.root or not torch.is_grad_enabled(): unit.release()",
         ),
         exports=("MyZero3Forward",),
+        first_rank_only="every rank keeps rank 0's part: unit.shard is this rank's, the one with the number unit.rank",
         extends="Zero3",
         errors=FORWARD_ERRORS,
     ),

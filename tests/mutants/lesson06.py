@@ -413,6 +413,10 @@ FORWARD_MUTANTS = {
         edit(FORWARD, "unit.shard.clone()", "unit.layout.shard(unit.full, 0).clone()"),
         "every rank keeps rank 0's part",
     ),
+    "releases on rank 0": (
+        edit(FORWARD, "if unit not", "if self.rank == 0 and unit not"),
+        "gathered but never released",
+    ),
     "a deep copy of a view": (
         edit(FORWARD, "unit.shard.clone()", "__import__('copy').deepcopy(unit.shard)"),
         "copies all that a view is a view of",

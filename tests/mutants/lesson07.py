@@ -148,6 +148,10 @@ BACKWARD_MUTANTS = {
         ),
         "no_sync() was ignored",
     ),
+    "releases on rank 0": (
+        edit(BACKWARD, _POST, _POST.replace("unit.release()", "self.rank or unit.release()")),
+        "does not release the full parameters",
+    ),
     "unit.full is None": (edit(BACKWARD, _POST, _POST.replace("unit.release()", "unit.full = None")), "stay tensors"),
     "reduces twice": (
         edit(

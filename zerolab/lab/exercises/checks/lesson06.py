@@ -376,8 +376,8 @@ def check_construction(zero: zerolab.Zero2) -> None:
     for unit, same in zip(zero.units, zerolab.Zero3(Model(), units=[Block]).units, strict=True):
         if not torch.equal(unit.shard, same.shard):
             likely = "the values must survive: copy them with unit.shard.clone() before anything is released"
-            seen = f"{unit.name}: unit.shard does not hold this rank's part of the parameters"
-            raise Wrong(seen, likely, values_differ=True)
+            wrong = f"{unit.name}: unit.shard does not hold this rank's part of the parameters"
+            raise Wrong(wrong, likely, values_differ=True)
 
 
 def check_flag(unit: Unit) -> None:
@@ -393,7 +393,7 @@ def elements_owned(unit: Unit) -> int:
     return sum(stop - start for start, stop in bounds)
 
 
-def look(zero: zerolab.Zero2, unit: Unit, book: Ledger) -> None:
+def look(zero: zerolab.Zero2, unit: Unit, book: Ledger, world: World) -> None:
     """Runs in the middle of the forward of `unit`: it must be gathered, and hardly anything else."""
     if not full_bytes(unit):
         was_there = any(call.op == "all_gather" and call.unit == unit.name for call in book.calls)
@@ -407,6 +407,7 @@ def look(zero: zerolab.Zero2, unit: Unit, book: Ledger) -> None:
         place = blocks.index(unit) if unit in blocks else 0
         later = [other for other in gathered if blocks.index(other) > place]
         raise Wrong(seen, ALL_AT_ONCE if len(later) > 1 else NEVER_RELEASED)
+    world.came_on()
 
 
 def forward(zero: zerolab.Zero2, world: World) -> Tensor:
@@ -415,9 +416,9 @@ def forward(zero: zerolab.Zero2, world: World) -> Tensor:
     needed = [unit for unit in zero.units if not unit.gathered]
     with ledger(zero) as book, world.record() as traffic:
         model: Any = zero.model
-        model.look = partial(look, zero, zero.root[0], book)
+        model.look = partial(look, zero, zero.root[0], book, world)
         for module, unit in zip(model.blocks, blocks, strict=True):
-            module.look = partial(look, zero, unit, book)
+            module.look = partial(look, zero, unit, book, world)
         output = zero.model(inputs(world, 0))
     for unit in zero.units:
         check_flag(unit)

@@ -53,8 +53,8 @@ FULL_GRAD = "the full gradient is kept: super().post_backward(unit) reduces it a
 class Eyes:
     """Looks at what is gathered at each of the engine's calls during backward."""
 
-    def __init__(self, zero: Any, book: Ledger, again: str = AGAIN) -> None:  # a Zero2, whose reduce() is replaced
-        self.zero, self.book, self.again = zero, book, again
+    def __init__(self, zero: Any, book: Ledger, world: World, again: str = AGAIN) -> None:
+        self.zero, self.book, self.world, self.again = zero, book, world, again  # a Zero2, whose reduce() is replaced
         self.most = 3 if again is AGAIN else len(zero.units)  # after two forwards, units stay for the other backward
         self.blocks = [unit for unit in zero.units if unit not in zero.root]
         self.late: set[str] = set()  # units that were still gathered when their reduction began
@@ -100,6 +100,7 @@ class Eyes:
                 raise Wrong(f"after post_backward() {unit.name} still holds {held} bytes of full parameters", likely)
             if unit.name in self.late:
                 raise Wrong(f"{unit.name} is still gathered when its gradient is reduced", LATE)
+        self.world.came_on()
 
 
 def check_gone(zero: zerolab.Zero2, when: str, likely: str) -> None:
@@ -131,7 +132,7 @@ def check_backward(answer: Any, world: World) -> None:
     )
 
     with ledger(zero) as book:
-        eyes = Eyes(zero, book)
+        eyes = Eyes(zero, book, world)
         with watched(zero, eyes.before, eyes.after):
             zero.model(inputs(world, 0)).sum().backward()
     check_gone(zero, "when backward has returned,", NEVER)
@@ -168,7 +169,7 @@ def check_two_forwards(zero: Any, world: World) -> None:
     outputs = [zero.model(inputs(world, i)) for i in (0, 1)]
     for output in outputs:
         with ledger(zero) as book:
-            eyes = Eyes(zero, book, TWICE)
+            eyes = Eyes(zero, book, world, TWICE)
             with watched(zero, eyes.before, eyes.after):
                 output.sum().backward()
     check_gone(zero, "after two forwards and two backwards", NEVER)

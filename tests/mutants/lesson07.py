@@ -152,6 +152,41 @@ BACKWARD_MUTANTS = {
         edit(BACKWARD, _POST, _POST.replace("unit.release()", "self.rank or unit.release()")),
         "does not release the full parameters",
     ),
+    "releases what trains": (
+        edit(
+            BACKWARD,
+            _POST,
+            "        if unit.trainable:\n            unit.release()\n        super().post_backward(unit)\n",
+        ),
+        "when nothing is reduced",
+    ),
+    "gathers only in training": (
+        edit(BACKWARD, _PRE, _PRE.replace("unit.gather()", "if self.model.training:\n            unit.gather()")),
+        "whether or not the model trains",
+    ),
+    "asks whether gradients are enabled": (
+        edit(
+            BACKWARD,
+            _PRE,
+            _PRE.replace("unit.gather()", "if torch.is_grad_enabled():\n            unit.gather()"),
+            "import zerolab\n",
+            "import torch\nimport zerolab\n",
+        ),
+        "is False in backward",
+    ),
+    "asks unit.gathered": (
+        edit(BACKWARD, _AFTER, _AFTER.replace("unit.release()", "if unit.gathered:\n            unit.release()")),
+        "their memory is still there",
+    ),
+    "all-reduces": (
+        edit(
+            BACKWARD,
+            "super().post_backward(unit)",
+            "if self.reduces(unit):\n            unit.bucket.reduction = zerolab.DDP.reduce(self, unit)\n"
+            "        unit.bucket.release()",
+        ),
+        "makes an all-reduce of it",
+    ),
     "unit.full is None": (edit(BACKWARD, _POST, _POST.replace("unit.release()", "unit.full = None")), "stay tensors"),
     "reduces twice": (
         edit(

@@ -31,7 +31,10 @@ from zerolab.lab.exercises.exercise import Exercise, World, Wrong
 from zerolab.measure.traffic import Ledger, ledger
 from zerolab.measure.watch import watched
 
-AGAIN = "post_forward() released it: pre_backward() must gather it again (torch would say: storage of size 0)"
+AGAIN = (
+    "post_forward() released it: pre_backward() must gather it again, whether or not the model trains, and although "
+    "torch.is_grad_enabled() is False in backward (torch would say: storage of size 0)"
+)
 TOO_EARLY = f"it was gathered, but released before its backward was over. {ALONE}"
 LET_GO = "it was gathered, and pre_backward() released it: backward needs it now (gather() keeps what is there)"
 NEVER = "post_backward() does not release the full parameters, which backward no longer needs"
@@ -42,11 +45,16 @@ TWICE = (
     "after two forwards, the first backward releases it: pre_backward() must gather every unit, the root too (gather() "
     "does nothing if it is there)"
 )
-OLD = "the optimizer has changed the shards, so gathered parameters are out of date: after_step() must release them"
+OLD = (
+    "the optimizer has changed the shards, so gathered parameters are out of date: after_step() must release them. "
+    "(unit.gathered is False by then, but their memory is still there)"
+)
 STALE = (
     "super().after_step(unit) is ZeRO-2's: it has the next forward begin by gathering every unit. Here each is "
     "gathered when its turn comes, so unit.release() is all"
 )
+ALL_REDUCED = "gathered once more after its reduction, which makes an all-reduce of it: a rank needs only its shard"
+ONCE = "post_backward() must reduce a unit once, with self.reduce(unit), as super().post_backward(unit) does"
 FULL_GRAD = "the full gradient is kept: super().post_backward(unit) reduces it and keeps only this rank's slice"
 
 
@@ -96,7 +104,7 @@ class Eyes:
         check_flag(unit)
         if point == "post_backward":
             if held:
-                likely = NEVER if unit in self.blocks else ROOT
+                likely = ROOT if unit not in self.blocks else NEVER if unit.trainable else NOT_ALWAYS
                 raise Wrong(f"after post_backward() {unit.name} still holds {held} bytes of full parameters", likely)
             if unit.name in self.late:
                 raise Wrong(f"{unit.name} is still gathered when its gradient is reduced", LATE)
@@ -117,9 +125,11 @@ def check_calls(zero: zerolab.Zero2, book: Ledger) -> None:
         want = 1 if unit in zero.root else 2
         if gathers > want:
             likely = "more traffic than 3Ψ - Ψ_root: in backward, gather each block once and the root not at all"
+            if reductions and ops[-1] == "all_gather":
+                likely = ALL_REDUCED
             raise Wrong(f"{unit.name} was gathered {gathers} times in a step, not {want}", likely)
         if reductions != 1:
-            raise Wrong(f"{unit.name}: {reductions} reductions in a step", "post_backward() must reduce a unit once")
+            raise Wrong(f"{unit.name}: {reductions} reductions in a step", ONCE)
 
 
 def check_backward(answer: Any, world: World) -> None:
@@ -156,8 +166,15 @@ def check_backward(answer: Any, world: World) -> None:
     if any(call.op != "all_gather" and not call.control for call in book.calls):
         raise Wrong("a gradient was reduced inside no_sync()", IGNORED)
     check_gone(zero, "after a backward under no_sync", NOT_ALWAYS)
-    zero.model(inputs(world, 1)).sum().backward()
-    check_two_forwards(cls(Model(), units=[Block]), world)
+    zero.model.eval()
+    with ledger(zero) as book:
+        eyes = Eyes(zero, book, world)
+        with watched(zero, eyes.before, eyes.after):
+            zero.model(inputs(world, 1)).sum().backward()
+    check_gone(zero, "after a backward in eval mode", NEVER)
+    part_frozen = Model()
+    part_frozen.blocks[1].requires_grad_(False)
+    check_two_forwards(cls(part_frozen, units=[Block]), world)
     check_training(cls(Model(), units=[Block]), world)
     check_cases(answer, cls, world, ERRORS)
 

@@ -162,7 +162,11 @@ BACKWARD_MUTANTS = {
     ),
     "gathers only in training": (
         edit(BACKWARD, _PRE, _PRE.replace("unit.gather()", "if self.model.training:\n            unit.gather()")),
-        "whether or not the model trains",
+        "also in eval mode",
+    ),
+    "gathers what trains": (
+        edit(BACKWARD, _PRE, _PRE.replace("unit.gather()", "if unit.trainable:\n            unit.gather()")),
+        "also a frozen unit",
     ),
     "asks whether gradients are enabled": (
         edit(

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
+from torch import Tensor
 from torch.optim import SGD
 
 import zerolab
@@ -32,8 +34,8 @@ from zerolab.measure.traffic import Ledger, ledger
 from zerolab.measure.watch import watched
 
 AGAIN = (
-    "post_forward() released it: pre_backward() must gather it again, whether or not the model trains, and although "
-    "torch.is_grad_enabled() is False in backward (torch would say: storage of size 0)"
+    "post_forward() released it, so pre_backward() must gather it again, always: also a frozen unit, also in eval "
+    "mode, and although torch.is_grad_enabled() is False in backward (torch would say: storage of size 0)"
 )
 TOO_EARLY = f"it was gathered, but released before its backward was over. {ALONE}"
 LET_GO = "it was gathered, and pre_backward() released it: backward needs it now (gather() keeps what is there)"
@@ -111,6 +113,15 @@ class Eyes:
         self.world.came_on()
 
 
+def watch(zero: zerolab.Zero2, world: World, loss: Callable[[], Tensor], again: str = AGAIN) -> Ledger:
+    """The calls of `loss` and of its backward. Raises Wrong if that gathers or releases at the wrong time."""
+    with ledger(zero) as book:
+        eyes = Eyes(zero, book, world, again)
+        with watched(zero, eyes.before, eyes.after):
+            loss().backward()
+    return book
+
+
 def check_gone(zero: zerolab.Zero2, when: str, likely: str) -> None:
     kept = [unit.name for unit in zero.units if full_bytes(unit)]
     if kept:
@@ -141,10 +152,7 @@ def check_backward(answer: Any, world: World) -> None:
         zero, "before the first forward", "optimizer_params() belongs to the forward half (06.2): leave it alone"
     )
 
-    with ledger(zero) as book:
-        eyes = Eyes(zero, book, world)
-        with watched(zero, eyes.before, eyes.after):
-            zero.model(inputs(world, 0)).sum().backward()
+    book = watch(zero, world, lambda: zero.model(inputs(world, 0)).sum())
     check_gone(zero, "when backward has returned,", NEVER)
     check_calls(zero, book)
     for unit in zero.units:
@@ -166,15 +174,12 @@ def check_backward(answer: Any, world: World) -> None:
     if any(call.op != "all_gather" and not call.control for call in book.calls):
         raise Wrong("a gradient was reduced inside no_sync()", IGNORED)
     check_gone(zero, "after a backward under no_sync", NOT_ALWAYS)
-    zero.model.eval()
-    with ledger(zero) as book:
-        eyes = Eyes(zero, book, world)
-        with watched(zero, eyes.before, eyes.after):
-            zero.model(inputs(world, 1)).sum().backward()
-    check_gone(zero, "after a backward in eval mode", NEVER)
-    part_frozen = Model()
+    zero.model(inputs(world, 1)).sum().backward()
+
+    part_frozen = Model().eval()
     part_frozen.blocks[1].requires_grad_(False)
-    check_two_forwards(cls(part_frozen, units=[Block]), world)
+    watch(cls(part_frozen, units=[Block]), world, lambda: part_frozen(inputs(world, 0)).sum())
+    check_two_forwards(cls(Model(), units=[Block]), world)
     check_training(cls(Model(), units=[Block]), world)
     check_cases(answer, cls, world, ERRORS)
 
@@ -185,10 +190,7 @@ IGNORED = "no_sync() was ignored: reduce only if self.reduces(unit), as super().
 def check_two_forwards(zero: Any, world: World) -> None:
     outputs = [zero.model(inputs(world, i)) for i in (0, 1)]
     for output in outputs:
-        with ledger(zero) as book:
-            eyes = Eyes(zero, book, world, TWICE)
-            with watched(zero, eyes.before, eyes.after):
-                output.sum().backward()
+        watch(zero, world, output.sum, TWICE)
     check_gone(zero, "after two forwards and two backwards", NEVER)
 
 

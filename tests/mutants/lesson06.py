@@ -189,6 +189,15 @@ GATHER_MUTANTS = {
         ),
         "a broadcast sends what one rank has",
     ),
+    "takes turns": (
+        edit(
+            GATHER_ASYNC,
+            "torch.cat(parts, out=full)",
+            "full.copy_(torch.stack(parts, dim=1).flatten())",
+        ),
+        "the shards belong end to end",
+    ),
+    "4 ranks": (edit(GATHER, "full.chunk(dist.get_world_size())", "full.view(4, -1)"), "with 1, 2, 3 and 4 ranks"),
     "by way of float32": (
         edit(
             GATHER,
@@ -416,6 +425,10 @@ FORWARD_MUTANTS = {
     "releases on rank 0": (
         edit(FORWARD, "if unit not", "if self.rank == 0 and unit not"),
         "gathered but never released",
+    ),
+    "keeps the root in eval mode": (
+        edit(FORWARD, "not torch.is_grad_enabled()", "self.model.training and not torch.is_grad_enabled()"),
+        "the root must go too",
     ),
     "a deep copy of a view": (
         edit(FORWARD, "unit.shard.clone()", "__import__('copy').deepcopy(unit.shard)"),

@@ -124,7 +124,7 @@ BACKWARD_MUTANTS = {
     ),
     "after the step as ZeRO-2": (
         edit(BACKWARD, _AFTER, _AFTER + "        super().after_step(unit)\n"),
-        "the next forward begin by gathering",
+        "the next forward would begin by gathering",
     ),
     "not the root": (
         edit(BACKWARD, _PRE, _PRE.replace("unit.gather()", "if unit not in self.root:\n            unit.gather()")),
@@ -190,6 +190,15 @@ BACKWARD_MUTANTS = {
             "        unit.bucket.release()",
         ),
         "makes an all-reduce of it",
+    ),
+    "averages twice": (
+        edit(
+            BACKWARD,
+            "super().post_backward(unit)",
+            "if self.reduces(unit):\n            unit.bucket.full /= self.world_size\n"
+            "        super().post_backward(unit)",
+        ),
+        "as backward has left it",
     ),
     "unit.full is None": (edit(BACKWARD, _POST, _POST.replace("unit.release()", "unit.full = None")), "stay tensors"),
     "reduces twice": (

@@ -148,10 +148,10 @@ def check_gathering(answer: Any, world: World, full: Tensor, views: list[Tensor]
             return "nothing was sent: these are old values, or whatever was in that memory"
         if got.isnan().any() and any(call.asynchronous for call in calls):
             return TOO_SOON
+        if torch.equal(got.sort().values, torch.cat(bases).sort().values):
+            return "all elements are there, but not in rank order: the shards belong end to end"
         if all(any(torch.equal(part, base) for base in bases) for part in parts):
-            if any(torch.equal(part, other) for i, part in enumerate(parts) for other in parts[:i]):
-                return "the same shard is in several parts: each rank's shard needs a tensor of its own to arrive in"
-            return "all shards are there, but not in rank order"
+            return "the same shard is in several parts: each rank's shard needs a tensor of its own to arrive in"
         if any(call.op == "all_reduce" for call in calls):
             return "all_reduce adds up all of `full`, with whatever was in its new memory: gather the shards instead"
         if any(call.op == "broadcast" for call in calls):
@@ -475,13 +475,14 @@ def check_forward(answer: Any, world: World) -> None:
         raise Wrong("when forward returns, the root has been released", likely)
     zero.model.eval()
     forward(zero, world)  # with the root still there
-    zero.model.train()
     output.sum().backward()
-    with torch.no_grad():
-        forward(zero, world)
-    if held := full_bytes(root):
-        likely = "under no_grad no backward follows, so the root must go too: check torch.is_grad_enabled()"
-        raise Wrong(f"after a forward under no_grad the root still holds {held} bytes of full parameters", likely)
+    for trains in (False, True):
+        zero.model.train(trains)
+        with torch.no_grad():
+            forward(zero, world)
+        if held := full_bytes(root):
+            likely = "under no_grad no backward follows, so the root must go too: check torch.is_grad_enabled()"
+            raise Wrong(f"after a forward under no_grad the root still holds {held} bytes of full parameters", likely)
     check_training(cls(Model(), units=[Block]), world)
     check_cases(answer, cls, world, FORWARD_ERRORS)
 
@@ -539,6 +540,7 @@ DIED = "most likely it used a tensor without memory: some operations do not chec
 ERRORS = {
     SIZE_0: "the memory was released and is still gone: grow the storage again before anything uses its views",
     OTHER_SIZE: "too small: resize_ counts bytes, and all ranks' shards must fit, full.numel() * full.element_size()",
+    "is invalid for input of size": "`full` has a part for each rank, and the check runs with 1, 2, 3 and 4 ranks",
     "`tensor_list` of type List": "all_gather takes a list of tensors, one for each rank: list(full.chunk(N))",
     "invalid output tensor list": "all_gather takes as many tensors as there are ranks: dist.get_world_size()",
     "SIGSEGV": DIED,

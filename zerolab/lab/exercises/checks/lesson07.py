@@ -52,8 +52,12 @@ OLD = (
     "(unit.gathered is False by then, but their memory is still there)"
 )
 STALE = (
-    "super().after_step(unit) is ZeRO-2's: it has the next forward begin by gathering every unit. Here each is "
-    "gathered when its turn comes, so unit.release() is all"
+    "self.stale is ZeRO-2's, whose after_step() fills it: the next forward would begin by gathering all units in it. "
+    "Here each is gathered when its turn comes, so unit.release() is all"
+)
+MEDDLED = (
+    "units come and go as they should, so it is the gradient: super().post_backward(unit) takes the mean of "
+    "unit.bucket.full as backward has left it"
 )
 ALL_REDUCED = "gathered once more after its reduction, which makes an all-reduce of it: a rank needs only its shard"
 ONCE = "post_backward() must reduce a unit once, with self.reduce(unit), as super().post_backward(unit) does"
@@ -180,7 +184,7 @@ def check_backward(answer: Any, world: World) -> None:
     part_frozen.blocks[1].requires_grad_(False)
     watch(cls(part_frozen, units=[Block]), world, lambda: part_frozen(inputs(world, 0)).sum())
     check_two_forwards(cls(Model(), units=[Block]), world)
-    check_training(cls(Model(), units=[Block]), world)
+    check_training(cls(Model(), units=[Block]), world, lambda: MEDDLED)
     check_cases(answer, cls, world, ERRORS)
 
 

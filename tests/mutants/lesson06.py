@@ -181,6 +181,48 @@ GATHER_MUTANTS = {
         ),
         "extra traffic (all_reduce)",
     ),
+    "rank 0's whole tensor for all": (
+        edit(
+            GATHER,
+            _ALL_GATHER,
+            "full.chunk(dist.get_world_size())[dist.get_rank()].copy_(shard)\n    dist.broadcast(full, src=0)",
+        ),
+        "a broadcast sends what one rank has",
+    ),
+    "takes turns": (
+        edit(
+            GATHER_ASYNC,
+            "torch.cat(parts, out=full)",
+            "full.copy_(torch.stack(parts, dim=1).flatten())",
+        ),
+        "the shards belong end to end",
+    ),
+    "4 ranks": (edit(GATHER, "full.chunk(dist.get_world_size())", "full.view(4, -1)"), "with 1, 2, 3 and 4 ranks"),
+    "by way of float32": (
+        edit(
+            GATHER,
+            _ALL_GATHER,
+            "parts = [shard.float().clone() for _ in range(dist.get_world_size())]\n"
+            "    dist.all_gather(parts, shard.float())\n"
+            "    full.copy_(__import__('torch').cat(parts))",
+        ),
+        "in the dtype of the shard",
+    ),
+    "by way of float32 where that is shorter": (
+        edit(
+            GATHER,
+            _ALL_GATHER,
+            "short = shard.float() if shard.element_size() > 4 else shard\n"
+            "    parts = [short.clone() for _ in range(dist.get_world_size())]\n"
+            "    dist.all_gather(parts, short)\n"
+            "    full.copy_(__import__('torch').cat(parts))",
+        ),
+        "it became float32 on the way",
+    ),
+    "all wait before they release": (
+        edit(GATHER, _RELEASE, f"dist.barrier()\n    {_RELEASE}"),
+        "concerns this rank alone",
+    ),
 }
 
 # ---------------------------------------------------------------------- 06.2, and what 07.1 also needs
@@ -371,6 +413,35 @@ FORWARD_MUTANTS = {
     "a shard in the compute dtype": (
         edit(FORWARD, "unit.shard.clone()", "unit.shard.to(unit.full.dtype, copy=True)"),
         "keep its dtype",
+    ),
+    "a slice of a copy": (
+        edit(FORWARD, "unit.shard.clone()", "unit.layout.shard(unit.full.clone(), unit.rank)"),
+        "A slice of a copy keeps all of the copy",
+    ),
+    "rank 0's part": (
+        edit(FORWARD, "unit.shard.clone()", "unit.layout.shard(unit.full, 0).clone()"),
+        "every rank keeps rank 0's part",
+    ),
+    "releases on rank 0": (
+        edit(FORWARD, "if unit not", "if self.rank == 0 and unit not"),
+        "gathered but never released",
+    ),
+    "keeps the root in eval mode": (
+        edit(FORWARD, "not torch.is_grad_enabled()", "self.model.training and not torch.is_grad_enabled()"),
+        "the root must go too",
+    ),
+    "a deep copy of a view": (
+        edit(FORWARD, "unit.shard.clone()", "__import__('copy').deepcopy(unit.shard)"),
+        "copies all that a view is a view of",
+    ),
+    "gathers only in training": (
+        edit(FORWARD, _PRE, _PRE.replace("unit.gather()", "if self.model.training:\n            unit.gather()")),
+        "and in eval mode",
+    ),
+    "gathers what is there": (edit(FORWARD_GATHERS, "if not unit.gathered", "if True"), "none of one that is gathered"),
+    "releases the list": (
+        edit(FORWARD, _KEEPS, "        (unit if unit not in self.root else self.root).release()\n"),
+        "self.root is a list",
     ),
     "nothing of its own": ("import zerolab\n\n\nclass MyZero3Forward(zerolab.Zero3):\n    pass\n", "write your own"),
 }

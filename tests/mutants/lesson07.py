@@ -124,7 +124,7 @@ BACKWARD_MUTANTS = {
     ),
     "after the step as ZeRO-2": (
         edit(BACKWARD, _AFTER, _AFTER + "        super().after_step(unit)\n"),
-        "the next forward begin by gathering",
+        "the next forward would begin by gathering",
     ),
     "not the root": (
         edit(BACKWARD, _PRE, _PRE.replace("unit.gather()", "if unit not in self.root:\n            unit.gather()")),
@@ -147,6 +147,58 @@ BACKWARD_MUTANTS = {
             "            unit.bucket.release()",
         ),
         "no_sync() was ignored",
+    ),
+    "releases on rank 0": (
+        edit(BACKWARD, _POST, _POST.replace("unit.release()", "self.rank or unit.release()")),
+        "does not release the full parameters",
+    ),
+    "releases what trains": (
+        edit(
+            BACKWARD,
+            _POST,
+            "        if unit.trainable:\n            unit.release()\n        super().post_backward(unit)\n",
+        ),
+        "when nothing is reduced",
+    ),
+    "gathers only in training": (
+        edit(BACKWARD, _PRE, _PRE.replace("unit.gather()", "if self.model.training:\n            unit.gather()")),
+        "also in eval mode",
+    ),
+    "gathers what trains": (
+        edit(BACKWARD, _PRE, _PRE.replace("unit.gather()", "if unit.trainable:\n            unit.gather()")),
+        "also a frozen unit",
+    ),
+    "asks whether gradients are enabled": (
+        edit(
+            BACKWARD,
+            _PRE,
+            _PRE.replace("unit.gather()", "if torch.is_grad_enabled():\n            unit.gather()"),
+            "import zerolab\n",
+            "import torch\nimport zerolab\n",
+        ),
+        "is False in backward",
+    ),
+    "asks unit.gathered": (
+        edit(BACKWARD, _AFTER, _AFTER.replace("unit.release()", "if unit.gathered:\n            unit.release()")),
+        "their memory is still there",
+    ),
+    "all-reduces": (
+        edit(
+            BACKWARD,
+            "super().post_backward(unit)",
+            "if self.reduces(unit):\n            unit.bucket.reduction = zerolab.DDP.reduce(self, unit)\n"
+            "        unit.bucket.release()",
+        ),
+        "makes an all-reduce of it",
+    ),
+    "averages twice": (
+        edit(
+            BACKWARD,
+            "super().post_backward(unit)",
+            "if self.reduces(unit):\n            unit.bucket.full /= self.world_size\n"
+            "        super().post_backward(unit)",
+        ),
+        "as backward has left it",
     ),
     "unit.full is None": (edit(BACKWARD, _POST, _POST.replace("unit.release()", "unit.full = None")), "stay tensors"),
     "reduces twice": (

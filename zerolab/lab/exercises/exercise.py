@@ -85,6 +85,10 @@ class World:
         with self.spy.record() as calls:
             yield calls
 
+    def came_on(self) -> None:
+        """This rank is right so far. If it waits for one that is not, then that one's mistake is what is told."""
+        self.spy.blocks += 1
+
     def unwaited(self, calls: list[Traffic]) -> str:
         """The asynchronous calls that nobody waited for, in words; "" if there are none."""
         lost = [call for call in calls if not call.waited]

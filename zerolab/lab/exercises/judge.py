@@ -157,7 +157,7 @@ def _judge(asked: Exercise, source: str, filename: str, world: World, computes: 
     except Endless as error:
         return Report(world.rank, "late", f"{error}{_line_of(error, filename)}", ENDLESS)
     except (GaveUp, CommError) as error:  # another rank's mistake, seen from here
-        first = str(error).splitlines()[0]
+        first = str(error).splitlines()[0].removeprefix(f"rank {world.rank}, ")
         engines = first.removeprefix(f"rank {world.rank} of {world.world_size}: ")
         seen = engines if engines != first else f"stuck in {first}"
         return Report(world.rank, "waits", f"{seen}{_line_of(error, filename)}")

@@ -19,6 +19,7 @@ from zerolab.lab.exercises.checks.lesson04 import FUNCTION_ERRORS, TOO_SOON
 from zerolab.lab.exercises.checks.training import NO_ROOT, check_cases
 from zerolab.lab.exercises.checks.values import compare
 from zerolab.lab.exercises.exercise import Exercise, World, Wrong
+from zerolab.lab.exercises.spy import Traffic
 from zerolab.measure.traffic import Ledger, ledger
 
 SHARD = 6  # elements of each rank's shard, in 06.1
@@ -35,8 +36,13 @@ def check_gather(answer: Any, world: World) -> None:
     views = [full[:5], full[5 : N * SHARD].view(1, -1)]
     storage, size = full.untyped_storage(), full.nbytes
 
-    answer.release(full)
+    with world.record() as calls:
+        answer.release(full)
     check_released(full, views[0], size, "after release()")
+    if calls:
+        raise Wrong(
+            f"release() calls {calls[0].op}", "release() concerns this rank alone: it needs nothing from the others"
+        )
     for times, when in ((1.0, "after release() and gather()"), (-1.0, "after another release() and gather()")):
         if times < 0:
             answer.release(full)
@@ -55,10 +61,12 @@ def check_further_units(answer: Any, world: World) -> None:
     N = world.world_size
     for dtype, lengths in ((torch.float32, (3, SHARD)), (torch.bfloat16, (2, 5)), (torch.float64, (1, 4))):
         short = str(dtype).removeprefix("torch.")
-        shards = [[1.0 + i + r * n + torch.arange(n, dtype=dtype) for r in range(N)] for i, n in enumerate(lengths)]
+        shards = [
+            [torch.arange(1.0 + i, 1 + i + n, dtype=dtype) / (3 + r) for r in range(N)] for i, n in enumerate(lengths)
+        ]
         fulls = [torch.full((N * n,), 0.5, dtype=dtype) for n in lengths]
         when = f"two units by turns, in {short}"
-        with world.record(), values.in_case(answer, when, FIRST_UNIT_ONLY, ERRORS):
+        with world.record() as calls, values.in_case(answer, when, FIRST_UNIT_ONLY, ERRORS):
             for full in fulls:
                 answer.release(full)
             for full, parts in zip(fulls[::-1], shards[::-1], strict=True):
@@ -68,8 +76,10 @@ def check_further_units(answer: Any, world: World) -> None:
                 likely = f"resize_ counts bytes, and an element of {short} has {dtype.itemsize}: element_size() says so"
                 raise Wrong(f"{when}: the storage of full has {held} bytes, not {full.nbytes}", likely)
             if not torch.equal(full, torch.cat(parts)):
-                raise Wrong(f"{when}: full has wrong values", FIRST_UNIT_ONLY)
+                rounded = dtype == torch.float64 and torch.equal(full.float(), torch.cat(parts).float())
+                raise Wrong(f"{when}: full has wrong values", AS_IT_IS if rounded else FIRST_UNIT_ONLY)
             answer.release(full)
+        check_traffic(calls, sum(full.nbytes for full in fulls), N, f"{when}: ")
     for name, value in vars(answer).items():
         if not name.startswith("__") and (held := bytes_in(value)):
             raise Wrong(f"after release(), the name {name} still holds {held} bytes", KEPT_ELSEWHERE)
@@ -84,6 +94,7 @@ def bytes_in(value: Any) -> int:
 
 
 FIRST_UNIT_ONLY = "right for one unit only: lengths and dtypes differ, and nothing may be kept from an earlier call"
+AS_IT_IS = "it became float32 on the way: a shard travels in its own dtype, into a tensor of that dtype"
 KEPT_ELSEWHERE = "a copy was kept outside of `full`: release() is there to give the memory back"
 
 
@@ -137,25 +148,31 @@ def check_gathering(answer: Any, world: World, full: Tensor, views: list[Tensor]
             return "nothing was sent: these are old values, or whatever was in that memory"
         if got.isnan().any() and any(call.asynchronous for call in calls):
             return TOO_SOON
+        if torch.equal(got.sort().values, torch.cat(bases).sort().values):
+            return "all elements are there, but not in rank order: the shards belong end to end"
         if all(any(torch.equal(part, base) for base in bases) for part in parts):
-            if any(torch.equal(part, other) for i, part in enumerate(parts) for other in parts[:i]):
-                return "the same shard is in several parts: each rank's shard needs a tensor of its own to arrive in"
-            return "all shards are there, but not in rank order"
+            return "the same shard is in several parts: each rank's shard needs a tensor of its own to arrive in"
         if any(call.op == "all_reduce" for call in calls):
             return "all_reduce adds up all of `full`, with whatever was in its new memory: gather the shards instead"
+        if any(call.op == "broadcast" for call in calls):
+            return "a broadcast sends what one rank has in `full`: at most its own shard, and each must send its own"
         if any(call.op == "all_gather" for call in calls):
             return "the shards were received, but not into `full` (`full = ...` only binds the name to another tensor)"
         return ""
 
     compare(f"full, {when}", full.detach(), torch.cat(bases), explain)
-    moved, allowed = sum(call.sent for call in calls), 4 * full.numel() * (N - 1) / N
-    if moved > allowed:
-        ops = ", ".join(dict.fromkeys(call.op for call in calls))
-        times_as_much = f"{moved / allowed:.2f} x what an all-gather moves" if allowed else "with nobody to send to"
-        likely = f"extra traffic ({ops}): one all-gather is enough"
-        raise Wrong(f"{moved:,.0f} bytes were sent per rank, {times_as_much}", likely)
+    check_traffic(calls, full.nbytes, N)
     if N > 1 and (lost := world.unwaited(calls)):
         raise Wrong(lost, "a forgotten wait: the result was right by luck, and would be wrong on a slower network")
+
+
+def check_traffic(calls: list[Traffic], nbytes: int, N: int, when: str = "") -> None:
+    moved, allowed = sum(call.sent for call in calls), nbytes * (N - 1) / N
+    if moved > allowed + len(calls):  # each call's bytes are rounded up
+        ops = ", ".join(dict.fromkeys(call.op for call in calls))
+        times_as_much = f"{moved / allowed:.2f} x what an all-gather moves" if allowed else "with nobody to send to"
+        likely = f"extra traffic ({ops}): one all-gather is enough, in the dtype of the shard"
+        raise Wrong(f"{when}{moved:,.0f} bytes were sent per rank, {times_as_much}", likely)
 
 
 GATHER_STUB = '''\
@@ -337,6 +354,12 @@ def check_construction(zero: zerolab.Zero2) -> None:
         if own._cdata == unit.full.untyped_storage()._cdata:
             likely = "give the shard its own memory, unit.shard = unit.shard.clone(), then unit.release()"
             raise Wrong(f"{unit.name}: after optimizer_params() unit.shard is still a view of unit.full", likely)
+        if own.size() > (needed := unit.layout.shard_size * unit.full.element_size()):
+            likely = (
+                "only this rank's part may stay: unit.shard.clone(). (A slice of a copy keeps all of the copy, and "
+                "copy.deepcopy() copies all that a view is a view of)"
+            )
+            raise Wrong(f"{unit.name}: unit.shard keeps {own.size()} bytes, and a shard has {needed}", likely)
         check_flag(unit)
         if held := full_bytes(unit):
             likely = "optimizer_params() does not release the full parameters: unit.release()"
@@ -353,7 +376,8 @@ def check_construction(zero: zerolab.Zero2) -> None:
     for unit, same in zip(zero.units, zerolab.Zero3(Model(), units=[Block]).units, strict=True):
         if not torch.equal(unit.shard, same.shard):
             likely = "the values must survive: copy them with unit.shard.clone() before anything is released"
-            raise Wrong(f"{unit.name}: unit.shard does not hold this rank's part of the parameters", likely)
+            wrong = f"{unit.name}: unit.shard does not hold this rank's part of the parameters"
+            raise Wrong(wrong, likely, values_differ=True)
 
 
 def check_flag(unit: Unit) -> None:
@@ -369,7 +393,7 @@ def elements_owned(unit: Unit) -> int:
     return sum(stop - start for start, stop in bounds)
 
 
-def look(zero: zerolab.Zero2, unit: Unit, book: Ledger) -> None:
+def look(zero: zerolab.Zero2, unit: Unit, book: Ledger, world: World) -> None:
     """Runs in the middle of the forward of `unit`: it must be gathered, and hardly anything else."""
     if not full_bytes(unit):
         was_there = any(call.op == "all_gather" and call.unit == unit.name for call in book.calls)
@@ -383,27 +407,30 @@ def look(zero: zerolab.Zero2, unit: Unit, book: Ledger) -> None:
         place = blocks.index(unit) if unit in blocks else 0
         later = [other for other in gathered if blocks.index(other) > place]
         raise Wrong(seen, ALL_AT_ONCE if len(later) > 1 else NEVER_RELEASED)
+    world.came_on()
 
 
 def forward(zero: zerolab.Zero2, world: World) -> Tensor:
     """Run a forward, and raise Wrong if units are gathered that should not be, or the other way round."""
     blocks = [unit for unit in zero.units if unit not in zero.root]
+    needed = [unit for unit in zero.units if not unit.gathered]
     with ledger(zero) as book, world.record() as traffic:
         model: Any = zero.model
-        model.look = partial(look, zero, zero.root[0], book)
+        model.look = partial(look, zero, zero.root[0], book, world)
         for module, unit in zip(model.blocks, blocks, strict=True):
-            module.look = partial(look, zero, unit, book)
+            module.look = partial(look, zero, unit, book, world)
         output = zero.model(inputs(world, 0))
     for unit in zero.units:
         check_flag(unit)
         calls = [call for call in book.calls if call.unit == unit.name and not call.control]
-        if len(calls) > 1:
-            raise Wrong(f"{unit.name}: {len(calls)} collectives in one forward", "one all-gather is enough")
+        if len(calls) > (unit in needed):
+            seen = f"{unit.name}: {values.counted(len(calls), 'collective')} in one forward"
+            raise Wrong(seen, "one all-gather is enough, and none if the unit is gathered: unit.gathered says so")
     sent, N = sum(call.sent for call in traffic), world.world_size
-    allowed = 4 * sum(unit.layout.size for unit in zero.units) * (N - 1) / N
+    allowed = 4 * sum(unit.layout.size for unit in needed) * (N - 1) / N
     if sent > allowed + OF_THE_ENGINE * len(traffic):
         ops = ", ".join(dict.fromkeys(call.in_words for call in traffic))
-        likely = f"extra traffic ({ops}): one all-gather of each unit is enough"
+        likely = f"extra traffic ({ops}): one all-gather of each unit is enough, and none of one that is gathered"
         raise Wrong(f"{sent:,.0f} bytes were sent per rank in one forward, {allowed:,.0f} are needed", likely)
     kept = [unit.name for unit in blocks if full_bytes(unit)]
     if kept:
@@ -422,7 +449,10 @@ def check_finished(unit: Unit, when: str) -> None:
         raise Wrong(f"{unit.name} is still being gathered {when}", NOT_FINISHED)
 
 
-NOT_GATHERED = "it was not gathered: pre_forward() is called before the forward of a unit, and must gather it"
+NOT_GATHERED = (
+    "it was not gathered: pre_forward() is called before each forward of a unit, also under no_grad and in eval mode, "
+    "and must gather it"
+)
 NEVER_RELEASED = "gathered but never released: post_forward() must release the full parameters of each block"
 ALL_AT_ONCE = "all units are gathered at once, so all Ψ parameters are in memory: gather only the unit that runs now"
 
@@ -443,12 +473,16 @@ def check_forward(answer: Any, world: World) -> None:
             "a list: ask `unit in self.root`)"
         )
         raise Wrong("when forward returns, the root has been released", likely)
+    zero.model.eval()
+    forward(zero, world)  # with the root still there
     output.sum().backward()
-    with torch.no_grad():
-        forward(zero, world)
-    if held := full_bytes(root):
-        likely = "under no_grad no backward follows, so the root must go too: check torch.is_grad_enabled()"
-        raise Wrong(f"after a forward under no_grad the root still holds {held} bytes of full parameters", likely)
+    for trains in (False, True):
+        zero.model.train(trains)
+        with torch.no_grad():
+            forward(zero, world)
+        if held := full_bytes(root):
+            likely = "under no_grad no backward follows, so the root must go too: check torch.is_grad_enabled()"
+            raise Wrong(f"after a forward under no_grad the root still holds {held} bytes of full parameters", likely)
     check_training(cls(Model(), units=[Block]), world)
     check_cases(answer, cls, world, FORWARD_ERRORS)
 
@@ -506,6 +540,7 @@ DIED = "most likely it used a tensor without memory: some operations do not chec
 ERRORS = {
     SIZE_0: "the memory was released and is still gone: grow the storage again before anything uses its views",
     OTHER_SIZE: "too small: resize_ counts bytes, and all ranks' shards must fit, full.numel() * full.element_size()",
+    "is invalid for input of size": "`full` has a part for each rank, and the check runs with 1, 2, 3 and 4 ranks",
     "`tensor_list` of type List": "all_gather takes a list of tensors, one for each rank: list(full.chunk(N))",
     "invalid output tensor list": "all_gather takes as many tensors as there are ranks: dist.get_world_size()",
     "SIGSEGV": DIED,
@@ -521,6 +556,8 @@ BY_HAND = {
     "a leaf Variable that requires grad": "autograd watches these parameters: fill unit.full.data, which it does not "
     "watch, or call unit.gather()",
     "list index out of range": NO_ROOT,
+    "'list' object has no attribute 'gather'": NO_ROOT,
+    "'list' object has no attribute 'release'": NO_ROOT,
     "'NoneType' object has no attribute": "unit.full, unit.shard and unit.master stay tensors: unit.release() lets the "
     "memory go, and keeps the tensor",
 }
@@ -569,6 +606,7 @@ EXERCISES = [
             "post_forward(): if unit not in self.root or not torch.is_grad_enabled(): unit.release()",
         ),
         exports=("MyZero3Forward",),
+        first_rank_only="every rank keeps rank 0's part: unit.shard is this rank's, the one with the number unit.rank",
         extends="Zero3",
         errors=FORWARD_ERRORS,
     ),

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
+from torch import Tensor
 from torch.optim import SGD
 
 import zerolab
@@ -31,7 +33,10 @@ from zerolab.lab.exercises.exercise import Exercise, World, Wrong
 from zerolab.measure.traffic import Ledger, ledger
 from zerolab.measure.watch import watched
 
-AGAIN = "post_forward() released it: pre_backward() must gather it again (torch would say: storage of size 0)"
+AGAIN = (
+    "post_forward() released it, so pre_backward() must gather it again, always: also a frozen unit, also in eval "
+    "mode, and although torch.is_grad_enabled() is False in backward (torch would say: storage of size 0)"
+)
 TOO_EARLY = f"it was gathered, but released before its backward was over. {ALONE}"
 LET_GO = "it was gathered, and pre_backward() released it: backward needs it now (gather() keeps what is there)"
 NEVER = "post_backward() does not release the full parameters, which backward no longer needs"
@@ -42,19 +47,28 @@ TWICE = (
     "after two forwards, the first backward releases it: pre_backward() must gather every unit, the root too (gather() "
     "does nothing if it is there)"
 )
-OLD = "the optimizer has changed the shards, so gathered parameters are out of date: after_step() must release them"
-STALE = (
-    "super().after_step(unit) is ZeRO-2's: it has the next forward begin by gathering every unit. Here each is "
-    "gathered when its turn comes, so unit.release() is all"
+OLD = (
+    "the optimizer has changed the shards, so gathered parameters are out of date: after_step() must release them. "
+    "(unit.gathered is False by then, but their memory is still there)"
 )
+STALE = (
+    "self.stale is ZeRO-2's, whose after_step() fills it: the next forward would begin by gathering all units in it. "
+    "Here each is gathered when its turn comes, so unit.release() is all"
+)
+MEDDLED = (
+    "units come and go as they should, so it is the gradient: super().post_backward(unit) takes the mean of "
+    "unit.bucket.full as backward has left it"
+)
+ALL_REDUCED = "gathered once more after its reduction, which makes an all-reduce of it: a rank needs only its shard"
+ONCE = "post_backward() must reduce a unit once, with self.reduce(unit), as super().post_backward(unit) does"
 FULL_GRAD = "the full gradient is kept: super().post_backward(unit) reduces it and keeps only this rank's slice"
 
 
 class Eyes:
     """Looks at what is gathered at each of the engine's calls during backward."""
 
-    def __init__(self, zero: Any, book: Ledger, again: str = AGAIN) -> None:  # a Zero2, whose reduce() is replaced
-        self.zero, self.book, self.again = zero, book, again
+    def __init__(self, zero: Any, book: Ledger, world: World, again: str = AGAIN) -> None:
+        self.zero, self.book, self.world, self.again = zero, book, world, again  # a Zero2, whose reduce() is replaced
         self.most = 3 if again is AGAIN else len(zero.units)  # after two forwards, units stay for the other backward
         self.blocks = [unit for unit in zero.units if unit not in zero.root]
         self.late: set[str] = set()  # units that were still gathered when their reduction began
@@ -96,10 +110,20 @@ class Eyes:
         check_flag(unit)
         if point == "post_backward":
             if held:
-                likely = NEVER if unit in self.blocks else ROOT
+                likely = ROOT if unit not in self.blocks else NEVER if unit.trainable else NOT_ALWAYS
                 raise Wrong(f"after post_backward() {unit.name} still holds {held} bytes of full parameters", likely)
             if unit.name in self.late:
                 raise Wrong(f"{unit.name} is still gathered when its gradient is reduced", LATE)
+        self.world.came_on()
+
+
+def watch(zero: zerolab.Zero2, world: World, loss: Callable[[], Tensor], again: str = AGAIN) -> Ledger:
+    """The calls of `loss` and of its backward. Raises Wrong if that gathers or releases at the wrong time."""
+    with ledger(zero) as book:
+        eyes = Eyes(zero, book, world, again)
+        with watched(zero, eyes.before, eyes.after):
+            loss().backward()
+    return book
 
 
 def check_gone(zero: zerolab.Zero2, when: str, likely: str) -> None:
@@ -116,9 +140,11 @@ def check_calls(zero: zerolab.Zero2, book: Ledger) -> None:
         want = 1 if unit in zero.root else 2
         if gathers > want:
             likely = "more traffic than 3Ψ - Ψ_root: in backward, gather each block once and the root not at all"
+            if reductions and ops[-1] == "all_gather":
+                likely = ALL_REDUCED
             raise Wrong(f"{unit.name} was gathered {gathers} times in a step, not {want}", likely)
         if reductions != 1:
-            raise Wrong(f"{unit.name}: {reductions} reductions in a step", "post_backward() must reduce a unit once")
+            raise Wrong(f"{unit.name}: {reductions} reductions in a step", ONCE)
 
 
 def check_backward(answer: Any, world: World) -> None:
@@ -130,10 +156,7 @@ def check_backward(answer: Any, world: World) -> None:
         zero, "before the first forward", "optimizer_params() belongs to the forward half (06.2): leave it alone"
     )
 
-    with ledger(zero) as book:
-        eyes = Eyes(zero, book)
-        with watched(zero, eyes.before, eyes.after):
-            zero.model(inputs(world, 0)).sum().backward()
+    book = watch(zero, world, lambda: zero.model(inputs(world, 0)).sum())
     check_gone(zero, "when backward has returned,", NEVER)
     check_calls(zero, book)
     for unit in zero.units:
@@ -156,8 +179,12 @@ def check_backward(answer: Any, world: World) -> None:
         raise Wrong("a gradient was reduced inside no_sync()", IGNORED)
     check_gone(zero, "after a backward under no_sync", NOT_ALWAYS)
     zero.model(inputs(world, 1)).sum().backward()
+
+    part_frozen = Model().eval()
+    part_frozen.blocks[1].requires_grad_(False)
+    watch(cls(part_frozen, units=[Block]), world, lambda: part_frozen(inputs(world, 0)).sum())
     check_two_forwards(cls(Model(), units=[Block]), world)
-    check_training(cls(Model(), units=[Block]), world)
+    check_training(cls(Model(), units=[Block]), world, lambda: MEDDLED)
     check_cases(answer, cls, world, ERRORS)
 
 
@@ -167,10 +194,7 @@ IGNORED = "no_sync() was ignored: reduce only if self.reduces(unit), as super().
 def check_two_forwards(zero: Any, world: World) -> None:
     outputs = [zero.model(inputs(world, i)) for i in (0, 1)]
     for output in outputs:
-        with ledger(zero) as book:
-            eyes = Eyes(zero, book, TWICE)
-            with watched(zero, eyes.before, eyes.after):
-                output.sum().backward()
+        watch(zero, world, output.sum, TWICE)
     check_gone(zero, "after two forwards and two backwards", NEVER)
 
 

@@ -606,6 +606,14 @@ ZERO1_MUTANTS = {
         edit(ZERO1, _REDUCE, f"{_REDUCE.removeprefix('return ')}.wait()\n        return unit.bucket.grad"),
         "return what has a wait()",
     ),
+    "a shard without padding": (
+        edit(
+            ZERO1,
+            "unit.layout.shard(unit.bucket.full, self.rank)",
+            "unit.bucket.full.split(max(1, unit.layout.numel // self.world_size))[self.rank]",
+        ),
+        "unit.layout knows the places",
+    ),
     "a stage without after_step": (
         edit(ZERO1, "def after_step", "def post_step"),
         "the class inherits after_step()",

@@ -184,7 +184,8 @@ if lab.predicted("06.1") and lab.predicted("06.2"):
 #   memory along with it.
 # - `pre_forward(unit)`, called before the unit's forward, and `post_forward(unit)`, called after it.
 #
-# `self.root` is a list with the root unit in it. You need about seven lines. `lab.hint("06.2")` helps.
+# `self.root` is a list: the root unit is in it, unless every parameter is in a block. You need about seven lines.
+# `lab.hint("06.2")` helps.
 
 # %%
 # %%exercise 06.2

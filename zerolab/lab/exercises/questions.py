@@ -212,6 +212,7 @@ QUESTIONS: dict[str, Question] = {
             73_984 / 272_256: "That is the root alone. Inside of it, a block's forward runs.",
             470_528 / 272_256: "That is two blocks: one is released before the next is gathered.",
             1_263_616 / 272_256: "That is all of them: each block is released after its forward.",
+            588_160 / 272_256: "The shards come on top of what is asked: the full parameters.",
         },
     ),
     "06.3": Question(
@@ -244,6 +245,8 @@ QUESTIONS: dict[str, Question] = {
         slips={
             272_256 / 470_528: "Block 5 is still there when block 4 is gathered: two blocks and the root.",
             396_544 / 470_528: "The root counts as well: it stays until its gradient is reduced.",
+            668_800 / 470_528: "That is three blocks: block 5 is released before block 3 is gathered.",
+            1_263_616 / 470_528: "That is all of them: each block is released when backward has passed it.",
         },
     ),
     "08.1": Question(

@@ -131,7 +131,7 @@ print("rank 1's shard:", shard.tolist(), "its slices of a, b and c:", slices)
 # %% [markdown]
 # The cuts ignore where a parameter begins or ends. The part of a parameter that lies in a rank's shard is the rank's
 # **[slice](../docs/glossary.md#slice)** of it. Rank 1 has the end of a, most of b and nothing of c. `layout.shard` and `layout.slices` return views, not
-# copies. Every unit has a layout of its own, `unit.layout`.
+# copies. Every unit has a layout of its own, `unit.layout`, which may leave a few elements free between two parameters.
 #
 # You override three methods:
 #

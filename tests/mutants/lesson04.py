@@ -443,6 +443,22 @@ ZERO1_MUTANTS = {
         edit(ZERO1, "unit.bucket.grad = ", "mine = ", "scatter(unit.bucket.grad", "scatter(mine"),
         "did not leave the mean in unit.bucket.grad",
     ),
+    "a backup on the unit": (
+        edit(ZERO1, _GATHER, f"{_GATHER}\n        unit.backup = unit.full.clone()"),
+        "unit.backup of root holds",
+    ),
+    "broadcasts to everybody": (
+        edit(
+            ZERO1,
+            _GATHER,
+            "unit.layout.shard(unit.full, self.rank).copy_(unit.master)\n"
+            "        for rank in range(self.world_size):\n"
+            "            dist.broadcast(unit.layout.shard(unit.full, rank), rank)",
+            "import zerolab\n",
+            "import torch.distributed as dist\nimport zerolab\n",
+        ),
+        "dist.broadcast() talks to all processes",
+    ),
     "nobody gathers": (edit(ZERO1, _GATHER, "pass"), "the ranks' weights drift apart"),
     "gather not waited for": (edit(ZERO1, f"{_GATHER}", _GATHER.removesuffix(".wait()")), "a forgotten wait"),
     "gathers in every forward": (

@@ -290,6 +290,10 @@ _KEEPS = "        if unit not in self.root or not torch.is_grad_enabled():\n    
 _PRE = "    def pre_forward(self, unit: Unit) -> None:\n        unit.gather()\n"
 
 FORWARD_MUTANTS = {
+    "a list of copies": (
+        edit(FORWARD, _KEEPS, f"        self.seen = [*getattr(self, 'seen', []), unit.full.clone()]\n{_KEEPS}"),
+        "self.seen holds",
+    ),
     "never releases": (edit(FORWARD, _KEEPS, "        pass\n"), "gathered but never released"),
     "releases the root too": (edit(FORWARD, _KEEPS, "        unit.release()\n"), "backward begins with the root"),
     "releases only the root": (edit(FORWARD, "unit not in", "unit in"), "gathered but never released"),

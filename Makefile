@@ -1,7 +1,7 @@
 SHELL := bash
 .SHELLFLAGS := -euo pipefail -c
 .DEFAULT_GOAL := help
-.PHONY: help lab bench demo test test-lessons test-fast lint gpu lessons site format clean
+.PHONY: help lab bench demo test test-lessons test-fast test-stalled lint gpu lessons site format clean
 
 PYTHON ?= python3
 VENV ?= .venv
@@ -56,6 +56,10 @@ test-lessons: $(STAMP) ## every notebook, as a learner gets it and as solved
 
 test-fast: lint ## what an edit breaks first, in four minutes
 	$(BIN)/python -m pytest -m 'not slow' $(TOGETHER) $(ARGS)
+
+# Any selection: make test-stalled ARGS="tests/comm". With --seed N before make it is the same again.
+test-stalled: $(STAMP) ## tests on a machine that stops for 5 to 40 seconds at any moment, with two busy processes
+	$(BIN)/python -m tests.stalled $(BIN)/python -m pytest $(TOGETHER) $(ARGS)
 
 lint: $(STAMP)
 	$(BIN)/ruff check .

@@ -26,7 +26,7 @@ sys.path[:0] = map(str, ROOMS)
 @pytest.fixture(scope="session")
 def ranks() -> Iterator[zerolab.Ranks]:
     """`ranks.run(function, *args, ranks=n)`: the function's results on the first n of four ranks, one thread each."""
-    with zerolab.Ranks(4, threads=1) as pool:
+    with zerolab.Ranks(4, threads=1, forked=True) as pool:
         yield pool
 
 

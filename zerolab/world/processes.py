@@ -343,6 +343,7 @@ def _serve(rank: int, threads: int, pipe: Connection) -> None:
             stream.reconfigure(line_buffering=True, write_through=False)
     os.environ["OMP_NUM_THREADS"] = str(threads)
     torch.set_num_threads(threads)
+    gc.freeze()  # what is imported by now stays: the collection after each run need not look at it
     tasks: Tasks = queue.SimpleQueue()
     threading.Thread(target=_listen, args=(pipe, tasks), daemon=True).start()
     reply = _Reply()

@@ -1,7 +1,7 @@
 SHELL := bash
 .SHELLFLAGS := -euo pipefail -c
 .DEFAULT_GOAL := help
-.PHONY: help lab bench demo test test-lessons test-fast test-stalled lint gpu lessons site format clean
+.PHONY: help lab bench demo test test-fast test-all test-stalled lint gpu lessons site format clean
 
 PYTHON ?= python3
 VENV ?= .venv
@@ -13,7 +13,9 @@ ARGS ?=
 # Files of tests run side by side, three at least: a test has up to four ranks, and mostly waits for them.
 CORES := $(shell nproc 2>/dev/null || getconf _NPROCESSORS_ONLN)
 WORKERS ?= $(shell echo $$(( $(CORES) < 6 ? 3 : $(CORES) / 2 )))
-TOGETHER = -n $(WORKERS) --dist loadfile
+# A kernel that starts on a busy machine, or on one that was paused, may need more than the usual minute.
+TESTS = $(BIN)/python -m pytest -n $(WORKERS) --dist loadfile -p tests.notebooks --nbval-lax --nbval-current-env \
+    --nbval-kernel-startup-timeout 600
 
 help:
 	@sed -n 's/^\([a-z-]*\):.*## /\1\t/p' $(MAKEFILE_LIST) | while IFS=$$'\t' read -r target what; \
@@ -44,22 +46,21 @@ bench: $(STAMP) ## step times and peaks beside torch and DeepSpeed
 demo: $(STAMP) ## train a small GPT at every stage and compare
 	@$(BIN)/zerolab demo $(ARGS)
 
-test: lint ## lint, types and every test
-	$(BIN)/python -m pytest -m 'not alone' $(TOGETHER) $(ARGS) || [ $$? = 5 ]  # 5: ARGS left no test
-	$(BIN)/python -m pytest -m alone $(ARGS) || [ $$? = 5 ]
-	@$(MAKE) --no-print-directory test-lessons
+test: lint ## lint, types, every room's tests and the solved lessons: 10 minutes
+	$(TESTS) -m 'not exhaustive' $(or $(ARGS),--ignore tests/integrations tests solutions)
 
-# A kernel that starts on a busy machine, or one that was paused, may need more than the usual minute.
-test-lessons: $(STAMP) ## every notebook, as a learner gets it and as solved
-	$(BIN)/python -m pytest -p tests.notebooks --nbval-lax --nbval-current-env --timeout 300 \
-	    --nbval-kernel-startup-timeout 300 $(TOGETHER) lessons solutions
+test-fast: lint ## what an edit breaks first: 2 minutes
+	$(TESTS) -m 'not exhaustive and not slow' $(or $(ARGS),--ignore tests/integrations)
 
-test-fast: lint ## what an edit breaks first, in four minutes
-	$(BIN)/python -m pytest -m 'not slow' $(TOGETHER) $(ARGS)
+# Tests of whole clusters want the machine for themselves. 5: ARGS left none of them.
+test-all: lint ## everything, other people's systems and both folders of lessons too: 35 minutes
+	$(TESTS) -m 'not alone' $(or $(ARGS),tests lessons solutions) || [ $$? = 5 ]
+	$(TESTS) -m alone -n 0 $(ARGS) || [ $$? = 5 ]
+	@$(MAKE) --no-print-directory test-planted ARGS="--sample 5"
 
 # Any selection: make test-stalled ARGS="tests/comm". With --seed N before make it is the same again.
 test-stalled: $(STAMP) ## tests on a machine that stops for 5 to 40 seconds at any moment, with two busy processes
-	$(BIN)/python -m tests.stalled $(BIN)/python -m pytest $(TOGETHER) $(ARGS)
+	$(BIN)/python -m tests.stalled $(TESTS) -m 'not exhaustive' $(or $(ARGS),--ignore tests/integrations tests solutions)
 
 lint: $(STAMP)
 	$(BIN)/ruff check .

@@ -2,10 +2,11 @@
 
 import os
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -16,6 +17,11 @@ ROOMS.insert(0, ROOT / "tests")
 PYTHONPATH = os.pathsep.join(map(str, [ROOT, *ROOMS]))  # for a program that imports zerolab and modules of the tests
 
 WORDS = 11
+
+
+def worlds(*shown: int, others: Sequence[int]) -> list[Any]:
+    """Numbers of ranks to `parametrize` a test with. What `others` would show too is left to `make test-all`."""
+    return [*shown, *(pytest.param(n, marks=pytest.mark.exhaustive) for n in others)]
 
 
 class Block(nn.Module):

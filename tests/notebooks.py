@@ -1,5 +1,5 @@
-"""A plugin of `make test-lessons`: each notebook begins without answers, as when it was built, and with an IPython
-profile of its own: kernels that run side by side would share one history file."""
+"""A pytest plugin: each notebook begins without answers, as when it was built, and with an IPython profile of its own:
+kernels that run side by side would share one history file."""
 
 from __future__ import annotations
 
@@ -9,12 +9,19 @@ from pathlib import Path
 
 import pytest
 
+_before = {name: os.environ.get(name) for name in ("ZEROLAB_MY", "IPYTHONDIR")}
 _folder: tempfile.TemporaryDirectory[str] | None = None
 
 
 @pytest.hookimpl(tryfirst=True)  # before nbval starts the notebook's kernel
 def pytest_runtest_setup(item: pytest.Item) -> None:
     global _folder
+    if item.path.suffix != ".ipynb":
+        for name, value in _before.items():
+            os.environ.pop(name, None)
+            if value is not None:
+                os.environ[name] = value
+        return
     if _folder is None:
         _folder = tempfile.TemporaryDirectory()
     own = Path(_folder.name) / item.path.parent.name / item.path.stem

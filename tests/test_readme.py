@@ -48,7 +48,7 @@ def test_the_program_runs(tmp_path):
     assert len(losses) == 4 and all(2 < loss < 6 for loss in losses)
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_the_same_function_runs_under_torchrun(tmp_path):
     script = tmp_path / "train.py"
     last = 'print(f"loss {main():.3f}", flush=True)\n    torch.distributed.destroy_process_group()'
@@ -57,7 +57,7 @@ def test_the_same_function_runs_under_torchrun(tmp_path):
     assert len(re.findall(r"loss \d\.\d+", said)) == 2
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_the_trainer_runs(tmp_path):
     pytest.importorskip("transformers")
     script = tmp_path / "train.py"

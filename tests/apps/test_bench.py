@@ -68,6 +68,7 @@ def test_the_command(tmp_path):
         assert done.returncode == 2 and "--rounds 4 or more" in done.stderr
 
 
+@pytest.mark.exhaustive
 @pytest.mark.timeout(300)
 def test_table_and_picture(capsys, tmp_path, monkeypatch):
     """Peaks of two pairs: each system takes processes of its own."""

@@ -61,6 +61,7 @@ def survivors(folder: Path) -> list[psutil.Process]:
     return found
 
 
+@pytest.mark.slow
 def test_a_whole_visit(tmp_path):
     file = tmp_path / "doctor.json"
     begin = time.monotonic()

@@ -9,6 +9,7 @@ from zerolab.apps import gpu
 pytestmark = pytest.mark.slow
 
 
+@pytest.mark.exhaustive
 @pytest.mark.skipif(gpu.torch.cuda.is_available(), reason="the ranks of the tests would take the device")
 def test_a_trial_on_the_cpu(lent, capsys, monkeypatch):
     for name in ("CUBLAS_WORKSPACE_CONFIG", "CUBLASLT_WORKSPACE_SIZE", "CUDA_VISIBLE_DEVICES"):

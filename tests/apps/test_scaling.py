@@ -44,6 +44,7 @@ def test_quadratic_cost_would_be_seen(monkeypatch):
     assert scaling.engine_cost("link", 0, rounds=10)["linear"]["forward"] > 2
 
 
+@pytest.mark.exhaustive
 def test_bytes_on_ranks_are_as_simulated_and_the_rest_is_drawn(lent, tmp_path, monkeypatch):
     monkeypatch.setattr(scaling, "UNITS", (1, 4))
     monkeypatch.setattr(scaling, "WIDTHS", (32, 64))

@@ -67,6 +67,7 @@ def test_sigterm_to_the_command(tmp_path):
 KILLS = 20
 
 
+@pytest.mark.exhaustive
 @pytest.mark.timeout(500)
 def test_twenty_kills(tmp_path):
     """SIGKILL to a rank, at random moments and within saves, twenty times: the same bits as without."""

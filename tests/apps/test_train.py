@@ -110,6 +110,7 @@ def test_digits_at_every_stage(ranks, tmp_path):
         assert list(accuracies) == [50] and accuracies[50] >= 0.95
 
 
+@pytest.mark.exhaustive
 def test_pairs_and_the_other_precisions(ranks, tmp_path):
     """Sentence pairs; digits in bf16 and in fp16; with accumulation, clipping and offload on the way."""
     runs = (
@@ -154,7 +155,7 @@ def alone(words: str, size: int, steps: int | None = None) -> tuple[dict[int, fl
     return losses, model.state_dict()
 
 
-@pytest.mark.parametrize("task", ["text", "pairs"])
+@pytest.mark.parametrize("task", ["text", pytest.param("pairs", marks=pytest.mark.exhaustive)])
 def test_every_stage_is_one_process(ranks, tmp_path, task):
     """Loss for loss and weight for weight, bit for bit, also with dropout (pairs)."""
     one = tiny(task, "--steps 6 --stage {0} --metrics {1}/{0}.jsonl --checkpoint {1}/{0}").format
@@ -171,7 +172,10 @@ def test_every_stage_is_one_process(ranks, tmp_path, task):
 # -- it stops and goes on --------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(("task", "options"), [("images", "--precision fp16 --stage 2"), ("pairs", "--stage 3")])
+@pytest.mark.parametrize(
+    ("task", "options"),
+    [("images", "--precision fp16 --stage 2"), pytest.param("pairs", "--stage 3", marks=pytest.mark.exhaustive)],
+)
 def test_a_stop_costs_nothing(ranks, tmp_path, task, options):
     """SIGTERM on one rank: all save and stop. The same command goes on, and ends with the same bits."""
     one = tiny(task, options + " --steps 8 --save-every 3 --checkpoint {0} --metrics {0}.jsonl").format

@@ -20,7 +20,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
-from jobs_common import PYTHONPATH
+from jobs_common import PYTHONPATH, worlds
 from safetensors.torch import load_file, load_model
 from torch import Tensor, nn
 from zoo import CASES, WORDS, Block, Case, Stack, alone, noise, words
@@ -176,7 +176,7 @@ def expected(ranks: zerolab.Ranks) -> dict[int, dict[str, Any]]:
     return {n: ranks.run(truth, Mixed(), n, ranks=1)[0] for n in range(1, 5)}
 
 
-@pytest.mark.parametrize("m", [1, 2, *(pytest.param(m, marks=pytest.mark.slow) for m in (3, 4))])
+@pytest.mark.parametrize("m", worlds(3, others=(1, 2, 4)))
 def test_saved_at_n_loaded_at_m(ranks, saved, expected, m):
     jobs = [(f"{n}-{stage}", target) for n in range(1, 5) for stage in range(4) for target in range(4)]
     results = ranks.run(load_all, Mixed(), saved.folder, jobs, ranks=m, timeout=60)
@@ -199,7 +199,7 @@ def five(folder: str, jobs: list[tuple[str, int]]) -> list[Held]:
     return [result[0] for result in load_all(Mixed(), folder, jobs)]
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_five_ranks(ranks, saved, expected, tmp_path):
     """Saved at 1 to 5 and loaded at 5, saved at 5 and loaded at 1 to 4; every stage into every stage."""
     folder = str(shutil.copytree(saved.folder, tmp_path / "five"))
@@ -250,6 +250,7 @@ def interruptions(folder: str, precision: Any) -> None:
         interrupted(Noisy(), stage, 3 - stage, folder, precision)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("precision", [None, zerolab.Precision()], ids=["fp32", "bf16"])
 def test_training_goes_on_bit_for_bit(ranks, tmp_path, precision):
     ranks.run(interruptions, str(tmp_path), precision, ranks=3, timeout=60)
@@ -295,6 +296,7 @@ def with_optimizers(folder: str) -> None:
     with_optimizer("AdamW", {}, 0, 1, 0, folder)
 
 
+@pytest.mark.slow
 def test_every_elementwise_optimizer(ranks, tmp_path):
     ranks.run(with_optimizers, str(tmp_path / "last"), ranks=2, timeout=60)
 

@@ -191,6 +191,7 @@ def the_first_host_says_why(hosts: list[Host], timeout: float) -> None:
     assert seconds < timeout + 15.0  # beyond the timeout, the seconds that Python and torchrun take to end
 
 
+@pytest.mark.exhaustive
 def test_two_hosts_are_one_process_and_one_that_is_slow_or_cut_off_comes_back(hosts, tmp_path):
     start(hosts, tmp_path, "first", 0.2)
     wait_for_step(hosts, tmp_path, 0, 5)
@@ -262,6 +263,7 @@ exit ${failed:-0}
 """
 
 
+@pytest.mark.exhaustive
 @pytest.mark.skipif(not missing(), reason="tests/integrations/test_slurm.py has a real Slurm here")
 def test_the_templates_train_on_two_nodes_where_srun_is_one_that_knows_no_cluster(tmp_path):
     """The real templates and `zerolab.train`; of Slurm, only the variables that it sets."""
@@ -312,6 +314,7 @@ def across(ranks: int) -> float:
     return sent / ranks
 
 
+@pytest.mark.exhaustive
 def test_the_link_carries_the_formula_and_less_with_a_mesh_and_a_host_that_froze_is_told(hosts, tmp_path):
     """Four ranks, two on each host: the bytes that the interface sends in a step, with the headers of TCP and IP."""
     for host in hosts:

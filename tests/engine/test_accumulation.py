@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+from jobs_common import worlds
 from reference import BF16
 from torch import Tensor, optim
 from zoo import CASES, Block, Checkpointed, build
@@ -150,7 +151,8 @@ def recomputed(precision: zerolab.Precision) -> list[list[dict[str, Tensor]]]:
     return results
 
 
-@pytest.mark.parametrize("n", [1, 3])
+@pytest.mark.slow
+@pytest.mark.parametrize("n", worlds(3, others=(1,)))
 def test_recomputed_in_bf16_with_micro_batches_kept_back(ranks, n):
     """Both kinds of activation checkpointing change no bit, and no stage differs from another."""
     for results in ranks.run(recomputed, BF16, ranks=n, timeout=60):

@@ -7,6 +7,7 @@ import time
 
 import pytest
 import torch
+from jobs_common import worlds
 from reference import BF16, DEPTH, Block, Model, batch, build, step
 from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
@@ -36,7 +37,7 @@ def held_after_backward(stage: int, precision: Precision | None) -> tuple[list[i
 
 
 @pytest.mark.parametrize("precision", [None, BF16], ids=["fp32", "bf16"])
-@pytest.mark.parametrize("n", [2, 4, *(pytest.param(n, marks=pytest.mark.slow) for n in (1, 3))])
+@pytest.mark.parametrize("n", worlds(2, 4, others=(1, 3)))
 def test_bytes_held_equal_the_table(ranks, n, precision):
     """To the byte, with Ψ counted with its padding (below 1 % here): parameters, gradients, optimizer state."""
     for stage in range(4):
@@ -154,7 +155,7 @@ def moved(stage: int, precision: Precision | None) -> tuple[list[zerolab.Call], 
 
 
 @pytest.mark.parametrize("precision", [None, BF16], ids=["fp32", "bf16"])
-@pytest.mark.parametrize("n", [2, 4, *(pytest.param(n, marks=pytest.mark.slow) for n in (1, 3))])
+@pytest.mark.parametrize("n", worlds(2, 4, others=(1, 3)))
 def test_moved_bytes_equal_the_table_and_the_order_is_the_same(ranks, n, precision):
     for stage in range(4):
         results = ranks.run(moved, stage, precision, ranks=n)

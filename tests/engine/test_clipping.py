@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+from jobs_common import worlds
 from torch import Tensor, nn, optim
 from zoo import CASES, Block, Plain, build
 
@@ -38,7 +39,7 @@ def clipped_alone(ranks: int, norm_type: float) -> tuple[float, dict[str, torch.
 
 
 @pytest.mark.parametrize(
-    "norm_type", [2.0, float("inf"), *(pytest.param(p, marks=pytest.mark.slow) for p in (1.0, 3.0))]
+    "norm_type", [2.0, float("inf"), *(pytest.param(p, marks=pytest.mark.exhaustive) for p in (1.0, 3.0))]
 )
 def test_clipping(ranks, norm_type):
     for n in (1, 3):
@@ -141,7 +142,7 @@ def scaled_and_clipped_alone(ranks: int) -> tuple[list[float], dict[str, Tensor]
     return norms, model.state_dict()
 
 
-@pytest.mark.parametrize("n", [2, *(pytest.param(n, marks=pytest.mark.slow) for n in (1, 3, 4))])
+@pytest.mark.parametrize("n", worlds(2, others=(1, 3, 4)))
 def test_float16_kept_back_unscaled_and_clipped(ranks, n):
     norms, state = ranks.run(scaled_and_clipped_alone, n, ranks=1)[0]
     assert all(norm > 0.2 for norm in norms), "every step is clipped"

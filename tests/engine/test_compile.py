@@ -57,7 +57,7 @@ def five_steps_alone(ranks: int) -> dict[str, Tensor]:
         ("module", "aot_eager", (0, 1, 2, 3)),
         ("forward", "aot_eager", (3,)),
         ("model", "aot_eager", (2, 3)),
-        ("module", "inductor", (3,)),  # calls the C++ compiler
+        pytest.param("module", "inductor", (3,), marks=pytest.mark.exhaustive),  # calls the C++ compiler
     ],
 )
 def test_torch_compile(ranks, how, inner, stages):

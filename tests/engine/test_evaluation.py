@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from jobs_common import worlds
 from torch import Tensor, nn
 from zoo import CASES, Block, Plain, Stack, alone, build, words
 
@@ -84,7 +85,7 @@ def evaluated_alone(ranks: int) -> tuple[list[Tensor], dict[str, Tensor]]:
     return case.seen, state
 
 
-@pytest.mark.parametrize("n", [2, *(pytest.param(n, marks=pytest.mark.slow) for n in (1, 3, 4))])
+@pytest.mark.parametrize("n", worlds(2, others=(1, 3, 4)))
 def test_evaluation_and_generation(ranks, n):
     """Bit for bit; training goes on as if nothing had been; and only stage 3 gathers more than once after a step."""
     seen, state = ranks.run(evaluated_alone, n, ranks=1)[0]

@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from jobs_common import worlds
 from zoo import CASES, Block, Stack, attempt, build, words
 
 import zerolab
@@ -32,7 +33,7 @@ def shown(stage: int) -> tuple[list[tuple[str, tuple[int, ...]]], dict[str, torc
     return shapes, zero.full_state_dict(), zero.full_state_dict(rank0_only=True)
 
 
-@pytest.mark.parametrize("n", [1, 3, 4])
+@pytest.mark.parametrize("n", worlds(3, others=(1, 4)))
 def test_slices_and_full_state_dict(ranks, n):
     torch.manual_seed(0)
     model = Stack()
@@ -95,7 +96,7 @@ def edit_and_load(stage: int) -> None:
             assert not model(tokens).any()
 
 
-@pytest.mark.parametrize("n", [1, 2, 4])
+@pytest.mark.parametrize("n", worlds(2, others=(1, 4)))
 def test_editing_and_loading(ranks, n):
     for stage in range(4):
         ranks.run(edit_and_load, stage, ranks=n, timeout=60, group_timeout=20)
@@ -125,7 +126,7 @@ def same_buffers() -> list[Any]:
     return results
 
 
-@pytest.mark.parametrize("n", [1, 2, 4])
+@pytest.mark.parametrize("n", worlds(2, others=(1, 4)))
 def test_broadcast_buffers(ranks, n):
     everyone = ranks.run(same_buffers, ranks=n)
     for stage in range(4):

@@ -6,6 +6,7 @@ from itertools import pairwise
 
 import pytest
 import torch
+from jobs_common import worlds
 from test_measure import BF16, PADDED, PARAMETERS, TwoLayers
 from torch import Tensor, nn
 
@@ -34,7 +35,7 @@ def held_between(precision: zerolab.Precision | None) -> list[tuple[list[int], l
     return seen
 
 
-@pytest.mark.parametrize("n", [2, *(pytest.param(n, marks=pytest.mark.slow) for n in (1, 3, 4))])
+@pytest.mark.parametrize("n", worlds(2, others=(1, 3, 4)))
 @pytest.mark.parametrize("name", ["fp32", "bf16"])
 def test_bytes_of_accumulation(ranks, n, name):
     """Under no_sync gradients are full in every stage, and in float32 from the second micro-batch on; the backward

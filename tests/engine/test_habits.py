@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from habits import HABITS, PAGE, Block, Model, Script, batch, page
+from jobs_common import worlds
 from torch import nn
 
 import zerolab
@@ -54,7 +55,7 @@ def sharded(number: int, stages: list[int]) -> list[Any]:
     return results
 
 
-@pytest.mark.parametrize("n", [2, pytest.param(1, marks=pytest.mark.slow), pytest.param(3, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("n", worlds(2, others=(1, 3)))
 @pytest.mark.parametrize("title", TITLES)
 def test_habit(ranks, title, n):
     number = TITLES[title]

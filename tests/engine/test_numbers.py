@@ -55,7 +55,16 @@ FIRST |= {"odd shapes", "two backwards", "freezing and thawing", "unused", "chec
 
 @pytest.mark.parametrize("name", [pytest.param(n, marks=[pytest.mark.slow] * (n not in FIRST)) for n in CASES])
 def test_equals_one_process(ranks, name):
-    sizes = (1, 2, 3, 4) if CASES[name].every_size else (2, 3)
+    check_at(ranks, name, (3,))
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("name", CASES)
+def test_equals_one_process_at_other_sizes(ranks, name):
+    check_at(ranks, name, (1, 2, 4) if CASES[name].every_size else (2,))
+
+
+def check_at(ranks, name: str, sizes: tuple[int, ...]) -> None:
     for n, expected in zip(sizes, ranks.run(one_process, name, sizes, ranks=len(sizes)), strict=True):
         for rank, results in enumerate(ranks.run(all_stages, name, ranks=n, timeout=60, group_timeout=20)):
             compare(CASES[name], expected, results, rank)

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from jobs_common import worlds
 from reference import BF16, Model, batch, build, step, train_alone
 from torch import Tensor
 
@@ -69,7 +70,7 @@ def alone_too(stage: int, precision: zerolab.Precision | None) -> dict[str, Tens
 
 
 @pytest.mark.parametrize("precision", [None, BF16], ids=["fp32", "bf16"])
-@pytest.mark.parametrize("n", [1, 2, 3, 4])
+@pytest.mark.parametrize("n", worlds(3, others=(1, 2, 4)))
 def test_the_same_numbers_with_and_without(ranks, n, precision, tmp_path: Path):
     expected, _ = ranks.run(train_alone, n, precision, 3, ranks=1)[0]
     for stage in (1, 2, 3):
@@ -119,7 +120,7 @@ def held(stage: int, precision: zerolab.Precision | None) -> tuple[dict[str, int
 
 
 @pytest.mark.parametrize("precision", [None, BF16], ids=["fp32", "bf16"])
-@pytest.mark.parametrize("n", [1, 2, 4])
+@pytest.mark.parametrize("n", worlds(2, others=(1, 4)))
 def test_bytes_on_the_device_and_on_the_host(ranks, n, precision):
     """To the byte, with Ψ counted with its padding, for which Adam keeps nothing."""
     kind = precision or KEEP

@@ -12,7 +12,7 @@ import pytest
 import reference
 import torch
 import whole
-from jobs_common import all_say, attempt
+from jobs_common import all_say, attempt, worlds
 from reference import BF16
 from torch import nn
 from torch.optim import SGD, Adagrad, AdamW, Muon, Optimizer
@@ -49,7 +49,8 @@ def every_way_alone(n: int) -> dict[str, Any]:
     return {name: whole.alone(way, n) for name, way in WAYS.items()}
 
 
-@pytest.mark.parametrize("n", [1, 2, 3, 4])
+@pytest.mark.slow
+@pytest.mark.parametrize("n", worlds(2, others=(1, 3, 4)))
 def test_equals_one_process_bit_for_bit(ranks, n):
     expected = ranks.run(every_way_alone, n, ranks=1, timeout=100)[0]
     for stage in range(4):
@@ -61,6 +62,7 @@ def test_equals_one_process_bit_for_bit(ranks, n):
                     assert torch.equal(state[key], value), f"{name}, stage {stage}: {key}"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("mesh", [(2, 2), (1, 3), (2, 1)], ids=str)
 def test_with_a_mesh(ranks, mesh):
     way = Way(mesh=mesh)
@@ -100,6 +102,7 @@ def where_they_begin(stage: int) -> list[int]:
     return PLACES
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("n", [1, 2, 3])
 def test_parameters_begin_where_those_of_one_process_do(ranks, n):
     """Off a boundary, some matrix products round otherwise on some processors."""
@@ -228,7 +231,7 @@ def held_and_moved(stage: int) -> dict[str, int]:
     }
 
 
-@pytest.mark.parametrize("n", [1, 2, 3, 4])
+@pytest.mark.parametrize("n", worlds(3, others=(1, 2, 4)))
 def test_bytes_held_and_moved_are_the_formulas(ranks, n):
     for stage in range(4):
         rows = ranks.run(held_and_moved, stage, ranks=n)
@@ -288,7 +291,7 @@ def passing(stage: int) -> tuple[int, int]:
     return max(PEAKS) - before, largest
 
 
-@pytest.mark.parametrize("n", [2, 4])
+@pytest.mark.parametrize("n", worlds(2, others=(4,)))
 def test_a_step_holds_two_matrices_at_most(ranks, n):
     """The gradient and the master of the one that is being updated."""
     for stage in (1, 2, 3):
@@ -373,6 +376,7 @@ def load_all(folder: str, stage: int) -> dict[str, Any]:
     return after
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("here", "there"), [((1, 1), (3, 3)), ((2, 0), (4, 3)), ((4, 3), (2, 2)), ((3, 2), (1, 0))], ids=str
 )

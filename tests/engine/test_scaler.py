@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from jobs_common import worlds
 from torch import Tensor, nn
 from zoo import CASES, Block, Case, Stack, build, words
 
@@ -84,7 +85,7 @@ def all_stages(clip: bool, micro: int, fused: bool) -> list[Any]:
     return [scaled(stage, clip, micro, fused) for stage in range(4)]
 
 
-@pytest.mark.parametrize("n", [2, *(pytest.param(n, marks=pytest.mark.slow) for n in (1, 3))])
+@pytest.mark.parametrize("n", worlds(2, others=(1, 3)))
 @pytest.mark.parametrize("micro", [1, 2])
 def test_equal_to_one_process(ranks, n, micro):
     expected, said = ranks.run(scaled_alone, n, False, micro, False, ranks=1)[0]

@@ -143,6 +143,7 @@ def compare(ranks: Any, n: int, tolerance: float, *arguments: Any) -> None:
         assert difference <= tolerance, difference  # also false of NaN
 
 
+@pytest.mark.slow
 def test_two_ranks_are_equal_bit_for_bit(ranks, tmp_path: Path):
     """Half of one and half of the other, rounded once: there is only one mean of two."""
     compare(ranks, 2, 0.0, [0], [PLAIN, SLOW | KEEPING], str(tmp_path), None)
@@ -202,7 +203,7 @@ def hard() -> None:
             assert here.most["reduce_scatter"] <= 1 and here.most["all_reduce"] <= 1  # memory for one at a time
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_hard_models(ranks):
     ranks.run(hard, ranks=2, timeout=100, group_timeout=30)
 

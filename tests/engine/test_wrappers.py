@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from jobs_common import worlds
 from torch import Tensor, nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import (
     CheckpointImpl,
@@ -191,12 +192,14 @@ def round_trips(name: str, late: bool, folder: str) -> None:
             assert same(alone.state_dict(), after)
 
 
-@pytest.mark.parametrize("n", [1, 2, 3])
+@pytest.mark.slow
+@pytest.mark.parametrize("n", worlds(2, others=(1, 3)))
 @pytest.mark.parametrize("name", MODELS)
 def test_what_a_wrapped_model_saves(ranks, tmp_path: Path, name, n):
     ranks.run(round_trips, name, False, str(tmp_path), ranks=n, timeout=120, group_timeout=20)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", CHECKPOINTED)
 def test_wrapped_after_sharding(ranks, tmp_path: Path, name):
     ranks.run(round_trips, name, True, str(tmp_path), ranks=2, timeout=120, group_timeout=20)

@@ -237,16 +237,19 @@ def welcome(found: Found) -> nbformat.NotebookNode:
     return found.outside.run("lessons", "00_welcome")
 
 
+@pytest.mark.exhaustive
 def test_a_lesson_alone(welcome: nbformat.NotebookNode) -> None:
     check(welcome, "lessons", "00_welcome")
 
 
+@pytest.mark.exhaustive
 def test_it_was_another_user(found: Found, welcome: nbformat.NotebookNode) -> None:
     if found.no_user:
         pytest.skip(found.no_user)
     assert told(welcome)[0] == str(NOBODY)
 
 
+@pytest.mark.exhaustive
 def test_it_had_the_packages_of_colab(found: Found, welcome: nbformat.NotebookNode) -> None:
     """Its older ipykernel and jupyter_client, and its older widgets."""
     if found.no_colab:
@@ -254,11 +257,13 @@ def test_it_had_the_packages_of_colab(found: Found, welcome: nbformat.NotebookNo
     assert told(welcome)[1] == COLAB[0].partition("==")[2]
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("kind,name", ALONE)
 def test_other_lessons_alone(kind: str, name: str, found: Found) -> None:
     check(found.outside.run(kind, name), kind, name)
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("name", ["python3.12", "python3.13"])
 def test_a_lesson_alone_on_another_python(name: str, tmp_path: Path, release: Path) -> None:
     found = shutil.which(name)

@@ -33,7 +33,7 @@ def test_the_residual_net_takes_images_of_any_size():
     assert torch.equal(block(x), x)
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_the_same_result_on_any_number_of_ranks(capsys, tmp_path, monkeypatch):
     monkeypatch.setenv("ZEROLAB_MY", str(tmp_path / "my"))
     write_cifar10(tmp_path)

@@ -25,6 +25,7 @@ def run(ranks, *arguments):
     return [json.loads(line) for line in said.splitlines() if line.startswith("{")]
 
 
+@pytest.mark.exhaustive
 def test_the_same_result_on_any_number_of_ranks(capsys, tmp_path):
     head = "Quality\t#1 ID\t#2 ID\t#1 String\t#2 String\n"
     rows = [f'{i % 2}\t{i}\t{i}\tHe said "no {i}.\t{("Yes", "No")[i % 2]}, he said {i}.\n' for i in range(37)]

@@ -18,6 +18,7 @@ pytestmark = pytest.mark.slow
 SOURCE = Path(__file__).parents[2] / "solutions" / "16_plan_a_trillion.py"
 
 
+@pytest.mark.exhaustive
 def test_the_learners_classes_make_figure_1(tmp_path):
     my, passed = tmp_path / "my", {}
     my.mkdir()

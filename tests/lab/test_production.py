@@ -23,7 +23,7 @@ def test_a_change_is_of_a_setting_in_the_file():
     )
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_ours_and_torchs_rows(ranks):
     rows = {name: ranks.run(production.run, name, ranks=2)[0] for name in ("DDP", "Zero3", "FSDP2")}
     assert rows["DDP"].sent == 4 * PSI  # 2 (N-1)/N of 4 bytes each

@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+from jobs_common import worlds
 from torch import Tensor, nn
 
 import zerolab
@@ -129,7 +130,7 @@ def states_of(precision: zerolab.Precision | None) -> list[list[dict[str, int]]]
     return seen
 
 
-@pytest.mark.parametrize("n", [1, 2, 3, 4])
+@pytest.mark.parametrize("n", worlds(2, 3, others=(1, 4)))
 @pytest.mark.parametrize("name", ["fp32", "bf16"])
 def test_model_states_by_hand(ranks: zerolab.Ranks, n: int, name: str) -> None:
     size = PADDED[name][n]

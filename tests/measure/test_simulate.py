@@ -52,7 +52,8 @@ def really(stage, precision):
     return states, line, book.moved
 
 
-@pytest.mark.parametrize("precision", [None, pytest.param(BF16, marks=pytest.mark.slow)], ids=["fp32", "bf16"])
+@pytest.mark.slow
+@pytest.mark.parametrize("precision", [None, pytest.param(BF16, marks=pytest.mark.exhaustive)], ids=["fp32", "bf16"])
 def test_a_simulated_rank_is_like_a_real_one(ranks, precision):
     for stage in range(4):
         states, line, moved = ranks.run(really, stage, precision, ranks=4)[0]
@@ -111,7 +112,12 @@ class Checkpointed(Block):
 @pytest.mark.parametrize("precision", [None, BF16], ids=["fp32", "bf16"])
 @pytest.mark.parametrize("checkpointing", [False, True])
 @pytest.mark.parametrize(
-    ("layers", "width", "batch"), [(8, 1024, 4), (4, 256, 8), pytest.param(24, 512, 1, marks=pytest.mark.slow)]
+    ("layers", "width", "batch"),
+    [
+        pytest.param(8, 1024, 4, marks=pytest.mark.exhaustive),
+        (4, 256, 8),
+        pytest.param(24, 512, 1, marks=pytest.mark.exhaustive),
+    ],
 )
 def test_activations(precision, checkpointing, layers, width, batch):
     def build():
@@ -176,7 +182,7 @@ def zerolab_command(*arguments):
     return subprocess.run(command, capture_output=True, text=True, timeout=110, encoding="utf-8")
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_figure_1_by_the_command(tmp_path):
     path = tmp_path / "figure1.json"
     done = zerolab_command("simulate", "--figure1", "--json", str(path))
@@ -205,7 +211,7 @@ def simulated(request: pytest.FixtureRequest) -> Iterator[Future | None]:
         yield process.submit(paper.reproduce, CELL)
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_table_1_as_stored(simulated):
     """Made by `zerolab simulate --table1 --json zerolab/measure/table1.json`. One cell is run again here."""
     stored = json.loads((Path(__file__).parents[2] / "zerolab" / "measure" / "table1.json").read_text())["cells"]
@@ -219,7 +225,7 @@ def test_table_1_as_stored(simulated):
     assert simulated.result(100) == stored[expected.index(CELL)]
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_the_peak_of_a_trillion_is_explained_by_name():
     result = paper.simulate_gpt(*paper.SIZES["1T"], 3, 1024)
     line, parts = result.timeline, result.timeline.parts()
@@ -236,7 +242,7 @@ def test_the_peak_of_a_trillion_is_explained_by_name():
     assert by_kind["activations"] == pytest.approx(125 * 16 * 1024 * 25_600 * 2, rel=0.02)
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_the_commands_speak(tmp_path):
     path, drawn = tmp_path / "peak.json", tmp_path / "peak.png"
     wrong = {

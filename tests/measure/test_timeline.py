@@ -10,6 +10,7 @@ from statistics import median
 
 import pytest
 import torch
+from jobs_common import worlds
 
 import zerolab
 from zerolab import Precision
@@ -50,7 +51,7 @@ def kept_books(stage):
     return book, psi, sum(unit.layout.size for unit in zero.root)
 
 
-@pytest.mark.parametrize("n", [3, *(pytest.param(n, marks=pytest.mark.slow) for n in (1,))])
+@pytest.mark.parametrize("n", worlds(3, others=(1,)))
 def test_the_ledger_adds_up(ranks, n):
     from rich.console import Console
 
@@ -116,7 +117,7 @@ def peaks(stage, precision):
 
 
 @pytest.mark.parametrize("precision", [None, BF16], ids=["fp32", "bf16"])
-@pytest.mark.parametrize("n", [1, *(pytest.param(n, marks=pytest.mark.slow) for n in (4,))])
+@pytest.mark.parametrize("n", worlds(1, others=(4,)))
 def test_the_timeline_agrees_with_the_allocator(ranks, n, precision):
     for stage in range(4):
         for line, allocated, states in ranks.run(peaks, stage, precision, ranks=n):

@@ -4,7 +4,7 @@
     python -m tests.mutants 03.2       # for some exercises only
 
 RIGHT: exercise -> right answers other than the reference. WRONG: exercise -> name of the mistake -> its source, and a
-part of the message that must name it. FORMER: exercise -> a right answer in the engine's former names.
+part of the message that must name it.
 """
 
 from __future__ import annotations
@@ -12,8 +12,6 @@ from __future__ import annotations
 from importlib import import_module
 
 from zerolab.lab.exercises.catalogue import EXERCISES
-
-from .former import FORMER as FORMER
 
 _LESSONS = [import_module(f"{__name__}.lesson{number}") for number in sorted({id[:2] for id in EXERCISES})]
 

@@ -6,6 +6,7 @@ Each lesson has a file that takes them from here, so that lessons are tried side
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 
@@ -15,22 +16,21 @@ from zerolab.lab.exercises.catalogue import EXERCISES
 from . import RIGHT, WRONG
 
 
+def param(id: str, name: str, *values: str, first: bool) -> Any:
+    """One answer to an exercise. `make test` tries the first of each kind, `make test-all` the others too."""
+    return pytest.param(id, *values, id=f"{id} {name}", marks=() if first else pytest.mark.exhaustive)
+
+
 def answers_of(lesson: str) -> tuple[Callable[..., None], Callable[..., None]]:
     """What a test file of `lesson` ("04") assigns to two names that pytest finds."""
     exercises = [asked for id, asked in EXERCISES.items() if id.startswith(lesson)]
-    right = [
-        pytest.param(asked.id, source, id=f"{asked.id} {name}")
-        for asked in exercises
-        for name, source in [
-            ("reference", asked.reference),
-            *((f"alternative {i}", source) for i, source in enumerate(RIGHT[asked.id])),
-        ]
-    ]
-    wrong = [
-        pytest.param(asked.id, source, said, id=f"{asked.id} {name}")
-        for asked in exercises
-        for name, (source, said) in WRONG[asked.id].items()
-    ]
+    right, wrong = [], []
+    for asked in exercises:
+        answers = {"reference": asked.reference}
+        answers |= {f"alternative {i}": source for i, source in enumerate(RIGHT[asked.id])}
+        right += [param(asked.id, name, source, first=i == 0) for i, (name, source) in enumerate(answers.items())]
+        mistakes = WRONG[asked.id].items()
+        wrong += [param(asked.id, name, *mistake, first=i == 0) for i, (name, mistake) in enumerate(mistakes)]
 
     @pytest.mark.slow
     @pytest.mark.parametrize(("id", "source"), right)

@@ -24,7 +24,13 @@ def two_ranks(*arguments: object) -> list[subprocess.Popen]:
 
 @pytest.mark.parametrize(
     ("how", "stage"),
-    [("returns", 0), ("returns", 3), ("destroy", 2), ("mesh", 1), ("forks", 2)],
+    [
+        ("returns", 3),
+        *(
+            pytest.param(*case, marks=pytest.mark.exhaustive)
+            for case in (("returns", 0), ("destroy", 2), ("mesh", 1), ("forks", 2))
+        ),
+    ],
 )
 def test_no_thread_is_left_when_python_ends(how, stage):
     for rank in two_ranks(how, stage):

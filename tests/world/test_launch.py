@@ -156,6 +156,7 @@ def test_init_works_again_after_destroy(four: Ranks) -> None:
     assert four.run(jobs_launch.rejoin, ranks=2) == [2.0] * 2
 
 
+@pytest.mark.slow
 def test_a_function_may_use_data_loader_workers(four: Ranks) -> None:
     assert four.run(jobs_launch.load, ranks=1) == [[[0, 1], [2, 3]]]
 
@@ -278,6 +279,7 @@ def test_time_may_be_over_before_the_processes_have_started() -> None:
     assert children() == before
 
 
+@pytest.mark.slow
 def test_a_result_that_cannot_be_pickled(two: Ranks) -> None:
     error = fails(two, jobs_launch.not_to_be_pickled)
     assert error.rank == 1
@@ -299,6 +301,7 @@ def test_functions_that_cannot_be_imported(fn) -> None:
     assert children() == before
 
 
+@pytest.mark.slow
 def test_arguments_that_cannot_be_pickled(two: Ranks) -> None:
     pids = [place["pid"] for place in two.run(jobs_launch.place)]
     with pytest.raises(TypeError, match=r"arguments of jobs_launch\.echo.*lock"):
@@ -306,6 +309,7 @@ def test_arguments_that_cannot_be_pickled(two: Ranks) -> None:
     assert [place["pid"] for place in two.run(jobs_launch.place)] == pids
 
 
+@pytest.mark.slow
 def test_a_process_that_is_killed_while_idle_is_replaced(two: Ranks) -> None:
     pids = [place["pid"] for place in two.run(jobs_launch.place)]
     (victim,) = [process for process in multiprocessing.active_children() if process.pid == pids[1]]
@@ -352,6 +356,7 @@ def test_ranks_that_are_no_number(ranks) -> None:
         launch(jobs_launch.echo, ranks, 1)
 
 
+@pytest.mark.slow
 def test_ranks_start_no_ranks_by_accident(four: Ranks, monkeypatch: pytest.MonkeyPatch) -> None:
     """Neither those of a pool nor those of torchrun and srun; a world of one rank may."""
     for rank, said in enumerate(four.run(jobs_launch.nest, False, ranks=2)):
@@ -593,7 +598,7 @@ def test_the_places_that_kubernetes_and_ray_describe() -> None:
     assert read_place(ray) == (2, 3, 0, 1, "job-master-0", 23456)
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_kubernetes() -> None:
     """Two pods of a PyTorchJob, as processes: torchrun in each reads the operator's PET_ variables."""
     meet = {"MASTER_ADDR": "localhost", "MASTER_PORT": free_port()}
@@ -603,7 +608,7 @@ def test_kubernetes() -> None:
     assert [world["environment"] for world in found] == [[0, 2, 0, 1], [1, 2, 0, 1]]
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_ray_train() -> None:
     """Two workers on one node, with the variables that Ray Train sets in each."""
     meet = {"MASTER_ADDR": "localhost", "MASTER_PORT": free_port()}

@@ -53,6 +53,7 @@ def test_it_is_what_was_asked_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     assert "very-secret" not in told["born with"]
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("kind")
 def test_how_it_ended() -> None:
     assert ended(start("leave", 0)) == 0
@@ -77,6 +78,7 @@ def test_random_numbers_are_not_shared(tmp_path: Path) -> None:
     assert len({python for python, _ in drawn}) == len({numpy for _, numpy in drawn}) == 3
 
 
+@pytest.mark.slow
 def test_many_at_once_from_several_threads() -> None:
     ends: list[int | None] = []
     threads = [

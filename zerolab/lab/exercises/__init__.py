@@ -8,7 +8,6 @@
     exercise       what an exercise is, and what a check gets and raises
     checks/        for each lesson: checks, stubs, references, hints
     catalogue      the list of all exercises
-    former_names   the engine's former names, for earlier answers
 
 The mistakes that the checks must name are in tests/mutants/.
 """

@@ -101,12 +101,12 @@ def define(id: str, source: str) -> ModuleType:
 
 
 def _is_stub(asked: Exercise, source: str) -> bool:
-    """Whether `source` is the stub, perhaps in the words of an earlier release."""
+    """Whether `source` is the stub, perhaps with other comments and docstrings."""
     return _skeleton(source) == _skeleton(asked.stub)
 
 
 def _skeleton(source: str) -> str:
-    """What is left of `source` without docstrings, comments and names of arguments."""
+    """What is left of `source` without docstrings and comments."""
     try:
         tree = ast.parse(source)
     except SyntaxError:
@@ -114,8 +114,6 @@ def _skeleton(source: str) -> str:
     for node in ast.walk(tree):
         if isinstance(node, (ast.ClassDef, ast.FunctionDef)) and ast.get_docstring(node) is not None:
             del node.body[0]
-        if isinstance(node, ast.FunctionDef):
-            node.args.args.clear()
     return ast.dump(tree)
 
 

@@ -13,9 +13,11 @@ ARGS ?=
 # Files of tests run side by side, three at least: a test has up to four ranks, and mostly waits for them.
 CORES := $(shell nproc 2>/dev/null || getconf _NPROCESSORS_ONLN)
 WORKERS ?= $(shell echo $$(( $(CORES) < 6 ? 3 : $(CORES) / 2 )))
+# Compiled once, for all the processes that tests start, whatever the environment says.
+unexport PYTHONDONTWRITEBYTECODE
+TESTS = $(BIN)/python -m pytest -n $(WORKERS) --dist loadfile
 # A kernel that starts on a busy machine, or on one that was paused, may need more than the usual minute.
-TESTS = $(BIN)/python -m pytest -n $(WORKERS) --dist loadfile -p tests.notebooks --nbval-lax --nbval-current-env \
-    --nbval-kernel-startup-timeout 600
+NOTEBOOKS = -p tests.notebooks --nbval-lax --nbval-current-env --nbval-kernel-startup-timeout 600
 
 help:
 	@sed -n 's/^\([a-z-]*\):.*## /\1\t/p' $(MAKEFILE_LIST) | while IFS=$$'\t' read -r target what; \
@@ -47,20 +49,20 @@ demo: $(STAMP) ## train a small GPT at every stage and compare
 	@$(BIN)/zerolab demo $(ARGS)
 
 test: lint ## lint, types, every room's tests and the solved lessons: 10 minutes
-	$(TESTS) -m 'not exhaustive' $(or $(ARGS),--ignore tests/integrations tests solutions)
+	$(TESTS) $(NOTEBOOKS) -m 'not exhaustive' $(or $(ARGS),--ignore tests/integrations tests solutions)
 
 test-fast: lint ## what an edit breaks first: 2 minutes
-	$(TESTS) -m 'not exhaustive and not slow' $(or $(ARGS),--ignore tests/integrations)
+	$(TESTS) -p no:nbval -m 'not exhaustive and not slow' $(or $(ARGS),--ignore tests/integrations)
 
 # Tests of whole clusters want the machine for themselves. 5: ARGS left none of them.
 test-all: lint ## everything, other people's systems and both folders of lessons too: 35 minutes
-	$(TESTS) -m 'not alone' $(or $(ARGS),tests lessons solutions) || [ $$? = 5 ]
+	$(TESTS) $(NOTEBOOKS) -m 'not alone' $(or $(ARGS),tests lessons solutions) || [ $$? = 5 ]
 	$(TESTS) -m alone -n 0 $(ARGS) || [ $$? = 5 ]
 	@$(MAKE) --no-print-directory test-planted ARGS="--sample 5"
 
 # Any selection: make test-stalled ARGS="tests/comm". With --seed N before make it is the same again.
 test-stalled: $(STAMP) ## tests on a machine that stops for 5 to 40 seconds at any moment, with two busy processes
-	$(BIN)/python -m tests.stalled $(TESTS) -m 'not exhaustive' $(or $(ARGS),--ignore tests/integrations tests solutions)
+	$(BIN)/python -m tests.stalled $(TESTS) $(NOTEBOOKS) -m 'not exhaustive' $(or $(ARGS),--ignore tests/integrations tests solutions)
 
 lint: $(STAMP)
 	$(BIN)/ruff check .

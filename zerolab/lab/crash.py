@@ -27,7 +27,9 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-PATIENCE = 3.0  # seconds for one turn of one process
+from zerolab.lab.standstill import Standstill
+
+PATIENCE = 3.0  # seconds that a process stands still in its turn, or computes in it at most four times as long
 INDEX = "index.json"
 FEW = 10  # bytes: what is longer than that dies in the middle
 
@@ -157,10 +159,13 @@ class _Process:
     def turn(self, reply: bytes, run: Run) -> str:
         """Let it go on until it waits in a barrier ("waits") or ends; then as in `Run.ended`."""
         os.write(self._write, reply)
+        still = Standstill(lambda: [self.pid], PATIENCE)
         while True:
             while b"\n" not in self._text:
-                if not select.select([self._read], [], [], PATIENCE)[0]:
-                    return "late"
+                if not select.select([self._read], [], [], 0.1)[0]:
+                    if still.lasts():
+                        return "late"
+                    continue
                 if not (more := os.read(self._read, 1 << 16)):
                     return "killed"
                 self._text += more
@@ -193,6 +198,8 @@ class _Child:
 
     def run(self, work: Work, module: ModuleType | None) -> None:
         os.read(self.down, 1)
+        signal.signal(signal.SIGPROF, lambda *_: self._endless())
+        signal.setitimer(signal.ITIMER_PROF, 4 * PATIENCE)
         sys.stdout = sys.stderr = open(os.devnull, "w")  # noqa: SIM115, until the process ends
         resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
         for name in ("fsync", "fdatasync", "sync"):
@@ -209,6 +216,10 @@ class _Child:
             line = f" · line {own[-1].lineno}: {own[-1].line}" if own else ""
             state = f"{type(error).__name__}: {error}{line}"
         self._say(state=state)
+
+    def _endless(self) -> None:
+        self._say(state="late")
+        os._exit(0)
 
     def barrier(self) -> None:
         self._say(state="waits")

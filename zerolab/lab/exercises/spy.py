@@ -2,20 +2,22 @@
 
 Two things make mistakes visible that would otherwise depend on luck. A call with `async_op=True` fills its result
 only when it is waited for, so a forgotten wait is wrong every time. And before a call, the ranks tell each other what
-they are about to do: if they differ, they give up, instead of hanging, aborting, or mixing up bytes.
+they are about to do: if they differ, they give up, instead of hanging, aborting, or mixing up bytes. A rank gives up
+waiting when another has ended, or when all others stand still as it does; never because it has waited for long.
 """
 
 from __future__ import annotations
 
+import os
 import pickle
 import sys
 import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from datetime import timedelta
-from itertools import repeat
+from itertools import count, repeat
 from typing import Any
 
 import torch
@@ -25,12 +27,15 @@ from torch.distributed import _functional_collectives as functional
 
 from zerolab.comm.collectives import Comm
 from zerolab.comm.waiting import finished_within
-from zerolab.lab.ranks.intercept import COLLECTIVES, PICKLED, Interceptor, Invocation, bytes_in_a_ring, nbytes
-from zerolab.world.processes import Patience
+from zerolab.lab.ranks.intercept import COLLECTIVES, MESSAGES, PICKLED, Interceptor, Invocation, bytes_in_a_ring, nbytes
+from zerolab.lab.standstill import Standstill
 
-PATIENCE = 3.0  # seconds that a rank waits for the others
+PATIENCE = 3.0  # seconds that all other ranks stand still before one gives up
 POLL = timedelta(milliseconds=50)
+GLOO = timedelta(minutes=10)  # its limit, once it is known that the other side is there
 AT_ONCE = 40  # how often a rank asks whether all are there, before it asks for each
+LATER = timedelta(seconds=0.1)  # between two questions after that
+NO_MESSAGE = "it waits for a message that no rank sends, or sends one that no rank receives"
 
 SENDS = ("send", "isend")
 # The functional collectives return their result, and wait where it is used. Before torch 2.13 some have other names.
@@ -55,6 +60,8 @@ StandIn = tuple[Tensor, Tensor, Tensor]  # the answer's tensor, the one that is 
 
 class GaveUp(BaseException):
     """The other ranks do not do what this one does. Not an Exception, so that no answer catches it by accident."""
+
+    likely = ""  # the mistake behind it, where it is known
 
 
 @dataclass
@@ -93,16 +100,23 @@ class Started:
     """What an asynchronous call returns. `wait` fills in the result, nothing does before."""
 
     def __init__(
-        self, spy: Spy, call: Traffic, work: Any, copies: list[StandIn], inputs: list[Tensor] | None = None
+        self,
+        spy: Spy,
+        call: Traffic,
+        work: Any,
+        copies: list[StandIn],
+        inputs: list[Tensor] | None = None,
+        other_side: tuple[int | None, str] = (None, ""),
     ) -> None:
-        self._spy, self._call, self._work, self._copies = spy, call, work, copies
+        self._spy, self._call, self._work, self._copies, self._other_side = spy, call, work, copies, other_side
         self._inputs = [(tensor, tensor._version) for tensor in inputs or []]
         self._results = [target for target, _, _ in copies]
         self._future: Later | None = None
 
     def wait(self, timeout: timedelta | None = None) -> bool:
-        if self._call.op == "irecv":  # a wait of gloo's that gives up breaks the connection, so not in short turns
-            self._work.wait(timedelta(seconds=self._spy.patience))
+        if self._call.op in MESSAGES:  # a wait of gloo's that gives up breaks the connection, so not in short turns
+            self._spy.meet(self._call.op, *self._other_side)
+            self._work.wait(GLOO)
         else:
             self._spy.wait(self._work, self._call.op)
         self._call.waited = True
@@ -190,8 +204,9 @@ class Spy:
         self.blocks = 0  # how many times something was recorded: how far the check has come
         self.asked: set[str] = set()  # dist.get_rank, dist.get_world_size: those that the answer called for the world
         self._numbers: Counter[str] = Counter()  # of calls, by whom they concern
+        store.set(f"process/{rank}", str(os.getpid()))
         answers = dict.fromkeys(COLLECTIVES, self._collective) | dict.fromkeys(PICKLED, self._pickled)
-        answers |= dict.fromkeys(("send", "isend", "irecv"), self._message)
+        answers |= dict.fromkeys(MESSAGES, self._message)
         answers |= dict.fromkeys(("get_rank", "get_world_size"), self._number)
         answers["batch_isend_irecv"] = self._batch
         self._interceptor = Interceptor(answers)
@@ -234,18 +249,21 @@ class Spy:
         if to == source == self.rank:
             return tensor.clone()
         out = torch.empty_like(tensor, memory_format=torch.contiguous_format)
+        doing = f"exchange(to={to}, source={source})"
         self.store.set(self._next(f"{self.rank} to {to}"), str(call.payload))
-        coming = self._ask(self._next(f"{source} to {self.rank}"), source, f"exchange(to={to}, source={source})")
+        self.store.set(self._next(f"{self.rank} from {source}"), "")
+        coming = self._ask(self._next(f"{source} to {self.rank}"), source, doing)
         if int(coming) != call.payload:
             raise ValueError(
                 f"rank {source} sends {coming} bytes to this rank, which sends {call.payload}: "
                 "all chunks have the same length"
             )
+        self._ask(self._next(f"{to} from {self.rank}"), to, doing)
         torchs = self._interceptor.originals
         works = [torchs["isend"](tensor.detach().contiguous(), to), torchs["irecv"](out, source)]
         for work in works:
             if work is not None:
-                work.wait(timedelta(seconds=self.patience))
+                work.wait(GLOO)
         call.waited = True
         return out
 
@@ -254,26 +272,33 @@ class Spy:
         self._numbers[concerns] += 1
         return f"{concerns}, call {self._numbers[concerns]}"
 
-    def _ask(self, name: str, rank: int, doing: str) -> str:
-        """What `rank` says about the call `name`, once it gets there."""
-        patience = Patience(self.patience, longest=0.002)  # so it lasts longer where other programs are at work
-        seen = 0
-        while True:
-            is_over = self.store.check([f"over/{rank}"])  # asked first: a rank says its last word before it is over
+    def _ask(self, name: str, rank: int | None, doing: str) -> str:
+        """What `rank`, or any other if it is None, says about the call `name`, once it gets there."""
+        ranks = range(self.world_size) if rank is None else [rank]
+        overs = [f"over/{other}" for other in ranks if other != self.rank]
+        who = f"rank {rank}" if rank is not None else "another rank"
+        still: Standstill | None = None
+        for turn in count():
+            is_over = self.store.check(overs)  # asked first: a rank says its last word before it is over
             if self.store.check([name]):
-                return self.store.get(name).decode()
+                break
             if is_over:
-                raise GaveUp(f"{doing}: rank {rank} did not take part")
-            if patience.turn() <= 0:
-                steps = self.store.add(f"steps/{rank}", 0)
-                if steps == seen:
-                    raise GaveUp(f"{doing}: rank {rank} does not make this call")
-                seen, patience = steps, Patience(self.patience, longest=0.002)
-            time.sleep(0.0005)
+                raise GaveUp(f"{doing}: {who} did not take part")
+            if turn < AT_ONCE:
+                time.sleep(0.0005)
+                continue
+            still = still or self._standstill()
+            if still.lasts():
+                raise GaveUp(f"{doing}: {who} does not make this call")
+            with suppress(dist.DistStoreError):  # it asks no more often, or it would look like one who computes
+                self.store.wait([name], LATER)
+        return self.store.get(name).decode()
 
-    def step(self) -> None:
-        """This rank is busy with a long part of a check, and comes on: the others wait longer for it."""
-        self.store.add(f"steps/{self.rank}", 1)
+    def _standstill(self) -> Standstill:
+        """Of the others. One that has not begun yet is no process of which that could be said."""
+        others = [rank for rank in range(self.world_size) if rank != self.rank]
+        pids = [int(self.store.get(f"process/{rank}")) for rank in others]
+        return Standstill(lambda: pids, self.patience)
 
     def _agree(self, call: Traffic) -> None:
         """Make sure that every rank makes this call now."""
@@ -349,42 +374,84 @@ class Spy:
 
     def _message(self, call: Invocation) -> Any:
         """A send counts; what an irecv receives is there after the wait, and not before."""
-        tensor = call.arguments["tensor"]
+        arguments, group = call.arguments, call.group
+        tensor, sends = arguments["tensor"], call.name in SENDS
+        side = "dst" if sends else "src"
+        peer = arguments[side]
+        if arguments[f"group_{side}"] is not None:
+            peer = dist.get_global_rank(group, arguments[f"group_{side}"])
+        other_side = peer, self._announce(sends, peer, group, arguments["tag"])
+        if call.name == "recv":
+            self.meet(call.name, *other_side)
+            return call.proceed()
         if call.name == "irecv":
-            call.arguments["tensor"], copies = _stand_ins(tensor)
+            arguments["tensor"], copies = _stand_ins(tensor)
             traffic = Traffic("irecv", 0, self.world_size)
             self.calls.append(traffic)
-            return Started(self, traffic, call.with_arguments(), copies)
-        self.calls.append(Traffic(call.name, nbytes(tensor), self.world_size, waited=True))
-        return call.proceed()
+            return Started(self, traffic, call.with_arguments(), copies, other_side=other_side)
+        traffic = Traffic(call.name, nbytes(tensor), self.world_size, waited=True)
+        self.calls.append(traffic)
+        if call.name == "send":
+            self.meet(call.name, *other_side)
+            return call.proceed()
+        return Started(self, traffic, call.proceed(), [], other_side=other_side)
+
+    def _announce(self, sends: bool, peer: int | None, group: Any, tag: int) -> str:
+        """Say that a message is sent, or expected; return what its other side says, "" for one that need not."""
+        about = f"in {group.group_name}, tag {tag}"
+        if sends:
+            self.store.set(f"{self.store.add(f'messages to {peer} {about}', 1)} to {peer} {about}", "")
+            self.store.set(self._next(f"{self.rank} to {peer} {about}"), "")
+            expected = self._next(f"{peer} from {self.rank} {about}")
+            return "" if self.store.check([f"{peer} from anybody"]) else expected
+        number = self._next(f"here {about}").rpartition(" ")[2]
+        if peer is None:
+            self.store.set(f"{self.rank} from anybody", "")
+            return f"{number} to {self.rank} {about}"
+        self.store.set(self._next(f"{self.rank} from {peer} {about}"), "")
+        return self._next(f"{peer} to {self.rank} {about}")
+
+    def meet(self, op: str, peer: int | None, other_side: str) -> None:
+        """Wait until the other side of a message is there: gloo's own wait could not be ended."""
+        if not other_side or peer == self.rank:
+            return
+        try:
+            self._ask(other_side, peer, f"dist.{op}()")
+        except GaveUp as error:
+            error.likely = NO_MESSAGE
+            raise
 
     def _batch(self, call: Invocation) -> Any:
         messages: list[dist.P2POp] = []
-        receives: list[tuple[Traffic, list[StandIn]] | None] = []
+        receives: list[tuple[Traffic, list[StandIn]]] = []
+        other_sides: list[tuple[int | None, str]] = []
         for message in call.arguments["p2p_op_list"]:
-            if message.op.__name__ == "irecv":
+            sends = message.op.__name__ != "irecv"
+            group = message.group or dist.group.WORLD
+            other_sides.append((message.peer, self._announce(sends, message.peer, group, message.tag)))
+            if sends:
+                messages.append(message)
+                receives.append((Traffic("isend", nbytes(message.tensor), self.world_size, waited=True), []))
+            else:
                 tensor, copies = _stand_ins(message.tensor)
                 messages.append(dist.P2POp(message.op, tensor, message.peer, message.group, message.tag))
                 receives.append((Traffic("irecv", 0, self.world_size), copies))
-            else:
-                messages.append(message)
-                receives.append(None)
-                self.calls.append(Traffic("isend", nbytes(message.tensor), self.world_size, waited=True))
-        self.calls += [receive[0] for receive in receives if receive]
+        self.calls += [traffic for traffic, _ in receives]
         call.arguments["p2p_op_list"] = messages
         works = call.with_arguments()
         return [
-            Started(self, receive[0], work, receive[1]) if receive else work
-            for work, receive in zip(works, receives, strict=True)
+            Started(self, traffic, work, copies, other_side=other_side)
+            for work, (traffic, copies), other_side in zip(works, receives, other_sides, strict=True)
         ]
 
     def wait(self, work: Any, op: str) -> None:
         """Wait for `work` in short turns, so that an interrupt gets through."""
-        patience = Patience(self.patience)
+        still: Standstill | None = None
         try:
             while work is not None and not finished_within(POLL, work):
-                if patience.turn() <= 0:
-                    raise GaveUp(f"{op}: not finished after {self.patience:g} seconds")
+                still = still or self._standstill()
+                if still.lasts():
+                    raise GaveUp(f"{op}: not finished")
         except RuntimeError as error:
             raise GaveUp(f"{op}: {error}") from None
 

@@ -140,7 +140,7 @@ def check_released(cls: type, world: World) -> None:
 
 def alive(storages: list[weakref.ref[torch.UntypedStorage]], at_most: int) -> int:
     """How many still have memory. One of gloo's threads may let go a moment late: wait for that, not for an answer."""
-    patience = Patience(0.5)
+    patience = Patience(2.0, longest=0.02)
     while True:
         found = [reference() for reference in storages]
         count = sum(storage is not None and storage.nbytes() > 0 for storage in found)

@@ -520,7 +520,6 @@ def search(answer: Any, world: World, folder: Path) -> Iterator[Finding]:
             number += 1
             if number % N != world.rank:
                 continue
-            world.spy.step()  # another may have found something at once, and wait
             if found := scenario():
                 yield Finding(number, *found)
                 return
@@ -855,7 +854,7 @@ def folder_of_all(world: World) -> Iterator[Path]:
             shutil.rmtree(folder, ignore_errors=True)
     except BaseException:
         if world.rank == 0:
-            patience = Patience(1.0)  # after an error the others may still be at work in it
+            patience = Patience(2.0, longest=0.02)  # after an error the others may still be at work in it
             others = [f"over/{rank}" for rank in range(1, world.world_size)]
             while others and not world.spy.store.check(others) and patience.turn() > 0:
                 time.sleep(0.01)

@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import json
 import threading
-import time
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -28,9 +27,11 @@ from torch import Tensor
 from zerolab.comm.waiting import finished_within
 from zerolab.lab.ranks import network
 from zerolab.lab.ranks.intercept import COLLECTIVES, MESSAGES, PICKLED, Answer, Interceptor, Invocation, nbytes
+from zerolab.world.processes import Patience
 
 TURN = timedelta(seconds=0.2)
 GRACE = 1.0  # seconds that a message may still be under way after its sender has gone
+LONGEST = 0.4  # seconds: a longer turn counts as this much, since the machine stood still
 
 
 Splits = dict[str, list[Any]]  # "in", "out": what this rank sends to each rank of the group, and expects from each
@@ -118,7 +119,8 @@ def agree(call: dict[str, Any], group: Any) -> None:
 
 def _await(keys: dict[int, str], what: str) -> None:
     """Until all keys are there, or it is clear that one never will be."""
-    guard, begin = _guard(), time.monotonic()
+    guard = _guard()
+    patience = Patience(guard.timeout, longest=LONGEST)
     while True:
         try:
             guard.store.wait(list(keys.values()), TURN)
@@ -126,7 +128,7 @@ def _await(keys: dict[int, str], what: str) -> None:
         except dist.DistStoreError:
             late = [rank for rank in keys if not guard.store.check([keys[rank]])]
             _check_news(late, keys, f"{what} needs every rank, but ")
-            if late and time.monotonic() > begin + guard.timeout:
+            if patience.turn() < 0 and late:
                 others = f"rank{'s' * (len(late) > 1)} {', '.join(map(str, late))}"
                 raise LostRank(f"{what} waited {guard.timeout:g} s for {others}, still busy elsewhere", True) from None
 
@@ -212,28 +214,28 @@ class Flight:
         return True
 
     def _wait_in_turns(self, timeout: timedelta | None) -> None:
-        begin = time.monotonic()
+        limit = Patience(timeout.total_seconds(), longest=LONGEST) if timeout else None
+        grace = Patience(GRACE, longest=LONGEST)
         while True:
             try:
                 if finished_within(TURN, self._work):
                     return
             except RuntimeError as error:
                 raise LostRank(f"{self._what} failed: {error}", True) from None
-            now = time.monotonic()
-            if timeout and now > begin + timeout.total_seconds():
+            if timeout and limit and limit.turn() < 0:
                 raise LostRank(f"{self._what} failed: not finished after {timeout.total_seconds():g} s", True)
-            if now > begin + GRACE:
+            if grace.turn() < 0:
                 self._look(failed_only=True)
 
     def _wait_for_message(self, timeout: timedelta | None) -> None:
         """Wait in another thread: gloo closes all connections when the wait for a message times out."""
-        begin = time.monotonic()
+        grace = Patience(GRACE, longest=LONGEST)
         errors: list[Exception] = []
         thread = threading.Thread(target=self._block, args=(timeout, errors), daemon=True)
         thread.start()
         while thread.is_alive():
             thread.join(TURN.total_seconds())
-            if thread.is_alive() and time.monotonic() > begin + GRACE:
+            if thread.is_alive() and grace.turn() < 0:
                 self._look(failed_only=False)
         if errors:
             raise LostRank(f"{self._what} failed: {errors[0]}", True)

@@ -36,11 +36,15 @@ from zerolab.lab.ranks import lease, network, notices, registry, report, turns
 from zerolab.lab.ranks.rank import MIME, NAME, TARGET
 from zerolab.lab.ranks.report import Failure, Misused, Plain, RankFailure, Result
 from zerolab.world import nursery
+from zerolab.world.processes import Patience
 
-GROUP_TIMEOUT = 15.0  # seconds until a collective fails when a rank is missing
+# Seconds until a collective fails when a rank is missing, and nothing tells the others that it will not come. Gloo
+# counts those in which a laptop sleeps.
+GROUP_TIMEOUT = 60.0
 START_TIMEOUT = 90.0
-INTERRUPT_TIMEOUT = GROUP_TIMEOUT + 2.0  # after that, a rank that ignores an interrupt is killed
+INTERRUPT_TIMEOUT = 17.0  # seconds, after which a rank that ignores an interrupt is killed
 PATIENCE = 5.0  # how long the other ranks may go on after one has failed
+LOOK = 0.2  # seconds: a longer time between two looks counts as this much, since the machine stood still
 # Kept out of the ranks' environment: the server's tokens, which any cell could print, and settings of another world.
 NOT_FOR_RANKS = ("JPY_", "JUPYTER_TOKEN", "JUPYTERHUB_", "GLOO_", "SLURM_")
 
@@ -281,9 +285,10 @@ class Session:
         """Send the cell and collect the answers until every rank is done, dead, or has ignored an interrupt."""
         results = {rank: Result(rank) for rank in ranks}
         begin = time.monotonic()
+        limit = Patience(timeout, longest=LOOK) if timeout is not None else None
+        deadline: Patience | None = None
         waiting = {rank: (self._ranks[rank].send(code), {"reply", "idle"}) for rank in ranks}
-        poller, deadline, reason = zmq.Poller(), None, ""
-        limit = begin + timeout if timeout is not None else None
+        poller, reason = zmq.Poller(), ""
         for rank in ranks:
             for readable in self._ranks[rank].sockets:
                 poller.register(readable, zmq.POLLIN)
@@ -299,17 +304,16 @@ class Session:
                         del waiting[rank]
                         results[rank].seconds = time.monotonic() - begin
                         self._tell(cell, results[rank])
-                        if results[rank].failure and (limit is None or limit > time.monotonic() + PATIENCE):
-                            limit, timeout = time.monotonic() + PATIENCE, None
+                        if results[rank].failure and (limit is None or limit.left > PATIENCE):
+                            limit, timeout = Patience(PATIENCE, longest=LOOK), None
                 if watch is not None:
                     watch(results)
-                now = time.monotonic()
-                if deadline is None and limit is not None and now > limit:
+                if deadline is None and limit is not None and limit.turn() < 0:
                     if timeout is not None:
                         reason = f"the cell took longer than {timeout:g} s and was interrupted\n"
-                    deadline = now + INTERRUPT_TIMEOUT
+                    deadline = Patience(INTERRUPT_TIMEOUT, longest=LOOK)
                     self._interrupt(waiting)
-                if deadline is not None and now > deadline:
+                if deadline is not None and deadline.turn() < 0:
                     for rank in waiting:
                         stubborn = f"did not react to the interrupt within {INTERRUPT_TIMEOUT:g} s: killed"
                         results[rank].failure = Failure("died", stubborn, time=time.time())
@@ -317,7 +321,7 @@ class Session:
                     break
             except KeyboardInterrupt:
                 reason = "interrupted\n"
-                deadline = deadline or time.monotonic() + INTERRUPT_TIMEOUT
+                deadline = deadline or Patience(INTERRUPT_TIMEOUT, longest=LOOK)
                 self._interrupt(waiting)
         return results, reason
 
@@ -394,14 +398,14 @@ class Session:
         ranks = list(ranks)
         try:
             with turns.turn():
-                deadline = time.monotonic() + START_TIMEOUT
+                patience = Patience(START_TIMEOUT, longest=LOOK)
                 with self._lease.starting if self._lease is not None else nullcontext():
                     self._must_hold()
                     for rank in ranks:
                         self._ranks[rank] = self._spawn(rank)
                 registry.write([rank.process.pid for rank in self._ranks.values()])
-                self._wait(ranks, deadline, lambda rank: self._ranks[rank].connect())
-                self._wait(ranks, deadline, self._answers)
+                self._wait(ranks, patience, lambda rank: self._ranks[rank].connect())
+                self._wait(ranks, patience, self._answers)
         except BaseException:  # KeyboardInterrupt too
             self.stop()
             raise
@@ -441,14 +445,14 @@ class Session:
         quiet = {"TORCH_CPP_LOG_LEVEL": "ERROR"}  # C++ warnings tell a learner little
         return rest | {name: str(value) for name, value in (world | meet | ours | quiet).items()}
 
-    def _wait(self, ranks: list[int], deadline: float, ready: Callable[[int], bool]) -> None:
+    def _wait(self, ranks: list[int], patience: Patience, ready: Callable[[int], bool]) -> None:
         waiting = set(ranks)
         while waiting:
             for rank in sorted(waiting):
                 if fate := self._ranks[rank].fate:
                     raise RuntimeError(f"rank {rank} {fate} while starting:\n{self._last_log()}")
             waiting -= {rank for rank in waiting if ready(rank)}
-            if time.monotonic() > deadline:
+            if patience.turn() < 0:
                 names = ", ".join(map(str, sorted(waiting)))
                 raise RuntimeError(f"rank {names}: not ready within {START_TIMEOUT:g} s\n{self._last_log()}")
             time.sleep(0.02)

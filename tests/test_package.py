@@ -31,7 +31,7 @@ EXTRAS = PROJECT["optional-dependencies"]
 
 def run(*command: str | Path, cwd: Path = ROOT, **kwargs) -> str:
     done = subprocess.run(
-        command, cwd=cwd, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, timeout=110, **kwargs
+        command, cwd=cwd, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, timeout=600, **kwargs
     )
     assert done.returncode == 0, f"{' '.join(map(str, command))}\n{done.stdout}"
     return done.stdout

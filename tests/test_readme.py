@@ -32,7 +32,7 @@ def program() -> str:
 
 
 def run(*command: str) -> str:
-    done = subprocess.run([sys.executable, *command], capture_output=True, text=True, timeout=100, check=False)
+    done = subprocess.run([sys.executable, *command], capture_output=True, text=True, timeout=600, check=False)
     assert done.returncode == 0, done.stderr
     return done.stdout
 

@@ -60,7 +60,7 @@ def test_the_peak_of_anything():
 def test_the_command(tmp_path):
     def run(*arguments: str) -> subprocess.CompletedProcess:
         command = [sys.executable, "-m", "zerolab.cli", "bench", *arguments]
-        return subprocess.run(command, capture_output=True, text=True, timeout=60)
+        return subprocess.run(command, capture_output=True, text=True, timeout=600)
 
     with ThreadPoolExecutor() as threads:
         both = list(threads.map(run, ("--ranks", "--rounds"), ("0", "2")))
@@ -69,7 +69,6 @@ def test_the_command(tmp_path):
 
 
 @pytest.mark.exhaustive
-@pytest.mark.timeout(300)
 def test_table_and_picture(capsys, tmp_path, monkeypatch):
     """Peaks of two pairs: each system takes processes of its own."""
     measure = bench.measure
@@ -89,7 +88,6 @@ def test_table_and_picture(capsys, tmp_path, monkeypatch):
     assert drawn.read_bytes().startswith(b"\x89PNG")
 
 
-@pytest.mark.timeout(300)
 def test_deepspeed_does_the_same_work():
     pytest.importorskip("deepspeed", reason="the extra bench is not installed")
     report = bench.measure_times(2, 4, "fp32", SMALL)

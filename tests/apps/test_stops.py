@@ -68,7 +68,6 @@ KILLS = 20
 
 
 @pytest.mark.exhaustive
-@pytest.mark.timeout(500)
 def test_twenty_kills(tmp_path):
     """SIGKILL to a rank, at random moments and within saves, twenty times: the same bits as without."""
     killed, whole, diary = tmp_path / "killed", tmp_path / "whole", tmp_path / "diary"

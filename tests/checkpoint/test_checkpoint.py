@@ -168,7 +168,7 @@ class Saved(NamedTuple):
 def saved(ranks: zerolab.Ranks, tmp_path_factory: pytest.TempPathFactory) -> Saved:
     """Checkpoints of 1 to 4 ranks and all stages. The tests only read them."""
     folder = str(tmp_path_factory.mktemp("saved"))
-    return Saved(folder, {n: ranks.run(save_all, Mixed(), folder, ranks=n, timeout=60) for n in range(1, 5)})
+    return Saved(folder, {n: ranks.run(save_all, Mixed(), folder, ranks=n) for n in range(1, 5)})
 
 
 @pytest.fixture(scope="module")
@@ -179,7 +179,7 @@ def expected(ranks: zerolab.Ranks) -> dict[int, dict[str, Any]]:
 @pytest.mark.parametrize("m", worlds(3, others=(1, 2, 4)))
 def test_saved_at_n_loaded_at_m(ranks, saved, expected, m):
     jobs = [(f"{n}-{stage}", target) for n in range(1, 5) for stage in range(4) for target in range(4)]
-    results = ranks.run(load_all, Mixed(), saved.folder, jobs, ranks=m, timeout=60)
+    results = ranks.run(load_all, Mixed(), saved.folder, jobs, ranks=m)
     for i, (name, stage) in enumerate(jobs):
         n = int(name[0])
         assert_holds([result[i][0] for result in results], expected[n], stage)
@@ -210,7 +210,7 @@ def test_five_ranks(ranks, saved, expected, tmp_path):
         assert_holds([part[i] for part in parts], truths[int(name[0])], stage)
     jobs = [(f"5-{stage}", target) for stage in range(4) for target in range(4)]
     for m in range(1, 5):
-        results = ranks.run(load_all, Mixed(), folder, jobs, ranks=m, timeout=60)
+        results = ranks.run(load_all, Mixed(), folder, jobs, ranks=m)
         for i, (_, stage) in enumerate(jobs):
             assert_holds([result[i][0] for result in results], truths[5], stage)
 
@@ -253,7 +253,7 @@ def interruptions(folder: str, precision: Any) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("precision", [None, zerolab.Precision()], ids=["fp32", "bf16"])
 def test_training_goes_on_bit_for_bit(ranks, tmp_path, precision):
-    ranks.run(interruptions, str(tmp_path), precision, ranks=3, timeout=60)
+    ranks.run(interruptions, str(tmp_path), precision, ranks=3)
 
 
 class Optimized(Case):
@@ -298,7 +298,7 @@ def with_optimizers(folder: str) -> None:
 
 @pytest.mark.slow
 def test_every_elementwise_optimizer(ranks, tmp_path):
-    ranks.run(with_optimizers, str(tmp_path / "last"), ranks=2, timeout=60)
+    ranks.run(with_optimizers, str(tmp_path / "last"), ranks=2)
 
 
 # -- weights alone --------------------------------------------------------------------------------------------------
@@ -464,7 +464,7 @@ def load_odd(what: str, folder: str) -> list[str]:
 
 @pytest.mark.parametrize("what", ODD)
 def test_a_model_that_does_not_fit_stays_as_it_is(ranks, saved, what):
-    for said in ranks.run(load_odd, what, saved.folder, ranks=2, timeout=30, group_timeout=10):
+    for said in ranks.run(load_odd, what, saved.folder, ranks=2):
         for message in said:
             assert re.match(rf"CheckpointError: rank 0: {saved.folder}/2-1: .*{ODD[what]}", message), message
 
@@ -498,7 +498,7 @@ def test_one_rank_cannot_read(ranks, saved, tmp_path):
     other = "CheckpointError: .*ranks see different checkpoints"
     missing = "CheckpointError: rank 1: .*nowhere is not a zerolab checkpoint: there is no .*nowhere/manifest.json"
     for there, pattern in ((str(damaged), bits), (f"{saved.folder}/2-2", other), ("nowhere", missing)):
-        for said in ranks.run(load_where_one_rank_cannot, f"{saved.folder}/2-3", there, ranks=2, group_timeout=10):
+        for said in ranks.run(load_where_one_rank_cannot, f"{saved.folder}/2-3", there, ranks=2):
             assert all(re.match(pattern, message) for message in said), said
 
 
@@ -571,7 +571,7 @@ REFUSED = {
 
 
 def test_refused_saves(ranks, tmp_path):
-    for said in ranks.run(refused_saves, str(tmp_path), ranks=2, timeout=60, group_timeout=10):
+    for said in ranks.run(refused_saves, str(tmp_path), ranks=2):
         for what, message in said.items():
             assert re.match(f"CheckpointError: {REFUSED[what]}", message), f"{what}: {message}"
 
@@ -632,7 +632,7 @@ def turned(folder: str) -> None:
 
 
 def test_another_memory_order(ranks, tmp_path):
-    ranks.run(turned, str(tmp_path), ranks=2, timeout=60)
+    ranks.run(turned, str(tmp_path), ranks=2)
 
 
 # -- crashes --------------------------------------------------------------------------------------------------------
@@ -685,7 +685,7 @@ def one_step(path: str) -> bool:
 def test_a_rank_that_dies_while_all_save(ranks, tmp_path, rank, death):
     path = tmp_path / "checkpoint"
     with pytest.raises(zerolab.RankError, match=f"rank {rank} of 2 was killed by SIG(KILL|XFSZ)"):
-        ranks.run(die_while_saving, str(path), rank, death, ranks=2, timeout=60, group_timeout=5)
+        ranks.run(die_while_saving, str(path), rank, death, ranks=2)
     assert all(ranks.run(one_step, str(path), ranks=2))
 
 
@@ -867,7 +867,7 @@ def load_damaged(good: str, other: str, folder: str, examples: int) -> dict[str,
 def test_damaged_checkpoints(ranks, saved, tmp_path):
     """None loads with wrong numbers, none crashes the process, and nothing in them is executed."""
     good, other = f"{saved.folder}/2-3", f"{saved.folder}/2-0"
-    counts = ranks.run(load_damaged, good, other, str(tmp_path), 600, ranks=1, timeout=90)[0]
+    counts = ranks.run(load_damaged, good, other, str(tmp_path), 600, ranks=1)[0]
     assert counts["refused"] > 400 and counts["harmless"] > 0
 
 

@@ -60,21 +60,21 @@ def reduce(sizes: list[int]) -> None:
             comm.reduce_scatter(torch.empty(size), torch.ones(size * comm.world_size), unit).wait()
 
 
-def told(job: Callable[..., None], *arguments: object) -> tuple[str, str, float]:
-    """What the job raised, what this rank printed, and how long it took."""
+def told(job: Callable[..., None], *arguments: object) -> tuple[str, str]:
+    """What the job raised, and what this rank printed."""
     zerolab.init()
-    begin, out, error = time.monotonic(), io.StringIO(), ""
+    out, error = io.StringIO(), ""
     with redirect_stderr(out):
         try:
             job(*arguments)
         except RuntimeError as caught:
             error = str(caught)
-    return error, out.getvalue(), time.monotonic() - begin
+    return error, out.getvalue()
 
 
 def told_in_files(folder: str, job: Callable[..., None], *arguments: object) -> None:
-    error, text, seconds = told(job, *arguments)
-    Path(folder, f"rank{dist.get_rank()}.json").write_text(json.dumps([error, text, seconds]))
+    error, text = told(job, *arguments)
+    Path(folder, f"rank{dist.get_rank()}.json").write_text(json.dumps([error, text]))
     raise zerolab.CommError(error)
 
 

@@ -155,7 +155,7 @@ def recomputed(precision: zerolab.Precision) -> list[list[dict[str, Tensor]]]:
 @pytest.mark.parametrize("n", worlds(3, others=(1,)))
 def test_recomputed_in_bf16_with_micro_batches_kept_back(ranks, n):
     """Both kinds of activation checkpointing change no bit, and no stage differs from another."""
-    for results in ranks.run(recomputed, BF16, ranks=n, timeout=60):
+    for results in ranks.run(recomputed, BF16, ranks=n):
         expected = results[0][0]
         assert any(not torch.equal(expected[name], value) for name, value in build(PLAIN).state_dict().items())
         for stage, states in enumerate(results):

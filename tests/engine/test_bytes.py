@@ -15,6 +15,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import zerolab
 from zerolab import Precision
+from zerolab.world.processes import Patience
 
 # -- held after backward ----------------------------------------------------------------------------------------------
 
@@ -80,10 +81,10 @@ class Count(TorchDispatchMode):
         storage = result.untyped_storage() if isinstance(result, Tensor) else None
         if storage is not None and storage.nbytes() == self.size and storage._cdata not in self.but:
             self.seen[storage._cdata] = StorageWeakRef(storage)
-        deadline = time.monotonic() + 0.2
+        patience = Patience(5.0, longest=0.01)
         while True:
             self.seen = {key: ref for key, ref in self.seen.items() if not ref.expired()}
-            if len(self.seen) <= max(self.bound, self.most) or time.monotonic() > deadline:
+            if len(self.seen) <= max(self.bound, self.most) or patience.turn() <= 0:
                 break
             time.sleep(0.001)
         self.most = max(self.most, len(self.seen))

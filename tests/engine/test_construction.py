@@ -85,7 +85,7 @@ def build_with_one_odd_rank(what: str, odd: int) -> str:
     ],
 )
 def test_an_odd_rank_is_named_on_every_rank(ranks, what, kind, words):
-    for message in ranks.run(build_with_one_odd_rank, what, 1, ranks=2, timeout=60, group_timeout=10):
+    for message in ranks.run(build_with_one_odd_rank, what, 1, ranks=2):
         assert message.startswith(kind)
         for word in words:
             assert word in message

@@ -95,7 +95,7 @@ def test_refusals(ranks):
         "float16": "small updates would be lost; use float32",
         "int32": "Precision(compute=torch.int32): not a supported dtype",
     }
-    for said in ranks.run(refusals, ranks=2, timeout=60, group_timeout=20):
+    for said in ranks.run(refusals, ranks=2):
         for case, message in said.items():
             pattern = expected[re.sub(r" [-\d]+$", "", case)]
             assert pattern in message or re.search(pattern, message), f"{case}: {message}"
@@ -116,7 +116,7 @@ def frozen_by_one_rank() -> list[str]:
 
 
 def test_a_parameter_that_one_rank_froze(ranks):
-    for said in ranks.run(frozen_by_one_rank, ranks=3, timeout=60, group_timeout=20):
+    for said in ranks.run(frozen_by_one_rank, ranks=3):
         assert said[::2] == ["no error"] * 4
         for message in said[1::2]:
             assert message.startswith("CommError: blocks.1.up.weight is frozen on rank 1 and trainable on rank 0")
@@ -243,7 +243,7 @@ def test_a_good_step_after_a_broken_one(ranks, where):
 
 def own_group() -> dist.ProcessGroup:
     """All ranks, in a group that may break."""
-    return dist.new_group(timeout=timedelta(seconds=12))
+    return dist.new_group(timeout=timedelta(seconds=600))
 
 
 def out_of_step(how: str) -> list[Caught | None]:
@@ -275,23 +275,23 @@ def train_out_of_step(stage: int, how: str) -> None:
 def test_unequal_numbers_of_steps(ranks, n, how, steps):
     """Without the comparison stages 0 and 3 finish, with different weights on each rank in stage 0."""
     others = "rank 0" if n == 2 else "ranks 0, 1"
-    for caught in zip(*ranks.run(out_of_step, how, ranks=n, timeout=100), strict=True):
+    for caught in zip(*ranks.run(out_of_step, how, ranks=n), strict=True):
         made = f"rank {n - 1} made {steps - 1} optimizer steps and {steps} backwards"
-        all_say(caught, "CommError", made, f"{others} made {steps} optimizer steps and {steps} backwards", within=10)
+        all_say(caught, "CommError", made, f"{others} made {steps} optimizer steps and {steps} backwards")
 
 
 @pytest.mark.parametrize("n", [2, 3])
 def test_fewer_batches_on_one_rank(ranks, n):
-    for caught in zip(*ranks.run(out_of_step, "has fewer batches", ranks=n, timeout=100), strict=True):
-        all_say(caught[:-1], "CommError", f"rank {n - 1} waits in full_state_dict", "as many batches", within=10)
-        all_say(caught[-1:], "CommError", "waits in all-", "as many batches", within=10)
+    for caught in zip(*ranks.run(out_of_step, "has fewer batches", ranks=n), strict=True):
+        all_say(caught[:-1], "CommError", f"rank {n - 1} waits in full_state_dict", "as many batches")
+        all_say(caught[-1:], "CommError", "waits in all-", "as many batches")
 
 
 @pytest.mark.parametrize("n", [2, 3])
 def test_a_backward_that_broke_off_on_one_rank(ranks, n):
-    for caught in zip(*ranks.run(out_of_step, "breaks off", ranks=n, timeout=100), strict=True):
-        all_say(caught[:-1], "CommError", f"rank {n - 1} waits in end of a backward that broke off", within=10)
-        all_say(caught[-1:], "CommError", "end of a backward that broke off", "waits in ", within=10)
+    for caught in zip(*ranks.run(out_of_step, "breaks off", ranks=n), strict=True):
+        all_say(caught[:-1], "CommError", f"rank {n - 1} waits in end of a backward that broke off")
+        all_say(caught[-1:], "CommError", "end of a backward that broke off", "waits in ")
 
 
 def finishes_early(stage: int) -> Caught | None:
@@ -308,9 +308,9 @@ def finishes_early(stage: int) -> Caught | None:
 
 @pytest.mark.parametrize("stage", range(4))
 def test_a_rank_that_has_finished_is_not_waited_for(ranks, stage):
-    first, second = ranks.run(finishes_early, stage, ranks=2, timeout=60, group_timeout=20)
+    first, second = ranks.run(finishes_early, stage, ranks=2)
     assert second is None
-    all_say([first], "CommError", "rank 1 has finished its part of the program", within=10)
+    all_say([first], "CommError", "rank 1 has finished its part of the program")
 
 
 def edited_on_one_rank() -> list[Caught | None]:
@@ -327,8 +327,8 @@ def train_with_an_edit(stage: int) -> None:
 
 
 def test_an_edit_on_one_rank(ranks):
-    for caught in zip(*ranks.run(edited_on_one_rank, ranks=2, timeout=60), strict=True):
-        all_say(caught, "CommError", "Step and edit on every rank alike", within=10)
+    for caught in zip(*ranks.run(edited_on_one_rank, ranks=2), strict=True):
+        all_say(caught, "CommError", "Step and edit on every rank alike")
         assert all("stage 0, 1 or 2" not in error.text for error in caught)
 
 

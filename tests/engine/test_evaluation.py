@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from typing import Any
 
 import pytest
@@ -90,7 +89,7 @@ def test_evaluation_and_generation(ranks, n):
     """Bit for bit; training goes on as if nothing had been; and only stage 3 gathers more than once after a step."""
     seen, state = ranks.run(evaluated_alone, n, ranks=1)[0]
     by_step = [seen[3 * i : 3 * i + 3] for i in range(n * Evaluated.steps)]  # step 0: rank 0, rank 1, ...; step 1: ...
-    for rank, results in enumerate(ranks.run(evaluated, ranks=n, timeout=60, group_timeout=20)):
+    for rank, results in enumerate(ranks.run(evaluated, ranks=n)):
         expected = [outputs for step in range(Evaluated.steps) for outputs in by_step[step * n + rank]]
         for i, (got, got_state, gathers) in enumerate(results):
             assert len(got) == len(expected) == 9
@@ -102,12 +101,11 @@ def test_evaluation_and_generation(ranks, n):
             assert gathers == [[0] * 3, [0, 4, 4], [0, 4, 4], [stage_3] * 3][i // 2], f"stage {i // 2}"
 
 
-def of_unequal_length(stage: int) -> tuple[str, float, dict[str, Tensor]]:
+def of_unequal_length(stage: int) -> tuple[str, dict[str, Tensor]]:
     """Between the steps, the first rank evaluates no batch, the second one, and so on."""
     zero = zerolab.shard(build(PLAIN), stage, units=[Block])
     optimizer = PLAIN.optimizer(zero.model)
     for step in range(PLAIN.steps):
-        started = time.monotonic()
         try:
             if step:
                 with torch.no_grad():
@@ -115,22 +113,22 @@ def of_unequal_length(stage: int) -> tuple[str, float, dict[str, Tensor]]:
                         zero.model(words(0, i, 1, 4))
             PLAIN.loss(zero.model, zero.rank, step).backward()
         except zerolab.CommError as error:
-            return str(error), time.monotonic() - started, {}
+            return str(error), {}
         optimizer.step()
         optimizer.zero_grad()
-    return "", 0.0, zero.full_state_dict()
+    return "", zero.full_state_dict()
 
 
 @pytest.mark.slow
 def test_evaluation_of_unequal_length(ranks):
-    """Stages 0 to 2 do not mind; stage 3, where each pass gathers, says so on every rank, in seconds."""
+    """Stages 0 to 2 do not mind; stage 3, where each pass gathers, says so on every rank, before any timeout."""
     expected, _ = ranks.run(alone, PLAIN, 3, ranks=1)[0]
     for stage in range(3):
-        for _, _, state in ranks.run(of_unequal_length, stage, ranks=3):
+        for _, state in ranks.run(of_unequal_length, stage, ranks=3):
             assert all(torch.equal(state[name], value) for name, value in expected.items()), f"stage {stage}"
-    for message, seconds, _ in ranks.run(of_unequal_length, 3, ranks=3, timeout=60, group_timeout=40):
+    for message, _ in ranks.run(of_unequal_length, 3, ranks=3):
         assert "rank 0" in message and "gather" in message and "stage 0, 1 or 2" in message
-        assert seconds < 15
+        assert "failed: " not in message
 
 
 def generate() -> list[Any]:

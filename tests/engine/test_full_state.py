@@ -99,7 +99,7 @@ def edit_and_load(stage: int) -> None:
 @pytest.mark.parametrize("n", worlds(2, others=(1, 4)))
 def test_editing_and_loading(ranks, n):
     for stage in range(4):
-        ranks.run(edit_and_load, stage, ranks=n, timeout=60, group_timeout=20)
+        ranks.run(edit_and_load, stage, ranks=n)
 
 
 # -- buffers ----------------------------------------------------------------------------------------------------------

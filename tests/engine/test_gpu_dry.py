@@ -16,7 +16,7 @@ def dry(folder: str) -> None:
 
 
 def test_a_dry_run_on_the_strict_backend(ranks, tmp_path: Path):
-    ranks.run(dry, str(tmp_path / "checkpoint"), ranks=2, timeout=100, group_timeout=30)
+    ranks.run(dry, str(tmp_path / "checkpoint"), ranks=2)
 
 
 def other_way() -> str:
@@ -25,5 +25,5 @@ def other_way() -> str:
 
 
 def test_a_dry_run_of_another_route(ranks):
-    for message in ranks.run(other_way, ranks=2, timeout=60, group_timeout=30):
+    for message in ranks.run(other_way, ranks=2):
         assert "experts." in message and "rank " in message, message

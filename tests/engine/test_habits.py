@@ -63,7 +63,7 @@ def test_habit(ranks, title, n):
     if n < entry.ranks:
         pytest.skip("nothing is wrong with one rank")
     runs = [[0], [1], [2], [3]] if entry.ranks > 1 else [[0, 1, 2, 3]]  # what breaks the group ends a run
-    parts = [ranks.run(sharded, number, stages, ranks=n, group_timeout=30) for stages in runs]
+    parts = [ranks.run(sharded, number, stages, ranks=n) for stages in runs]
     results = [list(itertools.chain(*of_rank)) for of_rank in zip(*parts, strict=True)]
     everywhere = entry.refused and len(entry.stages) == 4
     expected, expected_seen = (None, None) if everywhere else ranks.run(alone, number, n, ranks=1)[0]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from typing import Any
 
 import pytest
@@ -66,7 +65,7 @@ def test_equals_one_process_at_other_sizes(ranks, name):
 
 def check_at(ranks, name: str, sizes: tuple[int, ...]) -> None:
     for n, expected in zip(sizes, ranks.run(one_process, name, sizes, ranks=len(sizes)), strict=True):
-        for rank, results in enumerate(ranks.run(all_stages, name, ranks=n, timeout=60, group_timeout=20)):
+        for rank, results in enumerate(ranks.run(all_stages, name, ranks=n)):
             compare(CASES[name], expected, results, rank)
 
 
@@ -107,18 +106,17 @@ def test_ranks_that_route_differently_are_right_in_stages_0_to_2(ranks, n):
         compare(ExpertUnits, expected, dict(enumerate(results)), rank)
 
 
-def refusal(agreed: int) -> tuple[str, float]:
-    started = time.monotonic()
+def refusal(agreed: int) -> str:
     with pytest.raises(zerolab.CommError) as caught:
         sharded(ExpertUnits(agreed), 3)
-    return str(caught.value), time.monotonic() - started
+    return str(caught.value)
 
 
 @pytest.mark.parametrize("agreed", [0, 2])
 def test_ranks_that_route_differently_are_refused_in_stage_3(ranks, agreed):
-    """In the first pass, and in a later one; in seconds, on every rank, by name."""
-    for message, seconds in ranks.run(refusal, agreed, ranks=2, timeout=60, group_timeout=40):
-        assert seconds < 15
+    """In the first pass, and in a later one; on every rank, by name, without waiting for a timeout."""
+    for message in ranks.run(refusal, agreed, ranks=2):
+        assert "failed: " not in message
         assert "experts." in message and "rank 0" in message and "rank 1" in message and "units=" in message
 
 

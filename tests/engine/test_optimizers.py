@@ -55,7 +55,7 @@ def expected(ranks: zerolab.Ranks) -> dict[str, dict[str, torch.Tensor]]:
 
 @pytest.mark.parametrize("stage", [3, *(pytest.param(stage, marks=pytest.mark.exhaustive) for stage in (0, 1))])
 def test_every_elementwise_optimizer(ranks, expected, stage):
-    for results in ranks.run(every_optimizer, stage, ranks=3, timeout=100):
+    for results in ranks.run(every_optimizer, stage, ranks=3):
         for name, state in results.items():
             tolerance = {"rtol": 0, "atol": 0} if Optimized(name).exact else {"rtol": 1e-4, "atol": 1e-6}
             for key, value in expected[name].items():
@@ -167,7 +167,7 @@ class Even(Case):
 
 def trained(case: Case, stage: int, steps: range, load: Any = None, model: Any = None) -> tuple[Any, Any, Any]:
     """The full parameters, the engine and the optimizer after `steps`; `load`, `model`: state dicts to begin with."""
-    group = torch.distributed.new_group(timeout=timedelta(seconds=20))
+    group = torch.distributed.new_group(timeout=timedelta(seconds=600))
     zero = zerolab.shard(build(case), stage, units=case.units or None, group=group)
     optimizer = optim.Adam(zero.model.parameters(), lr=0.01)
     if load is not None:
@@ -197,7 +197,7 @@ def reloaded(case: Case, stage: int, saved_by: int | None, path: str) -> Any:
 @pytest.mark.parametrize("stage", range(4))
 @pytest.mark.parametrize("n", [2, 3])
 def test_each_rank_may_load_its_own_state(ranks, stage, n, tmp_path):
-    for caught, right in ranks.run(reloaded, Even(), stage, None, "", ranks=n, timeout=60):
+    for caught, right in ranks.run(reloaded, Even(), stage, None, "", ranks=n):
         assert caught is None and right
 
 
@@ -205,13 +205,13 @@ def test_each_rank_may_load_its_own_state(ranks, stage, n, tmp_path):
 @pytest.mark.parametrize(("n", "saved_by", "case"), [(2, 0, Even()), (2, 1, Even()), (3, 0, PLAIN)])
 def test_one_rank_s_state_on_all_ranks(ranks, stage, n, saved_by, case, tmp_path):
     """It is right in stage 0. In the others it was taken in silence where slices are equally long."""
-    results = ranks.run(reloaded, case, stage, saved_by, str(tmp_path / "state"), ranks=n, timeout=60)
+    results = ranks.run(reloaded, case, stage, saved_by, str(tmp_path / "state"), ranks=n)
     if stage == 0:
         assert results == [(None, True)] * n
         return
     other = 1 if saved_by == 0 else 0
     words = (f"rank {other}: Adam was given a state for slices, those of rank {saved_by} of {n}", "zerolab.load(")
-    all_say([caught for caught, _ in results], "RuntimeError", *words, within=10)
+    all_say([caught for caught, _ in results], "RuntimeError", *words)
 
 
 def loaded_into(stage: int, how: str) -> Any:
@@ -228,21 +228,21 @@ def loaded_into(stage: int, how: str) -> Any:
 @pytest.mark.parametrize("n", [2, 3])
 @pytest.mark.parametrize("stage", [1, 2, 3])
 def test_a_state_of_full_shapes(ranks, stage, n):
-    caught = ranks.run(loaded_into, stage, "full", ranks=n, timeout=60)
-    all_say(caught, "RuntimeError", "rank 0: Adam was given a state exp_avg of shape (", "zerolab.load(", within=10)
+    caught = ranks.run(loaded_into, stage, "full", ranks=n)
+    all_say(caught, "RuntimeError", "rank 0: Adam was given a state exp_avg of shape (", "zerolab.load(")
 
 
 @pytest.mark.parametrize("stage", range(4))
 def test_a_state_of_slices_in_another_stage(ranks, stage):
     """Stages 1 to 3 have the same slices."""
-    caught = ranks.run(loaded_into, stage, "slices", ranks=2, timeout=60)
+    caught = ranks.run(loaded_into, stage, "slices", ranks=2)
     if stage:
         assert caught == [None, None]
     else:
-        all_say(caught, "RuntimeError", "rank 0: Adam was given a state for slices", "stage 0 has none", within=10)
+        all_say(caught, "RuntimeError", "rank 0: Adam was given a state for slices", "stage 0 has none")
 
 
 @pytest.mark.parametrize("stage", range(4))
 def test_a_state_that_one_rank_loads(ranks, stage):
-    caught = ranks.run(loaded_into, stage, "alone", ranks=2, timeout=60)
-    all_say(caught, "CommError", "check of the optimizer's state", within=10)
+    caught = ranks.run(loaded_into, stage, "alone", ranks=2)
+    all_say(caught, "CommError", "check of the optimizer's state")

@@ -126,7 +126,7 @@ def overridden(name: str) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tens
 @pytest.mark.parametrize("cls", [OneAllReduce, AllReduceLater, GatherAtOnce, SliceByHand, GatherByHand])
 @pytest.mark.parametrize("n", [1, 2, 3])
 def test_a_subclass_may_do_it_its_own_way(ranks, cls, n):
-    for mine, theirs in ranks.run(overridden, cls.__name__, ranks=n, timeout=60, group_timeout=20):
+    for mine, theirs in ranks.run(overridden, cls.__name__, ranks=n):
         for key, value in theirs.items():
             torch.testing.assert_close(mine[key], value, rtol=1e-4, atol=1e-6)
 

@@ -52,9 +52,9 @@ def every_way_alone(n: int) -> dict[str, Any]:
 @pytest.mark.slow
 @pytest.mark.parametrize("n", worlds(2, others=(1, 3, 4)))
 def test_equals_one_process_bit_for_bit(ranks, n):
-    expected = ranks.run(every_way_alone, n, ranks=1, timeout=100)[0]
+    expected = ranks.run(every_way_alone, n, ranks=1)[0]
     for stage in range(4):
-        results = ranks.run(every_way, stage, ranks=n, timeout=100)
+        results = ranks.run(every_way, stage, ranks=n)
         for name in WAYS:
             for state, owners in (result[name] for result in results):
                 assert owners == results[0][name][1], "the ranks agree on the owners"
@@ -386,9 +386,9 @@ def test_saved_anywhere_loaded_anywhere(ranks, here, there, tmp_path):
     Every rank has the same batch, whose mean is nearly itself at 3 ranks and exactly at 1, 2 and 4.
     """
     (n, stage), (m, other) = here, there
-    expected = ranks.run(save_all, str(tmp_path), stage, ranks=n, timeout=100)[0]
+    expected = ranks.run(save_all, str(tmp_path), stage, ranks=n)[0]
     exact = 3 not in (n, m)
-    for after in ranks.run(load_all, str(tmp_path), other, ranks=m, timeout=100):
+    for after in ranks.run(load_all, str(tmp_path), other, ranks=m):
         for name, state in expected.items():
             for key, value in state.items():
                 if exact:
@@ -500,7 +500,7 @@ def refused() -> dict[str, Any]:
 
 
 def test_refused_with_a_reason_on_every_rank(ranks):
-    results = ranks.run(refused, ranks=2, timeout=60)
+    results = ranks.run(refused, ranks=2)
     value, comm, runtime = "ValueError", "CommError", "RuntimeError"
     muon = "OwnerOptimizer cannot be built with Muon: ValueError: Muon only supports 2D parameters"
     first, last = "['blocks.0.up.weight', [0, True]]", "['blocks.3.down.weight', [0, True]]"

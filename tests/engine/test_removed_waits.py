@@ -253,7 +253,6 @@ def table(ranks: Any, folder: str) -> dict[str, str]:
 
 
 @pytest.mark.exhaustive
-@pytest.mark.timeout(350)
 def test_no_wait_can_be_removed(ranks, tmp_path: Path):
     found = table(ranks, str(tmp_path / "checkpoint"))
     assert len(found) >= 15

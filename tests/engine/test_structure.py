@@ -108,7 +108,7 @@ def changed(name: str, folder: str) -> dict[tuple[int, str, bool], str]:
 @pytest.mark.parametrize("name", REFUSED)
 def test_a_changed_model_is_refused(ranks, tmp_path: Path, name):
     for n in (1, 2, 3) if name in ("module", "removed") else (2,):
-        for rank, said in enumerate(ranks.run(changed, name, str(tmp_path), ranks=n, timeout=60, group_timeout=10)):
+        for rank, said in enumerate(ranks.run(changed, name, str(tmp_path), ranks=n)):
             for case, message in said.items():
                 assert REFUSED[name][2] in message, (case, message)
                 assert "after sharding. Change the model before sharding it" in message
@@ -157,7 +157,7 @@ def allowed(name: str) -> list[bool]:
 
 @pytest.mark.parametrize("name", ALLOWED)
 def test_a_change_without_parameters(ranks, name):
-    assert ranks.run(allowed, name, ranks=2, timeout=120, group_timeout=60) == [[True] * 4] * 2
+    assert ranks.run(allowed, name, ranks=2) == [[True] * 4] * 2
 
 
 # -- copies ----------------------------------------------------------------------------------------------------------
@@ -181,7 +181,7 @@ def copies() -> dict[str, str]:
 
 
 def test_copies_say_what_to_do_instead(ranks):
-    for said in ranks.run(copies, ranks=2, timeout=60, group_timeout=20):
+    for said in ranks.run(copies, ranks=2):
         assert len(said) == 36
         for case, message in said.items():
             assert message.startswith("TypeError: a sharded model can be neither copied nor pickled"), (case, message)
@@ -215,5 +215,5 @@ def test_averages_of_slices(ranks):
         optimizer.zero_grad()
         mean.update_parameters(model)
     for stage in range(4):
-        for state in ranks.run(averages, stage, ranks=2, timeout=60, group_timeout=20):
+        for state in ranks.run(averages, stage, ranks=2):
             assert all(torch.allclose(state[key], value) for key, value in mean.module.state_dict().items())

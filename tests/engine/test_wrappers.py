@@ -196,13 +196,13 @@ def round_trips(name: str, late: bool, folder: str) -> None:
 @pytest.mark.parametrize("n", worlds(2, others=(1, 3)))
 @pytest.mark.parametrize("name", MODELS)
 def test_what_a_wrapped_model_saves(ranks, tmp_path: Path, name, n):
-    ranks.run(round_trips, name, False, str(tmp_path), ranks=n, timeout=120, group_timeout=20)
+    ranks.run(round_trips, name, False, str(tmp_path), ranks=n)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", CHECKPOINTED)
 def test_wrapped_after_sharding(ranks, tmp_path: Path, name):
-    ranks.run(round_trips, name, True, str(tmp_path), ranks=2, timeout=120, group_timeout=20)
+    ranks.run(round_trips, name, True, str(tmp_path), ranks=2)
 
 
 class Halved(Stack):
@@ -243,7 +243,7 @@ def refusals(folder: str) -> list[str]:
 
 
 def test_what_cannot_be_saved(ranks, tmp_path: Path):
-    for said in ranks.run(refusals, str(tmp_path), ranks=2, timeout=60, group_timeout=20):
+    for said in ranks.run(refusals, str(tmp_path), ranks=2):
         assert len(said) == 16
         for computed, moved, inside, tensors in zip(*(said[i::4] for i in range(4)), strict=True):
             assert computed.startswith("RuntimeError: emb.weight: a hook of Halved computes its state dict")

@@ -35,7 +35,6 @@ PROXY = shutil.which("configurable-http-proxy")
 pytestmark = [
     pytest.mark.alone,
     pytest.mark.slow,
-    pytest.mark.timeout(300),
     pytest.mark.skipif(not sys.platform.startswith("linux"), reason="leases are for Linux"),
     pytest.mark.skipif(PROXY is None, reason="needs JupyterHub's proxy: npm install --global configurable-http-proxy"),
 ]

@@ -104,7 +104,7 @@ def trained_and_merged(model: nn.Module) -> dict[str, Tensor]:
 @pytest.mark.parametrize("dora", [False, True], ids=["lora", "dora"])
 def test_adapters_on_a_frozen_base(ranks, tmp_path: Path, dora):
     """Checkpointed blocks; the same bits as one process, which is exact for the mean of two ranks."""
-    for results in ranks.run(adapters, str(tmp_path), dora, ranks=2, timeout=120):
+    for results in ranks.run(adapters, str(tmp_path), dora, ranks=2):
         for stage, said in zip(STAGES, results, strict=True):
             refused = said.pop("refused")
             assert all(said.values()), (stage, said)
@@ -137,9 +137,9 @@ def by_the_trainer(folder: str, stage: int | None) -> dict[str, Any]:
 @pytest.mark.slow
 def test_the_trainer_saves_adapters_and_finds_the_best(ranks, tmp_path: Path):
     """The adapters of the first epoch, not of the last, as from the plain Trainer in torch's DDP."""
-    wanted = ranks.run(by_the_trainer, str(tmp_path / "ddp"), None, ranks=2, timeout=120)[0]
+    wanted = ranks.run(by_the_trainer, str(tmp_path / "ddp"), None, ranks=2)[0]
     for stage in (0, 3):
-        for got in ranks.run(by_the_trainer, str(tmp_path / str(stage)), stage, ranks=2, timeout=120):
+        for got in ranks.run(by_the_trainer, str(tmp_path / str(stage)), stage, ranks=2):
             assert got["best"] == wanted["best"] and got["state"].keys() == wanted["state"].keys()
             for name, value in wanted["state"].items():
                 torch.testing.assert_close(got["state"][name], value, rtol=0, atol=1e-6, msg=name)

@@ -304,7 +304,7 @@ def test_resumed_under_torchrun(ranks, tmp_path):
     (tmp_path / "resume.py").write_text(TORCHRUN)
     run = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "resume.py", "."]
     environment = {**os.environ, "PYTHONPATH": PYTHONPATH, "OMP_NUM_THREADS": "1"}
-    done = subprocess.run(run, cwd=tmp_path, env=environment, timeout=100, capture_output=True, text=True)
+    done = subprocess.run(run, cwd=tmp_path, env=environment, timeout=600, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     for rank in range(2):
         results = iter(pickle.loads((tmp_path / f"results of {rank}").read_bytes()))

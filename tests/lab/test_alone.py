@@ -23,7 +23,7 @@ from jobs_common import ROOT
 from zerolab.lab import build
 from zerolab.lab.__main__ import copy_notebooks
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(400)]
+pytestmark = [pytest.mark.slow]
 
 # What Colab's list of packages had in August 2026, for Python 3.13: github.com/googlecolab/backend-info.
 # ONLY_OLD: what these versions need and newer ones do not.
@@ -73,7 +73,7 @@ ask = "import os, ipykernel, zerolab; print(os.getuid(), ipykernel.__version__, 
 notebook = nbformat.read(file, as_version=4)
 notebook.cells.append(nbformat.v4.new_code_cell(ask, id="ask"))
 try:
-    Client(notebook, timeout=200, resources={"metadata": {"path": "."}}).execute()
+    Client(notebook, timeout=600, resources={"metadata": {"path": "."}}).execute()
 finally:
     nbformat.write(notebook, file)
     print("the cell that installs:", [cell for cell in notebook.cells if cell.id == "install"][0].outputs)
@@ -144,7 +144,7 @@ class Outside:
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
             text=True,
-            timeout=280,
+            timeout=600,
             user=self.user,
             group=self.user,
             extra_groups=None if self.user is None else [],
@@ -283,7 +283,7 @@ def test_zerolab_lab_without_a_checkout(tmp_path: Path, release: Path) -> None:
     env = outside(tmp_path) | {"JUPYTERLAB_DIR": f"{sysconfig.get_path('data')}/share/jupyter/lab"}
     wheel = next(release.glob("*.whl"))
     install = [python, "-m", "pip", "install", "--quiet", "--no-index", f"{wheel}[lab]"]
-    subprocess.run(install, env=env, check=True, timeout=60)
+    subprocess.run(install, env=env, check=True, timeout=6000)
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = free.getsockname()[1]
     room = tmp_path / "room"

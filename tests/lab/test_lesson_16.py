@@ -28,7 +28,7 @@ def test_the_learners_classes_make_figure_1(tmp_path):
     (my / "progress.json").write_text(json.dumps({"passed": passed, "predictions": {}, "hints": {}}))
 
     lesson = build.notebooks(SOURCE)["solutions"]
-    NotebookClient(lesson, timeout=100, kernel_name="python3", resources={"metadata": {"path": str(tmp_path)}}).execute(
+    NotebookClient(lesson, timeout=600, kernel_name="python3", resources={"metadata": {"path": str(tmp_path)}}).execute(
         env=os.environ | {"ZEROLAB_MY": str(my)}
     )
     said = "".join(build._text(output) for cell in lesson.cells for output in cell.get("outputs", []))

@@ -69,7 +69,7 @@ def test_nothing_listens_beyond_loopback_and_no_secret_is_shown(tmp_path):
         env=os.environ | secrets | {"IPYTHONDIR": str(tmp_path), "PYTHONPATH": str(ROOT)},
         capture_output=True,
         text=True,
-        timeout=110,
+        timeout=600,
     )
     assert done.returncode == 0, done.stderr
     report = json.loads(done.stderr.splitlines()[-1])

@@ -141,7 +141,7 @@ def test_model_states_by_hand(ranks: zerolab.Ranks, n: int, name: str) -> None:
     else:
         parameters = (6 * size, 2 * size + 4 * share, 2 * size + 4 * share, 4 * share)
         gradients = (2 * size, 2 * size, 2 * share, 2 * share)
-    everyone = ranks.run(states_of, BF16 if name == "bf16" else None, ranks=n, timeout=60)
+    everyone = ranks.run(states_of, BF16 if name == "bf16" else None, ranks=n)
     for stage in range(4):
         for before, held, after in (result[stage] for result in everyone):
             empty = {"gradients": 0, "optimizer": 0, "buffers": 20}
@@ -175,7 +175,7 @@ def kept_back(stage: int) -> list[int]:
 @pytest.mark.parametrize("stage", range(4))
 def test_gradients_under_no_sync_count(ranks: zerolab.Ranks, stage: int) -> None:
     full, share = 4 * 92, 4 * 46
-    for seen in ranks.run(kept_back, stage, ranks=2, timeout=60):
+    for seen in ranks.run(kept_back, stage, ranks=2):
         assert seen == [full, share if stage >= 2 else full]
 
 
@@ -194,8 +194,8 @@ def gathered(stage: int) -> int:
 
 
 def test_what_is_gathered_counts(ranks: zerolab.Ranks) -> None:
-    assert ranks.run(gathered, 3, ranks=2, timeout=60) == [4 * 46 + 4 * 22] * 2
-    assert ranks.run(gathered, 2, ranks=2, timeout=60) == [4 * 92] * 2
+    assert ranks.run(gathered, 3, ranks=2) == [4 * 46 + 4 * 22] * 2
+    assert ranks.run(gathered, 2, ranks=2) == [4 * 92] * 2
 
 
 def peaks(stage: int) -> dict[str, int]:
@@ -225,7 +225,7 @@ def peaks(stage: int) -> dict[str, int]:
 
 @pytest.mark.parametrize("stage", range(4))
 def test_peak(ranks: zerolab.Ranks, stage: int) -> None:
-    for result in ranks.run(peaks, stage, ranks=2, timeout=60):
+    for result in ranks.run(peaks, stage, ranks=2):
         assert result["nothing"] == result["states"]
         assert result["temporary"] == result["states"] + 4000
         assert result["resized"] == result["states"] + 5000

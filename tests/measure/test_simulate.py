@@ -179,7 +179,7 @@ def test_numbers_as_people_write_them():
 
 def zerolab_command(*arguments):
     command = [sys.executable, "-m", "zerolab.cli", *arguments]
-    return subprocess.run(command, capture_output=True, text=True, timeout=110, encoding="utf-8")
+    return subprocess.run(command, capture_output=True, text=True, timeout=600, encoding="utf-8")
 
 
 @pytest.mark.exhaustive

@@ -87,6 +87,10 @@ class Patience:
         self.left -= min(self._last - last, self.longest)
         return self.left
 
+    def at_most(self, seconds: float) -> None:
+        """From now on, no more than these seconds, and turns of a tenth of them."""
+        self.left, self.longest = min(self.left, seconds), min(self.longest, seconds / 10)
+
 
 @dataclass
 class _Reply:
@@ -175,9 +179,10 @@ class Ranks:
     def close(self) -> None:
         """End the processes as scripts end, with threads and exit handlers; kill those that take ten seconds."""
         self._send(self.ranks, None)
-        deadline = time.monotonic() + LEAVE_TIMEOUT
+        patience = Patience(LEAVE_TIMEOUT, longest=0.5)
         for process, _ in self._processes:
-            process.join(max(0.0, deadline - time.monotonic()))
+            while process.is_alive() and patience.turn() > 0:
+                process.join(0.1)
         self._kill()
 
     def _kill(self) -> None:
@@ -230,13 +235,13 @@ class Ranks:
             pending = {rank: self._processes[rank] for rank in range(size) if rank not in replies}
             # A fork of a dead process may hold the pipe open, so look for the dead every 0.2 s.
             dead = {rank for rank, (process, _) in pending.items() if not process.is_alive()}
-            wait([pipe for _, pipe in pending.values()], 0.0 if dead else min(left, 0.2))
+            wait([pipe for _, pipe in pending.values()], 0.0 if dead else min(left, patience.longest, 0.2))
             for rank, (process, pipe) in pending.items():
                 if rank in dead or pipe.poll():
                     replies[rank] = _receive(process, pipe)
                     if replies[rank].verdict != "done":  # perhaps because of what the next reply says
                         # After a death, the others may be about to say what they waited for (comm/flight.py).
-                        patience.left = min(patience.left, 2.5 if replies[rank].verdict == "died" else 0.5)
+                        patience.at_most(2.5 if replies[rank].verdict == "died" else 0.5)
         if len(replies) < size or any(reply.verdict != "done" for reply in replies.values()):
             raise self._error(size, replies, doing)
         return [replies[rank].result for rank in range(size)]

@@ -1,7 +1,7 @@
 SHELL := bash
 .SHELLFLAGS := -euo pipefail -c
 .DEFAULT_GOAL := help
-.PHONY: help lab bench demo test test-fast test-all test-stalled lint gpu lessons site format clean
+.PHONY: help lab bench demo test test-fast test-all test-planted test-stalled lint gpu lessons site format clean
 
 PYTHON ?= python3
 VENV ?= .venv
@@ -48,8 +48,8 @@ bench: $(STAMP) ## step times and peaks beside torch and DeepSpeed
 demo: $(STAMP) ## train a small GPT at every stage and compare
 	@$(BIN)/zerolab demo $(ARGS)
 
-test: lint ## lint, types, every room's tests and the solved lessons: 10 minutes
-	$(TESTS) $(NOTEBOOKS) -m 'not exhaustive' $(or $(ARGS),--ignore tests/integrations tests solutions)
+test: lint ## lint, types, every room's tests and each lesson: 10 minutes
+	$(TESTS) $(NOTEBOOKS) -m 'not exhaustive' $(or $(ARGS),--ignore tests/integrations tests lessons)
 
 test-fast: lint ## what an edit breaks first: 2 minutes
 	$(TESTS) -p no:nbval -m 'not exhaustive and not slow' $(or $(ARGS),--ignore tests/integrations)
@@ -58,11 +58,14 @@ test-fast: lint ## what an edit breaks first: 2 minutes
 test-all: lint ## everything, other people's systems and both folders of lessons too: 35 minutes
 	$(TESTS) $(NOTEBOOKS) -m 'not alone' $(or $(ARGS),tests lessons solutions) || [ $$? = 5 ]
 	$(TESTS) -m alone -n 0 $(ARGS) || [ $$? = 5 ]
-	@$(MAKE) --no-print-directory test-planted ARGS="--sample 5"
+	$(if $(ARGS),,@$(MAKE) --no-print-directory test-planted ARGS="--sample 5")
+
+test-planted: $(STAMP) ## plant defects in a copy, and see which test of make test notices each
+	$(BIN)/python -m tests.planted $(ARGS)
 
 # Any selection: make test-stalled ARGS="tests/comm". With --seed N before make it is the same again.
 test-stalled: $(STAMP) ## tests on a machine that stops for 5 to 40 seconds at any moment, with two busy processes
-	$(BIN)/python -m tests.stalled $(TESTS) $(NOTEBOOKS) -m 'not exhaustive' $(or $(ARGS),--ignore tests/integrations tests solutions)
+	$(BIN)/python -m tests.stalled $(TESTS) $(NOTEBOOKS) -m 'not exhaustive' $(or $(ARGS),--ignore tests/integrations tests lessons)
 
 lint: $(STAMP)
 	$(BIN)/ruff check .

@@ -193,6 +193,7 @@ class Quiet(http.server.SimpleHTTPRequestHandler):
 
 
 @pytest.mark.skipif(CHROMIUM is None, reason="needs Chromium (Debian's package chromium)")
+@pytest.mark.exhaustive
 def test_in_a_browser(site, pages):
     """Every page in Chromium, as wide as a phone: it asks no other host for anything, and nothing sticks out."""
     playwright = pytest.importorskip("playwright.sync_api")

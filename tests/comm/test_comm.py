@@ -324,6 +324,20 @@ def test_another_order_in_the_first_pass(ranks, n, other):
         assert "into one unit" in error.text  # what to do about it
 
 
+def job_gives_up():
+    comm = comm_of(60)
+    gathers(comm, PASS)
+    gathers(comm, PASS)
+    return attempt(gathers, comm, PASS if comm.rank else SKIPS_B)
+
+
+def test_ranks_that_gave_up_are_not_asked_to_leave_their_groups(ranks):
+    """Each waits for the other in another collective, so their groups would end only after the timeout."""
+    before = ranks.run(os.getpid, ranks=2)
+    all_say(ranks.run(job_gives_up, ranks=2), "CommError")
+    assert set(before).isdisjoint(ranks.run(os.getpid, ranks=2))
+
+
 @pytest.mark.parametrize(("n", "other"), [(2, 0), (2, 1), (3, 1), (4, 3)])
 def test_one_rank_leaves_the_agreed_order(ranks, n, other):
     caught, _ = run_orders(ranks, [[PASS, PASS, SKIPS_B if rank == other else PASS] for rank in range(n)])

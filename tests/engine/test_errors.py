@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from jobs_common import Caught, all_say
+from jobs_common import Caught, all_say, worlds
 from jobs_common import attempt as attempt_timed
 from torch import nn
 from zoo import CASES, Block, Stack, alone, attempt, build, words
@@ -270,7 +270,7 @@ def train_out_of_step(stage: int, how: str) -> None:
     zero.full_state_dict()
 
 
-@pytest.mark.parametrize("n", [2, 3])
+@pytest.mark.parametrize("n", worlds(2, others=[3]))
 @pytest.mark.parametrize(("how", "steps"), [("skips a step", 3), ("skips the last", 4)])
 def test_unequal_numbers_of_steps(ranks, n, how, steps):
     """Without the comparison stages 0 and 3 finish, with different weights on each rank in stage 0."""
@@ -280,14 +280,14 @@ def test_unequal_numbers_of_steps(ranks, n, how, steps):
         all_say(caught, "CommError", made, f"{others} made {steps} optimizer steps and {steps} backwards")
 
 
-@pytest.mark.parametrize("n", [2, 3])
+@pytest.mark.parametrize("n", worlds(2, others=[3]))
 def test_fewer_batches_on_one_rank(ranks, n):
     for caught in zip(*ranks.run(out_of_step, "has fewer batches", ranks=n), strict=True):
         all_say(caught[:-1], "CommError", f"rank {n - 1} waits in full_state_dict", "as many batches")
         all_say(caught[-1:], "CommError", "waits in all-", "as many batches")
 
 
-@pytest.mark.parametrize("n", [2, 3])
+@pytest.mark.parametrize("n", worlds(2, others=[3]))
 def test_a_backward_that_broke_off_on_one_rank(ranks, n):
     for caught in zip(*ranks.run(out_of_step, "breaks off", ranks=n), strict=True):
         all_say(caught[:-1], "CommError", f"rank {n - 1} waits in end of a backward that broke off")

@@ -106,7 +106,9 @@ def test_editing_and_loading(ranks, n):
 
 
 def same_buffers() -> list[Any]:
-    """BatchNorm's statistics after training, and after the first rank's were given to all, before the model goes on."""
+    """BatchNorm's statistics after training, and after the first rank's were given to all, before the model goes on.
+
+    Then the last loss, and the statistics of a full state dict taken before they were given to all."""
     case, results = CASES["batch norm, channels_last"], []
     for stage in range(4):
         zero = zerolab.shard(build(case), stage, units=case.units)
@@ -117,11 +119,13 @@ def same_buffers() -> list[Any]:
             optimizer.step()
             optimizer.zero_grad()
             seen.append({name: buffer.clone() for name, buffer in zero.model.named_buffers()})
+            full = zero.full_state_dict()
             zero.broadcast_buffers()
             seen.append({name: buffer.clone() for name, buffer in zero.model.named_buffers()})
         zero.model.eval()
         with torch.no_grad():
             seen.append(case.loss(zero.model, 0, 7))
+        seen.append({name: full[name] for name in seen[0]})
         results.append(seen)
     return results
 
@@ -137,4 +141,7 @@ def test_broadcast_buffers(ranks, n):
                 assert all(torch.equal(after[name], first[name]) for name in first)
                 assert rank == 0 or not torch.equal(mine["1.running_mean"], first["1.running_mean"])
         assert all(torch.equal(results[stage][4], everyone[0][stage][4]) for results in everyone)
+        assert all(
+            torch.equal(results[stage][5][k], v) for results in everyone for k, v in everyone[0][stage][2].items()
+        )
         assert int(everyone[0][stage][3]["1.num_batches_tracked"]) == 2

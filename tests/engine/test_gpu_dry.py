@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import pytest
 import strict
 import test_gpu
 
@@ -15,6 +16,7 @@ def dry(folder: str) -> None:
         test_gpu.owned(test_gpu.ON_CPU)
 
 
+@pytest.mark.exhaustive
 def test_a_dry_run_on_the_strict_backend(ranks, tmp_path: Path):
     ranks.run(dry, str(tmp_path / "checkpoint"), ranks=2)
 

@@ -151,7 +151,7 @@ def test_two_ranks_are_equal_bit_for_bit(ranks, tmp_path: Path):
     compare(ranks, 2, 0.0, [3], [SLOW, {"precision": BF16}], str(tmp_path), 0)
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_three_ranks_and_meshes(ranks, tmp_path: Path):
     compare(ranks, 3, 1e-5, [0, 2, 3], [PLAIN], str(tmp_path), 2)
     compare(ranks, 4, 1e-5, [1, 3], [{"mesh": (2, 2)}], str(tmp_path), 0)

@@ -278,6 +278,7 @@ def test_a_lesson_alone_on_another_python(name: str, tmp_path: Path, release: Pa
         check(outside.run(kind, lesson), kind, lesson)
 
 
+@pytest.mark.exhaustive
 def test_zerolab_lab_without_a_checkout(tmp_path: Path, release: Path) -> None:
     python = environment(tmp_path / "env")
     env = outside(tmp_path) | {"JUPYTERLAB_DIR": f"{sysconfig.get_path('data')}/share/jupyter/lab"}

@@ -129,6 +129,12 @@ def test_an_answer_that_takes_all_processes_for_its_group_is_told_at_last() -> N
     assert "note" not in judge.try_answer("04.2", EXERCISES["04.2"].reference).text
 
 
+def test_a_forgotten_wait_is_wrong_every_time() -> None:
+    source, said = mutants.WRONG["03.1"]["forgotten wait"]
+    verdict = judge.try_answer("03.1", source)
+    assert not verdict.passed and said in verdict.text
+
+
 def test_what_an_answer_prints_is_shown() -> None:
     verdict = judge.try_answer("01.1", "def ring_reduce_scatter(*args):\n    print('so far')\n    return 1 / 0\n")
     assert "printed  so far" in verdict.text
@@ -455,6 +461,7 @@ def test_the_learners_class_trains_as_the_packages_does(
         assert file.endswith("ex_03_3.py")
 
 
+@pytest.mark.exhaustive
 def test_both_halves_of_the_learners_zero3_train_as_the_packages_does(my: Path, ranks: zerolab.Ranks) -> None:
     for id in ("06.2", "07.1"):
         exercises.define(id, mutants.RIGHT[id][1])

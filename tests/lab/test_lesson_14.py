@@ -47,6 +47,7 @@ def answered(source):
     store.write_progress(store.read_progress() | {"passed": {"14.2": digest(source)}})
 
 
+@pytest.mark.exhaustive
 def test_whose_script_runs_and_how_it_may_end(capsys):
     """The learner's once it has passed; its error is shown; and a script that hangs leaves no process behind."""
     # One write for each line: torchrun's ranks do not buffer, and what several write at once is mixed.

@@ -10,6 +10,8 @@ from typing import Any
 
 import torch.distributed as dist
 
+from zerolab.world.environment import given_up
+
 POLL = timedelta(seconds=1)  # how often a wait asks whether another rank has a complaint
 
 Complaint = Callable[[], str | None]  # why this wait will never end, if another rank has said so
@@ -29,6 +31,7 @@ def wait_for(work: Any, complaint: Complaint | None = None) -> str | None:
         if complaint is not None and (question is None or question.over):
             question = _Question(complaint)
         if question is not None and (reason := question.reason()):
+            given_up.set()
             return reason
     return None
 

@@ -35,7 +35,7 @@ import torch
 import torch.distributed as dist
 
 from zerolab.world import nursery
-from zerolab.world.environment import TORCHRUN, Place, at_return, init, meet_in, read_place
+from zerolab.world.environment import TORCHRUN, Place, at_return, given_up, init, meet_in, read_place
 
 _Process = BaseProcess | nursery.Forked | nursery.Fresh
 LEAVE_TIMEOUT = 10.0  # seconds to leave a process group, or to end
@@ -100,6 +100,7 @@ class _Reply:
     summary: str = "had finished"
     text: str = ""  # the traceback, or where the rank is
     result: bytes = b""
+    spent: bool = False  # its process groups would end only after their timeout, so it must not be asked to leave them
     time: float = 0.0  # of the failure: time.monotonic(), one clock for all processes of a machine
 
 
@@ -166,15 +167,17 @@ class Ranks:
                 self._start(patience)
             port = self._store.port if self._store else 0
             self._send(size, (next(self._runs), size, port, group_timeout, call, data))
-            results = self._gather(size, patience, f"in {name}")
-            # All leave together: a rank that leaves early closes connections that others may still read from.
-            self._send(size, ())
-            patience.left = max(patience.left, LEAVE_TIMEOUT)  # its result is here, so no rank is late
-            self._gather(size, patience, f"after {name}, leaving the process group")
+            replies = self._gather(size, patience, f"in {name}")
+            if any(reply.spent for reply in replies):
+                self._kill()
+            else:  # all together: a rank that leaves early closes connections that others may still read from
+                self._send(size, ())
+                patience.left = max(patience.left, LEAVE_TIMEOUT)  # its result is here, so no rank is late
+                self._gather(size, patience, f"after {name}, leaving the process group")
         except BaseException:  # KeyboardInterrupt too
             self._kill()
             raise
-        return [pickle.loads(result) for result in results]
+        return [pickle.loads(reply.result) for reply in replies]
 
     def close(self) -> None:
         """End the processes as scripts end, with threads and exit handlers; kill those that take ten seconds."""
@@ -228,8 +231,8 @@ class Ranks:
             with suppress(ConnectionError):  # it is dead, which _gather will notice
                 pipe.send_bytes(pickle.dumps(task))
 
-    def _gather(self, size: int, patience: Patience, doing: str) -> list[bytes]:
-        """The results of the first `size` processes."""
+    def _gather(self, size: int, patience: Patience, doing: str) -> list[_Reply]:
+        """The replies of the first `size` processes, when all are done."""
         replies: dict[int, _Reply] = {}
         while len(replies) < size and (left := patience.turn()) > 0:
             pending = {rank: self._processes[rank] for rank in range(size) if rank not in replies}
@@ -244,7 +247,7 @@ class Ranks:
                         patience.at_most(2.5 if replies[rank].verdict == "died" else 0.5)
         if len(replies) < size or any(reply.verdict != "done" for reply in replies.values()):
             raise self._error(size, replies, doing)
-        return [replies[rank].result for rank in range(size)]
+        return [replies[rank] for rank in range(size)]
 
     def _error(self, size: int, replies: dict[int, _Reply], doing: str) -> RankError:
         late = {rank: self._processes[rank] for rank in range(size) if rank not in replies}
@@ -357,7 +360,7 @@ def _serve(rank: int, threads: int, pipe: Connection) -> None:
         if (task := tasks.get()) is None:
             return
         try:
-            reply = _Reply(result=_work(rank, *task) if task else _leave())
+            reply = _Reply(result=_work(rank, *task) if task else _leave(), spent=given_up.is_set())
         except BaseException as error:  # SystemExit too
             reply = _failure(error)
 

@@ -11,6 +11,8 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+from zerolab.world.processes import Patience
+
 FOLDER = "ZEROLAB_TURNS"  # in a lab's environment: where the files are
 PATIENCE = 2.0  # seconds of waiting before we say why
 LONGEST_WAIT = 600.0
@@ -29,9 +31,9 @@ def turn(timeout: float = LONGEST_WAIT, tell: Callable[[str], None] = print) -> 
     names = sorted(Path(os.environ.get(FOLDER) or "/nowhere").glob("*"))
     files = [os.open(name, os.O_RDWR | os.O_CLOEXEC) for name in names]
     try:
-        begin, told = time.monotonic(), False
-        while files and time.monotonic() < begin + timeout and not any(map(_lock, files)):
-            if not told and time.monotonic() > begin + PATIENCE:
+        patience, told = Patience(timeout), False
+        while files and patience.turn() > 0 and not any(map(_lock, files)):
+            if not told and timeout - patience.left > PATIENCE:
                 tell("other notebooks are starting their ranks; yours are next in line")
                 told = True
             time.sleep(0.1)

@@ -101,6 +101,7 @@ def notebooks() -> set[str]:
     return {str(path.relative_to(ROOT)) for kind in ("lessons", "solutions") for path in ROOT.glob(f"{kind}/*.ipynb")}
 
 
+@pytest.mark.slow
 def test_wheel_holds_the_whole_package(wheel):
     inside = {name for name in zipfile.ZipFile(wheel).namelist() if ".dist-info/" not in name}
     modules = {str(path.relative_to(ROOT)) for path in PACKAGE.rglob("*.py")}
@@ -142,6 +143,7 @@ def runtime_distributions() -> set[str]:
     return found
 
 
+@pytest.mark.slow
 def test_wheel_imports_with_torch_and_safetensors_only(wheel, tmp_path):
     site, needs = tmp_path / "site", tmp_path / "needs"
     run(sys.executable, "-m", "pip", "install", "--quiet", "--no-deps", "--no-index", "--target", site, wheel)

@@ -102,9 +102,9 @@ def test_no_gpu_is_ever_lent_twice_and_none_is_lost(tmp_path: Path) -> None:
         finally:
             for process in running.values():
                 process.kill()
-                process.join(10.0)
+                process.join()
         assert not list(tmp_path.glob("twice*"))
-        wait_until(lambda: not broker.table(), 60.0)
+        wait_until(lambda: not broker.table())
         everything = ask(tmp_path, 0, 8)
         assert everything.gpus == [str(gpu) for gpu in range(8)]
         everything.release()
@@ -127,7 +127,7 @@ def test_places_are_told_and_turns_are_kept(tmp_path: Path) -> None:
             os.environ[lease.SOCKET] = str(tmp_path / str(student))
             threads.append(threading.Thread(target=wait, args=(student, gpus)))
             threads[-1].start()
-            wait_until(lambda student=student: len(broker.table()) == student + 1 and told[student], 60.0)
+            wait_until(lambda student=student: len(broker.table()) == student + 1 and told[student])
         del os.environ[lease.SOCKET]
         assert [told[student][0][:45] for student in (1, 2, 3)] == [
             "waiting for 2 GPUs: place 1 in the queue (int",
@@ -145,12 +145,12 @@ def test_places_are_told_and_turns_are_kept(tmp_path: Path) -> None:
             ask(tmp_path, 0, 1, 0.7, own.append)  # a fourth GPU is free, but one lease at a time
         assert own == ["waiting: another notebook of yours has GPU 0, 1, 2; lab.stop() there ends that"]
         first.release()
-        wait_until(lambda: 1 in leases, 60.0)
+        wait_until(lambda: 1 in leases)
         time.sleep(0.5)
         assert leases[1].gpus == ["0", "1"] and 2 not in leases and 3 not in leases
         leases[1].release()
         for thread in threads:
-            thread.join(10.0)
+            thread.join()
         assert leases[2].gpus == ["0", "1", "2"] and leases[3].gpus == ["3"]
         assert "place 1 in the queue" in told[2][1] and told[2][2].startswith("GPUs 0, 1, 2 for 10 minutes")
         leases[2].release()
@@ -174,9 +174,9 @@ def test_the_time_is_over_only_when_somebody_waits_and_idle_ends_it_at_once(tmp_
         )
         begin = time.monotonic()
         second.watch(over.append)  # and nothing runs
-        wait_until(lambda: len(over) == 2, 60.0)
+        wait_until(lambda: len(over) == 2)
         assert time.monotonic() - begin > 1.0 and "no cell ran on them for 1.5 seconds" in over[1]
-        wait_until(lambda: not broker.table(), 60.0)
+        wait_until(lambda: not broker.table())
 
 
 def test_who_does_not_let_go_loses_the_ranks(tmp_path: Path) -> None:
@@ -241,7 +241,7 @@ def test_live_ranks_have_a_lease_and_lose_it(tmp_path, monkeypatch, capsys) -> N
         notebook = python("-c", NOTEBOOK)
         try:
             monkeypatch.setenv(lease.SOCKET, str(tmp_path / "1"))
-            wait_until(lambda: [entry.student for entry in broker.table()] == ["student-00"], 60.0)
+            wait_until(lambda: [entry.student for entry in broker.table()] == ["student-00"])
             assert broker.table()[0].gpus == ("0", "1")
             for line in notebook.stdout:
                 if line.startswith("["):
@@ -249,8 +249,8 @@ def test_live_ranks_have_a_lease_and_lose_it(tmp_path, monkeypatch, capsys) -> N
                     break
             notebook.kill()  # as closing a notebook does at the worst: its kernel has no say
             notebook.wait(10.0)
-            wait_until(lambda: not any(psutil.pid_exists(pid) for pid in pids), 60.0)
-            wait_until(lambda: not broker.table(), 60.0)
+            wait_until(lambda: not any(psutil.pid_exists(pid) for pid in pids))
+            wait_until(lambda: not broker.table())
         finally:
             finish(notebook)
         live = lab.start(2, device="cuda")
@@ -264,7 +264,7 @@ def test_live_ranks_have_a_lease_and_lose_it(tmp_path, monkeypatch, capsys) -> N
         busy = tmp_path / "busy"
 
         def ask_when_busy() -> None:
-            wait_until(busy.exists, 60.0)
+            wait_until(busy.exists)
             ask(tmp_path, 0, 1).release()
 
         other = threading.Thread(target=ask_when_busy)
@@ -274,7 +274,7 @@ def test_live_ranks_have_a_lease_and_lose_it(tmp_path, monkeypatch, capsys) -> N
         over = "the lease of 2 seconds is over and others are waiting"
         why = f'GPUs 0, 1 went back: {over}; lab.start(device="cuda") asks again'
         assert f"was ended: {why}" in str(caught.value)
-        other.join(5.0)
+        other.join()
         assert not other.is_alive()
         with pytest.raises(session.NoRanks, match="went back"):
             lab.reset()
@@ -282,7 +282,7 @@ def test_live_ranks_have_a_lease_and_lose_it(tmp_path, monkeypatch, capsys) -> N
         lab.start(1, device="cuda")
         assert broker.table()[0].gpus == ("0",)
         lab.stop()
-        wait_until(lambda: not broker.table(), 60.0)
+        wait_until(lambda: not broker.table())
 
 
 # ---------------------------------------------------------------------- turns
@@ -311,13 +311,13 @@ def test_ranks_start_in_turns_and_a_notebook_that_dies_blocks_nobody(tmp_path: P
     for notebook in notebooks:
         notebook.start()
     for notebook in notebooks:
-        notebook.join(300.0)
+        notebook.join()
         assert notebook.exitcode == 0
     assert len(list(tmp_path.glob("* at once, *"))) == 6
     assert {path.name[0] for path in tmp_path.glob("* at once, *")} == {"1", "2"}
     dead = fork.Process(target=hold)
     dead.start()
-    wait_until((tmp_path / "held").exists, 60.0)
+    wait_until((tmp_path / "held").exists)
     told: list[str] = []
     with turns.turn():  # the second place
         begin = time.monotonic()
@@ -325,7 +325,7 @@ def test_ranks_start_in_turns_and_a_notebook_that_dies_blocks_nobody(tmp_path: P
             assert time.monotonic() - begin > 2.4
         assert told == ["other notebooks are starting their ranks; yours are next in line"]
         dead.kill()
-        dead.join(10.0)
+        dead.join()
         with turns.turn(600.0, told.append):
             assert len(told) == 1  # its place was free
 
@@ -372,15 +372,15 @@ def test_a_token_tells_who_asks(tmp_path: Path) -> None:
             assert "JupyterHub does not answer" in say(path, lease.line(token="hub is down"), want)["refused"]
             assert not broker.table()
             assert say(path, lease.line(token="secret", student="grace"), want)["gpus"] == ["0"]
-            wait_until(lambda: not broker.table(), 60.0)
+            wait_until(lambda: not broker.table())
             with socket.socket(socket.AF_UNIX) as held:
                 held.connect(str(path))
                 held.sendall(lease.line(token="secret") + lease.line(want=2))
-                wait_until(broker.table, 60.0)
+                wait_until(broker.table)
                 assert [(entry.student, entry.gpus) for entry in broker.table()] == [("ada", ("0", "1"))]
         finally:
             ended.set()
-            thread.join(10.0)
+            thread.join()
             door.close()
     assert not path.exists()
 
@@ -402,13 +402,13 @@ def test_the_broker_of_a_hub_that_was_killed_makes_way_for_the_next(tmp_path: Pa
 
     try:
         hubs.append(subprocess.Popen(hub))
-        wait_until(serves, 60.0)
+        wait_until(serves)
         hubs.append(subprocess.Popen(hub))
-        wait_until(begun, 60.0)
+        wait_until(begun)
         first, second = brokers
         hubs[0].kill()
-        wait_until(lambda: gone(first.pid), 20.0)
-        wait_until(serves, 20.0)
+        wait_until(lambda: gone(first.pid))
+        wait_until(serves)
         second.terminate()
         assert hubs[1].wait(20.0) == 0 and not (tmp_path / SOCKET).exists()
     finally:

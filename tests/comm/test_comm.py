@@ -422,6 +422,7 @@ def job_waits_and_a_slow_rank():
         comm.exchange(None, "test")
 
 
+@pytest.mark.slow
 def test_waits_that_are_over_do_not_count(ranks):
     ranks.run(job_waits_and_a_slow_rank, ranks=3)
 

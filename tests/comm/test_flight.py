@@ -16,7 +16,7 @@ from test_launch import finish, free_port, python
 import zerolab
 from zerolab.comm import flight
 
-pytestmark = pytest.mark.alone
+pytestmark = [pytest.mark.alone, pytest.mark.slow]
 
 TIMEOUT = 2.0
 
@@ -64,7 +64,6 @@ def test_a_rank_that_waits_elsewhere_is_named_with_what_it_waits_for(ranks):
         assert f"rank {rank}, {mine}: rank " in error and f" waits in {theirs} instead" in error, error
 
 
-@pytest.mark.slow
 def test_a_collective_of_the_script_is_known_from_torch(ranks):
     results = run(ranks, jobs_flight.train, "hurries", 1)
     for error, _ in results[:2]:
@@ -73,7 +72,6 @@ def test_a_collective_of_the_script_is_known_from_torch(ranks):
     assert "go_wrong: dist.barrier()\n" in one_table(results)
 
 
-@pytest.mark.slow
 def test_a_rank_that_skips_one_of_many_alike_is_found_later(ranks):
     """The others took the bytes of rank 2's c for b's, and the bytes of its d for c's. Only then does a rank wait."""
     results = run(ranks, jobs_flight.reduce, [4, 4, 4, 4])
@@ -85,7 +83,6 @@ def test_a_rank_that_skips_one_of_many_alike_is_found_later(ranks):
     assert "#3 reduce-scatter of d (backward)" in one_table(results)
 
 
-@pytest.mark.slow
 def test_ranks_that_died_or_stopped_are_named(ranks, tmp_path: Path):
     """Rank 2 is killed while rank 3 is stopped. `launch` knows the signal, the others know what they waited for."""
     with pytest.raises(zerolab.RankError) as caught:
@@ -102,7 +99,6 @@ def test_ranks_that_died_or_stopped_are_named(ranks, tmp_path: Path):
     assert re.search(r"\nrank 2:\n  no record: process \d+ on \S+ is dead\n", text)
 
 
-@pytest.mark.slow
 def test_a_rank_that_skips_one_of_another_size_kills_another(ranks, tmp_path: Path):
     """gloo aborts a process that gets more than it expects. Its record is lost with it, so `launch` gives the hint."""
     with pytest.raises(zerolab.RankError) as caught:
@@ -115,7 +111,6 @@ def test_a_rank_that_skips_one_of_another_size_kills_another(ranks, tmp_path: Pa
     assert results and all(re.search(r"\nrank 2 did not come to #[23] .* is dead$", error) for error, _ in results)
 
 
-@pytest.mark.slow
 def test_a_store_that_does_not_answer_holds_nobody_up():
     """Rank 0 holds the store, and is stopped. A rank that asked the store now would wait forever."""
     world = {"WORLD_SIZE": 2, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": free_port(), "TORCH_CPP_LOG_LEVEL": "ERROR"}

@@ -131,6 +131,7 @@ def test_backward_holds_full_gradients_of_two_units_at_most(ranks, n):
             assert 2 <= storages <= BOUND, f"stage {stage}"
 
 
+@pytest.mark.slow
 def test_the_count_can_fail(ranks):
     """Stage 1 keeps every unit's gradient, so the same count must exceed the bound."""
     assert all(storages > BOUND for storages, _ in ranks.run(transients, 1, ranks=2))

@@ -280,6 +280,7 @@ def test_unequal_numbers_of_steps(ranks, n, how, steps):
         all_say(caught, "CommError", made, f"{others} made {steps} optimizer steps and {steps} backwards")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("n", worlds(2, others=[3]))
 def test_fewer_batches_on_one_rank(ranks, n):
     for caught in zip(*ranks.run(out_of_step, "has fewer batches", ranks=n), strict=True):
@@ -287,6 +288,7 @@ def test_fewer_batches_on_one_rank(ranks, n):
         all_say(caught[-1:], "CommError", "waits in all-", "as many batches")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("n", worlds(2, others=[3]))
 def test_a_backward_that_broke_off_on_one_rank(ranks, n):
     for caught in zip(*ranks.run(out_of_step, "breaks off", ranks=n), strict=True):
@@ -326,6 +328,7 @@ def train_with_an_edit(stage: int) -> None:
     PLAIN.loss(zero.model, zero.rank, 1).backward()
 
 
+@pytest.mark.slow
 def test_an_edit_on_one_rank(ranks):
     for caught in zip(*ranks.run(edited_on_one_rank, ranks=2), strict=True):
         all_say(caught, "CommError", "Step and edit on every rank alike")

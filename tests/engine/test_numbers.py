@@ -48,7 +48,7 @@ def compare(case, expected, results, rank: int) -> None:
             assert got_losses == [row[rank] for row in losses], f"stage {stage}"
 
 
-FIRST = {"plain", "tied across units", "hugging face llama", "mixture of experts", "LoRA on a frozen bf16 base"}
+FIRST = {"plain", "tied across units", "mixture of experts", "LoRA on a frozen bf16 base"}
 FIRST |= {"odd shapes", "two backwards", "freezing and thawing", "unused", "checkpoint nested, reentrant"}
 
 

@@ -53,6 +53,7 @@ def expected(ranks: zerolab.Ranks) -> dict[str, dict[str, torch.Tensor]]:
     return ranks.run(every_optimizer_alone, 3, ranks=1)[0]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("stage", [3, *(pytest.param(stage, marks=pytest.mark.exhaustive) for stage in (0, 1))])
 def test_every_elementwise_optimizer(ranks, expected, stage):
     for results in ranks.run(every_optimizer, stage, ranks=3):

@@ -102,7 +102,7 @@ class Hub:
         return self.request(f"hub/api/{path}", self.token, method, body)
 
     def wait(self) -> None:
-        wait_until(lambda: self.process.poll() is not None or isinstance(self.teacher("users"), list), START)
+        wait_until(lambda: self.process.poll() is not None or isinstance(self.teacher("users"), list))
         assert self.process.poll() is None, self.told()
 
     def user(self, name: str) -> str:
@@ -125,7 +125,7 @@ class Hub:
         try:
             self.process.wait(60.0)
             with suppress(AssertionError):
-                wait_until(lambda: not self.processes(), 20.0)
+                wait_until(lambda: not self.processes())
             return self.processes()
         finally:
             for process in [self.process, *self.processes()]:
@@ -226,7 +226,7 @@ def test_two_users_compute_take_turns_with_the_gpus_and_are_culled(hub: Hub, mon
     tokens = {name: hub.user(name) for name in ("ada", "grace", "barbara")}
     for name in ("ada", "grace"):
         assert hub.request(f"hub/api/users/{name}/server", tokens[name], "POST") is None
-    wait_until(lambda: all(map(hub.ready, ("ada", "grace"))), START)
+    wait_until(lambda: all(map(hub.ready, ("ada", "grace"))))
     names = {entry["name"] for entry in hub.request("user/ada/api/contents", tokens["ada"])["content"]}
     assert "00_welcome.ipynb" in names and "solutions" in names
     page = hub.request("user/ada/api/contents/solutions/03_data_parallel.ipynb", tokens["ada"])["content"]
@@ -270,6 +270,6 @@ def test_two_users_compute_take_turns_with_the_gpus_and_are_culled(hub: Hub, mon
     lent = lease.ask(2, START, told.append)
     assert lent.gpus == ["0", "1"] and "waiting for 2 GPUs: place 1 in the queue" in told[0]
     lent.release()
-    wait_until(lambda: not hub.ready("ada") and not hub.ready("grace"), START)
+    wait_until(lambda: not hub.ready("ada") and not hub.ready("grace"))
     for notebook in (ada, grace):
         notebook.connection.close()

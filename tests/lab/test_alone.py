@@ -293,7 +293,7 @@ def test_zerolab_lab_without_a_checkout(tmp_path: Path, release: Path) -> None:
     with (tmp_path / "log").open("w+") as log:
         lab = subprocess.Popen(command, cwd=room, env=env, stdout=log, stderr=log)
         try:
-            deadline = time.monotonic() + 120
+            deadline = time.monotonic() + 600
             while not (found := re.search(r"/lab/tree/(\S+)\?token=", (tmp_path / "log").read_text())):
                 assert lab.poll() is None and time.monotonic() < deadline, (tmp_path / "log").read_text()
                 time.sleep(0.1)

@@ -55,7 +55,7 @@ def server(tmp_path):
         except subprocess.TimeoutExpired:
             os.killpg(process.pid, signal.SIGKILL)
             process.wait(20)
-        _, left = psutil.wait_procs(children, timeout=20)
+        _, left = psutil.wait_procs(children, timeout=100)
         for child in left:
             child.kill()
         log.seek(0)

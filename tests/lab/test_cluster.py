@@ -32,7 +32,7 @@ def engines(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[ipyparal
         client = owner.connect_client_sync()
         for id, rank in RANKS.items():
             owner.start_engines_sync(n=1, environment={"RANK": rank})
-            wait_until(lambda id=id: len(client.ids) > id, 30.0)
+            wait_until(lambda id=id: len(client.ids) > id)
         yield client, folder / "security" / "ipcontroller-t-client.json"
         client.close()
     finally:

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import json
 import os
-import time
 
 import pytest
+from test_launch import wait_until
 
 from zerolab.lab import scripts
 from zerolab.lab.exercises import store
@@ -62,7 +62,4 @@ def test_whose_script_runs_and_how_it_may_end(capsys):
     with pytest.raises(scripts.ScriptFailed, match="had not ended after 8 s"):
         scripts.torchrun("14.2", 1, timeout=8)
     (pid,) = map(int, pids.read_text().split())
-    deadline = time.monotonic() + 30
-    while time.monotonic() < deadline and os.path.exists(f"/proc/{pid}"):
-        time.sleep(0.1)
-    assert not os.path.exists(f"/proc/{pid}")
+    wait_until(lambda: not os.path.exists(f"/proc/{pid}"))

@@ -508,7 +508,7 @@ def notebooks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[list[
     ranks = [pid for notebook in both if not gone(notebook.pid) for pid in notebook.ranks()]
     for notebook in both:
         notebook.close()
-    wait_until(lambda: all(map(gone, ranks)) and children() <= before, 10.0)
+    wait_until(lambda: all(map(gone, ranks)) and children() <= before)
 
 
 def test_a_notebook_from_its_first_cell_to_its_violent_end(notebooks: list[Notebook]) -> None:
@@ -571,7 +571,7 @@ def test_a_notebook_from_its_first_cell_to_its_violent_end(notebooks: list[Noteb
     time.sleep(1.0)
     os.kill(first.pid, signal.SIGKILL)
     os.kill(second.pid, signal.SIGKILL)
-    wait_until(lambda: all(map(gone, pids)), 10.0)
+    wait_until(lambda: all(map(gone, pids)))
 
 
 def listens(address: str) -> bool:
@@ -600,7 +600,7 @@ def test_the_lab_opens_at_the_first_lesson_for_who_has_the_token(tmp_path: Path)
             re.search(r"(http://127\.0\.0\.1:\d+)(/lab/tree/00_a\.ipynb)\?token=(\w{20,})", line) for line in lines
         )
         address, _, token = next(match.groups() for match in found if match)
-        wait_until(lambda: listens(address), 20.0)  # the address is told before
+        wait_until(lambda: listens(address))  # the address is told before
         with pytest.raises(urllib.error.HTTPError, match="403"):
             urllib.request.urlopen(f"{address}/api/contents", timeout=600)
         with urllib.request.urlopen(f"{address}/api/contents?token={token}", timeout=600) as reply:

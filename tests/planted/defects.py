@@ -408,6 +408,13 @@ DEFECTS = [
         "world/test_launch.py",
     ),
     Defect(
+        "ranks are deaf to an interrupt if SIGINT was blocked as the nursery began",
+        "world/nursery.py",
+        "    signal.pthread_sigmask(signal.SIG_SETMASK, [])\n",
+        "",
+        "world/test_nursery.py",
+    ),
+    Defect(
         "two steps of one job meet at the same port",
         "world/environment.py",
         ' + 97 * int(env.get("SLURM_STEP_ID", 0))',

@@ -24,6 +24,8 @@ from pathlib import Path
 
 import psutil
 
+from zerolab.world.processes import Patience
+
 NEEDED = ("munged", "slurmctld", "slurmd", "srun", "sbatch", "scancel", "scontrol", "squeue")
 NODES = ("127.0.0.1", "127.0.0.2")
 CONFIGURATION = """\
@@ -165,9 +167,9 @@ class Slurm:
         return []
 
     def wait_until(self, condition: Callable[[], object], seconds: float, what: str, *logs: Path) -> None:
-        deadline = time.monotonic() + seconds
+        patience = Patience(seconds)
         while not condition():
-            if time.monotonic() > deadline:
+            if patience.turn() <= 0:
                 files = [*logs, *sorted(self.folder.glob("*.log")), *sorted(self.folder.glob("*.out"))]
                 ends = [f"{file.name}: {file.read_text(errors='replace')[-1500:]}" for file in files if file.exists()]
                 raise AssertionError(f"{what} did not come within {seconds:g} s\n" + "\n".join(ends))

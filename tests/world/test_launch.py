@@ -82,8 +82,8 @@ def children() -> set[int]:
     return found
 
 
-def wait_until(condition: Callable[[], object], seconds: float) -> None:
-    patience = Patience(seconds)
+def wait_until(condition: Callable[[], object]) -> None:
+    patience = Patience(600.0)
     while not condition() and patience.turn() > 0:
         time.sleep(0.02)
     assert condition()
@@ -379,7 +379,7 @@ def hanging(*arguments: object) -> tuple[subprocess.Popen, list[psutil.Process]]
     """A program whose ranks hang, rank 1 in a collective and rank 0 elsewhere; and the ranks' processes."""
     program = python(JOBS, "hang", *arguments)
     told = Path(str(arguments[0]))
-    wait_until(lambda: told.exists() or program.poll() is not None, 60)
+    wait_until(lambda: told.exists() or program.poll() is not None)
     rank0, parent = json.loads(told.read_text())
     assert parent == program.pid
     below = psutil.Process(program.pid).children()
@@ -422,7 +422,7 @@ def test_control_c(tmp_path: Path) -> None:
 def test_control_c_while_the_processes_start(tmp_path: Path) -> None:
     program = python(JOBS, "hang", tmp_path / "told")
     parent = psutil.Process(program.pid)
-    wait_until(lambda: len(parent.children()) == 3, 60)  # two ranks and the resource tracker
+    wait_until(lambda: len(parent.children()) == 3)  # two ranks and the resource tracker
     interrupt(program, parent.children())
 
 
@@ -430,7 +430,7 @@ def test_control_c_while_the_processes_start(tmp_path: Path) -> None:
 @pytest.mark.slow
 def test_control_z_takes_none_of_the_time(tmp_path: Path) -> None:
     program = python(JOBS, "rest", tmp_path / "told")
-    wait_until(lambda: (tmp_path / "told").exists() or program.poll() is not None, 60)
+    wait_until(lambda: (tmp_path / "told").exists() or program.poll() is not None)
     os.killpg(program.pid, signal.SIGSTOP)  # a terminal sends SIGTSTP to the group, with the same effect
     time.sleep(4.0)  # longer than the run may take
     os.killpg(program.pid, signal.SIGCONT)

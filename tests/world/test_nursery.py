@@ -70,6 +70,23 @@ def test_how_it_ended() -> None:
     assert gone(process.pid)
 
 
+@pytest.mark.usefixtures("kind")
+def test_it_hears_an_interrupt_whenever_the_nursery_began(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A check of an answer starts ranks with SIGINT blocked; ranks of the notebook that came later were deaf."""
+    monkeypatch.setattr(nursery, "_nursery", None)
+    handler = signal.signal(signal.SIGINT, signal.SIG_IGN)
+    mask = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+    try:
+        process = start("interrupt_itself")
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, mask)
+        signal.signal(signal.SIGINT, handler)
+    assert ended(process) == 3
+    if nursery.FORKS:
+        nursery._nursery.process.kill()
+        nursery._nursery.process.wait()
+
+
 def test_random_numbers_are_not_shared(tmp_path: Path) -> None:
     with (tmp_path / "log").open("w+b") as log:
         for process in [start("draw", output=log.fileno()) for _ in range(3)]:
@@ -87,7 +104,7 @@ def test_many_at_once_from_several_threads() -> None:
     for thread in threads:
         thread.start()
     for thread in threads:
-        thread.join(60.0)
+        thread.join()
     assert sorted(ends, key=str) == list(range(8))
 
 
@@ -107,6 +124,7 @@ def program(kind: None) -> Iterator[subprocess.Popen]:
         process.kill()
 
 
+@pytest.mark.slow
 def test_none_outlives_its_parent(program: subprocess.Popen) -> None:
     assert program.stdout is not None
     pids = json.loads(program.stdout.readline())
@@ -115,7 +133,7 @@ def test_none_outlives_its_parent(program: subprocess.Popen) -> None:
     elif sys.platform != "linux":
         os.kill(pids.pop(), signal.SIGKILL)  # there nothing ends what hangs in C
     program.kill()
-    wait_until(lambda: all(map(gone, pids)), 20.0)
+    wait_until(lambda: all(map(gone, pids)))
 
 
 @pytest.mark.skipif(not nursery.FORKS, reason="forks are for Linux")
@@ -124,7 +142,7 @@ def test_a_dead_nursery_takes_its_forks_along_and_is_followed_by_another() -> No
     before = psutil.Process(first.pid).ppid()
     os.kill(before, signal.SIGKILL)
     assert ended(first) == -signal.SIGKILL
-    wait_until(lambda: gone(before), 20.0)
+    wait_until(lambda: gone(before))
     second = start("hang")
     assert psutil.Process(second.pid).ppid() not in (before, os.getpid())
     second.kill()

@@ -27,6 +27,7 @@ from zerolab.comm.groups import Group, control_group, hold, waits_on_device
 from zerolab.comm.recording import Progress, Recorder, out_of_step
 from zerolab.comm.waiting import CommError, Complaint, wait_for
 from zerolab.world.environment import at_return
+from zerolab.world.processes import Patience
 
 INLINE = 256  # bytes of a message that travel at once, with what it is; the rest follows when all ranks agree
 PATIENCE = 3.0  # seconds for which a rank that is sure to wait in vain waits for what the others say
@@ -187,7 +188,7 @@ class Agreement:
         The first proof waits a moment for the notes of ranks that say nothing yet, so that it can tell of all.
         """
         seen = 0  # how many notes had been posted at the last look
-        sure: float | None = None  # since when
+        sure: Patience | None = None
 
         def complain() -> str | None:
             nonlocal seen, sure
@@ -205,9 +206,9 @@ class Agreement:
             reason = self._contradiction(entry, notes)
             if reason is None or _FINISHED in reason:  # its connections close soon
                 return reason
-            sure = sure or time.monotonic()
+            sure = sure or Patience(PATIENCE)
             told = sum(note.get("comm") == self._name for note in notes.values())
-            return reason if told == len(entry.log.ranks) - 1 or time.monotonic() - sure > PATIENCE else None
+            return reason if told == len(entry.log.ranks) - 1 or sure.turn() <= 0 else None
 
         return complain
 

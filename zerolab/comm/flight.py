@@ -30,10 +30,13 @@ from weakref import ref
 import torch
 import torch.distributed as dist
 
+from zerolab.world.processes import Patience
+
 WIDTH = 80
 KEPT = 64  # collectives of a process
 TURN = 0.3  # seconds between two looks for the question
 PATIENCE = 2.0  # seconds that the others have to answer
+PAUSE = 0.05  # seconds between two looks for their answers
 LIMIT = 4.0  # seconds until a failure is reported without the others
 
 Row = dict[str, Any]  # a rank's answer, see _row
@@ -109,7 +112,9 @@ class _World:
             failed = self.recent[-1]
             failed.wait = failed.wait or time.time()
         self._asked.set()
-        self._told.wait(LIMIT)
+        patience = Patience(LIMIT, longest=TURN)
+        while not self._told.wait(TURN) and patience.turn() > 0:
+            pass
         if self._verdict is None:
             self._verdict = self._tell_alone()
         text, self._text = self._text, ""
@@ -161,16 +166,16 @@ class _World:
 
     def _collect(self) -> dict[int, Row]:
         """The rows of all ranks; for one that does not answer, the reason, as far as it is known."""
-        until = time.monotonic() + PATIENCE
+        patience = Patience(PATIENCE, longest=2 * PAUSE)
         rows: dict[int, Row] = {}
         while True:
             for rank in range(self.size):
                 if rank not in rows and self._store.check([f"row/{rank}"]):
                     rows[rank] = json.loads(self._store.get(f"row/{rank}"))
             silent = {rank: self._fate(rank) for rank in range(self.size) if rank not in rows}
-            if time.monotonic() > until or all(certain for _, certain in silent.values()):
+            if patience.turn() <= 0 or all(certain for _, certain in silent.values()):
                 return rows | {rank: {"silent": fate} for rank, (fate, _) in silent.items()}
-            time.sleep(0.05)
+            time.sleep(PAUSE)
 
     def _fate(self, rank: int) -> tuple[str, bool]:
         """What happened to a rank that does not answer, and whether that is certainly the reason."""
@@ -196,11 +201,11 @@ class _World:
             self._verdict = self._store.get("verdict").decode()
 
     def _comes(self, key: str, seconds: float) -> bool:
-        until = time.monotonic() + seconds
+        patience = Patience(seconds, longest=2 * PAUSE)
         while not self._store.check([key]):
-            if time.monotonic() > until:
+            if patience.turn() <= 0:
                 return False
-            time.sleep(0.05)
+            time.sleep(PAUSE)
         return True
 
 

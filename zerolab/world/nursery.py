@@ -255,6 +255,9 @@ def _begin(parent: int, request: bytes, fds: list[int]) -> None:
 
 
 def _run(request: bytes, fds: list[int]) -> None:
+    # Whoever needed the nursery first may have blocked or ignored signals just then, and its forks inherit that.
+    signal.pthread_sigmask(signal.SIG_SETMASK, [])
+    signal.signal(signal.SIGINT, signal.default_int_handler)
     function, args, environment, folder, path, redirected, name = pickle.loads(request)  # our own parent pickled it
     os.environ.clear()
     os.environ.update(environment)

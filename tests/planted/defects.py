@@ -181,7 +181,7 @@ DEFECTS = [
         "engine/test_accumulation.py engine/test_gradient_memory.py",
     ),
     Defect(
-        "gaps travel uninitialised",
+        "what no gradient has filled travels as it is",
         "engine/bucket.py",
         "            if not used:\n                self.full[slot.offset : slot.end].zero_()",
         "            if not used:\n                self.full[slot.offset : slot.end].fill_(1.0)",

@@ -87,6 +87,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 STILL = [0.0]  # seconds, the longest of the present test in which this process's second thread was not run
+RAN = [0.0]  # seconds since the start, without those in which the machine stood still
 
 
 def _feel_the_pulse() -> None:
@@ -94,7 +95,15 @@ def _feel_the_pulse() -> None:
     while True:
         time.sleep(0.1)
         now = time.monotonic()
-        STILL[0], last = max(STILL[0], now - last - 0.1), now
+        STILL[0] = max(STILL[0], now - last - 0.1)
+        RAN[0] += min(now - last, 1.0)
+        last = now
+
+
+@pytest.fixture
+def clock() -> Callable[[], float]:
+    """Seconds on a clock that stands still when the machine does: for a promise about time."""
+    return lambda: RAN[0]
 
 
 def pytest_configure() -> None:

@@ -8,6 +8,11 @@ import tempfile
 from pathlib import Path
 
 import pytest
+from jupyter_client.launcher import launch_kernel
+from jupyter_client.provisioning import local_provisioner
+
+from tests.kernels import Kernel
+from zerolab.world import nursery
 
 _before = {name: os.environ.get(name) for name in ("ZEROLAB_MY", "IPYTHONDIR")}
 _folder: tempfile.TemporaryDirectory[str] | None = None
@@ -21,7 +26,10 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
             os.environ.pop(name, None)
             if value is not None:
                 os.environ[name] = value
+        local_provisioner.launch_kernel = launch_kernel
         return
+    if nursery.FORKS:
+        local_provisioner.launch_kernel = Kernel
     if _folder is None:
         _folder = tempfile.TemporaryDirectory()
     own = Path(_folder.name) / item.path.parent.name / item.path.stem

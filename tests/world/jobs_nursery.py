@@ -60,10 +60,12 @@ def draw() -> None:
     print(json.dumps([random.random(), numpy.random.random()]), flush=True)
 
 
-def start_two(forks: bool) -> None:
+def start_two(forks: bool, branch: bool = False) -> None:
     from zerolab.world import nursery
 
     nursery.FORKS = forks
+    if branch:
+        nursery.branch()
     functions = ("jobs_nursery:hang", "jobs_nursery:hang_in_c")
     two = [nursery.start(function, environment=os.environ, path=sys.path) for function in functions]
     print(json.dumps([process.pid for process in two]), flush=True)

@@ -12,11 +12,12 @@ from typing import Any
 
 import psutil
 import pytest
+from jobs_common import worlds
 from test_launch import gone, wait_until
 
 from zerolab.world import nursery
 
-KINDS = [pytest.param(True, marks=pytest.mark.skipif(not nursery.FORKS, reason="forks are for Linux")), False]
+KINDS = worlds(True, others=[False]) if nursery.FORKS else [False]
 
 
 @pytest.fixture(params=KINDS, ids=lambda forks: "forked" if forks else "fresh")
@@ -133,6 +134,19 @@ def test_none_outlives_its_parent(program: subprocess.Popen) -> None:
     elif sys.platform != "linux":
         os.kill(pids.pop(), signal.SIGKILL)  # there nothing ends what hangs in C
     program.kill()
+    wait_until(lambda: all(map(gone, pids)))
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not nursery.FORKS, reason="forks are for Linux")
+def test_a_fork_has_a_nursery_of_its_own_that_ends_with_it(tmp_path: Path) -> None:
+    with (tmp_path / "log").open("wb") as log:
+        process = start("start_two", True, True, output=log.fileno())
+        wait_until(lambda: (tmp_path / "log").read_text().endswith("\n"))
+    pids = json.loads((tmp_path / "log").read_text())
+    pids.append(psutil.Process(pids[0]).ppid())
+    assert psutil.Process(pids[-1]).ppid() == process.pid
+    process.kill()
     wait_until(lambda: all(map(gone, pids)))
 
 

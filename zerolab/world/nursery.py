@@ -128,11 +128,34 @@ class _Nursery:
                 start_new_session=True,  # Control-C in a terminal is not for it
             )
 
+    def ended(self) -> bool:
+        return self.process.poll() is not None
+
     def start(self, request: bytes, fds: Sequence[int]) -> Forked:
         news, its_end = Pipe(duplex=False)
         with its_end, suppress(ConnectionError):  # if it has just died, no news will come
             socket.send_fds(self.requests, [request], [its_end.fileno(), *fds])
         return Forked(news)
+
+
+class _Branch(_Nursery):
+    """A fork of a process that has imported everything and has one thread yet."""
+
+    def __init__(self) -> None:
+        self.owner = os.getpid()
+        self.requests, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        self.pid = os.fork()
+        if self.pid == 0:
+            self.requests.close()
+            os.setsid()
+            _be_called(NAME)
+            if (begin := _wait_for_requests(theirs, self.owner)) is not None:
+                begin()
+            sys.exit()
+        theirs.close()
+
+    def ended(self) -> bool:
+        return os.waitpid(self.pid, os.WNOHANG) != (0, 0)
 
 
 def _python(function: str, *args: Any) -> list[str]:
@@ -181,9 +204,15 @@ def prepare() -> None:
             _living()
 
 
+def branch() -> None:
+    """In a fork that has one thread yet and will start ranks: its nursery is a fork too, and imports nothing again."""
+    global _nursery
+    _nursery = _Branch()
+
+
 def _living() -> _Nursery:
     global _nursery
-    if _nursery is not None and (_nursery.owner != os.getpid() or _nursery.process.poll() is not None):
+    if _nursery is not None and (_nursery.owner != os.getpid() or _nursery.ended()):
         _nursery.requests.close()  # our parent's, or dead
         _nursery = None
     if _nursery is None:

@@ -280,7 +280,7 @@ def measure(ranks: int, rounds: int, precision: str, sizes: dict[str, int] | Non
 
 def measure_times(ranks: int, rounds: int, precision: str, sizes: dict[str, int]) -> dict[str, Any]:
     """Time all systems, in turn on the same ranks."""
-    with zerolab.Ranks(ranks, threads=1) as pool:
+    with zerolab.Ranks(ranks, threads=1, forked=True) as pool:
         everyone = pool.run(time_rounds, rounds, precision, sizes, timeout=3600, group_timeout=300)
     names = names_of(precision)
     wall = {name: [max(each) for each in zip(*(rank[name]["wall"] for rank in everyone))] for name in names}
@@ -312,7 +312,7 @@ def measure_peaks(ranks: int, precision: str, sizes: dict[str, int]) -> dict[str
     """The peak of the rank that has most, for each system. Fresh processes keep other systems' memory out."""
     peaks = {}
     for name in names_of(precision):
-        with zerolab.Ranks(ranks, threads=1) as pool:
+        with zerolab.Ranks(ranks, threads=1, forked=True) as pool:
             peaks[name] = max(pool.run(measure_peak, name, precision, sizes, timeout=600))
     return peaks
 

@@ -103,7 +103,7 @@ def on_a_rank(rounds: int, sizes: dict[str, int]) -> dict[str, dict[str, Any]]:
 def measure(ranks: int, rounds: int, sizes: dict[str, int] | None = None) -> dict[str, Any]:
     """What `--json` writes. Ratios are ours over plain Muon's in torch's DDP."""
     sizes = sizes or SIZES["cuda" if ranks <= torch.cuda.device_count() else "cpu"]
-    with zerolab.Ranks(ranks, threads=1) as pool:
+    with zerolab.Ranks(ranks, threads=1, forked=True) as pool:
         everyone = pool.run(on_a_rank, rounds, sizes, timeout=3600, group_timeout=300)
     wall = {name: [max(each) for each in zip(*(rank[name]["wall"] for rank in everyone))] for name in NAMES}
     cpu = {name: [sum(each) for each in zip(*(rank[name]["cpu"] for rank in everyone))] for name in NAMES}

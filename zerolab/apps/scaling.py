@@ -288,7 +288,7 @@ def measure(
     report: dict[str, Any] = {"target_seconds_per_unit": TARGET}
     report["engine"] = [engine_cost(kind, stage, counts) for kind in KINDS for stage in STAGES]
     report["host"] = host_cost()
-    with zerolab.Ranks(max(ranks), threads=1) as pool:
+    with zerolab.Ranks(max(ranks), threads=1, forked=True) as pool:
         report["units"] = measure_on_ranks(pool, few, [(stage, n, WIDTH) for stage in STAGES for n in UNITS])
         report["parameters"] = measure_on_ranks(pool, few, [(stage, 4, width) for stage in STAGES for width in WIDTHS])
         report["ranks"] = []

@@ -59,7 +59,8 @@ def measure_ladder(
     report: Report = {"ranks": ranks, "steps": steps, "parameters": 0, "stages": {}}
     problems: list[str] = []
     status = Status()
-    with _without_gpus(device == "cpu"), zerolab.Ranks(ranks, threads=1) as pool:
+    importable = all(stage.__module__ != "__main__" for stage in classes)
+    with _without_gpus(device == "cpu"), zerolab.Ranks(ranks, threads=1, forked=importable) as pool:
         status("one process trains alone ...")
         alone = pool.run(train_alone, ranks, *job, ranks=1, timeout=3600)[0]
         report["parameters"] = sum(value.numel() for value in alone["state"].values())

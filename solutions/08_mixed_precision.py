@@ -373,7 +373,7 @@ assert lab.pull("losses", rank=0)[1] != lab.pull("losses", rank=0)[1]  # NaN is 
 # %%ranks
 def not_finite(power):
     zero = zerolab.Zero3(make_model(weights), units=[Block], precision=FP16)
-    (zero.model(*batch(words, rank, 99, 8, 64)) * 2.0**power).backward()
+    (zero.model(*batch(words, rank, 99, 2, 64)) * 2.0**power).backward()
     return sum(int((~param.grad.isfinite()).sum()) for param in zero.model.parameters())
 
 
@@ -397,7 +397,7 @@ zero = zerolab.Zero3(make_model(weights), units=[Block], precision=FP16)
 adam, said = AdamW(zero.model.parameters(), lr=1e-3), "nothing"
 try:
     for step in (99, 100):
-        (zero.model(*batch(words, rank, step, 8, 64)) * 2.0**power).backward()
+        (zero.model(*batch(words, rank, step, 2, 64)) * 2.0**power).backward()
         if all(param.grad is None or param.grad.isfinite().all() for param in zero.model.parameters()):
             adam.step()
         adam.zero_grad()
@@ -422,7 +422,7 @@ assert "out of step" in said
 # %%ranks
 def with_scale(scale):
     zero = zerolab.Zero3(make_model(weights), units=[Block], precision=FP16)
-    (zero.model(*batch(words, 0, 99, 8, 64)) * scale).backward()
+    (zero.model(*batch(words, 0, 99, 2, 64)) * scale).backward()
     return torch.cat([param.grad.float().flatten() for param in zero.model.parameters()]) / scale
 
 
@@ -480,7 +480,7 @@ def run(precision, scaler_class=None, steps=24):
     adam, losses, scales = AdamW(zero.model.parameters(), lr=1e-3), [], []
     scaler = scaler_class(zero, init_scale=2.0**24, growth_interval=6) if scaler_class else None
     for step in range(steps):
-        loss = zero.model(*batch(words, rank, step, 4, 64))
+        loss = zero.model(*batch(words, rank, step, 2, 32))
         if scaler is None:
             loss.backward()
             zero.clip_grad_norm_(1.0)

@@ -97,7 +97,7 @@ def train(model, adam, zero=None, steps=5):
     losses = []
     for step in range(steps):
         with calls() if zero is None else ledger(zero) as made:
-            loss = model(*batch(words, rank, step, 8, 64))
+            loss = model(*batch(words, rank, step, 4, 64))
             loss.backward()
             held = held_by(model, adam) if zero is None else model_states(zero, adam)
             adam.step()
@@ -512,7 +512,7 @@ def read(name):
 def steps(model, adam, numbers):
     losses = []
     for step in numbers:
-        loss = model(*batch(words, rank, step, 8, 64))
+        loss = model(*batch(words, rank, step, 4, 64))
         loss.backward()
         adam.step()
         adam.zero_grad()
@@ -604,7 +604,7 @@ def muon_and_adamw(model, blocks, owner=None):
 def losses_of(model, *optimizers, steps=30):
     losses = []
     for step in range(steps):
-        loss = model(*batch(words, rank, step, 8, 64))
+        loss = model(*batch(words, rank, step, 4, 64))
         loss.backward()
         for optimizer in optimizers:
             optimizer.step()
@@ -624,7 +624,7 @@ losses = {
     "AdamW in Zero3": losses_of(model, adam),
 }
 
-zero.model(*batch(words, rank, 30, 8, 64)).backward()
+zero.model(*batch(words, rank, 30, 4, 64)).backward()
 with ledger(zero) as book:
     owned[0].step()
 muons = [sum(bytes_of(kept.values()) for kept in muon.state.values()) for muon, _ in (replicated, owned)]

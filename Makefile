@@ -48,16 +48,14 @@ bench: $(STAMP) ## step times and peaks beside torch and DeepSpeed
 demo: $(STAMP) ## train a small GPT at every stage and compare
 	@$(BIN)/zerolab demo $(ARGS)
 
-test: lint ## lint, types, every room's tests and each lesson: 15 minutes
+test: lint ## lint, types, every room's tests and each lesson: 10 minutes
 	$(TESTS) $(NOTEBOOKS) -m 'not exhaustive' $(or $(ARGS),--ignore tests/integrations tests lessons)
 
 test-fast: lint ## what an edit breaks first: 2 minutes
 	$(TESTS) -p no:nbval -m 'not exhaustive and not slow' $(or $(ARGS),--ignore tests/integrations)
 
-# Tests of whole clusters want the machine for themselves. 5: ARGS left none of them.
-test-all: lint ## everything, other people's systems and both folders of lessons too: 45 minutes
-	$(TESTS) $(NOTEBOOKS) -m 'not alone' $(or $(ARGS),tests lessons solutions) || [ $$? = 5 ]
-	$(TESTS) -m alone -n 0 $(ARGS) || [ $$? = 5 ]
+test-all: lint ## everything, other people's systems and both folders of lessons too: 35 minutes
+	$(TESTS) $(NOTEBOOKS) $(or $(ARGS),tests lessons solutions)
 	$(if $(ARGS),,@$(MAKE) --no-print-directory test-planted ARGS="--sample 5")
 
 test-planted: $(STAMP) ## plant defects in a copy, and see which test of make test notices each

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import shutil
 import signal
 import subprocess
 import sys
@@ -15,7 +14,7 @@ from typing import Any
 
 import pytest
 import torch
-from jobs_common import ROOMS, ROOT
+from jobs_common import ROOMS, copy_checkout
 
 import zerolab
 
@@ -35,7 +34,7 @@ def lent(ranks: zerolab.Ranks, monkeypatch: pytest.MonkeyPatch) -> None:
     """A program under test gets these ranks where it would start some, one thread each, for itself."""
 
     @contextmanager
-    def lend(size: int, threads: int) -> Iterator[Lent]:
+    def lend(size: int, threads: int, forked: bool = False) -> Iterator[Lent]:
         assert threads == 1
         yield Lent(ranks, size)
 
@@ -63,16 +62,10 @@ def judges() -> Iterator[None]:
 def release(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder with the source distribution and the wheel that is built from it.
 
-    From a copy of what git has or would take: a build/ left in the checkout would leak deleted modules into the wheel.
+    From a copy: a build/ left in the checkout would leak deleted modules into the wheel.
     """
     source, built = tmp_path_factory.mktemp("source"), tmp_path_factory.mktemp("release")
-    listed = subprocess.run(
-        ["git", "ls-files", "-co", "--exclude-standard", "-z"], cwd=ROOT, capture_output=True, text=True, check=True
-    )
-    for name in filter(None, listed.stdout.split("\0")):
-        if (ROOT / name).is_file():  # else it was deleted, but not yet in a commit
-            (source / name).parent.mkdir(parents=True, exist_ok=True)
-            shutil.copy(ROOT / name, source / name)
+    copy_checkout(source)
     command = [sys.executable, "-m", "build", "--no-isolation", "--outdir", str(built)]
     done = subprocess.run(command, cwd=source, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, timeout=600)
     assert done.returncode == 0, done.stdout

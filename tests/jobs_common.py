@@ -1,6 +1,8 @@
 """What several test files need on the ranks: a small model, its data, one process to compare with, caught errors."""
 
 import os
+import shutil
+import subprocess
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -18,8 +20,18 @@ PYTHONPATH = os.pathsep.join(map(str, [ROOT, *ROOMS]))  # for a program that imp
 WORDS = 11
 
 
-def worlds(*shown: int, others: Sequence[int]) -> list[Any]:
-    """Numbers of ranks to `parametrize` a test with. What `others` would show too is left to `make test-all`."""
+def copy_checkout(folder: Path) -> None:
+    """What git has or would take. Built files that lie in the checkout stay there."""
+    command = ["git", "ls-files", "-co", "--exclude-standard", "-z"]
+    listed = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True)
+    for name in filter(None, listed.stdout.split("\0")):
+        if (ROOT / name).is_file():  # else it was deleted, but not yet in a commit
+            (folder / name).parent.mkdir(parents=True, exist_ok=True)
+            shutil.copy(ROOT / name, folder / name)
+
+
+def worlds(*shown: Any, others: Sequence[Any]) -> list[Any]:
+    """Numbers of ranks, or stages, to `parametrize` a test with. What `others` would show too is left to `test-all`."""
     return [*shown, *(pytest.param(n, marks=pytest.mark.exhaustive) for n in others)]
 
 

@@ -151,10 +151,10 @@ class Checkpointed(Model):
     """Blocks are computed again in backward."""
 
     def forward(self, x: Tensor, y: Tensor) -> Tensor:
-        x = self.embedding(x)
+        x = self.emb(x)
         for number, block in enumerate(self.blocks):
             x = checkpoint(block, x, use_reentrant=bool(number % 2))
-        return nn.functional.cross_entropy(self.head(x).flatten(0, 1), y.flatten())
+        return nn.functional.cross_entropy(self.head(self.ln(x)).flatten(0, 1), y.flatten())
 
 
 def used(

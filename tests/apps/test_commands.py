@@ -93,7 +93,6 @@ def test_torchrun_does_not_start_what_starts_ranks(capsys, monkeypatch, command,
     assert says in refusal(capsys, *command.split())
 
 
-@pytest.mark.alone
 @pytest.mark.slow
 def test_control_c_while_the_package_is_imported():
     code = "import sys; from zerolab_command import main; sys.exit(main())"

@@ -151,6 +151,7 @@ def test_some_stages(lent: None) -> None:
 # -- the command -----------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.exhaustive
 def test_command(tmp_path: Path) -> None:
     json_file, plot_file = tmp_path / "ladder.json", tmp_path / "ladder.png"
     command = [sys.executable, "-m", "zerolab.cli", "demo", "--ranks", "2", "--steps", "2", "--device", "cpu"]

@@ -27,7 +27,7 @@ from zerolab.cli import main
 from zerolab.lab.ranks import live
 from zerolab.world import nursery
 
-pytestmark = [pytest.mark.alone, pytest.mark.slow]
+pytestmark = pytest.mark.slow
 
 ROOT = Path(__file__).resolve().parents[2]
 COMMAND = [sys.executable, "-m", "zerolab.cli", "doctor"]
@@ -61,7 +61,7 @@ def survivors(folder: Path) -> list[psutil.Process]:
     return found
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_a_whole_visit(tmp_path):
     file = tmp_path / "doctor.json"
     before = os.times()
@@ -187,6 +187,7 @@ def test_little_shared_memory(tmp_path):
     assert full.state == "fix" and "could not be written: No space left" in full.says
 
 
+@pytest.mark.exhaustive
 def test_a_rank_that_stops_does_not_stop_the_doctor(clock):
     answers = []
 
@@ -291,6 +292,7 @@ def test_what_it_makes_of_gpus(monkeypatch, capsys):
     assert "nvidia-smi topo -m" in (told := capsys.readouterr().out) and "GPU0 X NV18" in told
 
 
+@pytest.mark.exhaustive
 def test_without_the_extra_packages_it_says_so_and_goes_on():
     hide = f"import sys; sys.modules.update(dict.fromkeys({[n for n in machine.EXTRA if '-' not in n]}))\n"
     code = hide + "from zerolab.cli import main; sys.exit(main(['doctor', '--ranks', '1']))"

@@ -6,6 +6,7 @@ import json
 
 import pytest
 import torch.distributed as dist
+from jobs_common import worlds
 
 import zerolab
 from zerolab.apps import scaling
@@ -19,7 +20,7 @@ def engine_cost(stage: int) -> dict:
     return min(costs, key=lambda cost: sum(cost["per_unit"].values()))
 
 
-@pytest.mark.parametrize("stage", [0, 3])
+@pytest.mark.parametrize("stage", worlds(3, others=[0]))
 def test_a_unit_costs_the_same_however_many_there_are(stage):
     """Linear: what is done for each unit once for each unit would double from the first ratio to the second."""
     cost = engine_cost(stage)
@@ -74,6 +75,7 @@ def test_bytes_on_ranks_are_as_simulated_and_the_rest_is_drawn(lent, tmp_path, m
     assert "stage 3, 2 ranks" in problem
 
 
+@pytest.mark.exhaustive
 def test_the_host_does_less_than_for_fsdp2():
     """CPU time of one process, in turn. It is 0.16 to 0.21 where nothing else runs; half leaves room for a busy one."""
     cost = scaling.host_cost(rounds=12)

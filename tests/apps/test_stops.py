@@ -49,6 +49,7 @@ def finish(process: subprocess.Popen, seconds: float) -> tuple[int, str, str]:
 SMALL = f"--task text --data {ROOT / 'LICENSE'} --layers 1 --width 8 --context 8 --global-batch 4 --stage 2"
 
 
+@pytest.mark.exhaustive
 def test_sigterm_to_the_command(tmp_path):
     """What a user, a batch system and torchrun do: the command, which starts the ranks, gets it."""
     path = tmp_path / "run.jsonl"

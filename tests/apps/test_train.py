@@ -101,6 +101,7 @@ def weights(task: str, checkpoint: Path) -> dict[str, Tensor]:
 # -- it learns -------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.exhaustive
 def test_digits_at_every_stage(ranks, tmp_path):
     """95 % of images that were never seen, after 50 steps."""
     one = "--task images --steps 50 --stage {0} --metrics {1}/{0}.jsonl".format

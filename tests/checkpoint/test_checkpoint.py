@@ -251,7 +251,7 @@ def interruptions(folder: str, precision: Any) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("precision", [None, zerolab.Precision()], ids=["fp32", "bf16"])
+@pytest.mark.parametrize("precision", worlds(zerolab.Precision(), others=[None]), ids=["bf16", "fp32"])
 def test_training_goes_on_bit_for_bit(ranks, tmp_path, precision):
     ranks.run(interruptions, str(tmp_path), precision, ranks=3)
 

@@ -27,7 +27,6 @@ from zerolab.lab.exercises.judge import digest
 from zerolab.lab.ranks.rank import NAME
 
 pytestmark = [
-    pytest.mark.alone,
     pytest.mark.slow,
     pytest.mark.skipif(not sys.platform.startswith("linux"), reason="the classroom is for Linux"),
 ]
@@ -203,6 +202,7 @@ print(subprocess.run(["umount", sys.prefix], capture_output=True, text=True).std
 """
 
 
+@pytest.mark.exhaustive
 def test_closed_notebooks_leave_nothing_and_their_gpus_go_to_the_next(room: Room) -> None:
     first, second = (Notebook(room, row) for row in room.handout()[:2])
     first.begin("from zerolab import lab\nlive = lab.start(1, device='cuda')")

@@ -26,7 +26,6 @@ from zerolab.classroom.hub import LOCK, SOCKET, Door
 from zerolab.lab.ranks import lease, session, turns
 
 pytestmark = [
-    pytest.mark.alone,
     pytest.mark.slow,
     pytest.mark.skipif(not sys.platform.startswith("linux"), reason="the classroom is for Linux"),
 ]
@@ -385,6 +384,7 @@ def test_a_token_tells_who_asks(tmp_path: Path) -> None:
     assert not path.exists()
 
 
+@pytest.mark.exhaustive
 def test_the_broker_of_a_hub_that_was_killed_makes_way_for_the_next(tmp_path: Path) -> None:
     command = [sys.executable, "-m", "zerolab.classroom.hub", "lend", str(tmp_path), "0", "--seconds=600"]
     hub = [sys.executable, "-c", "import subprocess, sys; sys.exit(subprocess.run(sys.argv[1:]).returncode)", *command]

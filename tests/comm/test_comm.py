@@ -12,7 +12,7 @@ import jobs_common
 import pytest
 import torch
 import torch.distributed as dist
-from jobs_common import Caught, all_say, attempt, rank_ordered_mean
+from jobs_common import Caught, all_say, attempt, rank_ordered_mean, worlds
 
 import zerolab
 from zerolab import Comm
@@ -235,10 +235,7 @@ def job_missing(op, absent):
     return caught
 
 
-SLOW = [pytest.param(op, marks=pytest.mark.slow) for op in ("all-reduce", "gather", "broadcast")]
-
-
-@pytest.mark.parametrize("op", ["reduce-scatter", *SLOW])
+@pytest.mark.parametrize("op", worlds("reduce-scatter", others=("all-reduce", "gather", "broadcast")))
 def test_a_missing_rank_is_an_error(ranks, op):
     results = ranks.run(job_missing, op, 0, ranks=3)
     for rank, caught in enumerate(results[1:], 1):
@@ -338,8 +335,9 @@ def test_ranks_that_gave_up_are_not_asked_to_leave_their_groups(ranks):
     assert set(before).isdisjoint(ranks.run(os.getpid, ranks=2))
 
 
-@pytest.mark.parametrize(("n", "other"), [(2, 0), (2, 1), (3, 1), (4, 3)])
-def test_one_rank_leaves_the_agreed_order(ranks, n, other):
+@pytest.mark.parametrize("place", worlds((2, 0), (4, 3), others=[(2, 1), (3, 1)]), ids=str)
+def test_one_rank_leaves_the_agreed_order(ranks, place):
+    n, other = place
     caught, _ = run_orders(ranks, [[PASS, PASS, SKIPS_B if rank == other else PASS] for rank in range(n)])
     all_say(caught, "CommError")
     for rank, error in enumerate(caught):
@@ -388,7 +386,7 @@ def test_a_slow_rank_is_waited_for(ranks):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("deviates", [0, 1])
+@pytest.mark.parametrize("deviates", worlds(1, others=[0]))
 def test_a_slow_rank_and_another_order(ranks, deviates):
     all_say(ranks.run(job_slow_and_strange, deviates, ranks=2), "CommError")
 
@@ -422,7 +420,7 @@ def job_waits_and_a_slow_rank():
         comm.exchange(None, "test")
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_waits_that_are_over_do_not_count(ranks):
     ranks.run(job_waits_and_a_slow_rank, ranks=3)
 
@@ -586,7 +584,7 @@ for stage in range(4):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("script", [OLDER_TORCH, NEWER_TORCH, FAKE], ids=["older", "newer", "fake"])
+@pytest.mark.parametrize("script", worlds(FAKE, others=[OLDER_TORCH, NEWER_TORCH]), ids=["fake", "older", "newer"])
 def test_in_a_process_of_its_own(script):
     environment = os.environ | {
         "PYTHONPATH": os.pathsep.join(path for path in sys.path if path),

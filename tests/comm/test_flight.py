@@ -11,12 +11,13 @@ from pathlib import Path
 import jobs_flight
 import pytest
 from jobs_flight import told
-from test_launch import finish, free_port, python
+from ports import free_ports
+from test_launch import finish, python
 
 import zerolab
 from zerolab.comm import flight
 
-pytestmark = [pytest.mark.alone, pytest.mark.slow]
+pytestmark = pytest.mark.slow
 
 TIMEOUT = 2.0
 
@@ -111,9 +112,15 @@ def test_a_rank_that_skips_one_of_another_size_kills_another(ranks, tmp_path: Pa
     assert results and all(re.search(r"\nrank 2 did not come to #[23] .* is dead$", error) for error, _ in results)
 
 
+@pytest.mark.exhaustive
 def test_a_store_that_does_not_answer_holds_nobody_up():
     """Rank 0 holds the store, and is stopped. A rank that asked the store now would wait forever."""
-    world = {"WORLD_SIZE": 2, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": free_port(), "TORCH_CPP_LOG_LEVEL": "ERROR"}
+    world = {
+        "WORLD_SIZE": 2,
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": free_ports(1)[0],
+        "TORCH_CPP_LOG_LEVEL": "ERROR",
+    }
     first, second = [python(jobs_flight.__file__, TIMEOUT, RANK=rank, **world) for rank in (0, 1)]
     try:
         _, err = finish(second)

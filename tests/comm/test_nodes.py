@@ -26,7 +26,7 @@ from test_mesh import alone_in_tree_order
 
 from zerolab.measure import between_bytes
 
-pytestmark = [pytest.mark.alone, pytest.mark.slow]
+pytestmark = pytest.mark.slow
 
 GROUP_TIMEOUT, STEPS = 6, 32
 OVERHEAD = 1.02  # headers, acknowledgements and messages about the run; 1.003 here, where the link takes large packets

@@ -3,40 +3,20 @@
 from __future__ import annotations
 
 import torch
-from torch import Tensor, nn
+from jobs_common import Block, Net
+from torch import Tensor
 
 import zerolab
 from zerolab import Precision
 
 BF16 = Precision(torch.bfloat16)
 
-
 VOCABULARY, WIDTH, DEPTH = 64, 32, 4
 
 
-class Block(nn.Module):
+class Model(Net):
     def __init__(self) -> None:
-        super().__init__()
-        self.norm = nn.LayerNorm(WIDTH)
-        self.up = nn.Linear(WIDTH, 4 * WIDTH)
-        self.down = nn.Linear(4 * WIDTH, WIDTH)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return x + self.down(nn.functional.gelu(self.up(self.norm(x))))
-
-
-class Model(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.embedding = nn.Embedding(VOCABULARY, WIDTH)
-        self.blocks = nn.ModuleList(Block() for _ in range(DEPTH))
-        self.head = nn.Linear(WIDTH, VOCABULARY)
-
-    def forward(self, x: Tensor, y: Tensor) -> Tensor:
-        x = self.embedding(x)
-        for block in self.blocks:
-            x = block(x)
-        return nn.functional.cross_entropy(self.head(x).flatten(0, 1), y.flatten())
+        super().__init__(WIDTH, DEPTH, VOCABULARY)
 
 
 def batch(rank: int, step: int) -> tuple[Tensor, Tensor]:

@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+from jobs_common import worlds
 from reference import BF16, train_alone, train_sharded
 from zoo import CASES, Expert, Mixture, MixtureBlock, alone, build, sharded
 
@@ -13,7 +14,7 @@ import zerolab
 
 
 @pytest.mark.parametrize("precision", [None, BF16], ids=["fp32", "bf16"])
-@pytest.mark.parametrize("n", [1, 2, 4, *(pytest.param(n, marks=pytest.mark.slow) for n in (3,))])
+@pytest.mark.parametrize("n", worlds(2, 4, others=(1, 3)))
 def test_every_stage_equals_one_process_bit_for_bit(ranks, n, precision):
     expected, expected_losses = ranks.run(train_alone, n, precision, 4, ranks=1)[0]
     for stage in range(4):
@@ -50,9 +51,18 @@ def compare(case, expected, results, rank: int) -> None:
 
 FIRST = {"plain", "tied across units", "mixture of experts", "LoRA on a frozen bf16 base"}
 FIRST |= {"odd shapes", "two backwards", "freezing and thawing", "unused", "checkpoint nested, reentrant"}
+LIKE_OTHERS = {"attention of linears", "weight norm, old", "raw branches", "output: slots", "output: dataclass"}
+LIKE_OTHERS |= {"hugging face bert", "hugging face llama"}
+LIKE_OTHERS |= {f"checkpoint {what}, reentrant" for what in ("inside", "several", "blocks")}
+LIKE_OTHERS |= {f"checkpoint {what}, non-reentrant" for what in ("inside", "nested")}
 
 
-@pytest.mark.parametrize("name", [pytest.param(n, marks=[pytest.mark.slow] * (n not in FIRST)) for n in CASES])
+def case(name: str) -> Any:
+    mark = pytest.mark.exhaustive if name in LIKE_OTHERS else pytest.mark.slow
+    return pytest.param(name, marks=[mark] * (name not in FIRST))
+
+
+@pytest.mark.parametrize("name", [case(name) for name in CASES])
 def test_equals_one_process(ranks, name):
     check_at(ranks, name, (3,))
 

@@ -384,14 +384,14 @@ def load_all(folder: str, stage: int) -> dict[str, Any]:
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("here", "there"), [((1, 1), (3, 3)), ((2, 0), (4, 3)), ((4, 3), (2, 2)), ((3, 2), (1, 0))], ids=str
+    "places", worlds(((2, 0), (4, 3)), ((4, 3), (2, 2)), others=[((1, 1), (3, 3)), ((3, 2), (1, 0))]), ids=str
 )
-def test_saved_anywhere_loaded_anywhere(ranks, here, there, tmp_path):
+def test_saved_anywhere_loaded_anywhere(ranks, places, tmp_path):
     """From (ranks, stage) to (ranks, stage): the next two steps are those of the run that was not interrupted.
 
     Every rank has the same batch, whose mean is nearly itself at 3 ranks and exactly at 1, 2 and 4.
     """
-    (n, stage), (m, other) = here, there
+    (n, stage), (m, other) = places
     expected = ranks.run(save_all, str(tmp_path), stage, ranks=n)[0]
     exact = 3 not in (n, m)
     for after in ranks.run(load_all, str(tmp_path), other, ranks=m):

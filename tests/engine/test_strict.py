@@ -320,7 +320,7 @@ def oversleep() -> tuple[str, float, float]:
         return "", 0.0, group
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_the_control_group_speaks_before_the_watchdog(ranks):
     (message, seconds, timeout), _ = ranks.run(oversleep, ranks=2, timeout=60, group_timeout=8)
     assert "exchange of used parameters" in message and "watchdog" in message

@@ -15,13 +15,14 @@ import time
 import urllib.error
 import urllib.request
 from collections.abc import Iterator
-from contextlib import ExitStack, suppress
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 import psutil
 import pytest
 from jobs_common import PYTHONPATH, ROOT
+from ports import free_ports
 from test_launch import wait_until
 
 from zerolab.classroom import labs
@@ -33,7 +34,6 @@ websocket = pytest.importorskip("websocket", reason="needs websocket-client, whi
 
 PROXY = shutil.which("configurable-http-proxy")
 pytestmark = [
-    pytest.mark.alone,
     pytest.mark.slow,
     pytest.mark.skipif(not sys.platform.startswith("linux"), reason="leases are for Linux"),
     pytest.mark.skipif(PROXY is None, reason="needs JupyterHub's proxy: npm install --global configurable-http-proxy"),
@@ -138,14 +138,6 @@ def lives(process: psutil.Process) -> bool:
     with suppress(psutil.Error):
         return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
     return False
-
-
-def free_ports(number: int) -> list[int]:
-    with ExitStack() as stack:
-        sockets = [stack.enter_context(socket.socket()) for _ in range(number)]
-        for each in sockets:
-            each.bind(("127.0.0.1", 0))
-        return [each.getsockname()[1] for each in sockets]
 
 
 class Notebook:

@@ -41,7 +41,6 @@ def worker(config: dict[str, Any]) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.alone  # many processes that each import Ray: two minutes beside other tests, else one
 def test_two_workers_of_ray_train(tmp_path: Path) -> None:
     pytest.importorskip("ray.train", reason="needs ray[train]")
     env = os.environ | {"RAY_USAGE_STATS_ENABLED": "0", "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}

@@ -23,7 +23,7 @@ from test_train import alone, lines, tiny, weights
 from zerolab import lab
 from zerolab.apps import machine
 
-pytestmark = [pytest.mark.alone, pytest.mark.slow]
+pytestmark = pytest.mark.slow
 
 TEMPLATES = ROOT / "zerolab" / "lab" / "slurm"
 ENV = {"PYTHONPATH": PYTHONPATH, "OMP_NUM_THREADS": "1", "RANKS_PER_NODE": "1", "TORCH_CPP_LOG_LEVEL": "ERROR"}

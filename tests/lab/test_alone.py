@@ -6,7 +6,6 @@ import json
 import os
 import re
 import shutil
-import socket
 import subprocess
 import sys
 import sysconfig
@@ -19,6 +18,7 @@ from typing import NamedTuple
 import nbformat
 import pytest
 from jobs_common import ROOT
+from ports import free_ports
 
 from zerolab.lab import build
 from zerolab.lab.__main__ import copy_notebooks
@@ -285,8 +285,7 @@ def test_zerolab_lab_without_a_checkout(tmp_path: Path, release: Path) -> None:
     wheel = next(release.glob("*.whl"))
     install = [python, "-m", "pip", "install", "--quiet", "--no-index", f"{wheel}[lab]"]
     subprocess.run(install, env=env, check=True, timeout=6000)
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        port = free.getsockname()[1]
+    (port,) = free_ports(1)
     room = tmp_path / "room"
     room.mkdir()
     command = [python.parent / "zerolab", "lab", "--no-browser", "--port", str(port)]

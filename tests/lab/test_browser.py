@@ -30,7 +30,6 @@ SLOW = 10  # how many times longer a busy machine may take
 QUIET = ["--no-sandbox", "--disable-gpu", "--disable-background-networking", "--disable-component-update"]
 
 pytestmark = [
-    pytest.mark.alone,
     pytest.mark.skipif(CHROMIUM is None, reason="needs Chromium (Debian's package chromium)"),
     pytest.mark.skipif(not any((ROOT / "lessons").glob("00_*.ipynb")), reason="needs the lessons: make lessons"),
     pytest.mark.slow,

@@ -113,6 +113,7 @@ def test_notebooks_of_a_source(course: Path) -> None:
     nbformat.validate(lesson)
 
 
+@pytest.mark.exhaustive
 def test_build_then_nothing_then_what_changed(
     course: Path, capsys: pytest.CaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -15,7 +15,7 @@ from zerolab.lab.ranks import cluster, magics
 from zerolab.lab.ranks.cluster import ClusterSession, _Engine
 from zerolab.lab.ranks.session import RankFailure
 
-pytestmark = [pytest.mark.alone, pytest.mark.exhaustive]
+pytestmark = pytest.mark.exhaustive
 RANKS = {0: "2", 1: "0", 2: "1"}  # by the engine's id
 
 

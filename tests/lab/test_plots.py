@@ -13,6 +13,7 @@ import matplotlib.pyplot as plt
 import pytest
 import torch
 import torch.distributed as dist
+from jobs_common import worlds
 from PIL import Image, ImageChops
 
 import zerolab
@@ -95,7 +96,7 @@ def measured(ranks):
 
 
 @pytest.mark.parametrize("precision", [None, BF16])
-@pytest.mark.parametrize("n", [1, 2, 3])
+@pytest.mark.parametrize("n", worlds(3, others=[1, 2]))
 def test_holdings(ranks, n, precision):
     sharded = {0: (), 1: ("optimizer",), 2: ("gradients", "optimizer"), 3: CATEGORIES}
     for stage in range(4):

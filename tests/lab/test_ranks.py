@@ -27,7 +27,7 @@ from zerolab.lab.ranks.magics import parse
 from zerolab.lab.ranks.rank import NAME, _shown
 from zerolab.lab.ranks.session import RankFailure, Session
 
-pytestmark = [pytest.mark.alone, pytest.mark.slow]
+pytestmark = pytest.mark.slow
 IMPORT = "import torch.distributed as dist\n"
 
 
@@ -579,6 +579,7 @@ def listens(address: str) -> bool:
         return probe.connect_ex(("127.0.0.1", int(address.rpartition(":")[2]))) == 0
 
 
+@pytest.mark.exhaustive
 def test_the_lab_opens_at_the_first_lesson_for_who_has_the_token(tmp_path: Path) -> None:
     for name in ("lessons/01_b.ipynb", "lessons/00_a.ipynb", "solutions/00_a.ipynb"):
         (tmp_path / name).parent.mkdir(exist_ok=True)

@@ -55,6 +55,7 @@ if __name__ == "__main__":
 """
 
 
+@pytest.mark.exhaustive
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="reads what Linux tells of sockets and files")
 def test_nothing_listens_beyond_loopback_and_no_secret_is_shown(tmp_path):
     """Not even where an IPython profile opens every kernel to the network, and the server's tokens are around."""

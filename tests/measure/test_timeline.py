@@ -94,7 +94,6 @@ def slowed(stage):
     return median(ratios)
 
 
-@pytest.mark.alone
 @pytest.mark.slow
 @pytest.mark.parametrize("stage", [0, 3])
 def test_what_a_timeline_costs(ranks, stage):
@@ -252,7 +251,6 @@ def hidden_share(record):
     return (length(behind) - length(intersection(behind, record.waits))) / length(under_way)
 
 
-@pytest.mark.alone
 @pytest.mark.slow
 def test_reductions_run_while_backward_computes(ranks):
     everyone = ranks.run(traced, 2, ranks=4)
@@ -283,7 +281,6 @@ def forward_of_a_stage(stage, prefetch):
     return list(gathers), [gathers[f"blocks.{k + 1}"] < forward[f"blocks.{k}"] for k in range(2)], state
 
 
-@pytest.mark.alone
 @pytest.mark.parametrize("stage", [1, 2])
 def test_the_next_unit_is_gathered_while_one_computes(ranks, stage):
     ahead, when_needed = (ranks.run(forward_of_a_stage, stage, prefetch, ranks=2) for prefetch in (True, False))
@@ -293,7 +290,6 @@ def test_the_next_unit_is_gathered_while_one_computes(ranks, stage):
         assert all(torch.equal(one, other) for one, other in zip(state, state_2, strict=True))
 
 
-@pytest.mark.alone
 @pytest.mark.slow
 def test_the_overlap_score_can_be_bad(ranks):
     for records in ranks.run(traced, Impatient, ranks=4):

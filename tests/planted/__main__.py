@@ -13,7 +13,6 @@ import argparse
 import os
 import random
 import re
-import shutil
 import signal
 import subprocess
 import sys
@@ -23,9 +22,10 @@ from concurrent.futures import ThreadPoolExecutor, as_completed
 from pathlib import Path
 from typing import NamedTuple
 
+from tests.jobs_common import ROOT, copy_checkout
+
 from .defects import DEFECTS, Defect
 
-ROOT = Path(__file__).resolve().parents[2]
 LIMIT = 120.0  # seconds
 
 
@@ -37,13 +37,6 @@ class Outcome(NamedTuple):
     output: str
 
 
-def listed() -> list[str]:
-    """The files of the checkout that git has, or would take."""
-    command = ["git", "ls-files", "-co", "--exclude-standard", "-z"]
-    names = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True).stdout.split("\0")
-    return [name for name in names if name and (ROOT / name).is_file()]
-
-
 def plant(defect: Defect, root: Path) -> None:
     """Make the edit in the checkout at `root`. Raises ValueError if its place is not there exactly once."""
     file = root / "zerolab" / defect.file
@@ -53,13 +46,11 @@ def plant(defect: Defect, root: Path) -> None:
     file.write_text(source.replace(defect.old, defect.new))
 
 
-def run(defect: Defect, names: list[str]) -> Outcome:
+def run(defect: Defect) -> Outcome:
     """Try the defect's tests on a copy in which it is planted, until one of them fails."""
     with tempfile.TemporaryDirectory(prefix="planted-") as folder:
         copy = Path(folder)
-        for name in names:
-            (copy / name).parent.mkdir(parents=True, exist_ok=True)
-            shutil.copy(ROOT / name, copy / name)
+        copy_checkout(copy)
         plant(defect, copy)
         files = [f"tests/{name}" for name in defect.tests.split()]
         command = [sys.executable, "-m", "pytest", "-x", "-q", "--tb=short", "-p", "no:cacheprovider"]
@@ -102,10 +93,10 @@ def main() -> int:
     parser.add_argument("--sample", type=int, help="so many, drawn by the commit")
     parser.add_argument("--jobs", type=int, default=2, help="how many side by side")
     options = parser.parse_args()
-    defects, names = chosen(options), listed()
+    defects = chosen(options)
     missed = 0
     with ThreadPoolExecutor(options.jobs) as pool:
-        runs = {pool.submit(run, defect, names): defect for defect in defects}
+        runs = {pool.submit(run, defect): defect for defect in defects}
         for number, done in enumerate(as_completed(runs), 1):
             defect, outcome = runs[done], done.result()
             missed += not outcome.test

@@ -14,7 +14,6 @@ import re
 import secrets
 import shutil
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -23,6 +22,7 @@ from contextlib import suppress
 from pathlib import Path
 
 import psutil
+from ports import free_ports
 
 from zerolab.world.processes import Patience
 
@@ -174,14 +174,6 @@ class Slurm:
                 ends = [f"{file.name}: {file.read_text(errors='replace')[-1500:]}" for file in files if file.exists()]
                 raise AssertionError(f"{what} did not come within {seconds:g} s\n" + "\n".join(ends))
             time.sleep(0.2)
-
-
-def free_ports(count: int) -> list[int]:
-    sockets = [socket.create_server(("127.0.0.1", 0)) for _ in range(count)]
-    ports = [each.getsockname()[1] for each in sockets]
-    for each in sockets:
-        each.close()
-    return ports
 
 
 def listening(folder: Path) -> set[str]:

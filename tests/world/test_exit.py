@@ -5,19 +5,19 @@ import sys
 from pathlib import Path
 
 import pytest
-from test_launch import finish, free_port, python
+from ports import free_ports
+from test_launch import finish, python
 
 JOBS = Path(__file__).with_name("jobs_exit.py")
 
 pytestmark = [
-    pytest.mark.alone,
     pytest.mark.slow,
     pytest.mark.skipif(not sys.platform.startswith("linux"), reason="needs /proc to see threads"),
 ]
 
 
 def two_ranks(*arguments: object) -> list[subprocess.Popen]:
-    world = {"WORLD_SIZE": 2, "LOCAL_WORLD_SIZE": 2, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": free_port()}
+    world = {"WORLD_SIZE": 2, "LOCAL_WORLD_SIZE": 2, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": free_ports(1)[0]}
     return [python(JOBS, *arguments, **world, RANK=rank, LOCAL_RANK=rank) for rank in range(2)]
 
 
@@ -41,6 +41,7 @@ def test_no_thread_is_left_when_python_ends(how, stage):
         assert len(others) == (how == "forks")  # the line that the fork prints
 
 
+@pytest.mark.exhaustive
 def test_a_rank_that_fails_waits_for_a_collective_that_never_ends_only_until_the_timeout():
     other, failing = two_ranks("fails", 2)
     try:

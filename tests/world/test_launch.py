@@ -4,7 +4,6 @@ import json
 import multiprocessing
 import os
 import signal
-import socket
 import subprocess
 import sys
 import threading
@@ -18,6 +17,7 @@ import psutil
 import pytest
 import torch
 from jobs_common import PYTHONPATH
+from ports import free_ports
 
 from zerolab.world import environment as environment_of_ranks
 from zerolab.world import nursery
@@ -46,12 +46,6 @@ def python(*args: object, **variables: object) -> subprocess.Popen:
         text=True,
         start_new_session=True,
     )
-
-
-def free_port() -> int:
-    """A port that nobody listened on a moment ago."""
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        return free.getsockname()[1]
 
 
 def finish(process: subprocess.Popen, text: str | None = None) -> tuple[str, str]:
@@ -188,7 +182,7 @@ def test_nothing_starts_before_the_first_run_and_only_results_stay_after_close()
     assert torch.equal(back["big"], big) and not back["big"].is_shared()
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_output_in_whole_lines_and_no_noise_even_when_never_closed() -> None:
     """GLOO_SOCKET_IFNAME names a cluster's network. It must not be used here, where that network does not exist."""
     process = python(JOBS, "prints", PYTHONUNBUFFERED="1", GLOO_SOCKET_IFNAME="cluster0")
@@ -201,7 +195,6 @@ def test_output_in_whole_lines_and_no_noise_even_when_never_closed() -> None:
 # ---------------------------------------------------------------------- what goes wrong
 
 
-@pytest.mark.alone
 def test_the_first_failing_rank_is_named_with_its_traceback(two: Ranks) -> None:
     error = fails(two, jobs_launch.raises, 1)
     assert error.rank == 1
@@ -212,7 +205,6 @@ def test_the_first_failing_rank_is_named_with_its_traceback(two: Ranks) -> None:
     assert "\nrank 0 raised KeyError: 'a consequence'" in str(error)
 
 
-@pytest.mark.alone
 def test_others_that_still_wait_are_named(four: Ranks) -> None:
     error = fails(four, jobs_launch.dies, "sys")
     assert error.rank == 3
@@ -222,7 +214,6 @@ def test_others_that_still_wait_are_named(four: Ranks) -> None:
     assert str(error).count("in wait_for_all\n") == 3
 
 
-@pytest.mark.alone
 @pytest.mark.parametrize(
     ("how", "said"),
     [
@@ -237,8 +228,7 @@ def test_a_death_comes_before_those_who_noticed_it(two: Ranks, how: str, said: s
     assert "\nrank 0 " in str(error)
 
 
-@pytest.mark.alone
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_a_death_is_seen_though_an_heir_holds_the_pipe(two: Ranks) -> None:
     assert two.run(jobs_launch.echo, 1) == [1, 1]
     before = {process.pid for process, _ in two._processes}  # pools of other tests may be alive too
@@ -247,7 +237,6 @@ def test_a_death_is_seen_though_an_heir_holds_the_pipe(two: Ranks) -> None:
     assert not children() & before
 
 
-@pytest.mark.alone
 @pytest.mark.slow
 def test_a_hang_names_the_ranks_and_where_they_stand(two: Ranks) -> None:
     error = fails(two, jobs_launch.hangs, timeout=2.0)
@@ -259,7 +248,6 @@ def test_a_hang_names_the_ranks_and_where_they_stand(two: Ranks) -> None:
     assert "zerolab/world/" not in str(error)
 
 
-@pytest.mark.alone
 @pytest.mark.slow
 def test_a_collective_fails_after_the_group_timeout(two: Ranks) -> None:
     error = fails(two, jobs_launch.hangs, group_timeout=1.0)
@@ -267,7 +255,6 @@ def test_a_collective_fails_after_the_group_timeout(two: Ranks) -> None:
     assert "rank 1 had not finished\n" in str(error) and "in oversleep" in str(error)
 
 
-@pytest.mark.alone
 def test_time_may_be_over_before_the_processes_have_started() -> None:
     before = children()
     with pytest.raises(RankError, match=r"time is up: rank 0 of 2 had not finished, at its start"):
@@ -315,7 +302,7 @@ def test_a_process_that_is_killed_while_idle_is_replaced(two: Ranks) -> None:
     assert not children() & set(pids)
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_a_script_without_its_guard(tmp_path: Path) -> None:
     script = tmp_path / "unguarded.py"
     script.write_text("import zerolab\ndef f(): return 1\nprint(zerolab.launch(f, 2))\n")
@@ -324,7 +311,7 @@ def test_a_script_without_its_guard(tmp_path: Path) -> None:
     assert "at its start (scripts launch under `if __name__ == '__main__':`)" in err.splitlines()[-2] + err
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_a_prompt_can_launch_what_is_imported_but_not_what_it_defines() -> None:
     program = """
 import jobs_launch, zerolab
@@ -352,7 +339,7 @@ def test_ranks_that_are_no_number(ranks) -> None:
         launch(jobs_launch.echo, ranks, 1)
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_ranks_start_no_ranks_by_accident(four: Ranks, monkeypatch: pytest.MonkeyPatch) -> None:
     """Neither those of a pool nor those of torchrun and srun; a world of one rank may."""
     for rank, said in enumerate(four.run(jobs_launch.nest, False, ranks=2)):
@@ -388,7 +375,6 @@ def hanging(*arguments: object) -> tuple[subprocess.Popen, list[psutil.Process]]
     return program, ranks
 
 
-@pytest.mark.alone
 @pytest.mark.slow
 def test_no_rank_outlives_a_parent_that_is_killed(tmp_path: Path) -> None:
     """Not even when a process that the parent forked has inherited its ends of the pipes, and lives on."""
@@ -411,14 +397,12 @@ def interrupt(program: subprocess.Popen, ranks: list[psutil.Process]) -> str:
     return err
 
 
-@pytest.mark.alone
 @pytest.mark.slow
 def test_control_c(tmp_path: Path) -> None:
     assert interrupt(*hanging(tmp_path / "told")).count("Traceback") == 1
 
 
-@pytest.mark.alone
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_control_c_while_the_processes_start(tmp_path: Path) -> None:
     program = python(JOBS, "hang", tmp_path / "told")
     parent = psutil.Process(program.pid)
@@ -426,8 +410,7 @@ def test_control_c_while_the_processes_start(tmp_path: Path) -> None:
     interrupt(program, parent.children())
 
 
-@pytest.mark.alone
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_control_z_takes_none_of_the_time(tmp_path: Path) -> None:
     program = python(JOBS, "rest", tmp_path / "told")
     wait_until(lambda: (tmp_path / "told").exists() or program.poll() is not None)
@@ -467,7 +450,7 @@ def test_torchrun() -> None:
     assert all(set(world["listening"]) <= set(LOCAL) for world in found)
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_srun() -> None:
     """Three tasks on two nodes (both here), as srun describes them."""
     tasks = [(0, 0, 0), (1, 1, 0), (2, 0, 1)]
@@ -597,7 +580,7 @@ def test_the_places_that_kubernetes_and_ray_describe() -> None:
 @pytest.mark.exhaustive
 def test_kubernetes() -> None:
     """Two pods of a PyTorchJob, as processes: torchrun in each reads the operator's PET_ variables."""
-    meet = {"MASTER_ADDR": "localhost", "MASTER_PORT": free_port()}
+    meet = {"MASTER_ADDR": "localhost", "MASTER_PORT": free_ports(1)[0]}
     torchrun = {f"PET_{name}": value for name, value in meet.items()} | {"PET_NNODES": 2, "PET_NPROC_PER_NODE": 1}
     pods = [meet | torchrun | {"WORLD_SIZE": 2, "RANK": pod, "PET_NODE_RANK": pod} for pod in (0, 1)]
     found = worlds([python("-m", "torch.distributed.run", JOBS, OMP_NUM_THREADS=1, **pod) for pod in pods])
@@ -607,7 +590,7 @@ def test_kubernetes() -> None:
 @pytest.mark.exhaustive
 def test_ray_train() -> None:
     """Two workers on one node, with the variables that Ray Train sets in each."""
-    meet = {"MASTER_ADDR": "localhost", "MASTER_PORT": free_port()}
+    meet = {"MASTER_ADDR": "localhost", "MASTER_PORT": free_ports(1)[0]}
     node = meet | {"WORLD_SIZE": 2, "LOCAL_WORLD_SIZE": 2, "NODE_RANK": 0, "ACCELERATE_TORCH_DEVICE": "cpu"}
     found = worlds([python(JOBS, RANK=rank, LOCAL_RANK=rank, **node) for rank in (0, 1)])
     assert [world["environment"] for world in found] == [[0, 2, 0, 2], [1, 2, 1, 2]]

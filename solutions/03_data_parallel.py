@@ -386,7 +386,7 @@ print(f"its buckets: {listed} = {sum(buckets):,} bytes = 4 × {sum(buckets) // 4
 
 # %%
 # %%ranks
-others = batch(words, 99, 1_000_000, 4, 64)
+others = batch(words, 99, 1_000_000, 16, 64)
 
 
 def losses(data_of):
@@ -416,7 +416,7 @@ for step in range(25):
     model(*batch(words, 0, step, 4, 64)).backward()
     optimizer.step()
     with torch.no_grad():
-        one_rank.append(model(*batch(words, 99, 1_000_000, 4, 64)).item())
+        one_rank.append(model(*batch(words, 99, 1_000_000, 16, 64)).item())
 
 # %%
 series = {

@@ -290,6 +290,36 @@ def edit_without_grad(script: Script) -> None:
     script.step()
 
 
+@habit("Right, in place or with `out=`: what comes back is the parameter, as in torch.")
+def step_by_hand(script: Script) -> None:
+    """Step without an optimizer"""
+    for _ in range(3):
+        script.backward()
+        with torch.no_grad():
+            for number, p in enumerate(script.model.parameters()):
+                if number % 2:
+                    p -= 0.1 * p.grad
+                else:
+                    torch.sub(p, 0.1 * p.grad, out=p)
+                p.grad = None
+
+
+@habit(
+    "Refused, at the step that would use it.",
+    refused="give every rank the same, or their parameters train differently",
+    instead="schedule.step(the mean of all ranks' losses)",
+    ranks=2,
+)
+def rate_of_own_loss(script: Script) -> None:
+    """Let a rate follow this rank's own loss"""
+    for _ in range(3):
+        loss = script.loss()
+        loss.backward()
+        script.step()
+        for group in script.optimizer.param_groups:
+            group["lr"] = 0.1 * loss.item()
+
+
 _INSTEAD = "before sharding, or inside `with zero.full_parameters():`"
 
 

@@ -296,6 +296,54 @@ def test_a_backward_that_broke_off_on_one_rank(ranks, n):
         all_say(caught[-1:], "CommError", "end of a backward that broke off", "waits in ")
 
 
+# -- ranks that step otherwise ----------------------------------------------------------------------------------------
+
+
+def other_rates(when: str) -> list[Caught | None]:
+    """In each stage: all ranks change their rates at times, the last rank once to another."""
+    return [attempt_timed(train_with_other_rates, stage, when) for stage in range(4)]
+
+
+def train_with_other_rates(stage: int, when: str) -> None:
+    zero = zerolab.shard(build(PLAIN), stage, units=[Block], group=own_group())
+    odd = zero.rank == zero.world_size - 1
+    half = len(list(zero.model.parameters())) // 2
+    first, *others = list(zero.model.parameters())[:half], list(zero.model.parameters())[half:]
+    groups = [{"params": first}, *({"params": other, "mine": zero.rank} for other in others)]
+    optimizer = torch.optim.AdamW(groups, lr=0.3 if odd and when == "at first" else 0.1)
+    for step in range(4):
+        if step == 2:
+            optimizer.param_groups[1]["lr"] = 0.3 if odd and when == "before backward" else 0.2
+        PLAIN.loss(zero.model, zero.rank, step).backward()
+        if step == 1 and (odd or when != "alone"):
+            optimizer.param_groups[1]["betas"] = (0.9, 0.5 if odd and when in ("after backward", "alone") else 0.99)
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+@pytest.mark.parametrize("n", worlds(2, others=[1, 3]))
+def test_hyperparameters_are_the_same_on_all_ranks(ranks, n):
+    last = f"on rank {n - 1}"
+    expected = {
+        "never": (),
+        "at first": ("RuntimeError", f"AdamW would step with lr=0.3 {last} and lr=0.1 on rank 0"),
+        "before backward": ("RuntimeError", f"AdamW would step with lr=0.3 {last} and lr=0.2 on rank 0"),
+        "after backward": ("RuntimeError", f"betas=['0.9', '0.5'] {last} and betas=['0.9', '0.99'] on rank 0"),
+    }
+    for when, said in expected.items():
+        for caught in zip(*ranks.run(other_rates, when, ranks=n), strict=True):
+            if said and n > 1:
+                all_say(caught, *said)
+            else:
+                assert caught == (None,) * n
+
+
+@pytest.mark.exhaustive
+def test_a_hyperparameter_that_one_rank_alone_sets_after_backward(ranks):
+    for caught in zip(*ranks.run(other_rates, "alone", ranks=3), strict=True):
+        all_say(caught, "CommError", "comparison of hyperparameters that changed after backward")
+
+
 def finishes_early(stage: int) -> Caught | None:
     zero = zerolab.shard(build(PLAIN), stage, units=[Block])
     optimizer = torch.optim.SGD(zero.model.parameters(), lr=0.1)

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
-from jobs_common import worlds
-from zoo import CASES, Block, Stack, attempt, build, words
+from jobs_common import same, worlds
+from torch import nn
+from torch.nn.utils import prune
+from zoo import CASES, WIDTH, Block, Stack, attempt, build, words
 
 import zerolab
 
@@ -100,6 +103,60 @@ def edit_and_load(stage: int) -> None:
 def test_editing_and_loading(ranks, n):
     for stage in range(4):
         ranks.run(edit_and_load, stage, ranks=n)
+
+
+def replace(stage: int) -> list[str]:
+    """What replaces a parameter inside full_parameters() is kept, or refused on every rank with what it was."""
+    zero = zerolab.shard(build(CASES["tied across units"]), stage, units=[Block])
+    model = zero.model
+    before = zero.full_state_dict()
+    square = torch.arange(float(WIDTH))
+    with zero.full_parameters():
+        model.blocks[0].norm.weight.data = square + zero.rank
+        model.blocks[0].norm.bias = nn.Parameter(square - zero.rank)
+        model.norm.bias.data = model.norm.weight.data  # other memory of the same unit
+        new = {key: value + zero.rank + 1 for key, value in before.items()}
+        model.blocks[1].load_state_dict({k: new[f"blocks.1.{k}"] for k in model.blocks[1].state_dict()}, assign=True)
+    after = zero.full_state_dict()
+    changed = {"blocks.0.norm.weight": square, "blocks.0.norm.bias": square, "norm.bias": before["norm.weight"]}
+    changed |= {key: value + 1 for key, value in before.items() if key.startswith("blocks.1.")}
+    assert not same(after, before | changed)
+
+    def cut(module: nn.Module) -> None:
+        prune.l1_unstructured(module.blocks[0].up, "weight", 0.5)
+
+    def untie(module: nn.Module) -> None:
+        module.blocks[2].up.weight = nn.Parameter(module.head.weight.new_zeros(2 * WIDTH + 1, WIDTH))
+
+    def resize(module: nn.Module) -> None:
+        module.norm.bias.data = torch.zeros(WIDTH + 1)
+
+    def on_one_rank(module: nn.Module) -> None:
+        if zero.rank == zero.world_size - 1:
+            module.norm.half()
+
+    told = []
+    for edit in (on_one_rank, resize, untie, cut):
+
+        def edits(edit: Callable[[nn.Module], None] = edit) -> None:
+            with zero.full_parameters():
+                edit(model)
+
+        told.append(attempt(edits))
+        if edit is not cut:
+            assert not same(zero.full_state_dict(), after), "no edit was kept"
+    return told
+
+
+@pytest.mark.parametrize("n", worlds(2, others=(1, 3)))
+def test_replacing_inside(ranks, n):
+    for stage in range(4):
+        for told in ranks.run(replace, stage, ranks=n):
+            half, resized, untied, pruned = told
+            assert f"rank {n - 1}: norm.weight went from shape ({WIDTH},) in float32 to" in half
+            assert f"rank 0: norm.bias went from shape ({WIDTH},) in float32 to ({WIDTH + 1},) in float32" in resized
+            assert "was tied to another parameter, and replaced in one place only," in untied
+            assert "blocks.0.up.weight was removed, or is no parameter any more, inside full_parameters()" in pruned
 
 
 # -- buffers ----------------------------------------------------------------------------------------------------------

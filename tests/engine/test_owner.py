@@ -524,7 +524,7 @@ def test_refused_with_a_reason_on_every_rank(ranks):
         "other order": (comm, f"rank 1 has {last} where rank 0 has {first}"),
         "other rate": (comm, "OwnerOptimizer's values: rank 1 has"),
         "gradient": (runtime, "rank 0 has a gradient for blocks.1.down.weight, rank 1 has none"),
-        "rate": (runtime, "rank 1 has the hyperparameters"),
+        "rate": (runtime, "would step with lr=0.5 on rank 1 and lr=0.01 on rank 0"),
         "failure": (runtime, "Fails failed on blocks.", "ArithmeticError: not positive definite", "from a checkpoint"),
         "late vectors": (value, f"rank 0: {muon}"),
         "alone": (runtime, "Use zerolab.OwnerOptimizer(params, Muon)"),

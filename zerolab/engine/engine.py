@@ -37,6 +37,7 @@ from zerolab.comm.waiting import CommError
 from zerolab.engine import full, step
 from zerolab.engine.backward import Backward, ForwardCall
 from zerolab.engine.clip import clip_to_norm
+from zerolab.engine.hyperparameters import DIGEST, Hyperparameters
 from zerolab.engine.partition import Part, agree_on_parts, modules_within, units_needed
 from zerolab.engine.precision import KEEP, Precision
 from zerolab.engine.prefetch import Prefetcher
@@ -107,6 +108,7 @@ class Engine:
         self._reducing: deque[Unit] = deque()  # units whose reduction is under way
         self._step_frame: Any = None  # of optimizer.step(), inside of it
         self._stepped = False  # since the last forward
+        self.hyperparameters = Hyperparameters(self.comm)
 
         settings = [type(self).__name__, str(self.precision), f"offload={offload}"]
         parts = agree_on_parts(model, units, self.comm, init is not None, settings)
@@ -181,10 +183,13 @@ class Engine:
             return clip_to_norm(self, max_norm, norm_type)
 
     def full_parameters(self) -> AbstractContextManager[None]:
-        """Inside, the model shows full parameters in the masters' dtype, on every rank, to look at or edit in place.
+        """Inside, the model shows full parameters in the masters' dtype, on every rank, to look at or edit.
 
-        The first rank's edits are kept, on all ranks; after an error inside, none are. All ranks must take part. The
-        model may be called inside, but not trained.
+        The first rank's edits are kept, on all ranks; after an error inside, none are. A parameter may be replaced, by
+        `.data = ...`, another `nn.Parameter` or `load_state_dict(assign=True)`, if shape and dtype stay. All ranks must
+        take part. The model may be called inside, but not trained.
+
+        Raises `RuntimeError` on every rank, and keeps no edit, if one has replaced a parameter by anything else.
         """
         return full.editing(self)
 
@@ -509,9 +514,12 @@ class Engine:
         """Autograd has finished: reduce what is left, exchange what was used, show the gradients."""
         if self._sync:
             self._take_turns(everyone=True)
-            flags = self.comm.start_exchange(self._flags(), "exchange of used parameters")
+            message = self.hyperparameters.offer() + self._flags()
+            exchanged = self.comm.start_exchange(message, "exchange of used parameters")
             self._advance_reductions(to_the_end=True)
-            self._show_grads(flags())
+            rows = exchanged()
+            self.hyperparameters.settle([row[:DIGEST] for row in rows])
+            self._show_grads([row[DIGEST:] for row in rows])
             self.comm.progress.backwards += 1
         for unit in self.units:
             if self._backward.is_open(unit) or unit in self._held:
@@ -594,12 +602,13 @@ class Engine:
 
     # -- the optimizer's step: step.py calls these for the units that the optimizer updates -----------------------
 
-    def before_optimizer(self, units: list[Unit]) -> None:
+    def before_optimizer(self, optimizer: torch.optim.Optimizer, units: list[Unit]) -> None:
         self.forget_calls()
         self.structure.check()
         self.check_grads_final(units)
-        self._step_frame = sys._getframe(2)  # that of step.py's caller
         self.comm.phase = "step"
+        self.hyperparameters.check(optimizer)
+        self._step_frame = sys._getframe(2)  # that of step.py's caller
         self._prepare_step(units)
 
     def after_optimizer(self, units: list[Unit]) -> None:

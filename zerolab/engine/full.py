@@ -57,12 +57,18 @@ def editing(engine: Engine) -> Iterator[None]:
     engine.structure.check()
     engine.comm.phase = "full_parameters"
     gathered = {unit: _gather_master(unit) for unit in engine.units}
-    for unit, flat in gathered.items():
-        unit.show([nn.Parameter(view, requires_grad=False) for view in unit.layout.views(flat)])
+    shown = {unit: unit.layout.views(flat) for unit, flat in gathered.items()}
+    for unit, views in shown.items():
+        unit.show([nn.Parameter(view, requires_grad=False) for view in views])
     engine.bypassed = True
     try:
         yield
         engine.comm.phase = "full_parameters"
+        found = [_take_over(unit, views) for unit, views in shown.items()]
+        problems = engine.comm.exchange(next(filter(None, found), None), "end of full_parameters()")
+        for rank, problem in enumerate(problems):
+            if problem:
+                raise RuntimeError(f"rank {rank}: {problem} inside full_parameters(), so no edit was kept")
         for unit, flat in gathered.items():
             engine.comm.broadcast(flat, unit.name)
             _set_master(engine, unit, flat)
@@ -70,6 +76,24 @@ def editing(engine: Engine) -> Iterator[None]:
         engine.bypassed = False
         for unit in engine.units:
             unit.show_params()
+
+
+@torch.no_grad()
+def _take_over(unit: Unit, views: list[Tensor]) -> str | None:
+    """Copy into `views` what modules hold in their place by now. Or, if it is nothing that fits, say so."""
+    for name, view, sites in zip(unit.names, views, unit.sites, strict=True):
+        held = {id(param): param for module, key in sites if (param := module._parameters.get(key)) is not None}
+        if not all(module._parameters.get(key) is not None for module, key in sites):
+            return f"{name} was removed, or is no parameter any more,"
+        if len(held) > 1:
+            return f"{name} was tied to another parameter, and replaced in one place only,"
+        (param,) = held.values()
+        if (param.shape, param.dtype) != (view.shape, view.dtype):
+            was, now = ((tuple(one.shape), str(one.dtype).removeprefix("torch.")) for one in (view, param))
+            return f"{name} went from shape {was[0]} in {was[1]} to {now[0]} in {now[1]}"
+        if not param.is_set_to(view):
+            view.copy_(param.clone())
+    return None
 
 
 @torch.no_grad()

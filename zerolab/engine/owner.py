@@ -26,7 +26,6 @@ of a shard group, and every replica does the same work.
 from __future__ import annotations
 
 import copy
-import json
 import zlib
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -40,6 +39,7 @@ from torch.optim import LBFGS, Optimizer
 from zerolab.comm.collectives import Pending
 from zerolab.comm.slices import gather_slices, scatter_slices, spread_full
 from zerolab.comm.waiting import CommError
+from zerolab.engine.hyperparameters import NOT_VALUES, PLAIN, described, first_difference, values_of
 from zerolab.engine.layout import Slot
 from zerolab.engine.step import MARK, SeesSlices
 from zerolab.engine.step import Owner as Updated
@@ -48,8 +48,6 @@ if TYPE_CHECKING:
     from zerolab.engine.engine import Engine
     from zerolab.engine.unit import Unit
 
-NOT_VALUES = ("params", "param_names")  # entries of a parameter group that are no hyperparameters
-PLAIN = (bool, int, float, str, type(None))
 BOUNDARY = 64  # bytes: where torch lets a tensor on the CPU begin
 
 
@@ -239,7 +237,7 @@ class OwnerOptimizer(SeesSlices):
         """Raises on every rank if some rank has a problem, other parameters, or other hyperparameters."""
         comm, name = self._engine.comm, self.optimizer_class.__name__
         mine = {item.name: [item.group, item.param.requires_grad] for item in items}
-        values = [] if problem else [_described(group) for group in inner.param_groups]
+        values = [] if problem else [described(values_of(group)) for group in inner.param_groups]
         everyone = comm.exchange([problem, name, list(mine.items()), values], "comparison of the optimizers")
         for rank, (problem, *_) in enumerate(everyone):
             if problem:
@@ -247,7 +245,7 @@ class OwnerOptimizer(SeesSlices):
         for rank, (_, *theirs) in enumerate(everyone):
             for what, one, first in zip(("class", "parameters", "values"), theirs, everyone[0][1:], strict=True):
                 if one != first:
-                    one, first = _first_difference(one, first) if isinstance(one, list) else (one, first)
+                    one, first = first_difference(one, first) if isinstance(one, list) else (one, first)
                     raise CommError(
                         f"OwnerOptimizer's {what}: rank {rank} has {one} where rank 0 has {first}; build it alike on "
                         "all ranks"
@@ -275,7 +273,7 @@ class OwnerOptimizer(SeesSlices):
     def _step(self) -> None:
         comm, stage = self._engine.comm, self._engine.stage
         comm.phase, rank = "step", comm.shard_group.rank
-        given = [_values(group) for group in self.param_groups]
+        given = [values_of(group) for group in self.param_groups]
         updated: list[str] = []
         failed: list[Exception] = []  # the others must hear of it, and not wait
 
@@ -322,27 +320,18 @@ class OwnerOptimizer(SeesSlices):
                     ) from (failed[0] if failed else None)
 
     def _agree_on_grads(self) -> list[Owned]:
-        """The parameters with a gradient. Raises `RuntimeError` on every rank if ranks differ, also in their groups."""
+        """The parameters with a gradient. Raises `RuntimeError` on every rank if ranks differ."""
         comm = self._engine.comm
         have = bytes(item.param.grad is not None for item in self._items)
-        digest = zlib.crc32(json.dumps([_described(group) for group in self.param_groups]).encode()).to_bytes(4)
-        rows = comm.exchange_bytes(digest + have, "comparison of gradients")
+        rows = comm.exchange_bytes(have, "comparison of gradients")
         for rank, row in enumerate(rows):
-            for item, mine, first in zip(self._items, row[4:], rows[0][4:], strict=True):
+            for item, mine, first in zip(self._items, row, rows[0], strict=True):
                 if mine != first:
                     has, lacks = (rank, 0) if mine else (0, rank)
                     raise RuntimeError(
                         f"rank {has} has a gradient for {item.name}, rank {lacks} has none: set gradients to None on "
                         "all ranks or on none"
                     )
-        if len({row[:4] for row in rows}) > 1:
-            everyone = comm.exchange([_described(group) for group in self.param_groups], "comparison of groups")
-            rank = next(rank for rank, other in enumerate(everyone) if other != everyone[0])
-            theirs, first = _first_difference(everyone[rank], everyone[0])
-            raise RuntimeError(
-                f"rank {rank} has the hyperparameters {theirs}, rank 0 {first}: give every rank the same, or owners "
-                "would train their parameters differently"
-            )
         return [item for item, present in zip(self._items, have, strict=True) if present]
 
     def _rounds(self, items: list[Owned]) -> list[list[Owned]]:
@@ -423,7 +412,7 @@ class OwnerOptimizer(SeesSlices):
     def _put_back(self, given: list[dict[str, Any]]) -> None:
         """What the wrapped optimizer changed in its groups."""
         for group, inner, before in zip(self.param_groups, self._inner.param_groups, given, strict=True):
-            for key, value in _values(inner).items():
+            for key, value in values_of(inner).items():
                 if isinstance(group.get(key), Tensor):
                     group[key].copy_(value)
                 elif key not in before or type(value) not in PLAIN or value != before[key]:
@@ -482,26 +471,3 @@ def _lying_flat(item: Owned) -> tuple[Tensor, Tensor]:
     """Master and gradient of a parameter of which this rank has all, where they are."""
     grad: Any = item.param.grad
     return item.lie_flat(item.param), item.lie_flat(grad)
-
-
-def _values(group: dict[str, Any]) -> dict[str, Any]:
-    return {key: value for key, value in group.items() if key not in NOT_VALUES}
-
-
-def _described(group: dict[str, Any]) -> dict[str, Any]:
-    """The hyperparameters of a group, to compare: numbers and words, and of anything else what it is."""
-    return {key: _plain(value) for key, value in sorted(_values(group).items())}
-
-
-def _plain(value: Any) -> Any:
-    if isinstance(value, Tensor) and value.numel() == 1 and not value.is_cuda:
-        return value.item()
-    if isinstance(value, tuple | list):
-        return [_plain(each) for each in value]
-    return repr(value) if isinstance(value, float) or type(value) in PLAIN else type(value).__name__
-
-
-def _first_difference(one: list[Any], other: list[Any]) -> tuple[Any, Any]:
-    if len(one) != len(other):
-        return f"{len(one)} of them", len(other)
-    return next((a, b) for a, b in zip(one, other, strict=True) if a != b)

@@ -276,7 +276,9 @@ class ShownGrad(Tensor):
                     "zerolab.LossScaler(zero)"
                 )
             # What has the shape of a gradient still is one: of `p.grad = p.grad / 2` torch can clip the norm, too.
-            if isinstance(result, Tensor) and not isinstance(result, cls):
+            # But `p -= lr * p.grad` gives back `p`, as in torch, and `out=` what was passed.
+            given = any(result is arg for arg in (*args, *kwargs.values()))
+            if isinstance(result, Tensor) and not isinstance(result, cls) and not given:
                 shown = next((arg for arg in args if isinstance(arg, cls)), None)
                 if shown is not None and shown.shape == result.shape:
                     result = result.as_subclass(cls)

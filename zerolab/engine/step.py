@@ -107,7 +107,7 @@ def _before_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
                 "parameters, or stage 0. Or, if it does update each element from that element's own gradients alone, "
                 f"call zerolab.declare_elementwise({name})"
             )
-        engine.before_optimizer(units)
+        engine.before_optimizer(optimizer, units)
 
 
 def _after_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:

@@ -158,15 +158,15 @@ class Agreement:
         """Raises CommError if a rank sends another message, or has made another number of optimizer steps."""
         if len({(number, steps, size, name) for number, steps, _, size, _, name in frames}) == 1:
             return frames
-        me = self._everyone.rank
-        for rank, (number, _, _, size, _, name) in enumerate(frames):
+        me, stage = self._everyone.rank, self._recorder.progress.stage
+        made = {rank: Progress(stage, *frame[1:3]) for rank, frame in enumerate(frames)}
+        for rank, (number, steps, _, size, _, name) in enumerate(frames):
             if (number, size, name) != (frames[me][0], frames[me][3], frames[me][5]):
                 theirs, phase = name.rstrip(b"\0").decode(errors="ignore"), self._recorder.phase
                 theirs += " of another model" * (number != self._number)
-                advice = self._advice({phase}, "gather" in what + theirs)
+                apart = number == self._number and steps != frames[me][1]
+                advice = out_of_step(made) if apart else self._advice({phase}, "gather" in what + theirs)
                 raise CommError(f"rank {me}, {what} ({phase}): rank {rank} is in {theirs} instead.\n{advice}")
-        stage = self._recorder.progress.stage
-        made = {rank: Progress(stage, *frame[1:3]) for rank, frame in enumerate(frames)}
         raise CommError(f"rank {me}, {what}: {out_of_step(made)}")
 
     # -- waiting -------------------------------------------------------------------------------------------------

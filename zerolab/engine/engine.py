@@ -607,7 +607,11 @@ class Engine:
         self.structure.check()
         self.check_grads_final(units)
         self.comm.phase = "step"
-        self.hyperparameters.check(optimizer)
+        self.comm.progress.steps += 1  # for a rank that left this step out
+        try:
+            self.hyperparameters.check(optimizer)
+        finally:
+            self.comm.progress.steps -= 1
         self._step_frame = sys._getframe(2)  # that of step.py's caller
         self._prepare_step(units)
 

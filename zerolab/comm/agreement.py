@@ -165,8 +165,9 @@ class Agreement:
                 theirs, phase = name.rstrip(b"\0").decode(errors="ignore"), self._recorder.phase
                 theirs += " of another model" * (number != self._number)
                 apart = number == self._number and steps != frames[me][1]
-                advice = out_of_step(made) if apart else self._advice({phase}, "gather" in what + theirs)
-                raise CommError(f"rank {me}, {what} ({phase}): rank {rank} is in {theirs} instead.\n{advice}")
+                advice = "\n" + self._advice({phase}, "gather" in what + theirs)
+                advice = f" {out_of_step(made)}" if apart else advice
+                raise CommError(f"rank {me}, {what} ({phase}): rank {rank} is in {theirs} instead.{advice}")
         raise CommError(f"rank {me}, {what}: {out_of_step(made)}")
 
     # -- waiting -------------------------------------------------------------------------------------------------

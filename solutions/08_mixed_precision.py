@@ -410,8 +410,8 @@ print(said.replace(": ", ":\n", 1))
 assert "out of step" in said
 
 # %% [markdown]
-# Some ranks stepped, and one did not. This engine counts every rank's steps and stops before the next forward. A program
-# that does not count hangs in stages 1 and 2, where the ranks that stepped wait for an all-gather that the others never
+# Some ranks were about to step, and one had gone on without. This engine compares the ranks' steps, and stops them all. A
+# program that does not hangs in stages 1 and 2, where the ranks that stepped wait for an all-gather that the others never
 # join. In stage 3 it goes on, with a model that is made of new slices and old ones.
 #
 # Nor is it enough to skip together. Say that all ranks skip, and rank 2 alone halves its scale, since only rank 2 saw the

@@ -307,9 +307,7 @@ def other_rates(when: str) -> list[Caught | None]:
 def train_with_other_rates(stage: int, when: str) -> None:
     zero = zerolab.shard(build(PLAIN), stage, units=[Block], group=own_group())
     odd = zero.rank == zero.world_size - 1
-    half = len(list(zero.model.parameters())) // 2
-    first, *others = list(zero.model.parameters())[:half], list(zero.model.parameters())[half:]
-    groups = [{"params": first}, *({"params": other, "mine": zero.rank} for other in others)]
+    groups = [{"params": zero.model.emb.parameters()}, {"params": zero.model.blocks.parameters(), "mine": zero.rank}]
     optimizer = torch.optim.AdamW(groups, lr=0.3 if odd and when == "at first" else 0.1)
     for step in range(4):
         if step == 2:

@@ -164,9 +164,10 @@ class Agreement:
             if (number, size, name) != (frames[me][0], frames[me][3], frames[me][5]):
                 theirs, phase = name.rstrip(b"\0").decode(errors="ignore"), self._recorder.phase
                 theirs += " of another model" * (number != self._number)
-                apart = number == self._number and steps != frames[me][1]
-                advice = "\n" + self._advice({phase}, "gather" in what + theirs)
-                advice = f" {out_of_step(made)}" if apart else advice
+                if number == self._number and steps != frames[me][1]:
+                    advice = f" {out_of_step(made)}"
+                else:
+                    advice = "\n" + self._advice({phase}, "gather" in what + theirs)
                 raise CommError(f"rank {me}, {what} ({phase}): rank {rank} is in {theirs} instead.{advice}")
         raise CommError(f"rank {me}, {what}: {out_of_step(made)}")
 

@@ -607,7 +607,7 @@ class Engine:
         self.structure.check()
         self.check_grads_final(units)
         self.comm.phase = "step"
-        self.comm.progress.steps += 1  # for a rank that left this step out
+        self.comm.progress.steps += 1  # told with the comparison: a rank that left this step out has made one less
         try:
             self.hyperparameters.check(optimizer)
         finally:

@@ -82,12 +82,11 @@ def editing(engine: Engine) -> Iterator[None]:
 def _take_over(unit: Unit, views: list[Tensor]) -> str | None:
     """Copy into `views` what modules hold in their place by now. Or, if it is nothing that fits, say so."""
     for name, view, sites in zip(unit.names, views, unit.sites, strict=True):
-        held = {id(param): param for module, key in sites if (param := module._parameters.get(key)) is not None}
-        if not all(module._parameters.get(key) is not None for module, key in sites):
+        param, *others = (module._parameters.get(key) for module, key in sites)
+        if param is None or any(other is None for other in others):
             return f"{name} was removed, or is no parameter any more,"
-        if len(held) > 1:
+        if any(other is not param for other in others):
             return f"{name} was tied to another parameter, and replaced in one place only,"
-        (param,) = held.values()
         if (param.shape, param.dtype) != (view.shape, view.dtype):
             was, now = ((tuple(one.shape), str(one.dtype).removeprefix("torch.")) for one in (view, param))
             return f"{name} went from shape {was[0]} in {was[1]} to {now[0]} in {now[1]}"

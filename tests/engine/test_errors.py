@@ -361,6 +361,22 @@ def test_a_rank_that_has_finished_is_not_waited_for(ranks, stage):
     all_say([first], "CommError", "rank 1 has finished its part of the program")
 
 
+def steps_alone(stage: int) -> Caught | None:
+    zero = zerolab.shard(build(PLAIN), stage, units=[Block])
+    optimizer = torch.optim.SGD(zero.model.parameters(), lr=0.1)
+    PLAIN.loss(zero.model, zero.rank, 0).backward()
+    return attempt_timed(optimizer.step) if zero.rank == 0 else None
+
+
+@pytest.mark.parametrize("stage", worlds(0, others=(1, 2, 3)))
+def test_a_step_of_one_rank_alone(ranks, stage):
+    """The other rank has gone home, its engine with it, and still it is known how many steps it made."""
+    first, second = ranks.run(steps_alone, stage, ranks=2)
+    assert second is None
+    made = "rank 0 made 1 optimizer step and 1 backward; rank 1 made 0 optimizer steps and 1 backward"
+    all_say([first], "CommError", f"rank 1 has finished its part of the program. The ranks are out of step: {made}")
+
+
 def edited_on_one_rank() -> list[Caught | None]:
     return [attempt_timed(train_with_an_edit, stage) for stage in (1, 2)]
 

@@ -267,7 +267,7 @@ TRAIN_MUTANTS = {
             "            optimizer.step()\n",
             "            if zero.rank == 0:\n                optimizer.step()\n",
         ),
-        "out of step",
+        "optimizer.step() is for every rank",
     ),
     "always stage 2": (edit(TRAIN, "zerolab.shard(model, stage)", "zerolab.Zero2(model)"), "the engine is of stage 2"),
     "not sharded": (

@@ -30,6 +30,7 @@ from zerolab.world.environment import at_return
 from zerolab.world.processes import Patience
 
 INLINE = 256  # bytes of a message that travel at once, with what it is; the rest follows when all ranks agree
+REMEMBERED = 8  # agreements of whose progress a rank tells
 PATIENCE = 3.0  # seconds for which a rank that is sure to wait in vain waits for what the others say
 FRAME = struct.Struct(f"!IIII{INLINE}s112s")  # Comm, steps, backwards, length, first bytes, what it is
 
@@ -77,6 +78,9 @@ class Agreement:
                 raise CommError(f"rank {rank} asks for mesh={other} where rank 0 asks for mesh={asked[0][1]}")
         self._number = asked[0][0]
         self._name = f"{everyone.handle.group_name}/{self._number}"
+        _made[self._name] = recorder.progress
+        if len(_made) > REMEMBERED:
+            _made.pop(next(iter(_made)))
         if self._control is not None and _note:  # of a wait that is over
             _post({})
 
@@ -195,8 +199,8 @@ class Agreement:
         def complain() -> str | None:
             nonlocal seen, sure
             if not seen:
-                made, waits = self._recorder.progress, [entry.log.name, entry.number, entry.op, entry.unit]
-                _post({"waits": waits, "what": what, "phase": entry.phase, "comm": self._name, "made": asdict(made)})
+                waits = [entry.log.name, entry.number, entry.op, entry.unit]
+                _post({"waits": waits, "what": what, "phase": entry.phase, "comm": self._name})
             posts, store = _store().add("posts", 0), _store()
             if posts == seen and sure is None:
                 return None
@@ -229,15 +233,21 @@ class Agreement:
             else:
                 contradicts = missing and mine.get(group, number) < number
             if contradicts:
-                ours = {n: note["made"] for n, note in notes.items() if note.get("comm") == self._name}
-                made = {n: Progress(**ours[n]) for n in sorted(ours)} | {self._everyone.rank: self._recorder.progress}
-                steps = {progress.steps for progress in made.values()}
                 gathers = "gather" in entry.op + note["what"]
-                advice = self._advice({entry.phase, note["phase"]}, gathers) if len(steps) == 1 else out_of_step(made)
+                advice = self._out_of_step(notes) or self._advice({entry.phase, note["phase"]}, gathers)
                 return f"rank {rank} waits in {note['what']} ({note['phase']}) instead.\n{advice}"
             if missing and "finished" in note:
-                return f"rank {rank} {_FINISHED}.\n{_PROGRAM}"
+                advice = self._out_of_step(notes)
+                return f"rank {rank} {_FINISHED}. {advice}" if advice else f"rank {rank} {_FINISHED}.\n{_PROGRAM}"
         return None
+
+    def _out_of_step(self, notes: dict[int, dict[str, Any]]) -> str:
+        """What to say if the ranks, as far as their notes tell, have made different numbers of optimizer steps."""
+        made = {self._everyone.rank: self._recorder.progress}
+        for rank, note in notes.items():
+            if self._name in note.get("made", {}):
+                made[rank] = Progress(**note["made"][self._name])
+        return out_of_step(dict(sorted(made.items()))) if len({of.steps for of in made.values()}) > 1 else ""
 
     def _advice(self, phases: set[str], gathers: bool) -> str:
         """What may have led ranks to different collectives in these phases. gathers: one of them is a gather."""
@@ -261,6 +271,7 @@ class Agreement:
 # -- notes, which the store keeps by the ranks' numbers in the world ---------------------------------------------------
 
 _note: dict[str, Any] = {}  # this rank's
+_made: dict[str, Progress] = {}  # of the newest agreements, by their names; an engine may be gone when its rank says so
 
 
 def _store() -> dist.Store:
@@ -270,7 +281,8 @@ def _store() -> dist.Store:
 def _post(note: dict[str, Any]) -> None:
     """Replace this rank's note."""
     global _note
-    _note, store = note | {"issued": issued()}, _store()
+    made = {name: asdict(progress) for name, progress in _made.items()}
+    _note, store = note | {"issued": issued(), "made": made}, _store()
     store.set(str(dist.get_rank()), json.dumps(_note))
     store.add("posts", 1)
 

@@ -71,7 +71,6 @@ LAST_SMALLER = (
 TWICE = "divided twice: reduction='mean' has divided by this rank's samples already, so use 'sum'"
 NLL = "nll_loss() on logits: it takes logarithms of probabilities, and cross_entropy() takes logits"
 SOFTMAX = "softmax before cross_entropy(), which applies it itself"
-ONE_STEPS = "optimizer.step() is for every rank: each updates its own copy, or its own shard"
 
 BN_OWN = (
     "BatchNorm's running statistics are each rank's own, from its own samples, so the ranks validate with different "

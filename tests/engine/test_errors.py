@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 import time
 from datetime import timedelta
@@ -375,6 +376,29 @@ def test_a_step_of_one_rank_alone(ranks, stage):
     assert second is None
     made = "rank 0 made 1 optimizer step and 1 backward; rank 1 made 0 optimizer steps and 1 backward"
     all_say([first], "CommError", f"rank 1 has finished its part of the program. The ranks are out of step: {made}")
+
+
+def steps_alone_and_gives_up(stage: int) -> Caught | None:
+    """The first rank steps alone, the last goes on to the next backward, and the second comes when both are gone."""
+    zero = zerolab.shard(build(PLAIN), stage, units=[Block], group=own_group())
+    optimizer = torch.optim.SGD(zero.model.parameters(), lr=0.1)
+    PLAIN.loss(zero.model, zero.rank, 0).backward()
+    if zero.rank == 0:
+        return attempt_timed(optimizer.step)
+    optimizer.zero_grad()
+    if zero.rank == 1:
+        notes = dist.PrefixStore("zerolab/waits", dist.distributed_c10d._get_default_store())
+        notes.wait(["0"])
+        while "finished" not in json.loads(notes.get("0")):
+            time.sleep(0.05)
+    return attempt_timed(lambda: PLAIN.loss(zero.model, zero.rank, 1).backward())
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("stage", [0, 3])
+def test_a_rank_that_gave_up_still_tells_of_its_steps(ranks, stage):
+    for caught in ranks.run(steps_alone_and_gives_up, stage, ranks=3):
+        all_say([caught], "CommError", "The ranks are out of step: rank 0 made 1 optimizer step")
 
 
 def edited_on_one_rank() -> list[Caught | None]:

@@ -610,8 +610,12 @@ class Engine:
         self.comm.progress.steps += 1  # told with the comparison: a rank that left this step out has made one less
         try:
             self.hyperparameters.check(optimizer)
-        finally:
+        except CommError:  # it stays counted, for other ranks that ask later
+            raise
+        except BaseException:
             self.comm.progress.steps -= 1
+            raise
+        self.comm.progress.steps -= 1
         self._step_frame = sys._getframe(2)  # that of step.py's caller
         self._prepare_step(units)
 

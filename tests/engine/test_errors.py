@@ -379,7 +379,7 @@ def test_a_step_of_one_rank_alone(ranks, stage):
 
 
 def steps_alone_and_gives_up(stage: int) -> Caught | None:
-    """The first rank steps alone, the last goes on to the next backward, and the second comes when both are gone."""
+    """The first rank steps alone, the last goes on to the next backward, the second comes when the first gave up."""
     zero = zerolab.shard(build(PLAIN), stage, units=[Block], group=own_group())
     optimizer = torch.optim.SGD(zero.model.parameters(), lr=0.1)
     PLAIN.loss(zero.model, zero.rank, 0).backward()

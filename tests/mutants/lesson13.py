@@ -267,7 +267,7 @@ TRAIN_MUTANTS = {
             "            optimizer.step()\n",
             "            if zero.rank == 0:\n                optimizer.step()\n",
         ),
-        "optimizer.step() is for every rank",
+        "as many optimizer.step() calls",
     ),
     "always stage 2": (edit(TRAIN, "zerolab.shard(model, stage)", "zerolab.Zero2(model)"), "the engine is of stage 2"),
     "not sharded": (

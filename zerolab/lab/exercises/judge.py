@@ -299,7 +299,7 @@ def _verdict(asked: Exercise, good: list[int], world_size: int, reports: list[Re
 
 def _why_it_waits(reports: list[Report]) -> str:
     if any(" out of step" in report.seen for report in reports):
-        return "optimizer.step() is for every rank: each updates its own copy, or its own shard"
+        return "every rank must make as many optimizer.step() calls: each updates its own copy, or its own shard"
     others = [report for report in reports if report.kind != "waits"]
     if others and not any(" instead" in report.seen for report in reports):
         return f"not every rank makes the same calls: {_list([r.rank for r in others])} done while others wait"

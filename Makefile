@@ -16,6 +16,8 @@ WORKERS ?= $(shell echo $$(( $(CORES) < 6 ? 3 : $(CORES) / 2 )))
 # Compiled once, for all the processes that tests start, whatever the environment says.
 unexport PYTHONDONTWRITEBYTECODE
 TESTS = $(BIN)/python -m pytest -n $(WORKERS) --dist loadfile
+# Ranks compute with one thread anyway; where there are more threads than cores, they wait for each other.
+test test-fast test-all test-planted test-stalled: export OMP_NUM_THREADS = 1
 # A kernel that starts on a busy machine, or on one that was paused, may need more than the usual minute.
 NOTEBOOKS = -p tests.notebooks --nbval-lax --nbval-current-env --nbval-kernel-startup-timeout 600
 

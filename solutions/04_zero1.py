@@ -530,7 +530,7 @@ for name, pieces in ways.items():
 
 # %%
 # %%ranks
-updated = sum(param.numel() for param in sharded["zero"].model.parameters())
+updated = sum(zerolab.to_local(param).numel() for param in sharded["zero"].model.parameters())
 
 # %% tags=["nbval-check-output"]
 if lab.predicted("04.2"):

@@ -315,7 +315,7 @@ build(TooEarly).model(*inputs)
 # %% tags=["nbval-check-output"]
 # %%ranks
 weight = zero3.model.blocks[0].mlp.up.weight
-print("outside forward:   ", tuple(weight.shape), weight.numel(), "elements here")
+print("outside forward:   ", tuple(weight.shape), weight.shape[0], "elements here")
 with zero3.full_parameters():
     print("full_parameters(): ", tuple(zero3.model.blocks[0].mlp.up.weight.shape))
 

@@ -365,8 +365,10 @@ assert lab.pull("losses", rank=0)[1] != lab.pull("losses", rank=0)[1]  # NaN is 
 #
 # ## Who sees the overflow?
 #
-# Who looks, though? In stages 1 to 3 a rank has only its shard of the mean gradient. Raise the scale by powers of two until
-# something overflows, and count the elements that are not finite on each rank:
+# Who looks, though? In stages 1 to 3 a rank has only its shard of the mean gradient. Ask `param.grad.isfinite().all()`, and
+# zerolab asks all ranks for you. `zerolab.to_local(param.grad)` is what this rank has itself, and all that an engine has
+# to work with. Raise the scale by powers of two until something overflows, and count the elements that are not finite on
+# each rank:
 
 
 # %%
@@ -374,7 +376,7 @@ assert lab.pull("losses", rank=0)[1] != lab.pull("losses", rank=0)[1]  # NaN is 
 def not_finite(power):
     zero = zerolab.Zero3(make_model(weights), units=[Block], precision=FP16)
     (zero.model(*batch(words, rank, 99, 2, 64)) * 2.0**power).backward()
-    return sum(int((~param.grad.isfinite()).sum()) for param in zero.model.parameters())
+    return sum(int((~zerolab.to_local(param.grad).isfinite()).sum()) for param in zero.model.parameters())
 
 
 overflows = [not_finite(power) for power in range(17, 25)]
@@ -398,7 +400,8 @@ adam, said = AdamW(zero.model.parameters(), lr=1e-3), "nothing"
 try:
     for step in (99, 100):
         (zero.model(*batch(words, rank, step, 2, 64)) * 2.0**power).backward()
-        if all(param.grad is None or param.grad.isfinite().all() for param in zero.model.parameters()):
+        mine = [zerolab.to_local(param.grad) for param in zero.model.parameters() if param.grad is not None]
+        if all(grad.isfinite().all() for grad in mine):
             adam.step()
         adam.zero_grad()
 except zerolab.CommError as error:
@@ -423,7 +426,7 @@ assert "out of step" in said
 def with_scale(scale):
     zero = zerolab.Zero3(make_model(weights), units=[Block], precision=FP16)
     (zero.model(*batch(words, 0, 99, 2, 64)) * scale).backward()
-    return torch.cat([param.grad.float().flatten() for param in zero.model.parameters()]) / scale
+    return torch.cat([zerolab.to_local(param.grad).float().flatten() for param in zero.model.parameters()]) / scale
 
 
 same, torn = with_scale(2.0**12), with_scale(2.0**11 if rank == 2 else 2.0**12)

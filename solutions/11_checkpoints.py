@@ -280,7 +280,7 @@ KINDS = ("parameters", "exp_avg", "exp_avg_sq")
 
 
 def tensors_of(unit, adam, kind):  # this rank's slice of each parameter of the unit, or of its state
-    return [param.detach() if kind == "parameters" else adam.state[param][kind] for param in unit.params]
+    return [zerolab.to_local(param) if kind == "parameters" else adam.state[param][kind] for param in unit.params]
 
 
 def my_shards(zero, adam):
@@ -325,7 +325,7 @@ def load_shards(zero, adam, files, step):
                 read += 4 * (stop - start)
             for param, part in zip(unit.params, unit.layout.slices(flat, zero.rank)):
                 if kind == "parameters":
-                    param.copy_(part)
+                    zerolab.to_local(param).copy_(part)
                 else:
                     adam.state[param][kind] = part.clone()
                     adam.state[param]["step"] = torch.tensor(float(step))

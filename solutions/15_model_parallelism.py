@@ -596,7 +596,7 @@ def observe(model, adam, step, zero=None, pipe=None):
                 adam.step()
         adam.zero_grad()
     sent = pipe.sent if pipe else book.moved if zero else book.sent
-    updated = sum(param.numel() for param in adam.param_groups[0]["params"])
+    updated = sum(zerolab.to_local(param).numel() for param in adam.param_groups[0]["params"])
     return {"states": states, "kept": kept.peak, "sent": sent, "flop": flop.get_total_flops(), "updated": updated}
 
 
@@ -779,7 +779,7 @@ for micro_batches in (1, 2, 8):
 # %%ranks
 zero = zerolab.Zero2(make_model(), units=[Block])
 zero.model(*own).backward()
-mine = torch.cat([p.grad.flatten() for p in zero.units[1].params if p.grad is not None])
+mine = torch.cat([zerolab.to_local(p.grad).flatten() for p in zero.units[1].params if p.grad is not None])
 
 whole = make_model()
 whole(*tokens).backward()

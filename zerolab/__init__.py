@@ -30,6 +30,7 @@ from zerolab.engine.layout import Layout, Slot
 from zerolab.engine.owner import OwnerOptimizer
 from zerolab.engine.precision import Precision
 from zerolab.engine.scaler import LossScaler
+from zerolab.engine.slices import full_shape, full_tensor, to_local
 from zerolab.engine.step import declare_elementwise
 from zerolab.engine.unit import Unit
 from zerolab.world.environment import init
@@ -72,6 +73,8 @@ __all__ = [
     "Zero3",
     "declare_elementwise",
     "export_weights",
+    "full_shape",
+    "full_tensor",
     "init",
     "launch",
     "load",
@@ -79,4 +82,5 @@ __all__ = [
     "read_extra",
     "save",
     "shard",
+    "to_local",
 ]

@@ -26,7 +26,7 @@ from torch import Tensor, nn
 from zoo import CASES, WORDS, Block, Case, Stack, alone, noise, words
 
 import zerolab
-from zerolab import CheckpointError
+from zerolab import CheckpointError, to_local
 
 
 class Everything(Stack):
@@ -114,7 +114,7 @@ def held(zero: zerolab.Engine, optimizer: torch.optim.Optimizer) -> Held:
                     found[key] = (0, slot.numel, memory_order(value, slot.stride))
                 else:
                     start, stop = (i - slot.offset for i in unit.layout.owned(slot, zero.rank))
-                    found[key] = (start, stop, value.detach().reshape(-1).clone())
+                    found[key] = (start, stop, to_local(value).detach().reshape(-1).clone())
     return found
 
 

@@ -455,6 +455,190 @@ def grad_sync_flag(script: Script) -> None:
     script.backward()
 
 
+# -- what is computed from parameters and gradients --------------------------------------------------------------------
+
+
+@habit("Right: `norm`, `mean`, `max` and their like are answered for the whole, alike on all ranks.")
+def log_numbers(script: Script) -> None:
+    """Log norms, means and extremes"""
+    script.backward()
+    for p in script.model.parameters():
+        script.seen.append(p.detach().norm())
+        script.seen.append(p.grad.abs().mean())
+        script.seen.append((p.detach() * p.grad).sum())
+        script.seen.append(p.data.max() - p.data.min())
+        script.seen.append((p.grad > 0).sum() / p.numel())
+
+
+@habit("Right: all ranks see what one of them has in its slice.")
+def skip_nan(script: Script) -> None:
+    """Leave a step out if a gradient is not finite"""
+    script.overflow_at = 2
+    for _ in range(3):
+        script.backward()
+        if all(p.grad.isfinite().all() for p in script.model.parameters()):
+            script.optimizer.step()
+        script.optimizer.zero_grad()
+
+
+@habit("Right: each element has its own.")
+def sgd_by_hand(script: Script) -> None:
+    """Update by hand"""
+    for _ in range(3):
+        script.backward()
+        with torch.no_grad():
+            for p in script.model.parameters():
+                p -= 0.1 * p.grad
+                p.grad = None
+
+
+@habit("Right: the average is a slice, as what it averages.")
+def average(script: Script) -> None:
+    """Average the weights (EMA), and train on from the average"""
+    shadow = {name: p.detach().clone() for name, p in script.model.named_parameters()}
+    for _ in range(3):
+        script.backward()
+        script.step()
+        for name, p in script.model.named_parameters():
+            shadow[name].mul_(0.9).add_(p.detach(), alpha=0.1)
+    with torch.no_grad():
+        for name, p in script.model.named_parameters():
+            p.copy_(shadow[name])
+
+
+@habit("Right: the copies are slices.")
+def lookahead(script: Script) -> None:
+    """Lookahead"""
+    slow = [copy.deepcopy(p) for p in script.model.parameters()]
+    for number in range(4):
+        script.backward()
+        script.step()
+        if number % 2:
+            with torch.no_grad():
+                for old, p in zip(slow, script.model.parameters()):
+                    old += 0.5 * (p - old)
+                    p.copy_(old)
+
+
+@habit("Right: the norm is that of all ranks.")
+def sharpness_aware(script: Script) -> None:
+    """Sharpness-aware minimisation (SAM)"""
+    params = list(script.model.parameters())
+    script.backward()
+    with torch.no_grad():
+        norm = torch.stack([p.grad.norm() for p in params]).norm()
+        steps = [p.grad * (0.05 / norm) for p in params]
+        torch._foreach_add_(params, steps)
+    script.optimizer.zero_grad()
+    script.backward()
+    with torch.no_grad():
+        torch._foreach_sub_(params, steps)
+    script.step()
+
+
+@habit("Right: both norms are those of the whole.")
+def trust_ratio(script: Script) -> None:
+    """Scale gradients by a trust ratio (LARC)"""
+    script.backward()
+    for p in script.model.parameters():
+        ratio = 0.02 * p.detach().norm() / (p.grad.norm() + 1e-8)
+        p.grad.mul_(ratio.clamp(max=1.0))
+    script.step()
+
+
+@habit("Right. The mask is a slice, too.")
+def prune_by_size(script: Script) -> None:
+    """Keep small weights at zero"""
+    masks = {p: (p.detach().abs() > 0.1).to(p.dtype) for p in script.model.parameters()}
+    for _ in range(2):
+        script.backward()
+        script.step()
+        with torch.no_grad():
+            for p, mask in masks.items():
+                p.mul_(mask)
+
+
+_WHOLE = "it with `zerolab.full_tensor(p.grad)` on all ranks, or inside `with zero.full_parameters():`"
+
+
+@habit("Refused, at the line.", refused="goes over a dimension", stages=(1, 2, 3), instead=_WHOLE)
+def centralise(script: Script) -> None:
+    """Centralise gradients"""
+    script.backward()
+    for p in script.model.parameters():
+        if p.grad.dim() > 1:
+            p.grad.sub_(p.grad.mean(dim=1, keepdim=True))
+
+
+@habit("Refused, at the line.", refused="goes over a dimension", stages=(1, 2, 3), instead=_WHOLE)
+def adaptive_clipping(script: Script) -> None:
+    """Clip each row by its own norm"""
+    script.backward()
+    weight = script.model.head.weight
+    limit = 0.01 * weight.detach().norm(dim=1, keepdim=True).clamp(min=1e-3)
+    weight.grad.mul_((limit / weight.grad.norm(dim=1, keepdim=True)).clamp(max=1.0))
+
+
+@habit("Refused, at the line.", refused="was to get random values", stages=(1, 2, 3), instead=_WHOLE)
+def noise(script: Script) -> None:
+    """Add noise to gradients"""
+    script.backward()
+    for p in script.model.parameters():
+        p.grad.add_(torch.randn_like(p.grad), alpha=0.01)
+
+
+@habit(
+    "Refused, at the line.", refused="that is no slice of anything", stages=(1, 2, 3), instead="`torch.zeros_like(p)`"
+)
+def make_by_shape(script: Script) -> None:
+    """Make a tensor by the shape of a parameter"""
+    script.backward()
+    weight = script.model.first.weight
+    momentum = torch.zeros(weight.shape, dtype=weight.dtype)
+    momentum.add_(weight.grad)
+
+
+@habit("Refused, at the line.", refused="is not done element by element", stages=(1, 2, 3), instead=_WHOLE)
+def one_row(script: Script) -> None:
+    """Zero the gradient of one row"""
+    script.backward()
+    script.model.head.weight.grad[0] = 0.0
+
+
+@habit("Refused, at the line.", refused="is not done element by element", stages=(1, 2, 3), instead=_WHOLE)
+def to_vector(script: Script) -> None:
+    """Make one vector of all parameters"""
+    nn.utils.parameters_to_vector(script.model.parameters())
+
+
+@habit("Refused, at the line.", refused="is not done element by element", stages=(1, 2, 3), instead=_WHOLE)
+def singular_values(script: Script) -> None:
+    """Look at singular values"""
+    torch.linalg.svdvals(script.model.head.weight.detach())
+
+
+@habit("Refused, at the line.", refused="hands out the values", stages=(1, 2, 3), instead=_WHOLE)
+def histogram(script: Script) -> None:
+    """Draw a histogram with numpy"""
+    script.model.head.weight.detach().cpu().numpy()
+
+
+@habit(
+    "Refused, at the line.",
+    refused="there is no way back to it",
+    instead="`loss.backward()`, and `p.requires_grad_(False)` for what is to get no gradient",
+)
+def some_inputs(script: Script) -> None:
+    """Name the parameters that get gradients"""
+    script.loss().backward(inputs=list(script.model.parameters()))
+
+
+@habit("Refused, at the line.", refused="there is no way back to it", instead="`loss.backward()`, then `p.grad`")
+def gradients_by_themselves(script: Script) -> None:
+    """Ask autograd for gradients"""
+    torch.autograd.grad(script.loss(), list(script.model.parameters()))
+
+
 # -- the page --------------------------------------------------------------------------------------------------------
 
 
@@ -510,16 +694,14 @@ def page() -> str:
 BLIND = """
 ## What zerolab cannot see
 
-- `p.grad` is this rank's slice. Other questions than torch's clipping and `GradScaler` get the slice's answer: so
-  `p.grad.norm()`, `p.grad.isnan().any()` and `p.grad.abs().max()` differ between ranks. Use
-  `get_total_norm([p.grad])`, or reduce over the ranks.
-- The same goes for weights: `p.norm()` and `parameters_to_vector()` see slices. For what concerns full parameters,
-  use `with zero.full_parameters():` or `zero.full_state_dict()`.
+- The shape of a slice. `p.shape` and `len(p)` are those of this rank's slice, (k, 1, ...), since `p.dim()` must tell
+  matrices from biases and optimizers build their state by it. `zerolab.full_shape(p)` is the whole's, and `p.numel()`
+  counts the elements of the whole.
+- Collectives of your own: `dist.all_reduce(p.grad)` mixes slices of different places. torch shows nobody what goes into
+  a collective. `p.grad` is the average over the ranks already.
+- What is done with `zerolab.to_local(t)`, with `t.data_ptr()` and with numpy's memory.
+- The state that torch's optimizers keep: `optimizer.state[p]["exp_avg"].norm()` is that of a slice.
 - In stage 0, edits of parameters on one rank only. In stages 1 to 3 every rank edits its own slices anyway.
-- A parameter that is used outside the forward of its unit, in a method that was not registered or by a module of
-  another unit. A gradient that reaches it is refused in backward. Without gradients the slice's shape is an error,
-  but a slice of one element broadcasts.
-- Writes through numpy (`p.data.numpy()[:] = 0`), which no version counter shows.
 - Writes through `.data` inside forward, where in stage 3 and with a `Precision` the model shows a copy that does not
   last (other writes there are refused).
 - Hooks that forward itself registers on its parameters see this rank's own gradient, as with torch's DDP.

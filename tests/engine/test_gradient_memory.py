@@ -31,7 +31,7 @@ def held_between(precision: zerolab.Precision | None) -> list[tuple[list[int], l
         with zero.no_sync():
             kept_back = [backward() for _ in range(3)]
         kept_back.append(backward())
-        seen.append((synchronised, kept_back, sum(p.numel() for p in zero.model.parameters())))
+        seen.append((synchronised, kept_back, sum(zerolab.to_local(p).numel() for p in zero.model.parameters())))
     return seen
 
 

@@ -14,6 +14,7 @@ from reference import BF16, Model, batch, build, step, train_alone
 from torch import Tensor
 
 import zerolab
+from zerolab import to_local
 from zerolab.engine.precision import KEEP
 from zerolab.measure import host_state_bytes, model_states, state_bytes, timeline
 
@@ -51,7 +52,7 @@ def train(stage: int, precision: zerolab.Precision | None, offload: str | None, 
 def same(a: Any, b: Any) -> bool:
     if isinstance(a, list | tuple):
         return len(a) == len(b) and all(map(same, a, b))
-    return torch.equal(a, b) if isinstance(a, Tensor) else a == b
+    return torch.equal(to_local(a), to_local(b)) if isinstance(a, Tensor) else a == b
 
 
 def compare(stage: int, precision: zerolab.Precision | None, folder: str) -> None:

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from zoo import CASES, Block, Case, Stack, build, words
 
 import zerolab
-from zerolab import LossScaler, Precision
+from zerolab import LossScaler, Precision, to_local
 
 HALF = Precision(torch.float16)
 SCALER = {"init_scale": 2.0**20, "growth_interval": 2}  # overflows at first, and grows soon
@@ -123,7 +123,7 @@ def overflow_on_one_rank(odd: int) -> list[tuple[bool, float, int]]:
         scaler.scale(CASES["plain"].loss(zero.model, zero.rank, 0).float()).backward()
         before = zero.full_state_dict()
         if zero.rank == odd:
-            next(p for p in zero.model.parameters() if p.numel()).grad[0] = torch.inf
+            to_local(next(p for p in zero.model.parameters() if to_local(p).numel()).grad)[0] = torch.inf
         with zero.comm.record() as calls:
             scaler.step(optimizer)
         scaler.update()

@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from zoo import CASES, alone, sharded
 
 import zerolab
+from zerolab import to_local
 from zerolab.comm import Comm
 from zerolab.measure import ledger, trace
 
@@ -86,7 +87,7 @@ def everything(stage: int, mode: dict[str, Any], folder: str) -> list[Tensor]:
         loss = model(*batch(zero.rank, number))
         loss.backward()
         seen.extend([loss.detach(), zero.clip_grad_norm_(0.5)])
-        seen.extend(param.grad.float() for param in model.parameters())
+        seen.extend(to_local(param.grad).float() for param in model.parameters())
         optimizer.step()
         optimizer.zero_grad()
 
@@ -214,7 +215,7 @@ def on_meta(stage: int) -> list[Tensor]:
         model = Model()
     zero = zerolab.shard(model, stage, units=[Block], init=initialise)
     zero.model(*batch(zero.rank, 0)).backward()
-    return [*zero.full_state_dict().values(), *(param.grad for param in model.parameters())]
+    return [*zero.full_state_dict().values(), *(to_local(param.grad) for param in model.parameters())]
 
 
 def initialise(module: nn.Module) -> None:
@@ -377,10 +378,10 @@ def unscaled(offload: str | None) -> None:
     zero, optimizer = built(2, {"precision": zerolab.Precision(torch.float16), "offload": offload})
     scaler = zerolab.LossScaler(zero, init_scale=4.0)
     scaler.scale(zero.model(*batch(zero.rank, 0))).backward()
-    before = [param.grad.float().sum().item() for param in zero.model.parameters()]
+    before = [to_local(param.grad).float().sum().item() for param in zero.model.parameters()]
     scale, found = (torch.tensor([number]).as_subclass(OnDevice) for number in (0.25, 0.0))
     scaler._unscale_grads_(optimizer, scale, found, False)
-    after = [param.grad.sum().item() for param in zero.model.parameters()]
+    after = [to_local(param.grad).sum().item() for param in zero.model.parameters()]
     assert after == pytest.approx([value / 4 for value in before], rel=1e-3, abs=1e-6)
 
 

@@ -17,9 +17,10 @@ SCALER_BY_GATHER = f"""{HEAD}    def unscale_(self, optimizer):
                     continue
                 if param.grad.dtype != param.dtype:
                     self.gradients()
-                param.grad.mul_(1.0 / self.factor)
-                if param.grad.numel():
-                    norms.append(param.grad.abs().max().float())
+                grad = to_local(param.grad)
+                grad.mul_(1.0 / self.factor)
+                if grad.numel():
+                    norms.append(grad.abs().max().float())
         mine = torch.isfinite(torch.stack(norms)).all().to(torch.int64).view(1)
         every = [torch.zeros_like(mine) for _ in range(dist.get_world_size())]
         dist.all_gather(every, mine)

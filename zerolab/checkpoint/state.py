@@ -16,6 +16,7 @@ from zerolab.engine.engine import Engine
 from zerolab.engine.full import entries_of
 from zerolab.engine.layout import Slot
 from zerolab.engine.owner import OwnerOptimizer
+from zerolab.engine.slices import to_local
 from zerolab.engine.step import STAMP
 from zerolab.engine.unit import Unit
 
@@ -70,7 +71,7 @@ def parameters(zero: Engine) -> list[Held]:
 
 def flat(tensor: Tensor, like: Tensor) -> Tensor:
     """The elements of `tensor` in the memory order of `like`, which has its shape: (numel,), a view if possible."""
-    tensor = tensor.detach()
+    tensor = to_local(tensor).detach()
     if tensor.stride() != like.stride():
         tensor = torch.empty_strided(like.size(), like.stride(), dtype=tensor.dtype, device=tensor.device).copy_(tensor)
     return tensor.as_strided((tensor.numel(),), (1,))

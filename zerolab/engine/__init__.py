@@ -23,6 +23,8 @@ A gradient, from autograd to the optimizer, in Zero2 (a -> b: a calls b):
     engine.py         before_optimizer ->
     bucket.py             promote               in the dtype of the masters
 
+What a program does with them in between, it does with slices: slices.py.
+
 A parameter of Zero3, through one step:
 
     engine.py     _enter ->                     its module's forward is about to run

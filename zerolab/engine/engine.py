@@ -42,7 +42,8 @@ from zerolab.engine.partition import Part, agree_on_parts, modules_within, units
 from zerolab.engine.precision import KEEP, Precision
 from zerolab.engine.prefetch import Prefetcher
 from zerolab.engine.pytree import cast_floats, detached_from, grad_tensors, kept_by_modules
-from zerolab.engine.shown import ShownParameter, become_plain, become_shown, explain_shapes
+from zerolab.engine.shown import ShownParameter, become_plain, become_shown
+from zerolab.engine.slices import plainly
 from zerolab.engine.structure import Structure
 from zerolab.engine.unit import Unit
 
@@ -107,6 +108,7 @@ class Engine:
         self._held: list[Unit] = []  # units that stay gathered until backward ends
         self._reducing: deque[Unit] = deque()  # units whose reduction is under way
         self._step_frame: Any = None  # of optimizer.step(), inside of it
+        self.plain = False  # while an optimizer works on parameters and gradients as they are
         self._stepped = False  # since the last forward
         self.hyperparameters = Hyperparameters(self.comm)
 
@@ -178,7 +180,7 @@ class Engine:
         The norm is float64 if a gradient is, else float32.
         """
         self.check_grads_final(self.units)
-        with torch._C.DisableTorchFunctionSubclass():  # gradients as they are: this one knows of the other ranks
+        with plainly():  # gradients as they are: this one knows of the other ranks
             self.promote_grads(self.units)
             return clip_to_norm(self, max_norm, norm_type)
 
@@ -270,12 +272,13 @@ class Engine:
         unit.fill([module.get_parameter(name) for module, name in (sites[0] for sites in unit.sites)], self.comm.device)
         unit.adopt(self.optimizer_params(unit), [param.requires_grad for _, param in part.named], self._on_gradient)
         owner = step.Owner(self, unit)
-        for (name, original), param, full_param in zip(part.named, unit.params, unit.full_params, strict=True):
+        every = zip(part.named, unit.params, unit.full_params, unit.layout.slots, strict=True)
+        for (name, original), param, full_param, slot in every:
             step.mark_replaced(original, name)
             step.mark_full(full_param, name)
             step.mark_owned(param, owner)
             if isinstance(param, ShownParameter):
-                param.belong(self, original)
+                param.belong(self, original, unit.layout, slot)
         part.named.clear()
 
     def _materialise(self, modules: Iterable[nn.Module], init: Callable[[nn.Module], Any] | None) -> None:
@@ -328,7 +331,7 @@ class Engine:
             return args, kwargs
         recompute = _autograd_runs()  # activation checkpointing
         if self._depth == 1 and not recompute:
-            self._outermost = sys._getframe(1)
+            self._outermost = _caller(sys._getframe(1))
             self._start_forward(module)
         if self._depth == 1 and self.precision.cast_inputs and self.precision.compute is not None:
             args, kwargs = cast_floats((args, kwargs), self.precision.compute)
@@ -358,8 +361,6 @@ class Engine:
         if _autograd_runs():  # a recompute releases nothing: backward is about to use it
             return output
         failed = output is None and sys.exc_info()[0] is not None
-        if failed and self.stage > 0:
-            explain_shapes(sys.exc_info()[1])
         if over:  # a result that is part of a parameter must outlive it
             output = detached_from({unit.full.untyped_storage()._cdata for unit in over}, output)
         tensors: list[Tensor] = []
@@ -457,8 +458,9 @@ class Engine:
         self._prefetcher.begin("backward")
         self._notice_edits()
         self.gather_stale()
-        for unit in self.units:
-            unit.bucket.kept_back.resume()
+        with plainly():
+            for unit in self.units:
+                unit.bucket.kept_back.resume()
         self._backward.set_turns(self._sync)
 
     def _pre_backward(self, units: list[Unit], ended: int, unwatched: ForwardCall | None, grad: Tensor) -> None:
@@ -514,18 +516,21 @@ class Engine:
         """Autograd has finished: reduce what is left, exchange what was used, show the gradients."""
         if self._sync:
             self._take_turns(everyone=True)
-            message = self.hyperparameters.offer() + self._flags()
+            with plainly():
+                message = self.hyperparameters.offer() + self._flags()
             exchanged = self.comm.start_exchange(message, "exchange of used parameters")
             self._advance_reductions(to_the_end=True)
             rows = exchanged()
             self.hyperparameters.settle([row[:DIGEST] for row in rows])
-            self._show_grads([row[DIGEST:] for row in rows])
+            with plainly():
+                self._show_grads([row[DIGEST:] for row in rows])
             self.comm.progress.backwards += 1
         for unit in self.units:
             if self._backward.is_open(unit) or unit in self._held:
                 self._finish(unit)
             if not self._sync:
-                unit.bucket.kept_back.show()
+                with plainly():
+                    unit.bucket.kept_back.show()
             unit.bucket.end_backward()
         self._prefetcher.end()
         self._backward.end(keep_graph=torch._C._autograd._get_current_graph_task_keep_graph())
@@ -622,9 +627,10 @@ class Engine:
     def after_optimizer(self, units: list[Unit]) -> None:
         self._step_frame = None
         self._become_shown()
-        for unit in units:
-            unit.bucket.demote()
-            self.master_changed(unit)
+        with plainly():
+            for unit in units:
+                unit.bucket.demote()
+                self.master_changed(unit)
         self.comm.progress.steps += 1
         if not self._stepped:  # several optimizers make one step
             self.comm.step += 1
@@ -642,17 +648,22 @@ class Engine:
                 )
 
     def _become_shown(self) -> None:
-        for unit in self.units:
-            become_shown(unit.params)
+        self.plain = False
+        with plainly():
+            for unit in self.units:
+                become_shown(unit.params)
 
     def _prepare_step(self, units: list[Unit]) -> None:
-        for unit in units:
-            become_plain(unit.params)
+        self.plain = True
+        with plainly():
+            for unit in units:
+                become_plain(unit.params)
         self.promote_grads(units)
 
     def promote_grads(self, units: list[Unit]) -> None:
-        for unit in units:
-            unit.bucket.promote()
+        with plainly():
+            for unit in units:
+                unit.bucket.promote()
 
 
 def _unless_at_work(units: list[Unit], enter: Any, leave: Any) -> tuple[Any, Any]:
@@ -691,6 +702,14 @@ def _any_of(rows: list[bytes]) -> bytes:
 
 def _autograd_runs() -> bool:
     return torch._C._current_graph_task_id() != -1
+
+
+def _caller(frame: Any) -> Any:
+    """Of a hook: the first frame that lasts as long as the call it is about. Those between only pass it on."""
+    passing = ("torch._dynamo", "torch._compile", __name__)
+    while frame.f_globals.get("__name__", "").startswith(passing) and frame.f_code.co_name != "wrapped":
+        frame = frame.f_back
+    return frame
 
 
 def _on_stack(frame: Any) -> bool:

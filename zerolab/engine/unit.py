@@ -33,6 +33,7 @@ from zerolab.engine.bucket import Bucket, on_host
 from zerolab.engine.layout import Layout
 from zerolab.engine.precision import Dtypes
 from zerolab.engine.shown import make_shown
+from zerolab.engine.slices import plainly, refuse_gradient
 
 Site = tuple[nn.Module, str]  # a module and the name under which it holds a parameter
 OnGradient = Callable[["Unit", int], None]
@@ -149,6 +150,11 @@ class Unit:
 
     def show_full(self) -> None:
         """Forward begins. Check that the parameters shown so far are still ours, then show the full ones."""
+        with plainly():
+            self._check_shown()
+        self.show(self.full_params)
+
+    def _check_shown(self) -> None:
         storage = self.master.untyped_storage()._cdata  # an identity, also for slices without elements
         for i, (full, param) in enumerate(zip(self.full_params, self.params, strict=True)):
             module, attribute = self.sites[i][0]
@@ -162,7 +168,6 @@ class Unit:
                 )
             if full.requires_grad != param.requires_grad:
                 self._follow(i)
-        self.show(self.full_params)
 
     def show_params(self) -> None:
         self.show(self.params)
@@ -172,7 +177,7 @@ class Unit:
         param, full = self.params[i], self.full_params[i]
         full.requires_grad_(param.requires_grad)
         if not self._hooked[i] and param.requires_grad:
-            nn.Parameter.register_hook(param, partial(_refuse_gradient, self.names[i]))
+            nn.Parameter.register_hook(param, partial(refuse_gradient, self.names[i]))
             # The garbage collector cannot see what a hook in C++ holds, so the hook must not hold the unit.
             full.register_post_accumulate_grad_hook(partial(_pass_on, weakref.ref(self), i))
             self._hooked[i] = True
@@ -253,11 +258,3 @@ def _pass_on(reference: weakref.ref[Unit], i: int, leaf: Tensor) -> None:
     unit = reference()
     if unit is not None:
         unit._on_gradient(unit, i)
-
-
-def _refuse_gradient(name: str, grad: Tensor) -> None:
-    raise RuntimeError(
-        f"a gradient reached {name} outside of forward, where the model shows what the optimizer updates (in stages 1 "
-        "to 3 this rank's slice). Use the parameter inside the model's forward, or register the method that uses it: "
-        'zero.register_forward_method("name")'
-    )

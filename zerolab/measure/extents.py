@@ -8,6 +8,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from zerolab.engine.engine import Engine
+from zerolab.engine.slices import to_local
 from zerolab.engine.unit import Unit
 from zerolab.measure.formulas import CATEGORIES
 
@@ -50,9 +51,10 @@ def holdings(zero: Engine, optimizer: Optimizer) -> Holdings:
         origin = base + first - int(unit.master.storage_offset())
         for param in unit.params:
             state = optimizer.state.get(param, {})
-            if param.numel() and any(isinstance(x, Tensor) and x.shape == param.shape for x in state.values()):
+            numel = to_local(param).numel()
+            if numel and any(isinstance(x, Tensor) and x.shape == param.shape for x in state.values()):
                 start = origin + int(param.storage_offset())
-                found["optimizer"].append(Extent(start, start + param.numel()))
+                found["optimizer"].append(Extent(start, start + numel))
         units.append((unit.name, base, base + unit.layout.size))
         base += unit.layout.size
     merged = {category: _merge(extents) for category, extents in found.items()}

@@ -27,6 +27,7 @@ from torch.distributed import _functional_collectives as functional
 
 from zerolab.comm.collectives import Comm
 from zerolab.comm.waiting import finished_within
+from zerolab.engine.slices import to_local
 from zerolab.lab.ranks.intercept import COLLECTIVES, MESSAGES, PICKLED, Interceptor, Invocation, bytes_in_a_ring, nbytes
 from zerolab.lab.standstill import Standstill
 
@@ -490,6 +491,6 @@ def _is_freed(tensor: Tensor) -> bool:
 def _stand_ins(value: Any) -> tuple[Any, list[StandIn]]:
     """Copies to fill in place of `value`, a tensor or a list of them, and which copy belongs to which tensor."""
     tensors = [value] if isinstance(value, Tensor) else value
-    found = [(tensor, tensor.detach().clone(), tensor.detach().clone()) for tensor in tensors]
+    found = [(own, own.detach().clone(), own.detach().clone()) for own in map(to_local, tensors)]
     copies = [copy for _, copy, _ in found]
     return copies[0] if isinstance(value, Tensor) else copies, found

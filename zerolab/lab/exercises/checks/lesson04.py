@@ -13,6 +13,7 @@ from torch import Tensor, nn
 import zerolab
 from zerolab.engine.engine import Engine
 from zerolab.engine.layout import Layout
+from zerolab.engine.slices import to_local
 from zerolab.engine.unit import Unit
 from zerolab.lab.exercises.checks import values
 from zerolab.lab.exercises.checks.lesson03 import INPUT, Block, gradients_alone, make_model, mean_explained
@@ -270,7 +271,7 @@ def check_zero1(answer: Any, world: World) -> None:
 def check_slices(unit: Unit, full: Tensor, world: World) -> None:
     """What the optimizer sees must be this rank's slice of each parameter, in the storage that it is to change."""
     layout, rank = unit.layout, world.rank
-    seen, want = sum(param.numel() for param in unit.params), len(owned(layout, full, rank))
+    seen, want = sum(to_local(param).numel() for param in unit.params), len(owned(layout, full, rank))
     if world.world_size > 1 and seen == layout.numel:
         likely = "the optimizer sees full parameters, and will keep state for all of them: give it this rank's slices"
         raise Wrong(f"unit {unit.name}: the optimizer gets all {seen} elements, not this rank's {want}", likely)
@@ -288,7 +289,7 @@ def check_slices(unit: Unit, full: Tensor, world: World) -> None:
             likely = "flattened: a slice has as many dimensions as its parameter, as layout.slices() returns it"
         listed = [", ".join(map(str, found)) for found in (given, shapes)]
         raise Wrong(f"unit {unit.name}: the optimizer gets the shapes {listed[0]}, not {listed[1]}", likely)
-    got = torch.cat([param.detach().flatten() for param in unit.params])
+    got = torch.cat([to_local(param).flatten() for param in unit.params])
     compare(f"unit {unit.name}, what the optimizer sees", got, owned(layout, full, rank), _whose(unit, full, world))
     if any(param.untyped_storage()._cdata != unit.master.untyped_storage()._cdata for param in unit.params):
         likely = (
@@ -430,7 +431,7 @@ def check_means(
                 f"{what}: there are none", "reduce() left nothing in unit.bucket.grad, or post_backward() lost it"
             )
         flat = times * flat_of(layout, [alone[name] for name in unit.names])
-        got = torch.cat([param.grad.flatten() for param in unit.params])
+        got = torch.cat([to_local(param.grad).flatten() for param in unit.params])
         base = owned(layout, flat, rank)
         suspects = [
             (values.total(owned(layout, flat, rank, r), N) / N, f"another rank's slice: the mean of rank {r}'s shard")

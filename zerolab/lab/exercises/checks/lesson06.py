@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from torch.optim import SGD
 
 import zerolab
+from zerolab.engine.slices import to_local
 from zerolab.engine.unit import FullState, Unit
 from zerolab.lab.exercises.checks import values
 from zerolab.lab.exercises.checks.lesson04 import FUNCTION_ERRORS, TOO_SOON
@@ -313,7 +314,7 @@ def train(zero: zerolab.Zero2, world: World, steps: int = 2) -> tuple[list[Tenso
         optimizer.zero_grad()
         with torch.no_grad():
             outputs += [output.detach().clone(), zero.model(inputs(world, step))]
-        params += [param.detach().clone() for param in zero.model.parameters()]
+        params += [to_local(param).clone() for param in zero.model.parameters()]
     return outputs, params
 
 
@@ -368,7 +369,7 @@ def check_construction(zero: zerolab.Zero2) -> None:
             if tensor.untyped_storage()._cdata != own._cdata:
                 likely = "the optimizer must see slices of the shard: end with return super().optimizer_params(unit)"
                 raise Wrong(f"{unit.name}: {what} is not a view of unit.shard", likely)
-        seen, owned = sum(param.numel() for param in unit.params), elements_owned(unit)
+        seen, owned = sum(to_local(param).numel() for param in unit.params), elements_owned(unit)
         if seen != owned:
             likely = "what optimizer_params() returns does not cover unit.shard: return super().optimizer_params(unit)"
             raise Wrong(f"{unit.name}: the optimizer sees {seen} elements, but this rank owns {owned}", likely)

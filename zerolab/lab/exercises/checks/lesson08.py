@@ -13,6 +13,7 @@ from torch.optim import SGD, AdamW, Optimizer
 
 import zerolab
 from zerolab.engine.engine import Engine
+from zerolab.engine.slices import to_local
 from zerolab.lab.exercises.checks import values
 from zerolab.lab.exercises.checks.lesson04 import check_waited
 from zerolab.lab.exercises.checks.values import in_case
@@ -197,7 +198,7 @@ class Stage:
         groups = [{"params": self.params[:half]}, {"params": self.params[half:]}]
         self.optimizer = SGD(groups, lr=RATE, momentum=MOMENTUM)
         self.scaler = answer.MyScaler(self.zero, init_scale=START, growth_interval=INTERVAL)
-        self.speed = [torch.zeros_like(param) for param in self.params]  # SGD's momentum
+        self.speed = [torch.zeros_like(to_local(param)) for param in self.params]  # SGD's momentum
         self.given = [False] * len(self.params)  # which of them have a gradient in this turn
 
     def run(self) -> None:
@@ -220,7 +221,7 @@ class Stage:
         grads = self.write(turn)
         bad = not all(bool(grad.isfinite().all()) for grad in grads)
         expected = [grad / scale for grad in grads]
-        before = [param.detach().clone() for param in self.params]
+        before = [to_local(param).clone() for param in self.params]
         speed = [one.clone() for one in self.speed]
         with world.record() as calls, in_case(self.answer, name, NO_ERROR if turn.bad else "", ERRORS):
             if turn.first:
@@ -228,10 +229,10 @@ class Stage:
                 self.check_unscaled(name, grads, expected, before, bad)
                 for param in self.params:
                     if param.grad is not None:
-                        param.grad.mul_(0.5).nan_to_num_(0.0, 0.0, 0.0)  # no trace of an overflow is left
+                        to_local(param.grad).mul_(0.5).nan_to_num_(0.0, 0.0, 0.0)  # no trace of an overflow is left
                 expected = [grad * 0.5 for grad in expected]
             self.scaler.step(self.optimizer)
-            after = [param.detach().clone() for param in self.params]
+            after = [to_local(param).clone() for param in self.params]
             self.scaler.update()
         after_update = unchanged(after, self.params)
         grads_left = [weakref.ref(param.grad) for param in self.params if param.grad is not None]
@@ -257,9 +258,9 @@ class Stage:
         grads, self.given = [], [param.grad is not None for param in self.params]
         for number, param in enumerate(self.params):
             if param.grad is None:
-                grads.append(torch.zeros_like(param))
+                grads.append(torch.zeros_like(to_local(param)))
                 continue
-            flat = torch.arange(param.numel()) + number + 1
+            flat = torch.arange(to_local(param).numel()) + number + 1
             grad = torch.where(flat % 3 == 0, 2.0**-20, (flat % 7 + 1) * 0.25).view(param.shape)
             grads.append(grad)
         if turn.hits(self.world):
@@ -268,7 +269,7 @@ class Stage:
         with torch.no_grad():
             for grad, param in zip(grads, self.params, strict=True):
                 if param.grad is not None:
-                    param.grad.copy_(grad)
+                    to_local(param.grad).copy_(grad)
         return grads
 
     def check_unscaled(self, name: str, grads: Any, expected: Any, before: list[Tensor], bad: bool) -> None:
@@ -284,7 +285,7 @@ class Stage:
                 continue
             if param.grad.dtype == torch.float16:
                 raise Wrong(f"{what} is in float16", NOT_IN_PLACE if same(param.grad, grad) else HALF)
-            got = param.grad.detach().as_subclass(Tensor)
+            got = to_local(param.grad)
             if got.numel() and not same(got, want):
                 ratio = values.factor(got, want)
                 likely = NOT_IN_PLACE if same(got, grad) else MULTIPLIED if ratio and ratio > 1 else ""
@@ -348,14 +349,14 @@ class Stage:
         calls: list[Traffic],
     ) -> None:
         """The step must be momentum SGD's, with the unscaled gradients."""
-        owns = any(given and param.numel() for param, given in zip(self.params, self.given, strict=True))
+        owns = any(given and to_local(param).numel() for param, given in zip(self.params, self.given, strict=True))
         if not made and owns:
             likely = STILL if "skipped" in turn.name else NO_STEP
             raise Wrong(f"{turn.name}: no weight has changed, and all gradients are finite", likely)
         for number, (param, want, old, new, momentum) in enumerate(
             zip(self.params, expected, before, after, speed, strict=True)
         ):
-            if not self.given[number] or not param.numel():
+            if not self.given[number] or not to_local(param).numel():
                 continue
             self.speed[number] = MOMENTUM * momentum + want
             used = (old - new).double() / RATE - MOMENTUM * momentum.double()
@@ -410,11 +411,11 @@ class Stage:
 def unchanged(before: list[Tensor], now: list[Any]) -> bool:
     """Bit for bit; NaN equals NaN."""
     pairs = zip(before, now, strict=True)
-    return all(torch.allclose(old, new.detach(), rtol=0.0, atol=0.0, equal_nan=True) for old, new in pairs)
+    return all(torch.allclose(old, to_local(new).detach(), rtol=0.0, atol=0.0, equal_nan=True) for old, new in pairs)
 
 
 def same(got: Tensor, want: Tensor) -> bool:
-    return torch.equal(got.detach().as_subclass(Tensor).double(), want.double())
+    return torch.equal(to_local(got).detach().double(), want.double())
 
 
 def _times(ratio: float | None) -> str:
@@ -467,7 +468,7 @@ def check_limits(answer: Any, world: World) -> None:
                 loss.backward()
                 for param in zero.model.parameters():
                     if param.grad is not None:
-                        param.grad.fill_(bad)
+                        to_local(param.grad).fill_(bad)
                 scaler.step(optimizer)
                 scaler.update()
             optimizer.zero_grad()
@@ -523,7 +524,7 @@ def train(zero: Engine, optimizer: Optimizer, scaler: Any, world: World) -> list
         scaler.step(optimizer)
         scaler.update()
         optimizer.zero_grad(set_to_none=step != 2)
-        weights = torch.cat([param.detach().flatten().double() for param in zero.model.parameters()])
+        weights = torch.cat([to_local(param).flatten().double() for param in zero.model.parameters()])
         seen.append((weights, scale_of(scaler)))
     return seen
 
@@ -540,7 +541,7 @@ GIVEN = '''\
     def gradients(self) -> list[Tensor]:
         """This rank's slices of the mean gradients, turned to float32. Change them in place."""
         self.zero.promote_grads(self.zero.units)
-        return [param.grad for param in self.zero.model.parameters() if param.grad is not None]
+        return [to_local(param.grad) for param in self.zero.model.parameters() if param.grad is not None]
 '''
 
 SCALER_STUB = f'''\
@@ -548,7 +549,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.optim import Optimizer
-from zerolab import Engine
+from zerolab import Engine, to_local
 from zerolab.lab.exercises import Todo
 
 
@@ -572,7 +573,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.optim import Optimizer
-from zerolab import Engine
+from zerolab import Engine, to_local
 
 
 class MyScaler:

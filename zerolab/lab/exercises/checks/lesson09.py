@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from torch.optim import SGD
 
 from zerolab.comm.recording import Call
+from zerolab.engine.slices import to_local
 from zerolab.engine.unit import FullState, Unit
 from zerolab.lab.exercises.checks.training import check_cases
 from zerolab.lab.exercises.checks.values import forgot_to_return, in_case
@@ -497,7 +498,7 @@ def _train(
         if left := [unit.name for unit in zero.units if looks and holds_memory(unit)]:
             raise Wrong(f"{run.name}: between two steps {_and(left)} {_are(left)} gathered", STILL_THERE)
         found += [
-            (f"step {step + 1}, this rank's slice of {name}", param.detach().clone())
+            (f"step {step + 1}, this rank's slice of {name}", to_local(param).clone())
             for name, param in model.named_parameters()
         ]
     return found, eyes.passes

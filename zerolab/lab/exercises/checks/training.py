@@ -18,6 +18,7 @@ from torch.optim import SGD
 from zerolab.comm.waiting import CommError
 from zerolab.engine.engine import Engine
 from zerolab.engine.precision import Precision
+from zerolab.engine.slices import to_local
 from zerolab.lab.exercises.checks.values import in_case, storages_in
 from zerolab.lab.exercises.exercise import World, Wrong
 from zerolab.lab.exercises.spy import GaveUp
@@ -194,7 +195,7 @@ def _check_case(
             shard = unit.layout.shard(flat, rank)
             slices = unit.layout.slices(shard, rank) if cls.stage else unit.layout.views(flat)
             for name, got, want in zip(unit.names, unit.params, slices, strict=True):
-                _compare(f"{when}: this rank's slice of {name}", got.detach(), want, case, why)
+                _compare(f"{when}: this rank's slice of {name}", to_local(got), want, case, why)
     if kept:
         raise Wrong(f"training {case.name}: when backward returns, {kept}", KEPT)
 

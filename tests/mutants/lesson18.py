@@ -126,6 +126,7 @@ TO_MUTANTS = {
 
 FROM_BY_WEIGHTS = """\
 import torch
+from zerolab import to_local
 
 
 @torch.no_grad()
@@ -135,7 +136,7 @@ def from_zerolab(zero, adam):  # the averages take the place of the weights for 
     kept = {names[param]: {"step": values["step"].clone()} for param, values in adam.state.items()}
     for kind in ("exp_avg", "exp_avg_sq"):
         for param in names:
-            param.copy_(adam.state[param][kind]) if param in adam.state else param.zero_()
+            to_local(param).copy_(adam.state[param][kind]) if param in adam.state else param.zero_()
         for unit in zero.units:
             zero.master_changed(unit)
         full = zero.full_state_dict()

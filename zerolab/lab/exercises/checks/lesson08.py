@@ -235,7 +235,7 @@ class Stage:
             after = [to_local(param).clone() for param in self.params]
             self.scaler.update()
         after_update = unchanged(after, self.params)
-        grads_left = [weakref.ref(param.grad) for param in self.params if param.grad is not None]
+        grads_left = [weakref.ref(param.grad.untyped_storage()) for param in self.params if param.grad is not None]
         self.optimizer.zero_grad(set_to_none=turn.set_to_none)
         held = sum(1 for grad in grads_left if grad() is not None) if turn.set_to_none else 0
         now = scale_of(self.scaler)

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 import zerolab
 from zerolab.engine.engine import Engine
+from zerolab.engine.slices import to_local
 from zerolab.engine.step import STAMP
 from zerolab.engine.unit import Unit
 from zerolab.lab.exercises.checks import values
@@ -263,11 +264,14 @@ def check_state(when: str, zero: Engine, adam: torch.optim.Optimizer, checkpoint
             for kind in KINDS:
                 if kind not in kept:
                     raise Wrong(f"{when}: {name} has no {kind}", "Adam keeps two averages: exp_avg and exp_avg_sq")
-                check_average(f"{when}: {kind} of {name}", kept[kind], want, kind, unit, number, checkpoint, world)
+                check_average(
+                    f"{when}: {kind} of {name}", to_local(kept[kind]), want, kind, unit, number, checkpoint, world
+                )
             check_step_counter(f"{when}: step of {name}", kept["step"], state[name]["step"])
             for key, tensor in kept.items():
                 if not isinstance(tensor, Tensor):
                     continue
+                tensor = to_local(tensor)
                 place = tensor.untyped_storage()._cdata
                 if tensor.numel() and place in theirs:
                     raise Wrong(f"{when}: {key} of {name} shares the memory of a tensor of the checkpoint", CALLERS)

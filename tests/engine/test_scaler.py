@@ -129,7 +129,7 @@ def overflow_on_one_rank(odd: int) -> list[tuple[bool, float, int]]:
         scaler.update()
         after = zero.full_state_dict()
         same = all(torch.equal(before[name], after[name]) for name in before)
-        seen.append((same, scaler.get_scale(), sum(call.op == "all_reduce" for call in calls)))
+        seen.append((same, scaler.get_scale(), len(calls)))
     return seen
 
 

@@ -92,6 +92,7 @@ def everything(stage: int, mode: dict[str, Any], folder: str) -> list[Tensor]:
         optimizer.zero_grad()
 
     step(0)
+    seen.extend(zerolab.full_tensor(param).detach().clone() for param in model.parameters())
     with zero.no_sync():
         model(*batch(zero.rank, 1)).backward()
     step(2)

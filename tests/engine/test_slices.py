@@ -214,8 +214,10 @@ def the_whole(stage: int, mesh: tuple[int, int] | None) -> None:
         assert (type(local) is Tensor) == (stage > 0) and local.shape == param.shape
         local.detach().mul_(2)  # the memory of the parameter, and a write that the next forward notices
         assert torch.allclose(zerolab.full_tensor(param), 2 * plain)
+        param.detach().mul_(2)
+        assert torch.allclose(zerolab.full_tensor(param), 4 * plain), name
     with torch.no_grad():
-        assert torch.allclose(model(), 4 * (alone.a * alone.b).sum() + 8 * (alone.c.sum() * alone.d.square()).sum())
+        assert torch.allclose(model(), 16 * (alone.a * alone.b).sum() + 64 * (alone.c.sum() * alone.d.square()).sum())
         assert zerolab.full_tensor(alone.a) is alone.a
     zero.full_state_dict()
 

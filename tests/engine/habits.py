@@ -617,7 +617,7 @@ def singular_values(script: Script) -> None:
     torch.linalg.svdvals(script.model.head.weight.detach())
 
 
-@habit("Refused, at the line.", refused="hands out the values", stages=(1, 2, 3), instead=_WHOLE)
+@habit("Refused, at the line.", refused="hands out what is", stages=(1, 2, 3), instead=_WHOLE)
 def histogram(script: Script) -> None:
     """Draw a histogram with numpy"""
     script.model.head.weight.detach().cpu().numpy()
@@ -699,7 +699,8 @@ BLIND = """
   counts the elements of the whole.
 - Collectives of your own: `dist.all_reduce(p.grad)` mixes slices of different places. torch shows nobody what goes into
   a collective. `p.grad` is the average over the ranks already.
-- What is done with `zerolab.to_local(t)`, with `t.data_ptr()` and with numpy's memory.
+- What is done with `zerolab.to_local(t)`, with `t.data_ptr()` and with numpy's memory. `torch.tensor(p)` and
+  `p.set_(...)`, of which torch tells no subclass, are about this rank's slice too.
 - The state that torch's optimizers keep: `optimizer.state[p]["exp_avg"].norm()` is that of a slice.
 - In stage 0, edits of parameters on one rank only. In stages 1 to 3 every rank edits its own slices anyway.
 - Writes through `.data` inside forward, where in stage 3 and with a `Precision` the model shows a copy that does not

@@ -25,17 +25,12 @@ ABOUT_THE_SLICE = {
     "is_contiguous", "storage", "untyped_storage", "_storage", "typed_storage", "storage_type", "is_set_to", "_is_view",
     "is_same_size", "dim_order", "is_non_overlapping_and_dense", "__repr__", "__format__", "__hash__", "__reduce_ex__",
     "__dir__", "_version", "__cuda_array_interface__", "_cdata", "itemsize", "__dict__", "module_load", "grad_fn",
-    "output_nr", "__weakref__", "expand_as", "broadcast_tensors", "empty_like",
+    "output_nr", "__weakref__", "empty_like",
 }  # fmt: skip
-# They would change a tensor that others share, end the process, or take minutes.
+# They ask for a device or for shared memory, or are about Python's objects; and torch tells no subclass of `set_`.
 LEFT_OUT = {
-    "set_", "resize_", "resize_as_", "resize", "resize_as", "share_memory_", "__setstate__", "swap_tensors", "cuda",
-    "xpu", "ipu", "hpu", "mtia", "set_data", "__del__", "_make_subclass", "cond", "set_printoptions", "as_subclass",
-    "compile", "register_hook",
-    "register_post_accumulate_grad_hook", "backward", "_backward_hooks", "_post_accumulate_grad_hooks",
-    "pin_memory", "is_shared", "is_pinned", "grad", "requires_grad_", "requires_grad", "retain_grad", "names", "data",
-    "_grad", "_grad_fn", "_base", "__class__", "_use_count", "rename", "rename_", "align_to", "refine_names", "dtype",
-    "layout", "device", "align_as", "unflatten", "reinforce", "grad_dtype", "_sync", "_from_functional_tensor",
+    "__del__", "__setstate__", "_make_subclass", "cuda", "hpu", "ipu", "mtia", "pin_memory", "set_", "set_printoptions",
+    "share_memory_", "swap_tensors", "xpu",
 }  # fmt: skip
 
 

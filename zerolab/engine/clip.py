@@ -1,4 +1,4 @@
-"""The norm of gradients whose slices lie on many ranks, and whether they are finite."""
+"""The norm of gradients whose slices lie on many ranks."""
 
 from __future__ import annotations
 

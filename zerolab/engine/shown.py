@@ -203,6 +203,9 @@ class ShownSlice(ShownParameter):
             return super().__reduce_ex__(protocol)
 
 
+SHOWN = (ShownParameter, ShownSlice)  # `isinstance` asks nn.Parameter's metaclass, for each parameter in each step
+
+
 def make_shown(tensor: Tensor, requires_grad: bool, full_name: str, aliases: list[Tensor]) -> nn.Parameter:
     """A parameter that shows `tensor`. A tensor that is a subclass itself (in a simulation) becomes a plain one."""
     param = ShownParameter(tensor, requires_grad)
@@ -211,9 +214,9 @@ def make_shown(tensor: Tensor, requires_grad: bool, full_name: str, aliases: lis
     return param
 
 
-def receive(param: nn.Parameter, mean: Tensor) -> None:
+def receive(param: Any, mean: Tensor) -> None:
     """Show an averaged gradient, laid out as `param` is. Hooks see it first, when backward is over."""
-    if isinstance(param, ShownParameter) and (param._hooks or param._hooks_after):
+    if type(param) in SHOWN and (param._hooks or param._hooks_after):
         param.hold(mean)
     else:
         _accumulate(param, mean)
@@ -228,9 +231,9 @@ def _accumulate(param: nn.Parameter, mean: Tensor) -> None:
         show_grad(param, param.grad.to(param.dtype) + mean)
 
 
-def show_grad(param: nn.Parameter, grad: Tensor) -> None:
+def show_grad(param: Any, grad: Tensor) -> None:
     """Let `param.grad` show `grad`."""
-    if isinstance(param, ShownParameter):
+    if type(param) in SHOWN:
         param.mark(grad)
     param.grad = grad
 
@@ -252,7 +255,7 @@ DDP = "torch.nn.parallel.distributed"
 def become_plain(params: list[nn.Parameter]) -> None:
     """An optimizer is about to step: torch is quicker with its own classes, also on subclasses that change nothing."""
     for param in params:
-        if isinstance(param, ShownParameter):
+        if type(param) in SHOWN:
             grad: Any = param.grad
             param.__class__ = nn.Parameter  # type: ignore[assignment]
             if type(grad) is Slice:
@@ -274,5 +277,5 @@ def _belongs_to(module: str, frame: Any) -> bool:
 
 
 # torch's optimizers and its clipping take their quick path for these as well, as for DTensor.
-optimizers_types.extend([ShownParameter, ShownSlice])
+optimizers_types.extend(SHOWN)
 clipping_types.append(Slice)

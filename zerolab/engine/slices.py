@@ -42,12 +42,13 @@ COPIES = {
     "alias", "clone", "copy", "detach", "empty_like", "fill", "full_like", "ones_like", "_to_copy", "zero",
     "zeros_like",
 }  # fmt: skip
-NEW = {"new_empty", "new_empty_strided", "new_full", "new_ones", "new_zeros"}
-# Functions that hand out the values where no operation of torch's is seen.
+NEW = {"new_empty", "new_empty_strided", "new_full", "new_ones", "new_tensor", "new_zeros"}
 NORMS = {"_foreach_norm", "linalg_vector_norm", "norm"}
+# Functions, by what Python calls them. The first hand out values as what is no tensor.
 HANDED_OUT = {"numpy", "tolist", "__array__", "__dlpack__"}
 NUMBERS = {"item", "__bool__", "__complex__", "__float__", "__index__", "__int__"}
 BACKWARDS = (torch.autograd.backward, torch.autograd.grad)
+UNSEEN = "hands out what is this rank's slice alone"
 VALUES = {"H", "T", "imag", "mH", "mT", "real"}  # attributes that are computed
 
 
@@ -102,7 +103,8 @@ class Settled:
         """Before nn.init draws, it looks at the shape, and returns at once if there are no elements."""
         if sys._getframe(2).f_globals.get("__name__") == "torch.nn.init":
             self._refuse_random()
-        return self.size()  # type: ignore[attr-defined,no-any-return]
+        with plainly():
+            return self.size()  # type: ignore[attr-defined,no-any-return]
 
 
 class Slice(Settled, Tensor):  # type: ignore[misc, override]
@@ -191,8 +193,8 @@ def run(func: Any, args: Any, kwargs: Any) -> Any:
         if not slices or _at_step(slices):
             return func(*args, **kwargs)
         call = attribute or func.__name__
-        if call in HANDED_OUT or call.startswith("fbgemm_"):
-            raise _refusal(call, slices[0].place, "hands out the values of this rank's slice alone")
+        if call in HANDED_OUT:
+            raise _refusal(call, slices[0].place, UNSEEN)
         if call in NUMBERS or (call == "__format__" and slices[0].place.slot.numel == 1):
             return func(_only_element(call, slices[0]), *args[1:])
         if call in ("__repr__", "__format__"):
@@ -208,8 +210,11 @@ def run(func: Any, args: Any, kwargs: Any) -> Any:
             )
         with _Rule(call) as rule:
             result = func(*judged[0], **judged[1])
-        if stand_ins and not rule.asked:  # no values, but what kind of tensor it is
-            return func(*args, **kwargs)
+        if not rule.asked:  # no values, but what kind of tensor it is
+            result = func(*args, **kwargs) if stand_ins else result
+            if call not in NEW and any(isinstance(one, Tensor) and not place_of(one) for one in tree_leaves(result)):
+                raise _refusal(call, slices[0].place, UNSEEN)  # made of what no operation has shown
+            return result
         for other in stand_ins.values():
             other.write_back()
         return _returned(result, rule, list(stand_ins.values()))

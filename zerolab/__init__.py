@@ -25,6 +25,7 @@ from zerolab.comm.collectives import Comm, Pending
 from zerolab.comm.recording import Call
 from zerolab.comm.waiting import CommError
 from zerolab.ddp import DDP
+from zerolab.engine.ema import EMA
 from zerolab.engine.engine import Engine
 from zerolab.engine.layout import Layout, Slot
 from zerolab.engine.owner import OwnerOptimizer
@@ -53,6 +54,7 @@ def shard(model: nn.Module, stage: int, **options: Any) -> Engine:
 
 __all__ = [
     "DDP",
+    "EMA",
     "STAGES",
     "Call",
     "CheckpointError",

@@ -260,7 +260,10 @@ def clamp_weights(script: Script) -> None:
             p.data.clamp_(-0.2, 0.2)
 
 
-@habit("Right: averages are kept of what each rank shows, its slices, at 1/N of the memory.")
+@habit(
+    "Right: averages are kept of what each rank shows, its slices, at 1/N of the memory. `zerolab.EMA(zero, 0.5)` does "
+    "it in three lines (`update()`, `with average_parameters():`), and `zerolab.save(..., ema=ema)` keeps it."
+)
 def average_weights(script: Script) -> None:
     """Average weights, and evaluate with the averages"""
     params = list(script.model.parameters())
@@ -393,7 +396,7 @@ def copy_model(script: Script) -> None:
 @habit(
     "Refused, at the line.",
     refused="can be neither copied nor pickled",
-    instead="average the slices, as above",
+    instead="`ema = zerolab.EMA(zero, decay)`, which has its numbers; `ema.update()` is `update_parameters(model)`",
 )
 def averaged_model(script: Script) -> None:
     """Average the model with torch's AveragedModel"""

@@ -79,9 +79,10 @@ def break_off(*_: Any) -> None:
 
 
 def everything(stage: int, mode: dict[str, Any], folder: str) -> list[Tensor]:
-    """Steps, accumulation, clipping, evaluation, errors that all ranks meet, edits, a checkpoint: what comes of it."""
+    """Steps, accumulation, clipping, evaluation, also with averages, errors that all ranks meet, edits, a checkpoint:
+    what comes of it."""
     zero, optimizer = built(stage, mode)
-    model, seen = zero.model, []
+    model, seen, ema = zero.model, [], zerolab.EMA(zero, 0.5)
 
     def step(number: int) -> None:
         loss = model(*batch(zero.rank, number))
@@ -90,6 +91,7 @@ def everything(stage: int, mode: dict[str, Any], folder: str) -> list[Tensor]:
         seen.extend(to_local(param.grad).float() for param in model.parameters())
         optimizer.step()
         optimizer.zero_grad()
+        ema.update()
 
     step(0)
     seen.extend(zerolab.full_tensor(param).detach().clone() for param in model.parameters())
@@ -98,6 +100,8 @@ def everything(stage: int, mode: dict[str, Any], folder: str) -> list[Tensor]:
     step(2)
     with torch.no_grad():
         seen.append(model(*batch(zero.rank, 3)))
+        with ema.average_parameters():
+            seen.append(model(*batch(zero.rank, 3)))
     hook = model.blocks[0].register_forward_hook(
         lambda module, inputs, output: output.register_hook(break_off) and None
     )
@@ -112,15 +116,17 @@ def everything(stage: int, mode: dict[str, Any], folder: str) -> list[Tensor]:
     with zero.full_parameters():
         model.head.weight.mul_(1 + zero.rank)
     step(7)
-    zerolab.save(folder, zero, optimizer)
+    zerolab.save(folder, zero, optimizer, ema=ema)
     zero, optimizer = built(stage, mode)
-    zerolab.load(folder, zero, optimizer)
+    ema = zerolab.EMA(zero, 0.5)
+    zerolab.load(folder, zero, optimizer, ema=ema)
     model = zero.model
     step(8)
     state = zero.full_state_dict()
     zero.load_full_state_dict({name: value / 2 for name, value in state.items()} if zero.rank == 0 else None)
     step(9)
-    return [*(tensor.float() for tensor in seen), *zero.full_state_dict().values()]
+    states = zero.full_state_dict(), ema.full_state_dict()
+    return [*(tensor.float() for tensor in seen), *(value for state in states for value in state.values())]
 
 
 def on_both(stages: list[int], modes: list[dict[str, Any]], folder: str, late: int | None) -> float:

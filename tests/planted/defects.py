@@ -322,6 +322,20 @@ DEFECTS = [
         "engine/test_owner.py",
     ),
     Defect(
+        "an average that forgets as much as it should keep",
+        "engine/ema.py",
+        "average.lerp_(unit.master, 1 - self.decay)",
+        "average.lerp_(unit.master, self.decay)",
+        "engine/test_ema.py",
+    ),
+    Defect(
+        "the averages stay in the model",
+        "engine/ema.py",
+        "            self._write(trained)\n",
+        "",
+        "engine/test_ema.py",
+    ),
+    Defect(
         "learning rates that differ between ranks",
         "engine/hyperparameters.py",
         "if len(set(self._comm.exchange_bytes(_digest(mine), what))) > 1:",
@@ -391,6 +405,13 @@ DEFECTS = [
         'begin, end = ((i - piece["start"]) * dtype.itemsize for i in (first, last))',
         "begin, end = ((i - start) * dtype.itemsize for i in (first, last))",
         "checkpoint/test_checkpoint.py",
+    ),
+    Defect(
+        "what was trained is loaded as its average",
+        "checkpoint/loading.py",
+        'self._read(held, "ema", ',
+        'self._read(held, "parameters", ',
+        "engine/test_ema.py",
     ),
     Defect(
         "damaged bytes are loaded",

@@ -463,7 +463,7 @@ class Run:
 
     def save(self, step: int) -> None:
         if self.args.checkpoint:
-            extra = {"run": self.settings, "step": step, "scaler": self.scaler.state_dict()}
+            extra: dict[str, Any] = {"run": self.settings, "step": step, "scaler": self.scaler.state_dict()}
             zerolab.save(self.path(step), self.zero, self.optimizer, keep=self.args.keep, **extra)
 
     def resume(self) -> int:

@@ -30,18 +30,21 @@ from zerolab.checkpoint.state import (
     parameters,
     set_group_values,
 )
+from zerolab.engine.ema import EMA
 from zerolab.engine.engine import Engine
 from zerolab.engine.full import set_extras
 
 
-def load(path: str | Path, zero: Engine, optimizer: Optimizer | Iterable[Optimizer]) -> dict[str, Any]:
+def load(
+    path: str | Path, zero: Engine, optimizer: Optimizer | Iterable[Optimizer], *, ema: EMA | None = None
+) -> dict[str, Any]:
     """Load what `save` wrote, at any world size and stage, into the same model and the same kind of optimizer.
 
     All ranks must call it. Each reads and checks only the slices it needs, and nothing changes until all ranks have
     done so. optimizer: one, or a list in the order of the save. The groups must hold the same parameters as when they
     were saved; hyperparameters become the saved ones, but foreach, fused and capturable stay as they are here. At the
     same world size each rank gets back its own buffers and random number generators; at another, every rank gets the
-    first rank's buffers.
+    first rank's buffers. ema: takes in the averages, which a checkpoint that has some needs; its decay stays.
 
     Returns the extras. Raises `CheckpointError` on every rank, with nothing changed, if anything is missing, damaged,
     or from another model.
@@ -49,7 +52,7 @@ def load(path: str | Path, zero: Engine, optimizer: Optimizer | Iterable[Optimiz
     comm = zero.comm
     phase, comm.phase = comm.phase, "load"
     try:
-        loading = _Loading(Path(os.path.abspath(path)), zero, optimizer)
+        loading = _Loading(Path(os.path.abspath(path)), zero, optimizer, ema)
         checksums = on_all_ranks(comm, "reading of a checkpoint", loading.read)
         if len(set(checksums)) > 1:
             raise CheckpointError(
@@ -74,21 +77,24 @@ def read_extra(path: str | Path) -> dict[str, Any]:
 class _Loading:
     """One rank's part of a load: `read` collects and checks, `write` changes the model and the optimizer."""
 
-    def __init__(self, path: Path, zero: Engine, optimizer: Optimizer | Iterable[Optimizer]) -> None:
-        self.path, self.zero, self.given = path, zero, optimizer
+    def __init__(self, path: Path, zero: Engine, optimizer: Optimizer | Iterable[Optimizer], ema: EMA | None) -> None:
+        self.path, self.zero, self.given, self.ema = path, zero, optimizer, ema
 
     def read(self) -> str:
         """Read all this rank needs; return the checksum of the manifest."""
-        check_idle(self.zero)
+        check_idle(self.zero, self.ema)
         self.optimizer = Optimizers(self.given)
         self.folder, self.content, checksum = read_manifest(self.path)
         self.pieces = Pieces(self.folder, self.content["files"], self.content["pieces"], self.content["chunk"])
         self.held = parameters(self.zero)
         self._match_parameters()
         self._match_groups()
+        self._match_averages()
         self.extras = self._match_extra_state()
         self.parameters = [self._read(held, "parameters", self.entries[held.name]["dtype"]) for held in self.held]
         self.states = [self._read_state(held) for held in self.held]
+        averaged = self.held if self.ema else []
+        self.averages = [self._read(held, "ema", self.entries[held.name]["dtype"]) for held in averaged]
         self.own = self._read_own()
         return checksum
 
@@ -106,6 +112,10 @@ class _Loading:
             self.optimizer.set_state(param, self._placed(held, state, id(param) not in step_on_device))
         for group, saved in zip(self.optimizer.param_groups, self.groups, strict=True):
             set_group_values(group, saved["values"])
+        if self.ema:
+            for held, part, values in zip(self.held, self.ema.parts(), self.averages, strict=True):
+                flat(part, held.param).copy_(values)
+            self.ema.resume(self.content["ema"]["updates"])
         for name, buffer in buffers(self.zero).items():
             buffer.copy_(self.own[f"buffers/{name}"].view(buffer.shape))
         if "generators/cpu" in self.own:
@@ -173,6 +183,11 @@ class _Loading:
                 f"{self.folder}: was saved with {len(self.content['groups'])} parameter groups, this optimizer has "
                 f"{len(self.groups)}"
             )
+
+    def _match_averages(self) -> None:
+        if (self.content.get("ema") is None) != (self.ema is None):
+            has = "no averages: leave ema out" if self.ema else "averages: pass ema=zerolab.EMA(zero, decay)"
+            raise CheckpointError(f"{self.folder}: has {has}")
 
     def _match_extra_state(self) -> dict[str, Any]:
         here, saved = extra_state(self.zero), self.content.get("extra_state", {})

@@ -10,6 +10,7 @@ from typing import Any
 
 from zerolab.checkpoint.files import CHUNK, NAMES, CheckpointError, digest, dtype_name, naming
 from zerolab.checkpoint.state import Optimizers, buffers, extra_state, group_values, names_in_groups, parameters
+from zerolab.engine.ema import difference
 from zerolab.engine.engine import Engine
 
 FORMAT = "zerolab checkpoint"
@@ -29,12 +30,16 @@ def build_manifest(
         for name, piece in part["pieces"].items():
             pieces.setdefault(name, []).append(piece)
     states = {name: _agreed_state(name, [part["states"][name] for part in parts]) for name in parts[0]["states"]}
+    if problem := difference([part["ema"] for part in parts]):
+        raise CheckpointError(problem)
+    ema = parts[0]["ema"] and {"updates": parts[0]["ema"][0]}
     entries = {}
     for held in parameters(zero):
         state, numel = states[held.name], held.slot.numel
         wanted = {f"parameters/{held.name}": numel}
         wanted |= {f"optimizer/{key}/{held.name}": numel for key in state["elements"]}
         wanted |= {f"optimizer/{key}/{held.name}": prod(t["shape"]) for key, t in state.get("tensors", {}).items()}
+        wanted |= {f"ema/{held.name}": held.slot.numel} if ema else {}
         for name, numel in wanted.items():
             have = sum(piece["stop"] - piece["start"] for piece in pieces.get(name, []))
             if have != numel:
@@ -59,6 +64,7 @@ def build_manifest(
             for names, group in zip(names_in_groups(zero, optimizer), optimizer.param_groups, strict=True)
         ],
         "parameters": entries,
+        "ema": ema,
         "buffers": {
             name: {"shape": tuple(buffer.shape), "dtype": dtype_name(name, buffer)}
             for name, buffer in buffers(zero).items()

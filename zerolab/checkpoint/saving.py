@@ -32,6 +32,7 @@ from zerolab.checkpoint.state import (
     parameters,
     to_json,
 )
+from zerolab.engine.ema import EMA
 from zerolab.engine.engine import Engine
 
 # What torch's optimizers keep once per parameter, not once per element. For a parameter without dimensions, the shape
@@ -45,6 +46,7 @@ def save(
     zero: Engine,
     optimizer: Optimizer | Iterable[Optimizer],
     *,
+    ema: EMA | None = None,
     keep: int | None = None,
     **extra: Any,
 ) -> None:
@@ -55,6 +57,7 @@ def save(
     of the same path finds one or the other.
 
     optimizer: one, or a list of those that train the model: Muon for its matrices and AdamW for the rest.
+    ema: the averages of this model, if it has some. They are saved in slices, as the parameters are.
     keep: for paths that end in a number, such as "run/step-000100": afterwards delete older checkpoints with the same
         name and a lower number, so that `keep` remain.
     extra: any JSON; `load` and `read_extra` return it. The first rank's is saved, as is what modules have by
@@ -68,9 +71,9 @@ def save(
     given = optimizer if isinstance(optimizer, Optimizer) else list(optimizer)
     try:
         zero.check_in_step("start of a save")
-        begun = on_all_ranks(comm, "start of a save", lambda: _begin(path, zero, Optimizers(given), keep, extra))
+        begun = on_all_ranks(comm, "start of a save", lambda: _begin(path, zero, Optimizers(given), ema, keep, extra))
         folder, optimizers = path.with_name(begun[0]), Optimizers(given)
-        parts = on_all_ranks(comm, "writing of a checkpoint", lambda: _write_part(folder, zero, optimizers))
+        parts = on_all_ranks(comm, "writing of a checkpoint", lambda: _write_part(folder, zero, optimizers, ema))
 
         def finish() -> None:
             if comm.rank == 0:
@@ -85,9 +88,11 @@ def save(
         comm.phase = phase
 
 
-def _begin(path: Path, zero: Engine, optimizer: Optimizers, keep: int | None, extra: dict[str, Any]) -> str | None:
+def _begin(
+    path: Path, zero: Engine, optimizer: Optimizers, ema: EMA | None, keep: int | None, extra: dict[str, Any]
+) -> str | None:
     """On every rank: check that this can be saved. On the first rank: make the temporary folder, return its name."""
-    check_idle(zero)
+    check_idle(zero, ema)
     names_in_groups(zero, optimizer)
     extra_state(zero)
     if keep is not None and keep < 1:
@@ -115,18 +120,21 @@ def _begin(path: Path, zero: Engine, optimizer: Optimizers, keep: int | None, ex
 # -- every rank: its file -------------------------------------------------------------------------------------------
 
 
-def _write_part(folder: Path, zero: Engine, optimizer: Optimizers) -> dict[str, Any]:
+def _write_part(folder: Path, zero: Engine, optimizer: Optimizers, ema: EMA | None) -> dict[str, Any]:
     """Write this rank's file; return what the manifest needs to know of it."""
     tensors: dict[str, Tensor] = {}
     ranges: dict[str, tuple[int, int]] = {}
     states: dict[str, dict[str, Any] | None] = {}
     shared = _shared_keys(optimizer)
+    averages = ema.parts() if ema else []
     first_replica = zero.comm.replicate_group is None or zero.comm.replicate_group.rank == 0
-    for held in parameters(zero):
+    for number, held in enumerate(parameters(zero)):
         name, unit, slot, param = held.name, held.unit, held.slot, held.param
         begin, end = unit.layout.owned(slot, unit.rank)
         start, stop = begin - slot.offset, end - slot.offset
         tensors_of: dict[str, Tensor] = {f"parameters/{name}": param}
+        if ema:
+            tensors_of[f"ema/{name}"] = averages[number]
         if optimizer.owned(param):
             states[name] = None
             if optimizer.here(param):
@@ -152,7 +160,7 @@ def _write_part(folder: Path, zero: Engine, optimizer: Optimizers) -> dict[str, 
         name: {"file": file, "start": ranges[name][0], "stop": ranges[name][1], **entry}
         for name, entry in written.pop("tensors").items()
     }
-    return {"file": file, **written, "pieces": pieces, "states": states}
+    return {"file": file, **written, "pieces": pieces, "states": states, "ema": ema.progress() if ema else None}
 
 
 def _sliced_state(held: Held, optimizer: Optimizers, shared: set[str]) -> tuple[dict[str, Any], dict[str, Tensor]]:

@@ -12,12 +12,13 @@ from torch.optim import Optimizer
 
 from zerolab.checkpoint.files import DTYPES, NAMES, CheckpointError
 from zerolab.comm.collectives import Comm
+from zerolab.engine.ema import EMA
 from zerolab.engine.engine import Engine
 from zerolab.engine.full import entries_of
 from zerolab.engine.layout import Slot
 from zerolab.engine.owner import OwnerOptimizer
 from zerolab.engine.slices import to_local
-from zerolab.engine.step import STAMP
+from zerolab.engine.step import STAMP, averaged
 from zerolab.engine.unit import Unit
 
 # Entries of a parameter group that are not saved: tensors, and the choice of implementation, which is this program's.
@@ -38,10 +39,17 @@ def on_all_ranks(comm: Comm, what: str, work: Callable[[], Any]) -> list[Any]:
     return [result for _, result in rows]
 
 
-def check_idle(zero: Engine) -> None:
-    """Raise `CheckpointError` unless parameters are at rest: no forward, backward or `full_parameters()` is running."""
+def check_idle(zero: Engine, ema: EMA | None) -> None:
+    """Raise `CheckpointError` unless parameters are at rest: no forward, backward or `full_parameters()` is running.
+
+    Nor may an EMA show its averages, and `ema` must be of this model.
+    """
     if not zero.is_idle():
         raise CheckpointError("a checkpoint cannot be saved or loaded inside forward, backward or full_parameters()")
+    if zero in averaged:
+        raise CheckpointError("a checkpoint cannot be saved or loaded inside average_parameters() of an EMA")
+    if ema is not None and not (isinstance(ema, EMA) and ema.zero is zero):
+        raise CheckpointError(f"ema must be a zerolab.EMA of this {type(zero).__name__}, and is a {type(ema).__name__}")
 
 
 # -- parameters -----------------------------------------------------------------------------------------------------

@@ -171,8 +171,7 @@ def refuse_copy(*args: Any) -> Any:
     """Let copy.deepcopy(model), AveragedModel(model), pickle and torch.save(model) say why not."""
     raise TypeError(
         "a sharded model can be neither copied nor pickled. Copy it before sharding it, or build it again and load "
-        "zero.full_state_dict(). To average weights, average the slices: "
-        "torch._foreach_lerp_(averages, [p.detach() for p in model.parameters()], 1 - decay)"
+        "zero.full_state_dict(). To average weights, use zerolab.EMA(zero, decay)"
     )
 
 

@@ -22,6 +22,8 @@ if TYPE_CHECKING:
 
 MARK = "_zerolab_mark"  # the attribute of a parameter: who updates it, or why no optimizer may
 
+averaged: weakref.WeakSet[Engine] = weakref.WeakSet()  # their masters are averages for now: ema.py
+
 _elementwise: set[type] = {ASGD, SGD, Adadelta, Adagrad, Adam, Adamax, AdamW, NAdam, RAdam, RMSprop, Rprop}
 
 
@@ -88,6 +90,11 @@ def owners_of(optimizer: Optimizer) -> dict[Engine, list[Unit]]:
 
 def _before_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
     owners = owners_of(optimizer)
+    if not averaged.isdisjoint(owners):
+        raise RuntimeError(
+            f"{type(optimizer).__name__} was to step inside average_parameters() of an EMA, whose end takes back what "
+            "is done to parameters inside: step before it or after it"
+        )
     if optimizer not in _watched:
         _watched.add(optimizer)
         optimizer.register_state_dict_post_hook(_stamp)

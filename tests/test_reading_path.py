@@ -1,8 +1,8 @@
-"""README's map and its two reading passes: what they list is there, complete, and as long as they say.
+"""CONTRIBUTING's map and its two reading passes: what they list is there, complete, and as long as they say.
 
 After files have changed, from the repository's root:
 
-    python tests/test_reading_path.py        # writes the line counts into README
+    python tests/test_reading_path.py        # writes the line counts into CONTRIBUTING.md
 """
 
 from __future__ import annotations
@@ -12,12 +12,12 @@ import re
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
-README = ROOT / "README.md"
+PAGE = ROOT / "CONTRIBUTING.md"
 LADDER = [f"zerolab/{name}.py" for name in ("ddp", "zero1", "zero2", "zero3")]
 HOUR = [*LADDER, *(f"zerolab/{name}.py" for name in ("engine/layout", "engine/unit", "engine/bucket"))]
 HOUR.append("zerolab/comm/collectives.py")
 
-PASS = re.compile(r"^\*\*In (?:an hour|a day): [\d,]+ lines.*?(?=^\*\*In|^\[CONTRIBUTING|\Z)", re.DOTALL | re.MULTILINE)
+PASS = re.compile(r"^\*\*In (?:an hour|a day): [\d,]+ lines.*?(?=^\*\*In|^## |\Z)", re.DOTALL | re.MULTILINE)
 ROW = re.compile(r"\]\((zerolab/[\w/]+\.py)\) \| \d+ \|")
 
 
@@ -38,12 +38,12 @@ def counted(section: str) -> str:
 
 
 def passes() -> list[str]:
-    found = PASS.findall(README.read_text(encoding="utf-8"))
-    assert len(found) == 2, "README has two passes: **In an hour: N lines** and **In a day: N lines**"
+    found = PASS.findall(PAGE.read_text(encoding="utf-8"))
+    assert len(found) == 2, "CONTRIBUTING.md has two passes: **In an hour: N lines** and **In a day: N lines**"
     return found
 
 
-def test_readme_counts_the_lines():
+def test_the_page_counts_the_lines():
     for section in passes():
         for written, right in zip(section.splitlines(), counted(section).splitlines()):
             assert written == right, f"write:\n{right}\nor run: python tests/test_reading_path.py"
@@ -78,13 +78,13 @@ def tree(path: str) -> ast.Module:
 
 
 def test_the_map_has_every_room():
-    named = set(re.findall(r"^zerolab/(\w+)/ ", README.read_text(encoding="utf-8"), re.MULTILINE))
+    named = set(re.findall(r"^zerolab/(\w+)/ ", PAGE.read_text(encoding="utf-8"), re.MULTILINE))
     assert named == {path.parent.name for path in (ROOT / "zerolab").glob("*/__init__.py")}
 
 
 def write() -> None:
-    text = README.read_text(encoding="utf-8")
-    README.write_text(PASS.sub(lambda section: counted(section[0]), text), encoding="utf-8")
+    text = PAGE.read_text(encoding="utf-8")
+    PAGE.write_text(PASS.sub(lambda section: counted(section[0]), text), encoding="utf-8")
 
 
 if __name__ == "__main__":

@@ -86,7 +86,7 @@ def test_every_page_is_there(pages):
     docs = {f"docs/{path.stem}.html" for path in (ROOT / "docs").glob("*.md")}
     notebooks = {f"{kind}/{stem}.html" for kind in ("lessons", "solutions") for stem in LESSONS}
     reference = {f"api/{name}.html" for name in ("zerolab", "zerolab.lab", "zerolab.lab.plots", "zerolab.measure")}
-    assert pages.keys() >= {"index.html", "house.html", "ladder.html", *docs, *notebooks, *reference}
+    assert pages.keys() >= {"index.html", "contributing.html", *docs, *notebooks, *reference}
 
 
 def test_every_link_leads_somewhere(site, pages):
@@ -174,7 +174,7 @@ def test_a_link_that_leads_nowhere_ends_the_build():
 import pathlib, build
 site = build.Site(pathlib.Path("unused"), "")
 print(site.rewrite("[a](using.md#errors-instead-of-wrong-numbers) `x[0](nowhere)`", "docs/habits.md"))
-print(site.rewrite("[a](../README.md#the-house)", "docs/habits.md"))
+print(site.rewrite("[a](../README.md#the-lessons) [b](../CONTRIBUTING.md#the-house)", "docs/habits.md"))
 try:
     site.rewrite("[a](nowhere.md)", "docs/habits.md")
 except FileNotFoundError as error:
@@ -182,7 +182,7 @@ except FileNotFoundError as error:
 """)
     assert said == [
         "[a](/docs/using.md#errors-instead-of-wrong-numbers) `x[0](nowhere)`",
-        "[a](/house.md#the-house)",
+        "[a](/index.md#the-lessons) [b](/contributing.md#the-house)",
         "docs/habits.md links to nowhere.md",
     ]
 

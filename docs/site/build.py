@@ -3,9 +3,9 @@
     python docs/site/build.py                   # into build/site (make site)
     python docs/site/build.py --out FOLDER
 
-README gives the start page, the ladder and the house; `docs/*.md`, `lessons/*.ipynb` and `solutions/*.ipynb` are a page
-each, whatever their number; the reference comes from docstrings. A link to a file of the repository becomes a link to
-its page, a source file that is linked gets a page, and a link that leads nowhere ends the build.
+README gives the start page; `docs/*.md`, `lessons/*.ipynb` and `solutions/*.ipynb` are a page each, whatever their
+number; the reference comes from docstrings. A link to a file of the repository becomes a link to its page, a source
+file that is linked gets a page, and a link that leads nowhere ends the build.
 
 "Open in Colab" needs the repository's address: `ZEROLAB_REPOSITORY` in the environment (site.yml sets it to the
 repository it runs in), else `Repository` in `[project.urls]` of pyproject.toml. Without either there is no such link.
@@ -28,10 +28,8 @@ import notebook
 
 ROOT = Path(__file__).resolve().parents[2]
 HERE = Path(__file__).parent
-# Sections of README with a page of their own; all others are on the start page.
-OWN_PAGE = {"The ladder": "ladder", "Use": "ladder", "The house": "house"}
 # The order of pages in the menu; a page that is not named here comes after these.
-COURSE = ["paths", "glossary", "formulas", "questions", "claims", "teachers"]
+COURSE = ["paths", "glossary", "formulas", "questions", "claims", "teachers", "administrators"]
 PACKAGE = ["using", "habits", "measuring", "performance", "first-gpu-run", "tested"]
 LINK = re.compile(r"(```.*?^ *```|`[^`\n]+`)|(?<=\]\()([^)\s]+)(?=\))", re.DOTALL | re.MULTILINE)
 COLAB = "https://colab.research.google.com/github/"
@@ -40,7 +38,7 @@ COLAB = "https://colab.research.google.com/github/"
 class Site:
     def __init__(self, folder: Path, repository: str) -> None:
         self.folder, self.repository = folder, repository
-        self.readme = sections((ROOT / "README.md").read_text())
+        self.readme = (ROOT / "README.md").read_text()
         self.docs = sorted(path.stem for path in (ROOT / "docs").glob("*.md"))
         self.lessons = sorted((ROOT / "lessons").glob("*.ipynb"))
         self.sources: set[Path] = set()
@@ -57,7 +55,7 @@ class Site:
             raise FileNotFoundError(f"{origin} links to {link}")
         name = file.relative_to(ROOT).as_posix()
         if name == "README.md":
-            page = self.home(anchor)
+            page = "index.md"
         elif name == "CONTRIBUTING.md":
             page = "contributing.md"
         elif name in ("lessons", "solutions"):
@@ -74,12 +72,6 @@ class Site:
             shutil.copy(file, copy)
             page = f"files/{name}"
         return f"/{page}#{anchor}" if anchor else f"/{page}"
-
-    def home(self, anchor: str) -> str:
-        for heading, text in self.readme.items():
-            if anchor in [slug(found) for found in re.findall(r"^#+ (.+)$", text, re.MULTILINE)]:
-                return f"{OWN_PAGE.get(heading, 'index')}.md"
-        return "index.md"
 
     def source(self, file: Path) -> str:
         self.sources.add(file)
@@ -115,28 +107,18 @@ class Site:
             self.write_source(file)
 
     def write_readme(self) -> None:
-        pages: dict[str, list[str]] = {"index": [], "ladder": [], "house": []}
-        for heading, text in self.readme.items():
-            page = pages[OWN_PAGE.get(heading, "index")]
-            text = self.rewrite(text, "README.md")
-            page.append(text.replace("## ", "# ", 1) if heading in OWN_PAGE and not page else text)
         first = f"/{self.lessons[0].relative_to(ROOT).with_suffix('.md')}"
         actions = [f"[Read the first lesson]({first})"]
         if "paths" in self.docs:
             actions.append("[Choose a path](/docs/paths.md)")
-        head, _, rest = pages["index"][0].partition("\n```")  # after the first paragraph
-        pages["index"][0] = f"{head}\n{buttons(actions)}\n```{rest}"
-        pages["index"].append(self.menu())
-        for name, parts in pages.items():
-            self.write(name, "\n\n".join(parts))
+        head, fence, rest = self.rewrite(self.readme, "README.md").partition("\n```")  # before the first commands
+        self.write("index", f"{head}\n{buttons(actions)}{fence}{rest}\n\n{self.menu()}")
 
     def menu(self) -> str:
         others = [stem for stem in self.docs if stem not in COURSE]
         groups = {
             "The course": ["lessons/index", *(f"docs/{stem}" for stem in COURSE if stem in self.docs)],
             "The package": [
-                "ladder",
-                "house",
                 *(f"docs/{stem}" for stem in sorted(others, key=lambda s: (PACKAGE + [s]).index(s))),
                 "contributing",
             ],
@@ -146,7 +128,7 @@ class Site:
 
     def write_lesson(self, lesson: Path, following: Path | None) -> None:
         origin, solved = f"lessons/{lesson.name}", ROOT / "solutions" / lesson.name
-        minutes = re.search(rf"\({re.escape(origin)}\)[^|]*\| *(\d+) *\|", self.readme["The lessons"])
+        minutes = re.search(rf"\({re.escape(origin)}\)[^|]*\| *(\d+) *\|", self.readme)
         actions = [f"{{download}}`Download the notebook </{self.copy(lesson)}>`"]
         if colab := colab_link(self.repository, origin):
             actions.append(f"[Open in Colab]({colab})")
@@ -178,7 +160,7 @@ class Site:
         self.write(origin.removesuffix(".ipynb"), f"---\norphan: true\nnosearch: true\n---\n{text}")
 
     def write_lists(self) -> None:
-        table = self.rewrite(self.readme["The lessons"], "README.md").replace("## ", "# ", 1)
+        table = self.rewrite(section(self.readme, "The lessons"), "README.md").replace("## ", "# ", 1)
         pages = [lesson.stem for lesson in self.lessons]
         self.write("lessons/index", f"{table}\n\n{toctree(pages, ':hidden:')}")
         solved = [path for path in self.lessons if (ROOT / "solutions" / path.name).exists()]
@@ -197,14 +179,10 @@ class Site:
         return name
 
 
-def sections(text: str) -> dict[str, str]:
-    """README by its headings of second order; what comes before the first has the name ""."""
-    parts = re.split(r"^(?=## )", text, flags=re.MULTILINE)
-    return {part.splitlines()[0].removeprefix("## ") if part.startswith("## ") else "": part for part in parts}
-
-
-def slug(heading: str) -> str:
-    return re.sub(r"[^\w -]", "", heading.lower()).replace(" ", "-")
+def section(text: str, heading: str) -> str:
+    """The section of that heading, of second order."""
+    (found,) = re.findall(rf"^## {re.escape(heading)}\n.*?(?=^## |\Z)", text, re.MULTILINE | re.DOTALL)
+    return found
 
 
 def buttons(links: list[str]) -> str:

@@ -202,6 +202,44 @@ print(subprocess.run(["umount", sys.prefix], capture_output=True, text=True).std
 """
 
 
+def test_the_page_for_teachers_names_what_a_cell_can_do(room: Room) -> None:
+    """Whoever closes one of these gaps takes it from docs/teachers.md."""
+    (other,) = [process for process in room.processes() if "student-02" in _cwd(process)][:1]
+    notebook = Notebook(room, room.handout()[0])
+    secret = f"/proc/{other.pid}/root{room.folder}/student-02/.jupyter/jupyter_server_config.json"
+    notebook.begin(GAPS.format(secret=secret, solution=str(ROOT / "solutions/04_zero1.py"), other=other.pid))
+    told = notebook.until("<idle>")
+    hidden = os.geteuid() != 0 and "unshare" not in room.told()  # an ordinary user's labs have user namespaces
+    assert f"another's token: {not hidden}" in told
+    assert "solutions: True" in told and "signals: True" in told
+    notebook.close()
+    page = (ROOT / "docs" / "teachers.md").read_text(encoding="utf-8")
+    gaps = page.partition("## What the classroom does not stop\n")[2].partition("\n## ")[0]
+    assert all(
+        word in gaps for word in ("everybody's token", "if you start it as root", "`solutions/`", "End anybody's")
+    )
+
+
+def _cwd(process: psutil.Process) -> str:
+    with suppress(psutil.Error):
+        return process.cwd()
+    return ""
+
+
+GAPS = """
+import os
+def can(what):
+    try:
+        what()
+    except OSError:
+        return False
+    return True
+print("another's token:", can(lambda: open({secret!r}).read()))
+print("solutions:", can(lambda: open({solution!r}).read()))
+print("signals:", can(lambda: os.kill({other}, 0)))
+"""
+
+
 @pytest.mark.exhaustive
 def test_closed_notebooks_leave_nothing_and_their_gpus_go_to_the_next(room: Room) -> None:
     first, second = (Notebook(room, row) for row in room.handout()[:2])

@@ -236,7 +236,7 @@ def test_the_slurm_templates_are_there_and_whole():
     """As far as one can check without Slurm: bash can read them, and zerolab.train takes what they say it takes."""
     from zerolab.apps.train import add_arguments
 
-    page = (ROOT / "docs" / "teachers.md").read_text(encoding="utf-8")
+    page = (ROOT / "docs" / "administrators.md").read_text(encoding="utf-8")
     templates = sorted((ROOT / "zerolab" / "lab" / "slurm").glob("*.sbatch"))
     assert [file.name for file in templates] == ["ipyparallel.sbatch", "srun.sbatch", "torchrun.sbatch"]
     parser = argparse.ArgumentParser()

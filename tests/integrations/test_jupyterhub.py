@@ -1,4 +1,4 @@
-"""The course under a real JupyterHub, with its proxy, as docs/teachers.md says: servers, ranks, leases, culling."""
+"""The course under a real JupyterHub and its proxy, as docs/administrators.md says: servers, ranks, leases, culling."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ class Hub:
     def __init__(self, folder: Path) -> None:
         self.folder, self.token, self.seen = folder, secrets.token_hex(16), {}
         self.port, hub_port, api_port = free_ports(3)
-        page = (ROOT / "docs" / "teachers.md").read_text(encoding="utf-8")
+        page = (ROOT / "docs" / "administrators.md").read_text(encoding="utf-8")
         (config,) = re.findall(r"^```\n(from zerolab\.classroom\.hub.*?)^```$", page, re.DOTALL | re.MULTILINE)
         assert config.count("configure(c, gpus=2)") == 1
         config = config.replace("configure(c, gpus=2)", CONFIGURE.format(token=self.token))

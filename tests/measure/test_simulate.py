@@ -262,6 +262,7 @@ def test_the_commands_speak(tmp_path):
         model, done, nothing, *refused = threads.map(lambda command: zerolab_command(*command), commands)
     assert done.returncode == 0 and "fits with Zero1, Zero2, Zero3" in done.stdout and "…" not in done.stdout
     assert re.search(r"3 Zero3 .* 1.64 GB .* yes +146B", done.stdout)
+    assert "Parameters include the float32 masters" in done.stdout
     assert nothing.returncode == 1 and "no stage fits" in nothing.stdout
     assert model.returncode == 0 and "activations" in model.stdout and "…" not in model.stdout
     assert json.loads(path.read_text())["states"]["gradients"] > 0

@@ -16,6 +16,8 @@ def run(parameters: float, ranks: int, memory: int | None, precision: str, optim
     rows = planning.plan(parameters, ranks, memory, precision, optimizer, activations)
     model = f"{planning.in_parameters(parameters)} parameters, {ranks} ranks"
     rich.print(planning.table(rows, f"{model}, {precision}, {optimizer}: bytes per rank"))
+    if planning.PRECISIONS[precision].master is not None:
+        print("Parameters include the float32 masters, 4 bytes each.")
     if optimizer in planning.OWNED:
         print(
             f"All parameters count as {optimizer}'s, in OwnerOptimizer: its state is shared out in every stage, and a "

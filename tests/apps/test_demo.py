@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+from jobs_common import worlds
 
 import zerolab
 from zerolab.apps.demo import conclusion, print_table
@@ -54,7 +55,7 @@ def check_stages(report: dict[str, Any]) -> None:
 
 @pytest.mark.parametrize(
     ("n", "precision"),
-    [(2, "bf16"), (3, "fp32"), *(pytest.param(*p, marks=pytest.mark.exhaustive) for p in ((1, "fp32"), (4, "bf16")))],
+    worlds((3, "fp32"), others=[(2, "bf16"), (1, "fp32"), (4, "bf16")]),
 )
 def test_every_stage_is_one_process(lent: None, n: int, precision: str) -> None:
     report, problems = measure_ladder(n, 3, precision=precision, device="cpu", sizes=SMALL)

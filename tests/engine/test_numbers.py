@@ -52,7 +52,7 @@ def compare(case, expected, results, rank: int) -> None:
 FIRST = {"plain", "tied across units", "mixture of experts", "LoRA on a frozen bf16 base"}
 FIRST |= {"odd shapes", "two backwards", "freezing and thawing", "unused", "checkpoint nested, reentrant"}
 LIKE_OTHERS = {"attention of linears", "weight norm, old", "raw branches", "output: slots", "output: dataclass"}
-LIKE_OTHERS |= {"hugging face bert", "hugging face llama"}
+LIKE_OTHERS |= {"hugging face bert", "hugging face gpt2", "hugging face llama"}  # lesson 14 has the first two
 LIKE_OTHERS |= {f"checkpoint {what}, reentrant" for what in ("inside", "several", "blocks")}
 LIKE_OTHERS |= {f"checkpoint {what}, non-reentrant" for what in ("inside", "nested")}
 

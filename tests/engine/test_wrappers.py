@@ -194,7 +194,9 @@ def round_trips(name: str, late: bool, folder: str) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("n", worlds(2, others=(1, 3)))
-@pytest.mark.parametrize("name", [pytest.param(m, marks=[pytest.mark.exhaustive] * (m == "compiled")) for m in MODELS])
+@pytest.mark.parametrize(
+    "name", [pytest.param(m, marks=[pytest.mark.exhaustive] * m.startswith("compiled")) for m in MODELS]
+)
 def test_what_a_wrapped_model_saves(ranks, tmp_path: Path, name, n):
     ranks.run(round_trips, name, False, str(tmp_path), ranks=n)
 

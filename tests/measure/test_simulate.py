@@ -14,6 +14,7 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
+from jobs_common import worlds
 from torch.utils.checkpoint import checkpoint
 
 import zerolab
@@ -54,8 +55,9 @@ def really(stage, precision):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("precision", [None, pytest.param(BF16, marks=pytest.mark.exhaustive)], ids=["fp32", "bf16"])
-def test_a_simulated_rank_is_like_a_real_one(ranks, precision):
-    for stage in range(4):
+@pytest.mark.parametrize("stages", worlds([1, 3], others=[range(4)]), ids=str)
+def test_a_simulated_rank_is_like_a_real_one(ranks, stages, precision):
+    for stage in stages:
         states, line, moved = ranks.run(really, stage, precision, ranks=4)[0]
         fake = simulate(small, stage, 4, precision, inputs=tokens, units=[Block], backend="gloo")
         assert fake.states == states and fake.ledger.moved == moved, f"stage {stage}"

@@ -95,7 +95,7 @@ def slowed(stage):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("stage", [0, 3])
+@pytest.mark.parametrize("stage", worlds(3, others=[0]))
 def test_what_a_timeline_costs(ranks, stage):
     """The documented 1.1 to 1.6 times is for an idle machine; these bounds allow for a busy one."""
     (ratio,) = ranks.run(slowed, stage, ranks=1)

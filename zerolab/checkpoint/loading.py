@@ -31,7 +31,6 @@ from zerolab.checkpoint.state import (
     set_group_values,
 )
 from zerolab.engine.engine import Engine
-from zerolab.engine.full import set_extras
 
 
 def load(path: str | Path, zero: Engine, optimizer: Optimizer | Iterable[Optimizer]) -> dict[str, Any]:
@@ -112,7 +111,7 @@ class _Loading:
             torch.set_rng_state(self.own["generators/cpu"])
         if "generators/cuda" in self.own:
             torch.cuda.set_rng_state(self.own["generators/cuda"], self.zero.comm.device)
-        set_extras(self.zero, self.extras)
+        self.zero.full_model.set_extras(self.extras)
         for unit in self.zero.units:
             self.zero.master_changed(unit)
         self.zero.comm.step = self.content["step"]

@@ -36,8 +36,7 @@ class KeptBack:
         mine = mine.to(unit.master.device)
         for i, (param, part) in enumerate(zip(unit.params, unit.parts(mine), strict=True)):
             if unit.bucket.have[i]:
-                is_ours = param.grad is None
-                if param.grad is None:
+                if is_ours := param.grad is None:
                     show_grad(param, part)
                 grad = param.grad
                 assert grad is not None

@@ -215,11 +215,12 @@ class Backward:
 
 def _flags(units: list[Unit]) -> bytes:
     """One byte for each parameter: what this rank knows about it."""
-    return bytes(
+    flags = [
         USED * used + TRAINABLE * param.requires_grad + LATE * late
         for unit in units
         for used, late, param in zip(unit.bucket.used, unit.bucket.have, unit.params, strict=True)
-    )
+    ]
+    return bytes(flags)
 
 
 def _compare_trainable(units: list[Unit], flags: list[bytes]) -> None:

@@ -100,6 +100,8 @@ class OwnerOptimizer(SeesSlices):
     hyperparameter that others do not have, or if `optimizer_class` failed on an owner.
     """
 
+    _inner: Any = None  # the wrapped optimizer; its groups are this one's, with full parameters
+
     def __init__(self, params: Any, optimizer_class: type[Optimizer], **defaults: Any) -> None:
         if not (isinstance(optimizer_class, type) and issubclass(optimizer_class, Optimizer)):
             raise TypeError(f"expected a subclass of torch.optim.Optimizer, not {optimizer_class!r}")
@@ -109,15 +111,13 @@ class OwnerOptimizer(SeesSlices):
                 "OwnerOptimizer is for optimizers that look at one parameter at a time"
             )
         self.optimizer_class, self._given = optimizer_class, defaults
-        self._inner: Any = None  # the wrapped optimizer; its groups are this one's, with full parameters
         self._engine: Engine
         self._items: list[Owned] = []  # in the order of the groups
         self._loads: list[int] = []  # elements that each rank owns
         self._mine: set[int] = set()  # identities of the parameters that this rank owns
         super().__init__(params, {})
         self._take(self.param_groups, lambda groups: optimizer_class(groups, **defaults))
-        wrapped: Any = self._inner
-        self.defaults = wrapped.defaults
+        self.defaults = self._inner.defaults
 
     # -- for users -----------------------------------------------------------------------------------------------
 

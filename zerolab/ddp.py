@@ -11,6 +11,18 @@ these methods for every unit, the first one once and the others in this order in
     reduce             called by post_backward: average the gradients over the ranks
     after_step         after the optimizer's step
 
+A stage is a choice of placements, and a collective is what changes one: replicated, R, every rank has all; sharded, S,
+each has its slice; partial, P, each has its own gradient, of which all need the mean.
+
+              parameters in                     gradients             the optimizer's
+              forward        backward           reduced    kept       parameters and state
+    DDP       R              R                  P -> R     R          R
+    Zero1     S -> R         R                  P -> S     R          S
+    Zero2     S -> R         R                  P -> S     S          S
+    Zero3     S -> R -> S    S -> R -> S        P -> S     S          S
+
+P -> R is an all-reduce, P -> S a reduce-scatter, S -> R an all-gather, and R -> S only gives memory back.
+
 With Ψ parameters on N ranks and Adam in fp32, a rank holds, when backward returns:
 parameters 4Ψ + gradients 4Ψ + optimizer state 8Ψ = 16Ψ bytes. It sends 2Ψ(N-1)/N elements per step.
 """

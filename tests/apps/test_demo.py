@@ -11,7 +11,6 @@ from typing import Any
 
 import pytest
 import torch
-from jobs_common import worlds
 
 import zerolab
 from zerolab.apps.demo import conclusion, print_table
@@ -55,7 +54,7 @@ def check_stages(report: dict[str, Any]) -> None:
 
 @pytest.mark.parametrize(
     ("n", "precision"),
-    worlds((3, "fp32"), others=[(2, "bf16"), (1, "fp32"), (4, "bf16")]),
+    [(3, "fp32"), *(pytest.param(n, "bf16", marks=pytest.mark.exhaustive) for n in (1, 2, 4))],
 )
 def test_every_stage_is_one_process(lent: None, n: int, precision: str) -> None:
     report, problems = measure_ladder(n, 3, precision=precision, device="cpu", sizes=SMALL)

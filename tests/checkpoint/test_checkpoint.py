@@ -176,7 +176,9 @@ def expected(ranks: zerolab.Ranks) -> dict[int, dict[str, Any]]:
     return {n: ranks.run(truth, Mixed(), n, ranks=1)[0] for n in range(1, 5)}
 
 
-@pytest.mark.parametrize(("m", "every"), worlds((3, 5), others=[(m, 1) for m in range(1, 5)]))
+@pytest.mark.parametrize(
+    ("m", "every"), [(3, 5), *(pytest.param(m, 1, marks=pytest.mark.exhaustive) for m in range(1, 5))]
+)
 def test_saved_at_n_loaded_at_m(ranks, saved, expected, m, every):
     """Every stage into every stage, or one of `every` pairs: each number of ranks and each stage is among them."""
     jobs = [(f"{n}-{stage}", target) for n in range(1, 5) for stage in range(4) for target in range(4)][::every]

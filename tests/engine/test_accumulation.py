@@ -99,7 +99,7 @@ def micro_batches(synchronised: bool) -> tuple[list[Any], Any]:
         before = zero.full_state_dict()
         optimizer = optim.SGD(zero.model.parameters(), lr=1.0)
         for micro in range(3):
-            zero._sync = synchronised or micro == 2
+            zero._backward.sync = synchronised or micro == 2
             PLAIN.loss(zero.model, zero.rank, micro).backward()
         optimizer.step()
         results.append({key: value - before[key] for key, value in zero.full_state_dict().items()})

@@ -13,7 +13,7 @@ from torch import nn
 from zoo import CASES, Block, Stack, attempt, build
 
 import zerolab
-from zerolab.engine.engine import _device_of
+from zerolab.engine.partition import device_of
 
 PLAIN = CASES["plain"]
 
@@ -155,9 +155,9 @@ def test_a_model_on_the_meta_device_goes_to_the_device_that_was_chosen():
     """For GPUs that are shared, which the process group says nothing about."""
     with torch.device("meta"):
         model = Stack()
-        assert _device_of(model) == torch.device("cpu")
+        assert device_of(model) == torch.device("cpu")
     with torch.device("cuda:0"):
-        assert _device_of(model) == torch.device("cuda:0")
+        assert device_of(model) == torch.device("cuda:0")
 
 
 def test_nothing_is_left_of_a_model_that_is_gone(ranks):

@@ -11,7 +11,6 @@ from typing import Any
 
 import pytest
 import torch
-from jobs_common import worlds
 from torch import Tensor, nn
 from torch.overrides import get_overridable_functions, resolve_name
 from torch.utils._pytree import tree_leaves, tree_map
@@ -179,7 +178,7 @@ def asked(function: Any, key: str, given: Any, plain: Any) -> str | None:
     return words
 
 
-@pytest.mark.parametrize(("n", "every"), worlds((3, 8), others=[(2, 1), (3, 1)]))
+@pytest.mark.parametrize(("n", "every"), [(3, 8), *(pytest.param(n, 1, marks=pytest.mark.exhaustive) for n in (2, 3))])
 def test_functions_of_torch(n: int, every: int) -> None:
     with warnings.catch_warnings(), Ranks(n, threads=1, forked=True) as own:  # they change what they run on
         warnings.simplefilter("ignore")

@@ -32,7 +32,6 @@ from zerolab.checkpoint.state import (
 )
 from zerolab.engine.ema import EMA
 from zerolab.engine.engine import Engine
-from zerolab.engine.full import set_extras
 
 
 def load(
@@ -122,7 +121,7 @@ class _Loading:
             torch.set_rng_state(self.own["generators/cpu"])
         if "generators/cuda" in self.own:
             torch.cuda.set_rng_state(self.own["generators/cuda"], self.zero.comm.device)
-        set_extras(self.zero, self.extras)
+        self.zero.full_model.set_extras(self.extras)
         for unit in self.zero.units:
             self.zero.master_changed(unit)
         self.zero.comm.step = self.content["step"]

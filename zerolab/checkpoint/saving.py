@@ -70,7 +70,7 @@ def save(
     folder: Path | None = None
     given = optimizer if isinstance(optimizer, Optimizer) else list(optimizer)
     try:
-        zero.check_in_step("start of a save")
+        comm.exchange_bytes(b"", "start of a save")
         begun = on_all_ranks(comm, "start of a save", lambda: _begin(path, zero, Optimizers(given), ema, keep, extra))
         folder, optimizers = path.with_name(begun[0]), Optimizers(given)
         parts = on_all_ranks(comm, "writing of a checkpoint", lambda: _write_part(folder, zero, optimizers, ema))

@@ -14,7 +14,6 @@ from zerolab.checkpoint.files import DTYPES, NAMES, CheckpointError
 from zerolab.comm.collectives import Comm
 from zerolab.engine.ema import EMA
 from zerolab.engine.engine import Engine
-from zerolab.engine.full import entries_of
 from zerolab.engine.layout import Slot
 from zerolab.engine.owner import OwnerOptimizer
 from zerolab.engine.slices import to_local
@@ -69,7 +68,7 @@ class Held(NamedTuple):
 
 
 def parameters(zero: Engine) -> list[Held]:
-    entries = entries_of(zero)
+    entries = zero.full_model.entries()
     return [
         Held(names, unit, slot, param)
         for unit in zero.units
@@ -196,13 +195,13 @@ def buffers(zero: Engine) -> dict[str, Tensor]:
     def place(buffer: Tensor) -> Any:
         return buffer.untyped_storage()._cdata, buffer.storage_offset(), buffer.size(), buffer.stride()
 
-    found = entries_of(zero).buffers
+    found = zero.full_model.entries().buffers
     return {key: buffer for key, buffer in found.items() if first.setdefault(place(buffer), key) == key}
 
 
 def extra_state(zero: Engine) -> dict[str, Any]:
     """What modules add to the state dict by `get_extra_state()`. It must be JSON."""
-    extras = entries_of(zero).extras
+    extras = zero.full_model.entries().extras
     for key, value in extras.items():
         try:
             same = json.loads(json.dumps(value)) == value

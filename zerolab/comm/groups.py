@@ -6,7 +6,7 @@ import atexit
 import os
 from contextlib import suppress
 from datetime import timedelta
-from typing import NamedTuple
+from typing import Any, NamedTuple
 from weakref import WeakKeyDictionary, WeakSet
 
 import torch
@@ -66,6 +66,18 @@ def control_group(handle: dist.ProcessGroup) -> dist.ProcessGroupGloo:
 def waits_on_device(handle: dist.ProcessGroup) -> bool:
     """Whether it is the device that waits for this group's collectives, as on NCCL: the host hears of no failure."""
     return dist.get_backend(handle) != "gloo"
+
+
+def checked_mesh(mesh: Any, group: dist.ProcessGroup | None, stage: int) -> tuple[int, int] | None:
+    if mesh is None:
+        return None
+    if stage == 0 or group is not None:
+        other = "stage 0, which replicates everything anyway" if stage == 0 else "group"
+        raise ValueError(f"mesh={mesh!r} does not go with {other}")
+    mesh, ranks = tuple(mesh), dist.get_world_size() if dist.is_initialized() else 1
+    if len(mesh) != 2 or not all(isinstance(n, int) and n >= 1 for n in mesh) or mesh[0] * mesh[1] != ranks:
+        raise ValueError(f"mesh={mesh}: (replicas, ranks that share one), two numbers whose product is {ranks}")
+    return mesh
 
 
 def mesh_groups(everyone: Group, mesh: tuple[int, int]) -> tuple[Group, Group]:

@@ -5,59 +5,48 @@ Meanwhile `.grad` shows them, so that zero_grad() throws them away, as it would 
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, NamedTuple
-
 import torch
 from torch import Tensor
 
 from zerolab.engine.shown import show_grad
-
-if TYPE_CHECKING:
-    from zerolab.engine.bucket import Bucket
-
-
-class Shown(NamedTuple):
-    """What `.grad` of a parameter shows."""
-
-    grad: Tensor
-    version: int
-    is_ours: bool  # a part of the bucket; else a gradient that an earlier backward reduced
+from zerolab.engine.unit import Unit
 
 
 class KeptBack:
-    """What `bucket` keeps back."""
+    """What the bucket of `unit` keeps back."""
 
-    def __init__(self, bucket: Bucket) -> None:
-        self.bucket = bucket
-        self._shown: dict[int, Shown] = {}  # number of the parameter -> what it shows
+    def __init__(self, unit: Unit) -> None:
+        self.unit = unit
+        # Number of the parameter -> its `.grad`, the version of that, and whether it is a part of the bucket. (If not,
+        # an earlier backward reduced it.)
+        self._shown: dict[int, tuple[Tensor, int, bool]] = {}
 
     @property
     def is_shown(self) -> bool:
         """Whether some `.grad` still shows what was kept back."""
-        return any(self.bucket.unit.params[i].grad is not None for i in self._shown)
+        return any(self.unit.params[i].grad is not None for i in self._shown)
 
     def show(self) -> None:
         """A backward under no_sync has ended: show this rank's own gradient, in its slice of each parameter."""
-        if self.bucket.full is None:
+        unit, mine = self.unit, self.unit.bucket.full
+        if mine is None:
             return
-        unit, mine = self.bucket.unit, self.bucket.full
         if unit.sharded:
             mine = unit.layout.shard(mine, unit.rank)
         mine = mine.to(unit.master.device)
         for i, (param, part) in enumerate(zip(unit.params, unit.parts(mine), strict=True)):
-            if self.bucket.have[i]:
-                is_ours = param.grad is None
-                if param.grad is None:
+            if unit.bucket.have[i]:
+                if is_ours := param.grad is None:
                     show_grad(param, part)
                 grad = param.grad
                 assert grad is not None
-                self._shown[i] = Shown(grad, grad._version, is_ours)
+                self._shown[i] = grad, grad._version, is_ours
 
     def resume(self) -> None:
         """Another backward begins: it adds to what was kept back, less what zero_grad() threw away."""
         if not self._shown:
             return
-        bucket, unit = self.bucket, self.bucket.unit
+        unit, bucket = self.unit, self.unit.bucket
         for i, (grad, version, is_ours) in self._shown.items():
             param = unit.params[i]
             changed = grad._version != version

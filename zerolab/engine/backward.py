@@ -1,4 +1,10 @@
-"""Has backward passed a unit, and whose turn is it to be reduced?
+"""Backward: gradients go into buckets, and each unit is reduced in its turn.
+
+    gradient at a call's outputs  at_outputs: pre_backward, show the full parameters
+    gradient of a parameter       on_gradient: put it into the unit's bucket
+    backward has passed a unit    _on_passed: the unit waits for its turn, which is the same on every rank;
+                                  then post_backward, which reduces
+    autograd has finished         _end: the remaining turns; what was used on any rank; show gradients
 
 Autograd does not say when it has finished with a module. But it runs what was created last first. So what made an
 input of a unit runs after everything that the unit did with that input: when a gradient arrives at such an input,
@@ -15,16 +21,224 @@ use in forward as the first rank saw it, even where ranks used different units.
 
 from __future__ import annotations
 
+import functools
+import operator
 from collections import deque
 from collections.abc import Callable, Iterator
 from functools import partial
-from typing import TYPE_CHECKING
 from weakref import WeakSet
 
+import torch
 from torch import Tensor
+from torch.autograd import Variable
 
-if TYPE_CHECKING:
-    from zerolab.engine.unit import Unit
+from zerolab.comm.waiting import CommError
+from zerolab.engine.accumulation import KeptBack
+from zerolab.engine.hyperparameters import DIGEST
+from zerolab.engine.slices import plainly
+from zerolab.engine.stage import Stage
+from zerolab.engine.step import Step
+from zerolab.engine.unit import Unit
+
+USED, TRAINABLE, LATE = 1, 2, 4  # the bits that ranks exchange about each parameter after a backward
+
+
+class Backward:
+    """The backward under way, if any, and what no_sync kept back of those before."""
+
+    def __init__(self, stage: Stage, step: Step) -> None:
+        self._stage, self._comm, self._step = stage, stage.comm, step
+        self.sync = True  # False inside no_sync()
+        self.under_way = False  # from the first gradient to the end of backward, or until a broken one is dropped
+        self._reduces = False  # whether the backward that began last did so outside no_sync()
+        self._reducing: deque[Unit] = deque()  # units whose reduction is under way
+        self._kept_back = {unit: KeptBack(unit) for unit in stage.units}
+        self.held: list[Unit] = []  # units that stay gathered until backward ends: nobody saw where it will enter them
+        self.turns = Turns(stage.units, self._begin, self._on_passed)
+
+    def check_grads_final(self, units: list[Unit]) -> None:
+        """Raises `RuntimeError` if gradients are incomplete, or not averaged yet."""
+        rank = self._comm.rank
+        if self.under_way:
+            raise RuntimeError(f"rank {rank}: the last backward broke off; run forward and backward again")
+        for unit in units:
+            if self._kept_back[unit].is_shown:
+                raise RuntimeError(
+                    f"rank {rank}: the gradients of {unit.name} were added up under no_sync() and are not yet "
+                    "averaged; run the last micro-batch's backward outside no_sync()"
+                )
+
+    # -- while autograd runs -----------------------------------------------------------------------------------------
+
+    def _begin(self) -> None:
+        if self.under_way:
+            return
+        if torch.is_grad_enabled():
+            raise NotImplementedError("backward(create_graph=True) through a sharded model is not supported")
+        Variable._execution_engine.queue_callback(self._end)
+        self.under_way, self._reduces = True, self.sync
+        if self._step.frame is not None:  # a closure
+            self._step.become_shown()
+        for param in self._stage.listeners.values():
+            param.drop()
+        self._comm.phase = "backward"
+        self._stage.prefetcher.begin("backward")
+        self._stage.notice_edits()
+        self._stage.gather_stale()
+        with plainly():
+            for kept_back in self._kept_back.values():
+                kept_back.resume()
+        self.turns.set_turns(self.sync)
+
+    def at_outputs(self, units: list[Unit], ended: int, unwatched: ForwardCall | None, grad: Tensor) -> None:
+        """A gradient reached the outputs of a call of `units` that ended when the clock showed `ended`."""
+        self._begin()
+        for unit in units:
+            if not self.turns.progress[unit].opened:
+                self.turns.progress[unit].opened = True
+                self._stage.pre_backward(unit)
+                unit.show(unit.full_params)  # for a recompute
+        self.turns.at_outputs(ended, unwatched)
+
+    def on_gradient(self, unit: Unit, i: int) -> None:
+        """Autograd has completed the gradient of parameter `i` of `unit`."""
+        self._begin()
+        unit.bucket.collect(i)
+        self.turns.at_parameter(unit, i)
+
+    def _on_passed(self, unit: Unit) -> None:
+        """Backward has passed `unit`. It is reduced when its turn comes, which is the same on every rank."""
+        if unit.trainable and self.sync:
+            self._take_turns()
+        else:
+            self._finish(unit)
+
+    def _take_turns(self, everyone: bool = False) -> None:
+        for unit in self.turns.turns(everyone):
+            self._advance_reductions()
+            unit.bucket.complete_with_zeros()
+            self._finish(unit)
+
+    def _finish(self, unit: Unit) -> None:
+        """Backward is done with `unit`: the stage's post_backward, which reduces if it is the unit's turn."""
+        stage = self._stage
+        self.turns.progress[unit].opened = False
+        unit.show(unit.params)
+        reduces = stage.reduces(unit)
+        stage.post_backward(unit)
+        if reduces:
+            if unit.bucket.grad is None:
+                raise RuntimeError(f"{type(stage).__name__}.reduce() left no unit.bucket.grad (unit {unit.name})")
+            self._reducing.append(unit)
+            unit.bucket.depart(stage.keep_grad_memory)
+            if not stage.overlap:
+                self._advance_reductions(to_the_end=True)
+
+    def _advance_reductions(self, to_the_end: bool = False) -> None:
+        """Take each reduction under way one step further. Most have a single step, so one at a time is in flight."""
+        while self._reducing:
+            self._reducing = deque(unit for unit in self._reducing if not unit.bucket.advance())
+            if not to_the_end:
+                return
+
+    # -- the end -------------------------------------------------------------------------------------------------
+
+    def _end(self) -> None:
+        """Autograd has finished: reduce what is left, exchange what was used, show the gradients."""
+        if self.sync:
+            self._take_turns(everyone=True)
+            with plainly():
+                message = self._step.hyperparameters.offer() + _flags(self._stage.units)
+            exchanged = self._comm.start_exchange(message, "exchange of used parameters")
+            self._advance_reductions(to_the_end=True)
+            rows = exchanged()
+            self._step.hyperparameters.settle([row[:DIGEST] for row in rows])
+            with plainly():
+                self._show_grads([row[DIGEST:] for row in rows])
+            self._comm.progress.backwards += 1
+        self._close()
+        if not self.sync:
+            with plainly():
+                for kept_back in self._kept_back.values():
+                    kept_back.show()
+        self._stage.prefetcher.end()
+        self.turns.end(keep_graph=torch._C._autograd._get_current_graph_task_keep_graph())
+        for param in list(self._stage.listeners.values()):  # a hook may register another
+            param.deliver()
+        if self._step.frame is not None:  # a closure: the optimizer goes on to use the gradients at once
+            self._step.become_plain(self._stage.units)
+
+    def drop(self) -> None:
+        """An error broke backward off: its gradients are incomplete, and none is shown."""
+        if self._reduces:  # on every rank at the same place, or the ranks would reduce one unit with another
+            self._comm.phase = "clean-up"
+            issued = [group.log.count for group in self._comm.groups]
+            for rank, other in enumerate(self._comm.exchange(issued, "end of a backward that broke off")):
+                if other != issued:
+                    raise CommError(
+                        f"rank {self._comm.rank}: the last backward broke off, on rank {rank} at another place; start "
+                        "the ranks again, or build the model and zero anew on all of them"
+                    )
+        self._advance_reductions(to_the_end=True)
+        for unit in self._stage.units:
+            unit.bucket.drop()
+        self._close()
+        self.turns.reset()
+
+    def _close(self) -> None:
+        for unit in self._stage.units:
+            if self.turns.progress[unit].opened or unit in self.held:
+                self._finish(unit)
+            unit.bucket.end_backward()
+        self.held = []
+        self.under_way = False
+
+    def _show_grads(self, flags: list[bytes]) -> None:
+        """Show the averaged gradients of the parameters that some rank used. `flags`: every rank's."""
+        units = self._stage.units
+        _compare_trainable(units, flags)
+        some = functools.reduce(operator.or_, map(int.from_bytes, flags)).to_bytes(len(flags[0]))
+        used, late = ([bool(flag & bit) for flag in some] for bit in (USED, LATE))
+        start = 0
+        for unit in units:
+            mine = slice(start, start + len(unit.params))
+            start = mine.stop
+            unit.bucket.show(used[mine])
+            if any(late[mine]):  # gradients that came after the unit's turn: every rank reduces once more
+                unit.bucket.complete_with_zeros()
+                self._finish(unit)
+                self._advance_reductions(to_the_end=True)
+                unit.bucket.show(late[mine])
+            unit.trainable = any(param.requires_grad for param in unit.params)
+        self.turns.learn_order(lambda order: self._comm.exchange(order, "order of the units")[0])
+
+
+def _flags(units: list[Unit]) -> bytes:
+    """One byte for each parameter: what this rank knows about it."""
+    flags = [
+        USED * used + TRAINABLE * param.requires_grad + LATE * late
+        for unit in units
+        for used, late, param in zip(unit.bucket.used, unit.bucket.have, unit.params, strict=True)
+    ]
+    return bytes(flags)
+
+
+def _compare_trainable(units: list[Unit], flags: list[bytes]) -> None:
+    """Raises `CommError` if a parameter is frozen on one rank alone."""
+    names = [name for unit in units for name in unit.names]
+    words = {TRAINABLE: "trainable", 0: "frozen"}
+    for rank, row in enumerate(flags):
+        if row == flags[0]:
+            continue
+        for name, mine, first in zip(names, row, flags[0], strict=True):
+            if (mine ^ first) & TRAINABLE:
+                raise CommError(
+                    f"{name} is {words[mine & TRAINABLE]} on rank {rank} and {words[first & TRAINABLE]} on rank 0; "
+                    "set requires_grad alike on all ranks"
+                )
+
+
+# -- has backward passed a unit, and whose turn is it? ---------------------------------------------------------------
 
 
 class ForwardCall:
@@ -46,23 +260,21 @@ class Progress:
         self.arrived: set[int] = set()  # parameters whose gradient came in this backward
 
 
-class Backward:
+class Turns:
     """`begin()` is called whenever a gradient shows up, `passed(unit)` when backward has passed a unit."""
 
     def __init__(self, units: list[Unit], begin: Callable[[], None], passed: Callable[[Unit], None]) -> None:
         self._begin, self._on_passed = begin, passed
-        self._progress = {unit: Progress() for unit in units}
+        self.progress = {unit: Progress() for unit in units}
         self._clock = 0  # ticks when a call begins and when it ends
         self._unwatched: list[ForwardCall] = []  # calls whose backward has begun, without an input that shows its end
         self._order = list(units)  # of first use in forward
         self._first_uses: list[Unit] | None = []  # as this rank sees it, until the ranks have agreed on one
         self._turns: deque[Unit] = deque()  # units still to be reduced in this backward
 
-    # -- forward -------------------------------------------------------------------------------------------------
-
     def used(self, unit: Unit) -> None:
         """A forward that may have a backward uses `unit`."""
-        progress = self._progress[unit]
+        progress = self.progress[unit]
         if not progress.ran:
             progress.ran = True
             if self._first_uses is not None and unit not in self._first_uses:
@@ -76,30 +288,16 @@ class Backward:
         for tensor in made:
             tensor.register_hook(partial(self._at_input, call))
         for unit in units:
-            self._progress[unit].calls.add(call)
-            self._progress[unit].unwatched = None if made else call
+            self.progress[unit].calls.add(call)
+            self.progress[unit].unwatched = None if made else call
 
     def call_ends(self, units: list[Unit]) -> tuple[int, ForwardCall | None]:
         """A call of `units` ends: the time, and the call if none of its inputs will show its end in backward."""
         self._clock += 1
-        unwatched = self._progress[units[0]].unwatched if units else None
+        unwatched = self.progress[units[0]].unwatched if units else None
         for unit in units:
-            self._progress[unit].unwatched = None
+            self.progress[unit].unwatched = None
         return self._clock, unwatched
-
-    # -- backward: has it passed a unit? ---------------------------------------------------------------------------
-
-    def open(self, unit: Unit) -> bool:
-        """Backward enters `unit`. False if it had entered before."""
-        progress = self._progress[unit]
-        was_open, progress.opened = progress.opened, True
-        return not was_open
-
-    def is_open(self, unit: Unit) -> bool:
-        return self._progress[unit].opened
-
-    def close(self, unit: Unit) -> None:
-        self._progress[unit].opened = False
 
     def at_outputs(self, ended: int, unwatched: ForwardCall | None) -> None:
         """A gradient reached the outputs of a call that ended at `ended`: later calls have been passed."""
@@ -111,7 +309,7 @@ class Backward:
 
     def at_parameter(self, unit: Unit, i: int) -> None:
         """The gradient of parameter `i` of `unit` is there."""
-        progress = self._progress[unit]
+        progress = self.progress[unit]
         progress.arrived.add(i)
         if len(progress.arrived) == len(unit.params) and not progress.calls:
             self._pass(unit)
@@ -122,17 +320,15 @@ class Backward:
 
     def _end_call(self, call: ForwardCall) -> None:
         for unit in call.units:
-            self._progress[unit].calls.discard(call)
-            if not self._progress[unit].calls:
+            self.progress[unit].calls.discard(call)
+            if not self.progress[unit].calls:
                 self._pass(unit)
 
     def _pass(self, unit: Unit) -> None:
-        progress = self._progress[unit]
+        progress = self.progress[unit]
         if not progress.passed:
             progress.passed = True
             self._on_passed(unit)
-
-    # -- backward: whose turn is it? -------------------------------------------------------------------------------
 
     def set_turns(self, sync: bool) -> None:
         """A backward begins. sync: it reduces."""
@@ -144,27 +340,22 @@ class Backward:
         A unit without a forward has nothing to wait for, but it takes its turn: other ranks may need its zeros.
         """
         while self._turns:
-            progress = self._progress[self._turns[0]]
+            progress = self.progress[self._turns[0]]
             if not (everyone or progress.passed or not (progress.ran or progress.opened)):
                 return
             yield self._turns.popleft()
-
-    # -- the end of backward -----------------------------------------------------------------------------------------
 
     def end(self, keep_graph: bool) -> None:
         """Backward is over. keep_graph: its graph was kept, so the same forward may have another backward."""
         for call in self._unwatched:
             for unit in call.units:
-                self._progress[unit].calls.discard(call)
-        self._reset(keep_graph)
+                self.progress[unit].calls.discard(call)
+        self.reset(keep_graph)
 
-    def drop(self) -> None:
-        """An error broke backward off."""
-        self._reset(keep_graph=False)
-
-    def _reset(self, keep_graph: bool) -> None:
+    def reset(self, keep_graph: bool = False) -> None:
+        """Backward is over, or an error broke it off."""
         self._unwatched = []
-        for progress in self._progress.values():
+        for progress in self.progress.values():
             progress.passed = False
             progress.ran = progress.ran and (keep_graph or len(progress.calls) > 0)
             progress.arrived.clear()
@@ -173,7 +364,7 @@ class Backward:
         """After the first backward: take turns in the order of first use that the ranks `agree` on, as numbers."""
         if self._first_uses is None:
             return
-        units = list(self._progress)
+        units = list(self.progress)
         numbers = [units.index(unit) for unit in self._first_uses]
         numbers += [i for i in range(len(units)) if i not in numbers]
         self._order = [units[i] for i in agree(numbers)]

@@ -16,22 +16,19 @@ Under no_sync a gradient stops after `collect`, and accumulation.py keeps it bac
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from zerolab.engine.accumulation import KeptBack
+from zerolab.engine.parameters import Parameters
 from zerolab.engine.shown import receive, show_cast
-
-if TYPE_CHECKING:
-    from zerolab.engine.unit import Unit
 
 
 class Bucket:
     """The gradients of the parameters of `unit`."""
 
-    def __init__(self, unit: Unit) -> None:
+    def __init__(self, unit: Parameters) -> None:
         self.unit = unit
         # Tensors or None. Inside a stage's methods they are tensors, so Any saves these a check.
         self.full: Any = None
@@ -44,10 +41,7 @@ class Bucket:
         self._keep_slice = False  # once the reduction is over, only this rank's slice stays
         self._leaving: Tensor | None = None  # the `full` that goes then
         self.lent = False  # no_sync has shown parts of `full` to the user
-        self.kept_back = KeptBack(self)
         self._promoted: dict[nn.Parameter, torch.dtype] = {}  # the dtypes that `promote` changed
-
-    # -- backward: collect ---------------------------------------------------------------------------------------
 
     def collect(self, i: int) -> None:
         """Take over the gradient that autograd has just completed for parameter `i`."""
@@ -89,8 +83,6 @@ class Bucket:
             if torch._C._storage_Use_Count(storage._cdata) == 2:  # `kept` and `storage`
                 return kept
         return torch.empty(self.unit.layout.size, dtype=self.unit.dtypes.reduce, device=self.unit.full.device)
-
-    # -- backward: reduce ----------------------------------------------------------------------------------------
 
     def release(self) -> None:
         """Keep this rank's slice of the mean. The rest goes as soon as the reduction has read it."""
@@ -146,8 +138,6 @@ class Bucket:
         self.full = self.grad = self.reduction = self._leaving = None
         self.lent = self.complete = False
         self.have = [False] * len(self.have)
-
-    # -- the optimizer's step ------------------------------------------------------------------------------------
 
     def promote(self) -> None:
         """Show gradients in the dtype of the masters, as optimizers want them."""

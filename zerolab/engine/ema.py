@@ -86,7 +86,7 @@ class EMA:
             self._write(self.averages)
             yield
             zero.comm.phase = "average_parameters"
-            zero.check_in_step(f"end of {name}")
+            zero.comm.exchange_bytes(b"", f"end of {name}")
         finally:
             averaged.discard(zero)
             with torch.no_grad():
@@ -121,7 +121,7 @@ class EMA:
             unit.master.copy_(value)
         for unit in values:
             self.zero.master_changed(unit)
-            unit.show_params()  # a backward that broke off may have left the full ones, which are old now
+            unit.show(unit.params)  # a backward that broke off may have left the full ones, which are old now
 
     def _check_decay(self) -> None:
         if not 0 <= self.decay < 1:

@@ -7,15 +7,19 @@ import pickle
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves, tree_map_only
 
-if TYPE_CHECKING:
-    from zerolab.engine.engine import Engine
-    from zerolab.engine.unit import Unit
+from zerolab.comm.collectives import Comm
+from zerolab.engine.backward import Backward
+from zerolab.engine.forward import Forward
+from zerolab.engine.partition import Structure
+from zerolab.engine.stage import Stage
+from zerolab.engine.unit import Unit
 
 
 @dataclass
@@ -50,32 +54,175 @@ class Entries:
         return [own or [name] for own, name in zip(keys, unit.names, strict=True)]
 
 
-@contextmanager
-def editing(engine: Engine) -> Iterator[None]:
-    if not engine.is_idle() or engine.in_backward:
-        raise RuntimeError("full_parameters() cannot be entered inside forward, backward or itself")
-    engine.structure.check()
-    engine.comm.phase = "full_parameters"
-    gathered = {unit: _gather_master(unit) for unit in engine.units}
-    shown = {unit: unit.layout.views(flat) for unit, flat in gathered.items()}
-    for unit, views in shown.items():
-        unit.show([nn.Parameter(view, requires_grad=False) for view in views])
-    engine.bypassed = True
-    try:
-        yield
-        engine.comm.phase = "full_parameters"
-        found = [_take_over(unit, views) for unit, views in shown.items()]
-        problems = engine.comm.exchange(next(filter(None, found), None), "end of full_parameters()")
-        for rank, problem in enumerate(problems):
-            if problem:
-                raise RuntimeError(f"rank {rank}: {problem} inside full_parameters(), so no edit was kept")
-        for unit, flat in gathered.items():
-            engine.comm.broadcast(flat, unit.name)
-            _set_master(engine, unit, flat)
-    finally:
-        engine.bypassed = False
-        for unit in engine.units:
-            unit.show_params()
+class FullModel:
+    """What the model of `stage` would be in one process."""
+
+    def __init__(self, stage: Stage, forward: Forward, backward: Backward, structure: Structure) -> None:
+        self._stage, self._comm = stage, stage.comm
+        self._forward, self._backward, self._structure = forward, backward, structure
+
+    @contextmanager
+    def editing(self) -> Iterator[None]:
+        stage, comm = self._stage, self._comm
+        if not self._forward.is_idle() or self._backward.under_way:
+            raise RuntimeError("full_parameters() cannot be entered inside forward, backward or itself")
+        self._structure.check()
+        comm.phase = "full_parameters"
+        gathered = {unit: _gather_master(unit) for unit in stage.units}
+        shown = {unit: unit.layout.views(flat) for unit, flat in gathered.items()}
+        with self._forward.bypass():
+            for unit, views in shown.items():
+                unit.show([nn.Parameter(view, requires_grad=False) for view in views])
+            yield
+            comm.phase = "full_parameters"
+            found = [_take_over(unit, views) for unit, views in shown.items()]
+            problems = comm.exchange(next(filter(None, found), None), "end of full_parameters()")
+            for rank, problem in enumerate(problems):
+                if problem:
+                    raise RuntimeError(f"rank {rank}: {problem} inside full_parameters(), so no edit was kept")
+            for unit, flat in gathered.items():
+                comm.broadcast(flat, unit.name)
+                self._set_master(unit, flat)
+
+    @torch.no_grad()
+    def gather_state_dict(self, rank0_only: bool) -> dict[str, Tensor]:
+        comm = self._comm
+        comm.phase = "full_state_dict"
+        comm.exchange_bytes(b"", "full_state_dict")  # nothing is gathered before every rank is here
+        wanted = comm.rank == 0 or not rank0_only
+        own = self.entries()
+        state = own.state
+        for unit in self._stage.units:
+            flat = _gather_master(unit)
+            if not wanted:
+                continue
+            views = unit.layout.views(flat)
+            copies: dict[int | str, Tensor] = {}
+            for key, place in own.places[unit].items():
+                which = place.i if place.full else key  # tied entries share one
+                if which not in copies:
+                    copies[which] = place.within(views[place.i]).to("cpu", copy=True)
+                state[key] = copies[which]
+        for key, value in own.buffers.items():
+            buffer = value.clone()
+            comm.broadcast(buffer, key)
+            state[key] = buffer.to("cpu")
+        state.update(_first_ranks(comm, own.extras))
+        return state if wanted else {}
+
+    @torch.no_grad()
+    def spread_state_dict(self, state: dict[str, Tensor] | None) -> None:
+        comm = self._comm
+        comm.phase = "load_full_state_dict"
+        own = self.entries()
+        problem = _compare(own, state) if comm.rank == 0 else None
+        problem = comm.exchange(problem, "loading of a state dict")[0]
+        if problem:
+            raise ValueError(f"this state dict does not fit {type(self._stage.model).__name__}: {problem}")
+        values = state or {}
+        for unit in self._stage.units:
+            if {place.i for place in own.places[unit].values() if place.full} == set(range(len(unit.params))):
+                flat = torch.zeros(unit.layout.size, dtype=unit.master.dtype, device=comm.device)
+            else:  # what no entry shows keeps its value
+                flat = _gather_master(unit)
+            if comm.rank == 0:
+                views = unit.layout.views(flat)
+                for key, place in own.places[unit].items():
+                    place.within(views[place.i]).copy_(values[key])
+            comm.broadcast(flat, unit.name)
+            self._set_master(unit, flat)
+        for key, buffer in own.buffers.items():
+            if comm.rank == 0:
+                buffer.copy_(values[key])
+            comm.broadcast(buffer, key)
+        self.set_extras(_first_ranks(comm, {key: values.get(key) for key in own.extras}))
+
+    def _set_master(self, unit: Unit, flat: Tensor) -> None:
+        """Write this rank's part of the full masters `flat`, (N * S,)."""
+        if unit.sharded:
+            flat = unit.layout.shard(flat, unit.rank)
+        unit.master.detach().copy_(flat)
+        self._stage.master_changed(unit)
+
+    def entries(self) -> Entries:
+        """What the keys of the unsharded model's `state_dict()` stand for.
+
+        The model itself is asked, for wrappers and hooks rename its parameters, split them or leave them out. Meanwhile
+        it shows stand-ins on the meta device, with the full shapes; what comes back is known by the storage of its
+        stand-in.
+        """
+        if not self._forward.is_idle():
+            raise RuntimeError("the state dict cannot be had inside forward, backward or full_parameters()")
+        self._structure.check()
+        model, units = self._stage.model, self._stage.units
+        computed = (
+            f"a hook of {type(model).__name__} computes its state dict from values of parameters, which are "
+            "sharded: use `with zero.full_parameters(): model.state_dict()`, on all ranks"
+        )
+        origins: dict[int | None, tuple[Unit, Place]] = {}  # by the identity of a stand-in's storage
+        try:
+            with self._forward.bypass():
+                for unit in units:
+                    on_meta: Any = {"dtype": unit.master.dtype, "device": "meta"}
+                    stand_ins = [
+                        nn.Parameter(torch.empty_strided(slot.shape, slot.stride, **on_meta), param.requires_grad)
+                        for slot, param in zip(unit.layout.slots, unit.params, strict=True)
+                    ]
+                    unit.show(stand_ins)
+                    for i, full in enumerate(stand_ins):
+                        origins[_storage(full)] = unit, Place(i, full, full=True)
+                state = model.state_dict()
+        except RuntimeError as error:  # torch's, of the meta device
+            raise RuntimeError(computed) from error
+        buffers = {_storage(buffer) for buffer in model.buffers()} - {None}
+        result = Entries(state, {unit: {} for unit in units}, {}, {})
+        for key, value in state.items():
+            storage = _storage(value)
+            if storage in origins:
+                unit, place = origins[storage]
+                if value.dtype == place.view.dtype:
+                    same = value.size() == place.view.size() and value.stride() == place.view.stride()
+                    result.places[unit][key] = Place(place.i, value, full=same)
+                    continue
+            elif storage in buffers:
+                result.buffers[key] = value.detach()
+                continue
+            if any(isinstance(leaf, Tensor) and leaf.is_meta for leaf in tree_leaves(value)):
+                raise RuntimeError(f"{key}: {computed}")
+            result.extras[key] = value
+        return result
+
+    def set_extras(self, extras: dict[str, Any]) -> None:
+        """Have `set_extra_state()` called with `extras`, entries of a state dict, on this rank."""
+        if extras:
+            with self._forward.bypass():
+                self._stage.model.load_state_dict(extras, strict=False)
+
+    def refuse_elsewhere(self) -> None:
+        """Let `state_dict()`, `load_state_dict()` and copies of a sharded model say why not."""
+
+        def refuse(what: str, instead: str, *args: Any) -> None:
+            if not self._forward.bypassed:
+                raise RuntimeError(
+                    f"model.{what}() of a model in stage {self._stage.stage} would take this rank's slices for full "
+                    f"parameters; use {instead}, on all ranks"
+                )
+
+        for module in self._stage.model.modules():
+            vars(module)["__reduce_ex__"] = refuse_copy
+            if self._stage.stage > 0:
+                module.register_state_dict_pre_hook(partial(refuse, "state_dict", "zero.full_state_dict()"))
+                module.register_load_state_dict_pre_hook(
+                    partial(refuse, "load_state_dict", "zero.load_full_state_dict(state)")
+                )
+
+
+def refuse_copy(*args: Any) -> Any:
+    """Let copy.deepcopy(model), AveragedModel(model), pickle and torch.save(model) say why not."""
+    raise TypeError(
+        "a sharded model can be neither copied nor pickled. Copy it before sharding it, or build it again and load "
+        "zero.full_state_dict(). To average weights, use zerolab.EMA(zero, decay)"
+    )
 
 
 @torch.no_grad()
@@ -95,164 +242,21 @@ def _take_over(unit: Unit, views: list[Tensor]) -> str | None:
     return None
 
 
-@torch.no_grad()
-def gather_state_dict(engine: Engine, rank0_only: bool = False) -> dict[str, Tensor]:
-    engine.comm.phase = "full_state_dict"
-    engine.check_in_step("full_state_dict")
-    wanted = engine.rank == 0 or not rank0_only
-    own = entries_of(engine)
-    state = own.state
-    for unit in engine.units:
-        flat = _gather_master(unit)
-        if not wanted:
-            continue
-        views = unit.layout.views(flat)
-        copies: dict[int, Tensor] = {}  # tied entries share one
-        for key, place in own.places[unit].items():
-            if not place.full:
-                state[key] = place.within(views[place.i]).to("cpu", copy=True)
-            else:
-                if place.i not in copies:
-                    copies[place.i] = views[place.i].to("cpu", copy=True)
-                state[key] = copies[place.i]
-    for key, value in own.buffers.items():
-        buffer = value.clone()
-        engine.comm.broadcast(buffer, key)
-        state[key] = buffer.to("cpu")
-    state.update(_first_ranks(engine, own.extras))
-    return state if wanted else {}
-
-
-@torch.no_grad()
-def spread_state_dict(engine: Engine, state: dict[str, Tensor] | None) -> None:
-    engine.comm.phase = "load_full_state_dict"
-    own = entries_of(engine)
-    problem = _compare(own, state) if engine.rank == 0 else None
-    problem = engine.comm.exchange(problem, "loading of a state dict")[0]
-    if problem:
-        raise ValueError(f"this state dict does not fit {type(engine.model).__name__}: {problem}")
-    values = state or {}
-    for unit in engine.units:
-        if {place.i for place in own.places[unit].values() if place.full} == set(range(len(unit.params))):
-            flat = torch.zeros(unit.layout.size, dtype=unit.master.dtype, device=engine.comm.device)
-        else:  # what no entry shows keeps its value
-            flat = _gather_master(unit)
-        if engine.rank == 0:
-            views = unit.layout.views(flat)
-            for key, place in own.places[unit].items():
-                place.within(views[place.i]).copy_(values[key])
-        engine.comm.broadcast(flat, unit.name)
-        _set_master(engine, unit, flat)
-    for key, buffer in own.buffers.items():
-        if engine.rank == 0:
-            buffer.copy_(values[key])
-        engine.comm.broadcast(buffer, key)
-    set_extras(engine, _first_ranks(engine, {key: values.get(key) for key in own.extras}))
-
-
-def refuse_state_dict(engine: Engine, module: nn.Module) -> None:
-    """Let `state_dict()` and `load_state_dict()` of a sharded model say why not."""
-
-    def refuse(what: str, instead: str) -> Any:
-        def hook(*args: Any) -> None:
-            if not engine.bypassed:
-                raise RuntimeError(
-                    f"model.{what}() of a model in stage {engine.stage} would take this rank's slices for full "
-                    f"parameters; use {instead}, on all ranks"
-                )
-
-        return hook
-
-    module.register_state_dict_pre_hook(refuse("state_dict", "zero.full_state_dict()"))
-    module.register_load_state_dict_pre_hook(refuse("load_state_dict", "zero.load_full_state_dict(state)"))
-
-
-def refuse_copy(*args: Any) -> Any:
-    """Let copy.deepcopy(model), AveragedModel(model), pickle and torch.save(model) say why not."""
-    raise TypeError(
-        "a sharded model can be neither copied nor pickled. Copy it before sharding it, or build it again and load "
-        "zero.full_state_dict(). To average weights, use zerolab.EMA(zero, decay)"
-    )
-
-
-def entries_of(engine: Engine) -> Entries:
-    """What the keys of the unsharded model's `state_dict()` stand for.
-
-    The model itself is asked, for wrappers and hooks rename its parameters, split them or leave them out. Meanwhile it
-    shows stand-ins on the meta device, with the full shapes; what comes back is known by the storage of its stand-in.
-    """
-    if not engine.is_idle():
-        raise RuntimeError("the state dict cannot be had inside forward, backward or full_parameters()")
-    engine.structure.check()
-    computed = (
-        f"a hook of {type(engine.model).__name__} computes its state dict from values of parameters, which are "
-        "sharded: use `with zero.full_parameters(): model.state_dict()`, on all ranks"
-    )
-    origins: dict[int | None, tuple[Unit, Place]] = {}  # by the identity of a stand-in's storage
-    try:
-        engine.bypassed = True
-        for unit in engine.units:
-            stand_ins = [_stand_in(unit, i) for i in range(len(unit.params))]
-            unit.show(stand_ins)
-            for i, full in enumerate(stand_ins):
-                origins[_storage(full)] = unit, Place(i, full, full=True)
-        state = engine.model.state_dict()
-    except RuntimeError as error:  # torch's, of the meta device
-        raise RuntimeError(computed) from error
-    finally:
-        engine.bypassed = False
-        for unit in engine.units:
-            unit.show_params()
-    buffers = {_storage(buffer) for buffer in engine.model.buffers()} - {None}
-    result = Entries(state, {unit: {} for unit in engine.units}, {}, {})
-    for key, value in state.items():
-        storage = _storage(value)
-        if storage in origins:
-            unit, place = origins[storage]
-            if value.dtype == place.view.dtype:
-                same = value.size() == place.view.size() and value.stride() == place.view.stride()
-                result.places[unit][key] = Place(place.i, value, full=same)
-                continue
-        elif storage in buffers:
-            result.buffers[key] = value.detach()
-            continue
-        if any(isinstance(leaf, Tensor) and leaf.is_meta for leaf in tree_leaves(value)):
-            raise RuntimeError(f"{key}: {computed}")
-        result.extras[key] = value
-    return result
-
-
-def set_extras(engine: Engine, extras: dict[str, Any]) -> None:
-    """Have `set_extra_state()` called with `extras`, entries of a state dict, on this rank."""
-    if extras:
-        engine.bypassed = True
-        try:
-            engine.model.load_state_dict(extras, strict=False)
-        finally:
-            engine.bypassed = False
-
-
-def _stand_in(unit: Unit, i: int) -> nn.Parameter:
-    slot, param = unit.layout.slots[i], unit.params[i]
-    empty = torch.empty_strided(slot.shape, slot.stride, dtype=unit.master.dtype, device="meta")
-    return nn.Parameter(empty, requires_grad=param.requires_grad)
-
-
 def _storage(value: Any) -> int | None:
     """The identity of a tensor's storage."""
     strided = isinstance(value, Tensor) and value.layout is torch.strided
     return int(value.untyped_storage()._cdata) if strided else None
 
 
-def _first_ranks(engine: Engine, extras: dict[str, Any]) -> dict[str, Any]:
+def _first_ranks(comm: Comm, extras: dict[str, Any]) -> dict[str, Any]:
     """The first rank's `extras`, which may be any objects, on every rank. The keys are the same there."""
     if not extras:
         return {}
     message = None
-    if engine.rank == 0:
+    if comm.rank == 0:
         on_cpu = tree_map_only(Tensor, lambda tensor: tensor.detach().to("cpu"), extras)
         message = base64.b64encode(pickle.dumps(on_cpu)).decode()
-    result: dict[str, Any] = pickle.loads(base64.b64decode(engine.comm.exchange(message, "exchange of extra state")[0]))
+    result: dict[str, Any] = pickle.loads(base64.b64decode(comm.exchange(message, "exchange of extra state")[0]))
     return result
 
 
@@ -264,14 +268,6 @@ def _gather_master(unit: Unit) -> Tensor:
     flat = torch.empty(unit.layout.size, dtype=mine.dtype, device=mine.device)
     unit.comm.all_gather(flat, mine, unit.name).wait()
     return flat
-
-
-def _set_master(engine: Engine, unit: Unit, flat: Tensor) -> None:
-    """Write this rank's part of the full masters `flat`, (N * S,)."""
-    if unit.sharded:
-        flat = unit.layout.shard(flat, unit.rank)
-    unit.master.detach().copy_(flat)
-    engine.master_changed(unit)
 
 
 def _compare(own: Entries, state: dict[str, Tensor] | None) -> str | None:

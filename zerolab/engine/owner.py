@@ -30,23 +30,21 @@ import zlib
 from collections.abc import Callable
 from dataclasses import dataclass
 from itertools import zip_longest
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.optim import LBFGS, Optimizer
 
-from zerolab.comm.collectives import Pending
+from zerolab.comm.collectives import Comm, Pending
 from zerolab.comm.slices import gather_slices, scatter_slices, spread_full
 from zerolab.comm.waiting import CommError
+from zerolab.engine.engine import Engine
 from zerolab.engine.hyperparameters import NOT_VALUES, PLAIN, described, first_difference, values_of
 from zerolab.engine.layout import Slot
 from zerolab.engine.step import MARK, SeesSlices
 from zerolab.engine.step import Owner as Updated
-
-if TYPE_CHECKING:
-    from zerolab.engine.engine import Engine
-    from zerolab.engine.unit import Unit
+from zerolab.engine.unit import Unit
 
 BOUNDARY = 64  # bytes: where torch lets a tensor on the CPU begin
 
@@ -102,6 +100,8 @@ class OwnerOptimizer(SeesSlices):
     hyperparameter that others do not have, or if `optimizer_class` failed on an owner.
     """
 
+    _inner: Any = None  # the wrapped optimizer; its groups are this one's, with full parameters
+
     def __init__(self, params: Any, optimizer_class: type[Optimizer], **defaults: Any) -> None:
         if not (isinstance(optimizer_class, type) and issubclass(optimizer_class, Optimizer)):
             raise TypeError(f"expected a subclass of torch.optim.Optimizer, not {optimizer_class!r}")
@@ -111,15 +111,13 @@ class OwnerOptimizer(SeesSlices):
                 "OwnerOptimizer is for optimizers that look at one parameter at a time"
             )
         self.optimizer_class, self._given = optimizer_class, defaults
-        self._inner: Any = None  # the wrapped optimizer; its groups are this one's, with full parameters
         self._engine: Engine
         self._items: list[Owned] = []  # in the order of the groups
         self._loads: list[int] = []  # elements that each rank owns
         self._mine: set[int] = set()  # identities of the parameters that this rank owns
         super().__init__(params, {})
         self._take(self.param_groups, lambda groups: optimizer_class(groups, **defaults))
-        wrapped: Any = self._inner
-        self.defaults = wrapped.defaults
+        self.defaults = self._inner.defaults
 
     # -- for users -----------------------------------------------------------------------------------------------
 
@@ -130,7 +128,10 @@ class OwnerOptimizer(SeesSlices):
             with torch.enable_grad():
                 loss = closure()
         with torch.no_grad():
-            self._step()
+            comm, engine = self._engine.comm, self._engine
+            comm.phase = "step"
+            items = self._agree_on_grads()
+            Rounds(comm, engine.stage == 0, self._inner, self.param_groups, self.state).run(items)
         return loss
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
@@ -148,7 +149,9 @@ class OwnerOptimizer(SeesSlices):
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """What `state_dict()` gave on this rank, for the same ranks. For others, use `zerolab.save` and `load`."""
         super().load_state_dict(state_dict)
-        self._forget_others()
+        for item in self._items:
+            if not self.owns(item.param):
+                self.state.pop(item.param, None)
 
     def owners(self) -> dict[str, int]:
         """The owner of each parameter, by the parameter's name in the model: a rank of the shard group."""
@@ -268,57 +271,6 @@ class OwnerOptimizer(SeesSlices):
             loads[one.owner] += one.slot.numel
         self._loads = loads
 
-    # -- a step ----------------------------------------------------------------------------------------------------
-
-    def _step(self) -> None:
-        comm, stage = self._engine.comm, self._engine.stage
-        comm.phase, rank = "step", comm.shard_group.rank
-        given = [values_of(group) for group in self.param_groups]
-        updated: list[str] = []
-        failed: list[Exception] = []  # the others must hear of it, and not wait
-
-        def update(items: list[Owned], rooms: tuple[Tensor, Tensor] | None = None) -> None:
-            for item in items:
-                if item.owner == rank and not failed:
-                    updated.append(item.name)
-                    try:
-                        self._update(item, *(rooms or _lying_flat(item)), given)
-                    except Exception as error:
-                        failed.append(error)
-
-        items = self._agree_on_grads()
-        home = [item for item in items if item.owner == rank and item.at_home and stage > 0]
-        still = [item for item in home if all(map(_on_boundary, _lying_flat(item)))]
-        copied = [item for item in home if item not in still]  # once there is room
-        turns = self._rounds([item for item in items if not item.at_home or stage == 0])
-        meanwhile = [still[number :: 2 * len(turns)] for number in range(2 * len(turns))]
-        spreading: list[Pending] = []  # in stage 0, where nothing has to make room for the next turn
-        for turn, first, second in zip(turns, meanwhile[::2], meanwhile[1::2], strict=True):
-            rooms, gathering = self._gather(turn)
-            update(first)
-            _finish(gathering)
-            update(turn, rooms)
-            scattering = self._scatter(turn, rooms[0])
-            update(second)
-            if stage == 0:
-                spreading += scattering
-            else:
-                _finish(scattering)
-            del rooms
-        update(copied if turns else still + copied)
-        _finish(spreading)
-        if not updated:
-            self._count_step(given)
-        self._put_back(given)
-        problem = f"{updated[-1]}: {type(failed[0]).__name__}: {failed[0]}" if failed else None
-        if any(row != b"\0" for row in comm.exchange_bytes(bytes([problem is not None]), "end of an owners' step")):
-            for other, theirs in enumerate(comm.exchange(problem, "error in an owners' step")):
-                if theirs is not None:
-                    raise RuntimeError(
-                        f"rank {other}: {self.optimizer_class.__name__} failed on {theirs}. Some parameters have made "
-                        "this step and others have not: go on from a checkpoint"
-                    ) from (failed[0] if failed else None)
-
     def _agree_on_grads(self) -> list[Owned]:
         """The parameters with a gradient. Raises `RuntimeError` on every rank if ranks differ."""
         comm = self._engine.comm
@@ -334,92 +286,6 @@ class OwnerOptimizer(SeesSlices):
                     )
         return [item for item, present in zip(self._items, have, strict=True) if present]
 
-    def _rounds(self, items: list[Owned]) -> list[list[Owned]]:
-        """At most one parameter for each owner in a round, of about the same size, so that owners work together."""
-        ranks = range(self._engine.comm.shard_group.size)
-        by_size = sorted(items, key=lambda item: -item.slot.numel)
-        queues = [[item for item in by_size if item.owner == rank] for rank in ranks]
-        return [[item for item in turn if item is not None] for turn in zip_longest(*queues)]
-
-    def _gather(self, turn: list[Owned]) -> tuple[tuple[Tensor, Tensor], list[Pending]]:
-        """The full master and gradient of the parameter of `turn` that this rank owns, flat, once all have waited.
-
-        Empty tensors if it owns none.
-        """
-        comm, pending = self._engine.comm, []
-        ours = torch.empty(0), torch.empty(0)
-        for item in turn:
-            grad: Any = item.param.grad
-            if self._engine.stage == 0:
-                if item.owner == comm.shard_group.rank:
-                    ours = _lying_flat(item)
-                continue
-            slices = [item.param.detach().view(-1), grad.detach().to(item.param.dtype).reshape(-1)]
-            rooms = (_room(item, "gathered parameters", comm), _room(item, "gradients", comm))
-            if item.owner == comm.shard_group.rank:
-                ours = rooms
-            pending.append(gather_slices(comm, list(rooms), slices, item.sizes, item.owner, item.unit.name))
-        return ours, pending
-
-    def _update(self, item: Owned, master: Tensor, grad: Tensor, given: list[dict[str, Any]]) -> None:
-        """Let the wrapped optimizer update `master`, in place, as the only parameter there is."""
-        inner, full, comm = self._inner, item.full, self._engine.comm
-        self._show_groups(given)
-        inner.param_groups[item.group]["params"] = [full]
-        own = master if _on_boundary(master) else _room(item, "gathered parameters", comm).copy_(master)
-        full.data, full.grad = item.shaped(own), None
-        full.grad = item.shaped(grad if _on_boundary(grad) else _room(item, "gradients", comm).copy_(grad))
-        if item.param in self.state:
-            inner.state[full] = self.state[item.param]
-        try:
-            inner.step()
-            if own is not master:
-                master.copy_(own)
-        finally:
-            if full in inner.state:
-                self.state[item.param] = inner.state.pop(full)
-            inner.param_groups[item.group]["params"] = []
-            full.grad, full.data = None, item.stand_in
-
-    def _scatter(self, turn: list[Owned], master: Tensor) -> list[Pending]:
-        """Give every rank the new masters of `turn`. Returns what is under way."""
-        comm, pending = self._engine.comm, []
-        for item in turn:
-            if self._engine.stage == 0:
-                pending.append(spread_full(comm, item.lie_flat(item.param), item.owner, item.unit.name))
-                continue
-            mine = item.param.detach().view(-1)
-            full = master if item.owner == comm.shard_group.rank else mine[:0]
-            pending.append(scatter_slices(comm, mine, full, item.sizes, item.owner, item.unit.name))
-        return pending
-
-    # -- hyperparameters: every turn begins with the same, and they change once in a step ----------------------------
-
-    def _show_groups(self, given: list[dict[str, Any]]) -> None:
-        for group, values in zip(self._inner.param_groups, given, strict=True):
-            group.update(
-                (key, value if type(value) in PLAIN else copy.deepcopy(value)) for key, value in values.items()
-            )
-
-    def _count_step(self, given: list[dict[str, Any]]) -> None:
-        """This rank had no turn. An optimizer that counts its steps in its groups counts this one, as the others'."""
-        self._show_groups(given)
-        try:
-            self._inner.step()
-        except Exception:  # it wants parameters, so it counts nowhere but in their state
-            self._show_groups(given)
-
-    def _put_back(self, given: list[dict[str, Any]]) -> None:
-        """What the wrapped optimizer changed in its groups."""
-        for group, inner, before in zip(self.param_groups, self._inner.param_groups, given, strict=True):
-            for key, value in values_of(inner).items():
-                if isinstance(group.get(key), Tensor):
-                    group[key].copy_(value)
-                elif key not in before or type(value) not in PLAIN or value != before[key]:
-                    group[key] = value
-
-    # -- state: step.py and checkpoint/ ask ------------------------------------------------------------------------
-
     def owns(self, param: Tensor) -> bool:
         """Whether this rank updates `param` and keeps its state."""
         return id(param) in self._mine
@@ -429,10 +295,146 @@ class OwnerOptimizer(SeesSlices):
         owners = zlib.crc32(repr(self.owners()).encode())
         return f"those of the parameters that rank {group.rank} of {group.size} owns, owners {owners:08x}"
 
-    def _forget_others(self) -> None:
-        for item in self._items:
-            if not self.owns(item.param):
-                self.state.pop(item.param, None)
+
+class Rounds:
+    """One step of `inner` on the parameters that this rank owns. `groups` and `state` are the OwnerOptimizer's.
+
+    replicated: in stage 0, every rank has all of every parameter.
+    """
+
+    def __init__(self, comm: Comm, replicated: bool, inner: Any, groups: list[dict[str, Any]], state: Any) -> None:
+        self._comm, self._replicated, self._inner, self._groups, self._state = comm, replicated, inner, groups, state
+        self._rank = comm.shard_group.rank
+        self._given = [values_of(group) for group in groups]  # every turn begins with the same
+        self._updated: list[str] = []
+        self._failed: list[Exception] = []  # the others must hear of it, and not wait
+
+    def run(self, items: list[Owned]) -> None:
+        """Update `items`, of all ranks. Raises `RuntimeError` on every rank if it failed on one."""
+        home = [item for item in items if item.owner == self._rank and item.at_home and not self._replicated]
+        still = [item for item in home if all(map(_on_boundary, _lying_flat(item)))]
+        copied = [item for item in home if item not in still]  # once there is room
+        turns = self._turns([item for item in items if not item.at_home or self._replicated])
+        meanwhile = [still[number :: 2 * len(turns)] for number in range(2 * len(turns))]
+        spreading: list[Pending] = []  # in stage 0, where nothing has to make room for the next turn
+        for turn, first, second in zip(turns, meanwhile[::2], meanwhile[1::2], strict=True):
+            rooms, gathering = self._gather(turn)
+            self._update(first)
+            _finish(gathering)
+            self._update(turn, rooms)
+            scattering = self._scatter(turn, rooms[0])
+            self._update(second)
+            if self._replicated:
+                spreading += scattering
+            else:
+                _finish(scattering)
+            del rooms
+        self._update(copied if turns else still + copied)
+        _finish(spreading)
+        if not self._updated:
+            self._count_step()
+        self._put_back()
+        failed = self._failed
+        problem = f"{self._updated[-1]}: {type(failed[0]).__name__}: {failed[0]}" if failed else None
+        ends = self._comm.exchange_bytes(bytes([problem is not None]), "end of an owners' step")
+        if any(row != b"\0" for row in ends):
+            everyone = self._comm.exchange(problem, "error in an owners' step")
+            other, theirs = next((rank, one) for rank, one in enumerate(everyone) if one is not None)
+            raise RuntimeError(
+                f"rank {other}: {type(self._inner).__name__} failed on {theirs}. Some parameters have made this step "
+                "and others have not: go on from a checkpoint"
+            ) from (failed[0] if failed else None)
+
+    def _turns(self, items: list[Owned]) -> list[list[Owned]]:
+        """At most one parameter for each owner in a turn, of about the same size, so that owners work together."""
+        by_size = sorted(items, key=lambda item: -item.slot.numel)
+        queues = [[item for item in by_size if item.owner == rank] for rank in range(self._comm.shard_group.size)]
+        return [[item for item in turn if item is not None] for turn in zip_longest(*queues)]
+
+    def _gather(self, turn: list[Owned]) -> tuple[tuple[Tensor, Tensor], list[Pending]]:
+        """The full master and gradient of the parameter of `turn` that this rank owns, flat, once all have waited.
+
+        Empty tensors if it owns none.
+        """
+        comm, pending = self._comm, []
+        ours = torch.empty(0), torch.empty(0)
+        for item in turn:
+            grad: Any = item.param.grad
+            if self._replicated:
+                if item.owner == self._rank:
+                    ours = _lying_flat(item)
+                continue
+            slices = [item.param.detach().view(-1), grad.detach().to(item.param.dtype).reshape(-1)]
+            rooms = (_room(item, "gathered parameters", comm), _room(item, "gradients", comm))
+            if item.owner == self._rank:
+                ours = rooms
+            pending.append(gather_slices(comm, list(rooms), slices, item.sizes, item.owner, item.unit.name))
+        return ours, pending
+
+    def _update(self, items: list[Owned], rooms: tuple[Tensor, Tensor] | None = None) -> None:
+        """Update those of `items` that this rank owns. `rooms`: master and gradient, if they were gathered."""
+        for item in items:
+            if item.owner == self._rank and not self._failed:
+                self._updated.append(item.name)
+                try:
+                    self._update_one(item, *(rooms or _lying_flat(item)))
+                except Exception as error:
+                    self._failed.append(error)
+
+    def _update_one(self, item: Owned, master: Tensor, grad: Tensor) -> None:
+        """Let the wrapped optimizer update `master`, in place, as the only parameter there is."""
+        inner, full = self._inner, item.full
+        self._show_groups()
+        inner.param_groups[item.group]["params"] = [full]
+        own = master if _on_boundary(master) else _room(item, "gathered parameters", self._comm).copy_(master)
+        full.data, full.grad = item.shaped(own), None
+        full.grad = item.shaped(grad if _on_boundary(grad) else _room(item, "gradients", self._comm).copy_(grad))
+        if item.param in self._state:
+            inner.state[full] = self._state[item.param]
+        try:
+            inner.step()
+            if own is not master:
+                master.copy_(own)
+        finally:
+            if full in inner.state:
+                self._state[item.param] = inner.state.pop(full)
+            inner.param_groups[item.group]["params"] = []
+            full.grad, full.data = None, item.stand_in
+
+    def _scatter(self, turn: list[Owned], master: Tensor) -> list[Pending]:
+        """Give every rank the new masters of `turn`. Returns what is under way."""
+        comm, pending = self._comm, []
+        for item in turn:
+            if self._replicated:
+                pending.append(spread_full(comm, item.lie_flat(item.param), item.owner, item.unit.name))
+                continue
+            mine = item.param.detach().view(-1)
+            full = master if item.owner == self._rank else mine[:0]
+            pending.append(scatter_slices(comm, mine, full, item.sizes, item.owner, item.unit.name))
+        return pending
+
+    def _show_groups(self) -> None:
+        for group, values in zip(self._inner.param_groups, self._given, strict=True):
+            group.update(
+                (key, value if type(value) in PLAIN else copy.deepcopy(value)) for key, value in values.items()
+            )
+
+    def _count_step(self) -> None:
+        """This rank had no turn. An optimizer that counts its steps in its groups counts this one, as the others'."""
+        self._show_groups()
+        try:
+            self._inner.step()
+        except Exception:  # it wants parameters, so it counts nowhere but in their state
+            self._show_groups()
+
+    def _put_back(self) -> None:
+        """What the wrapped optimizer changed in its groups."""
+        for group, inner, before in zip(self._groups, self._inner.param_groups, self._given, strict=True):
+            for key, value in values_of(inner).items():
+                if isinstance(group.get(key), Tensor):
+                    group[key].copy_(value)
+                elif key not in before or type(value) not in PLAIN or value != before[key]:
+                    group[key] = value
 
 
 def _pack(items: list[Owned], loads: list[int], capacity: float) -> list[int] | None:
@@ -457,7 +459,7 @@ def _finish(pending: list[Pending]) -> None:
         pending.pop(0).wait()
 
 
-def _room(item: Owned, kind: str, comm: Any) -> Tensor:
+def _room(item: Owned, kind: str, comm: Comm) -> Tensor:
     """Memory for a full parameter, on its owner; `kind` is for the timeline."""
     numel = item.slot.numel if item.owner == comm.shard_group.rank else 0
     return torch.empty(numel, dtype=item.param.dtype, device=item.param.device)

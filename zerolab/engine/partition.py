@@ -1,19 +1,27 @@
-"""Which parameters form a unit. The model's modules and dtypes decide, before anything is sharded."""
+"""From a model to units: which parameters form one. Modules and dtypes decide, before anything is sharded.
+
+Afterwards the model must stay as it is: a module or parameter that came later would train apart on each rank.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+import operator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import nn
 
 from zerolab.comm.collectives import Comm
 from zerolab.comm.waiting import CommError
+from zerolab.engine.parameters import Site
 from zerolab.engine.step import is_owned
-from zerolab.engine.unit import Site, Unit
+from zerolab.engine.unit import Unit
 
 UnitClasses = Iterable[type[nn.Module]] | type[nn.Module] | None
+Init = Callable[[nn.Module], Any] | None
 
 UNIT_BYTES = 25_000_000  # a default unit, where no blocks repeat: the largest modules of at most this size
 SMALL_BYTES = 1_000_000  # modules smaller than this are not worth a unit and stay in the root
@@ -91,7 +99,10 @@ def _partition(model: nn.Module, units: UnitClasses, comm: Comm, has_init: bool)
             named.setdefault(id(param), (f"{path}.{key}" if path else key, param))
             if (module, key) not in sites.setdefault(id(param), []):
                 sites[id(param)].append((module, key))
-            owner = _nearest(path, at, units_by_id)
+            nearest = path  # the unit that the module is in
+            while id(at[nearest]) not in units_by_id:
+                nearest = nearest.rpartition(".")[0]
+            owner = units_by_id[id(at[nearest])], at[nearest]
             if owner not in owners.setdefault(id(param), []):
                 owners[id(param)].append(owner)
     on_meta = [name for name, tensor in [*named.values(), *model.named_buffers()] if tensor.is_meta]
@@ -177,13 +188,6 @@ def _by_size(model: nn.Module, path: str = "") -> list[tuple[str, nn.Module]]:
     return found
 
 
-def _nearest(path: str, at: dict[str, nn.Module], units: dict[int, str]) -> tuple[str, nn.Module]:
-    """The unit's module at `path` or the nearest one above it, under its name as a unit."""
-    while id(at[path]) not in units:
-        path = path.rpartition(".")[0]
-    return units[id(at[path])], at[path]
-
-
 def _check(named: list[tuple[str, nn.Parameter]], comm: Comm) -> None:
     if not named:
         raise ValueError("the model has no parameters")
@@ -221,3 +225,85 @@ def _tell_apart(parts: list[Part]) -> None:
             facts = [str(part.dtype).removeprefix("torch."), "" if part.trainable else "frozen"]
             facts.append("batch norm" if part.batch_norm else "")
             part.name = f"{name} ({', '.join(fact for fact in facts if fact)})"
+
+
+def materialise(modules: Iterable[nn.Module], init: Init, device: torch.device) -> None:
+    """Give memory to what `modules` themselves have on the meta device, and values by the user's `init`."""
+    for module in modules:
+        params = [(key, p) for key, p in module._parameters.items() if p is not None and p.is_meta]
+        buffers = [(key, b) for key, b in module._buffers.items() if b is not None and b.is_meta]
+        for key, param in params:
+            module._parameters[key] = nn.Parameter(torch.empty_like(param, device=device), param.requires_grad)
+        for key, buffer in buffers:
+            module._buffers[key] = torch.empty_like(buffer, device=device)
+        if (params or buffers) and init is not None:
+            init(module)
+
+
+def device_of(model: nn.Module) -> torch.device:
+    """Where the model is or, for a model on the meta device, where this process computes.
+
+    GPUs that are shared (under gloo) have to be chosen: `torch.set_default_device("cuda")`, or `with` it.
+    """
+    for param in model.parameters():
+        if not param.is_meta:
+            return param.device
+    chosen = torch.get_default_device()
+    if chosen.type not in ("cpu", "meta"):
+        return chosen
+    if torch.cuda.is_available() and dist.is_initialized() and "nccl" in dist.get_backend_config():
+        return torch.device("cuda", torch.cuda.current_device())
+    return torch.device("cpu")
+
+
+class Structure:
+    """Looks at every module and parameter of `model` once, and again only after something has changed."""
+
+    def __init__(self, model: nn.Module, units: list[Unit], rank: int) -> None:
+        self._model, self._units, self._rank = model, units, rank
+        self._modules: list[nn.Module] = []
+        self._children: list[dict[str, nn.Module | None]] = []
+        self._params: list[nn.Parameter | None] = []
+
+    def check(self) -> None:
+        """Raise `RuntimeError` if parameters were added, replaced, moved or removed after sharding."""
+        if self._unchanged():
+            return
+        if problem := self._problem():
+            raise RuntimeError(f"rank {self._rank}: {problem} after sharding. Change the model before sharding it")
+        self._modules = list(self._model.modules())
+        self._children = [dict(module._modules) for module in self._modules]
+        self._params = self._held()
+
+    def _unchanged(self) -> bool:
+        """Nearly always true, and asked before each forward, so without a loop in Python."""
+        if not self._modules or [module._modules for module in self._modules] != self._children:
+            return False
+        params = self._held()  # compared with `is`, for tensors do not compare as a whole
+        return len(params) == len(self._params) and all(map(operator.is_, params, self._params))
+
+    def _held(self) -> list[nn.Parameter | None]:
+        return [param for module in self._modules for param in module._parameters.values()]
+
+    def _problem(self) -> str | None:
+        """What is wrong anywhere in the model. It may show the optimizer's parameters, or full ones."""
+        allowed: dict[tuple[nn.Module, str], tuple[str, set[int]]] = {}
+        for unit in self._units:
+            for name, sites, param, full in zip(unit.names, unit.sites, unit.params, unit.full_params, strict=True):
+                allowed |= dict.fromkeys(sites, (name, {id(param), id(full)}))
+        ours = {number: name for name, numbers in allowed.values() for number in numbers}
+        found = set()
+        for path, module in self._model.named_modules():
+            for key, held in module._parameters.items():
+                name = f"{path}.{key}" if path else key
+                if held is None:
+                    continue
+                found.add((module, key))
+                if id(held) not in ours:
+                    return f"{name} was added or replaced"
+                if (module, key) not in allowed or id(held) not in allowed[module, key][1]:
+                    return f"{name} became what {ours[id(held)]} is"
+        for site, (name, _) in allowed.items():
+            if site not in found:
+                return f"{name}, or a parameter that was tied to it, was removed"
+        return None

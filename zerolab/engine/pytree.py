@@ -13,16 +13,8 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 _PLAIN = (str, bytes, int, float, complex, bool, type(None), torch.dtype, torch.device, torch.Generator, Enum, type)
-_NEVER_RESULTS = {
-    bool,
-    int,
-    float,
-    str,
-    type(None),
-    dict,
-    OrderedDict,
-    set,
-}  # quicker to check than whether it is a tensor
+# Quicker to check than whether it is a tensor.
+_NEVER_RESULTS = {bool, int, float, str, type(None), dict, OrderedDict, set}
 
 
 def grad_tensors(tree: Any, objects: bool = True) -> tuple[list[Tensor], bool]:

@@ -52,7 +52,6 @@ class LossScaler(torch.amp.GradScaler):
     ) -> dict[torch.device, Tensor]:
         """Unscale in float32. Gradients in float32 answer GradScaler for all ranks (shown.py)."""
         units = self._units(optimizer)
-        self.zero.check_grads_final(units)
         self.zero.promote_grads(units)
         if self.zero.offload:
             # The gradients are on the host. torch would copy these there without waiting for the copies.

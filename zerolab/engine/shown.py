@@ -21,7 +21,7 @@ import weakref
 from collections import OrderedDict
 from collections.abc import Callable
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -29,11 +29,8 @@ from torch.optim.optimizer import _foreach_supported_types as optimizers_types
 from torch.utils._foreach_utils import _foreach_supported_types as clipping_types
 from torch.utils.hooks import RemovableHandle
 
-from zerolab.engine.slices import Place, Settled, Slice, marked, plainly, refuse_inputs, run
-
-if TYPE_CHECKING:
-    from zerolab.engine.engine import Engine
-    from zerolab.engine.layout import Layout, Slot
+from zerolab.engine.layout import Layout, Slot
+from zerolab.engine.slices import Place, Settled, Sharded, Slice, marked, plainly, refuse_inputs, run
 
 Hooks = dict[int, Callable[[Tensor], Any]]  # as torch keeps them: number of the handle -> hook
 
@@ -50,15 +47,12 @@ class ShownParameter(Settled, nn.Parameter):  # type: ignore[misc, override]
     _alias: Tensor | None = None
     full_name: str  # in the model
     place: Place | None = None
+    _aliases: list[Tensor]
+    _hooks: Hooks
+    _hooks_after: Hooks
     _mean: Tensor | None = None  # the averaged gradient, until the hooks have seen it
 
-    def describe(self, full_name: str, aliases: list[Tensor]) -> None:
-        """`aliases` collects what `.data` hands out."""
-        self.full_name, self._aliases = full_name, aliases
-        self._hooks: Hooks = OrderedDict()
-        self._hooks_after: Hooks = OrderedDict()
-
-    def belong(self, engine: Engine, original: nn.Parameter, layout: Layout, slot: Slot) -> None:
+    def belong(self, engine: Sharded, original: nn.Parameter, layout: Layout, slot: Slot) -> None:
         """Stand for `original`. Its hooks move here, and their handles still remove them."""
         self._engine = weakref.ref(engine)
         if engine.stage > 0:
@@ -75,8 +69,6 @@ class ShownParameter(Settled, nn.Parameter):  # type: ignore[misc, override]
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         return refuse_inputs(func, args, kwargs or {})
-
-    # -- .data ---------------------------------------------------------------------------------------------------
 
     @property
     def data(self) -> Tensor:
@@ -95,14 +87,12 @@ class ShownParameter(Settled, nn.Parameter):  # type: ignore[misc, override]
 
     @property
     def device(self) -> torch.device:  # type: ignore[override]
-        if _belongs_to(DDP, sys._getframe(1)):
+        if sys._getframe(1).f_globals.get("__name__") == "torch.nn.parallel.distributed":
             raise RuntimeError(
                 f"{self.full_name} is sharded, and zerolab averages its gradients: leave DistributedDataParallel out. "
                 "For Hugging Face's Trainer, which adds it, take zerolab.integrations.transformers.ZeroTrainer"
             )
         return super().device
-
-    # -- hooks ---------------------------------------------------------------------------------------------------
 
     def register_hook(self, hook: Callable[[Tensor], Any]) -> RemovableHandle:
         """`hook` gets the averaged gradient of what this parameter shows, once in every backward that reduces.
@@ -136,10 +126,6 @@ class ShownParameter(Settled, nn.Parameter):  # type: ignore[misc, override]
     view_as = expand_as = _refuse_node
 
     # -- hooks see a gradient when backward is over ----------------------------------------------------------------
-
-    def hold(self, mean: Tensor) -> None:
-        """Keep an averaged gradient for the hooks, until `deliver`."""
-        self._mean = mean if self._mean is None else self._mean + mean
 
     def deliver(self) -> None:
         """Backward is over: what was kept goes by the hooks."""
@@ -207,17 +193,21 @@ SHOWN = (ShownParameter, ShownSlice)  # `isinstance` asks nn.Parameter's metacla
 
 
 def make_shown(tensor: Tensor, requires_grad: bool, full_name: str, aliases: list[Tensor]) -> nn.Parameter:
-    """A parameter that shows `tensor`. A tensor that is a subclass itself (in a simulation) becomes a plain one."""
+    """A parameter that shows `tensor`; `aliases` collects what its `.data` hands out.
+
+    A tensor that is a subclass itself (in a simulation) becomes a plain one.
+    """
     param = ShownParameter(tensor, requires_grad)
     if type(param) is ShownParameter:
-        param.describe(full_name, aliases)
+        param.full_name, param._aliases = full_name, aliases
+        param._hooks, param._hooks_after = OrderedDict(), OrderedDict()
     return param
 
 
 def receive(param: Any, mean: Tensor) -> None:
     """Show an averaged gradient, laid out as `param` is. Hooks see it first, when backward is over."""
     if type(param) in SHOWN and (param._hooks or param._hooks_after):
-        param.hold(mean)
+        param._mean = mean if param._mean is None else param._mean + mean
     else:
         _accumulate(param, mean)
 
@@ -249,9 +239,6 @@ def show_cast(dtypes: dict[nn.Parameter, torch.dtype]) -> None:
             show_grad(param, grad)
 
 
-DDP = "torch.nn.parallel.distributed"
-
-
 def become_plain(params: list[nn.Parameter]) -> None:
     """An optimizer is about to step: torch is quicker with its own classes, also on subclasses that change nothing."""
     for param in params:
@@ -270,10 +257,6 @@ def become_shown(params: list[nn.Parameter]) -> None:
             param.__class__ = ShownSlice if getattr(param, "place", None) else ShownParameter
             if type(grad) is Tensor:
                 show_grad(param, grad)
-
-
-def _belongs_to(module: str, frame: Any) -> bool:
-    return frame.f_globals.get("__name__") == module
 
 
 # torch's optimizers and its clipping take their quick path for these as well, as for DTensor.

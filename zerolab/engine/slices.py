@@ -22,7 +22,7 @@ import sys
 import weakref
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -30,9 +30,8 @@ from torch.autograd.graph import increment_version
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map_only
 
-if TYPE_CHECKING:
-    from zerolab.engine.engine import Engine
-    from zerolab.engine.layout import Layout, Slot
+from zerolab.comm.collectives import Comm
+from zerolab.engine.layout import Layout, Slot
 
 plainly = torch._C.DisableTorchFunctionSubclass  # a context in which slices are tensors like any other
 aten = torch.ops.aten
@@ -52,11 +51,25 @@ UNSEEN = "hands out what is this rank's slice alone"
 VALUES = {"H", "T", "imag", "mH", "mT", "real"}  # attributes that are computed
 
 
+class Sharded(Protocol):
+    """What slices ask of the engine whose model they belong to."""
+
+    stage: int
+    comm: Comm
+    units: list[Any]
+    plain: bool  # while an optimizer works on parameters and gradients as they are
+    listeners: dict[int, Any]  # parameters with hooks of the user's
+
+    def is_idle(self) -> bool: ...
+    def check_grads_final(self, units: list[Any]) -> None: ...
+    def promote_grads(self, units: list[Any]) -> None: ...
+
+
 @dataclass(frozen=True)
 class Place:
     """Where a slice lies: of which tensor it is, and how that is cut."""
 
-    engine: weakref.ref[Engine]
+    engine: weakref.ref[Sharded]
     name: str  # the parameter's, in the model
     layout: Layout
     slot: Slot
@@ -70,7 +83,7 @@ class Place:
         slot = self.slot
         return self.group, slot.shape, slot.stride, slot.offset, self.layout.shard_size
 
-    def the_engine(self, call: str) -> Engine:
+    def the_engine(self, call: str) -> Sharded:
         if (engine := self.engine()) is None:
             raise RuntimeError(f"{call} of {self}: the sharded model that it belongs to is gone")
         return engine
@@ -96,8 +109,7 @@ class Settled:
     def dim(self) -> int:
         return len(self._size())
 
-    def ndimension(self) -> int:
-        return len(self._size())
+    ndimension = dim
 
     def _size(self) -> torch.Size:
         """Before nn.init draws, it looks at the shape, and returns at once if there are no elements."""
@@ -190,8 +202,8 @@ def run(func: Any, args: Any, kwargs: Any) -> Any:
         if func in BACKWARDS:
             return refuse_inputs(func, args, kwargs)
         slices = [value for value in tree_leaves((args, kwargs)) if place_of(value)]
-        if not slices or _at_step(slices):
-            return func(*args, **kwargs)
+        if all((engine := one.place.engine()) is not None and engine.plain for one in slices):
+            return func(*args, **kwargs)  # there are none, or an optimizer is at work on them, which may see them
         call = attribute or func.__name__
         if call in HANDED_OUT:
             raise _refusal(call, slices[0].place, UNSEEN)
@@ -278,11 +290,6 @@ def _attribute(func: Any) -> str | None:
     if func.__name__ in ("__get__", "__set__", "__delete__"):
         return getattr(func.__self__, "__name__", "")
     return None
-
-
-def _at_step(slices: list[Any]) -> bool:
-    """Whether an optimizer is at work on them, which may see slices (step.py)."""
-    return all((engine := one.place.engine()) is not None and engine.plain for one in slices)
 
 
 class _Rule(TorchDispatchMode):
@@ -406,14 +413,16 @@ class _Rule(TorchDispatchMode):
         # Of what kind the answer is; a wrong argument is an error here, on all ranks.
         ones = [torch.zeros([1] * tensor.dim(), dtype=tensor.dtype) for tensor in tensors]
         like = op(ones if many else ones[0], *([ones[0]] if others else args[1:2]), *args[2:], **kwargs)
-        if not _all_dims(given.get("dim"), tensors[0]):
+        dims = [dim] if isinstance(dim := given.get("dim"), int) else list(dim or ())
+        if dims and len({one % max(1, tensors[0].dim()) for one in dims}) < tensors[0].dim():
             raise _refusal(self.call, first, "goes over a dimension")
         if self.place(tensors[0]) is None and not many:
             raise _refusal(self.call, first, "compares it with what is no slice")
         if "norm" in name:
             power = given.get("ord", given.get("p", 2.0))
             of_slice, of_parts = _norm_of(2.0 if power is None else float(power))
-            _before_norms(places)
+            for engine in {place.the_engine("norm"): None for place in places if place is not None and place.of_grad}:
+                engine.promote_grads(engine.units)  # the scaling that follows is in full precision
         else:
             of_slice, of_parts = WHOLE[name]
         own = [self._own(value) for value in (*tensors, *args[1:])]
@@ -429,13 +438,6 @@ class _Rule(TorchDispatchMode):
             dtype = torch.promote_types(one.dtype, torch.float32) if wide else one.dtype
             answers.append(total.to(device=tensor.device, dtype=dtype).reshape(one.shape))
         return answers if many else answers[0]
-
-
-def _before_norms(places: list[Place | None]) -> None:
-    """Norms of gradients are asked for to scale them."""
-    for engine in {place.the_engine("norm"): None for place in places if place is not None and place.of_grad}:
-        engine.check_grads_final(engine.units)
-        engine.promote_grads(engine.units)  # so that the scaling that follows is in full precision
 
 
 def _norm_of(p: float) -> tuple[Callable[..., Tensor], Callable[[Tensor], Tensor]]:
@@ -464,14 +466,6 @@ def _bound(op: Any, args: Any, kwargs: Any) -> list[tuple[Any, Any]]:
     return [(value, info.alias_info) for value, info in zip(args, infos, strict=False)] + [
         (value, named.get(key)) for key, value in kwargs.items()
     ]
-
-
-def _all_dims(dim: Any, tensor: Tensor) -> bool:
-    """Whether a reduction over `dim` leaves nothing over."""
-    if dim is None:
-        return True
-    dims = [dim] if isinstance(dim, int) else list(dim)
-    return not dims or len({one % max(1, tensor.dim()) for one in dims}) == tensor.dim()
 
 
 def _wide(tensor: Tensor) -> Tensor:
@@ -555,8 +549,8 @@ def _refusal(call: str, place: Place, why: str) -> RuntimeError:
     if not engine.is_idle():
         advice = "Use the parameter inside the module that owns it, or make one unit of both modules"
     return RuntimeError(
-        f"rank {engine.rank}: {call} of {place} {why}, and outside the forward of its own unit stage {engine.stage} "
-        f"shows this rank's slice. {advice}"
+        f"rank {engine.comm.rank}: {call} of {place} {why}, and outside the forward of its own unit stage "
+        f"{engine.stage} shows this rank's slice. {advice}"
     )
 
 

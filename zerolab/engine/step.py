@@ -1,28 +1,35 @@
-"""What the engine must know about optimizers: when they step, and whether they may see slices.
+"""The optimizer's step: who updates a parameter, whether it may see slices, and what it must see.
 
 An optimizer is elementwise if the update of an element depends on that element's own gradients alone. Then a slice is
 updated exactly as it would be inside the full parameter. Muon (matrix sign), Adafactor (row and column means), LBFGS
 (inner products) and LAMB (norms per layer) are not, and on slices would give other numbers without an error.
+
+It sees plain parameters, and gradients in the masters' dtype. A closure runs forward and backward inside the step; for
+their time the model shows what it shows outside of a step.
 """
 
 from __future__ import annotations
 
+import sys
 import weakref
 import zlib
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import nn
 from torch.optim import ASGD, SGD, Adadelta, Adagrad, Adam, Adamax, AdamW, NAdam, Optimizer, RAdam, RMSprop, Rprop
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
-if TYPE_CHECKING:
-    from zerolab.engine.engine import Engine
-    from zerolab.engine.unit import Unit
+from zerolab.comm.waiting import CommError
+from zerolab.engine.hyperparameters import Hyperparameters
+from zerolab.engine.shown import become_plain, become_shown
+from zerolab.engine.slices import plainly
+from zerolab.engine.stage import Stage
+from zerolab.engine.unit import Unit
 
 MARK = "_zerolab_mark"  # the attribute of a parameter: who updates it, or why no optimizer may
 
-averaged: weakref.WeakSet[Engine] = weakref.WeakSet()  # their masters are averages for now: ema.py
+averaged: weakref.WeakSet[Any] = weakref.WeakSet()  # their masters are averages for now: ema.py
 
 _elementwise: set[type] = {ASGD, SGD, Adadelta, Adagrad, Adam, Adamax, AdamW, NAdam, RAdam, RMSprop, Rprop}
 
@@ -34,11 +41,97 @@ def declare_elementwise(optimizer_class: type[Optimizer]) -> None:
     _elementwise.add(optimizer_class)
 
 
+class Step:
+    """The step under way, if any, and how many there have been."""
+
+    def __init__(self, stage: Stage) -> None:
+        self._stage = stage
+        self.hyperparameters = Hyperparameters(stage.comm)
+        self.frame: Any = None  # of optimizer.step(), inside of it
+        self._counted = False  # a step since the last forward
+
+    def begin(self, optimizer: Optimizer, units: list[Unit], frame: Any) -> None:
+        """`optimizer` is about to update `units`, in the call that `frame` is of."""
+        comm = self._stage.comm
+        comm.phase = "step"
+        comm.progress.steps += 1  # told with the comparison: a rank that left this step out has made one less
+        try:
+            self.hyperparameters.check(optimizer)
+        except CommError:  # it stays counted, for other ranks that ask later
+            comm.progress.steps += 1
+            raise
+        finally:
+            comm.progress.steps -= 1
+        self.frame = frame
+        self.become_plain(units)
+
+    def end(self, units: list[Unit]) -> None:
+        """The optimizer has updated `units`."""
+        comm = self._stage.comm
+        self.frame = None
+        self.become_shown()
+        with plainly():
+            for unit in units:
+                unit.bucket.demote()
+                self._stage.master_changed(unit)
+        comm.progress.steps += 1
+        if not self._counted:  # several optimizers make one step
+            comm.step += 1
+            self._counted = True
+
+    def forward_begins(self) -> None:
+        if self.frame is not None and not on_stack(self.frame):  # the step failed
+            self.frame = None
+            self.become_shown()
+        self._counted = False
+
+    def become_plain(self, units: list[Unit]) -> None:
+        self._stage.plain = True
+        with plainly():
+            for unit in units:
+                become_plain(unit.params)
+                unit.bucket.promote()
+
+    def become_shown(self) -> None:
+        self._stage.plain = False
+        with plainly():
+            for unit in self._stage.units:
+                become_shown(unit.params)
+
+
+def on_stack(frame: Any) -> bool:
+    """Whether the call that `frame` is of is still under way."""
+    here: Any = sys._getframe()
+    while here is not None and here is not frame:
+        here = here.f_back
+    return here is not None
+
+
 class Owner:
     """What updates a parameter. Those of a unit share one, so that few are looked at in each step."""
 
-    def __init__(self, engine: Engine, unit: Unit) -> None:
-        self.engine, self.unit = weakref.ref(engine), weakref.ref(unit)
+    def __init__(self, engine: Stage, unit: Unit) -> None:
+        self.engine: weakref.ref[Any] = weakref.ref(engine)
+        self.unit = weakref.ref(unit)
+
+
+def mark(original: nn.Parameter, full: nn.Parameter, param: nn.Parameter, name: str, owner: Owner) -> None:
+    """`owner` updates `param`, not `original`, which the model had before, nor `full`, which forward sees."""
+    replaced = (
+        f"was built before the model was sharded: it holds the old {name}, which the model no longer uses. Build the "
+        "optimizer from model.parameters() after sharding"
+    )
+    passing = (
+        f"was built inside a forward, or after one that was interrupted: it holds a full {name} that does not last. "
+        "Build it from model.parameters() outside of forward"
+    )
+    for tensor, what in ((original, replaced), (full, passing), (param, owner)):
+        setattr(tensor, MARK, what)
+
+
+def is_owned(tensor: torch.Tensor) -> bool:
+    """Whether it is a parameter of a sharded model."""
+    return isinstance(getattr(tensor, MARK, None), Owner)
 
 
 class SeesSlices(Optimizer):
@@ -49,37 +142,10 @@ class SeesSlices(Optimizer):
         raise NotImplementedError
 
 
-def mark_replaced(original: nn.Parameter, name: str) -> None:
-    """`original` is no longer a parameter of its model."""
-    problem = (
-        f"was built before the model was sharded: it holds the old {name}, which the model no longer uses. Build the "
-        "optimizer from model.parameters() after sharding"
-    )
-    setattr(original, MARK, problem)
-
-
-def mark_full(full: nn.Parameter, name: str) -> None:
-    """`full` is what forward sees of a parameter, not what an optimizer updates."""
-    problem = (
-        f"was built inside a forward, or after one that was interrupted: it holds a full {name} that does not last. "
-        "Build it from model.parameters() outside of forward"
-    )
-    setattr(full, MARK, problem)
-
-
-def mark_owned(param: nn.Parameter, owner: Owner) -> None:
-    setattr(param, MARK, owner)
-
-
-def is_owned(tensor: torch.Tensor) -> bool:
-    """Whether it is a parameter of a sharded model."""
-    return isinstance(getattr(tensor, MARK, None), Owner)
-
-
-def owners_of(optimizer: Optimizer) -> dict[Engine, list[Unit]]:
+def owners_of(optimizer: Optimizer) -> dict[Any, list[Unit]]:
     """The engines whose parameters `optimizer` holds, each with its units that are concerned, in the engine's order."""
     marks = [getattr(param, MARK, None) for group in optimizer.param_groups for param in group["params"]]
-    touched: dict[Engine, set[int]] = {}
+    touched: dict[Any, set[int]] = {}
     for mark in dict.fromkeys(marks):
         if isinstance(mark, str):
             raise RuntimeError(f"{type(optimizer).__name__} {mark}")
@@ -114,7 +180,7 @@ def _before_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
                 "parameters, or stage 0. Or, if it does update each element from that element's own gradients alone, "
                 f"call zerolab.declare_elementwise({name})"
             )
-        engine.before_optimizer(optimizer, units)
+        engine.before_optimizer(optimizer, units, sys._getframe(1))
 
 
 def _after_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
@@ -131,7 +197,7 @@ _watched: weakref.WeakSet[Optimizer] = weakref.WeakSet()
 _unchecked: weakref.WeakSet[Optimizer] = weakref.WeakSet()  # their state has come from elsewhere
 
 
-def _slices(optimizer: Optimizer, engine: Engine) -> str | None:
+def _slices(optimizer: Optimizer, engine: Stage) -> str | None:
     """Which slices this rank has: the same words for the same slices, in every stage."""
     if isinstance(optimizer, SeesSlices):
         return optimizer.state_place()
@@ -150,7 +216,7 @@ def _stamp(optimizer: Optimizer, state: dict[str, Any]) -> None:
                 group[STAMP] = slices
 
 
-def _check_state(optimizer: Optimizer, engine: Engine) -> None:
+def _check_state(optimizer: Optimizer, engine: Stage) -> None:
     """Raises `RuntimeError` on every rank if on some rank the optimizer's state belongs to other slices."""
     engine.comm.phase = "step"
     problem = _misfit(optimizer, engine)
@@ -165,7 +231,7 @@ def _check_state(optimizer: Optimizer, engine: Engine) -> None:
         group.pop(STAMP, None)
 
 
-def _misfit(optimizer: Optimizer, engine: Engine) -> str | None:
+def _misfit(optimizer: Optimizer, engine: Stage) -> str | None:
     name, mine = type(optimizer).__name__, _slices(optimizer, engine)
     names = {id(param): name for unit in engine.units for name, param in zip(unit.names, unit.params, strict=True)}
     for group in optimizer.param_groups:

@@ -37,7 +37,7 @@ class Recorded(Zero3):
     def __init__(self, *args: Any, **keywords: Any) -> None:
         super().__init__(*args, **keywords)
         self.coming = []
-        self._prefetcher = record = _Record(self)
+        self.prefetcher = record = _Record(self)
         for point in ("pre_forward", "pre_backward"):  # a subclass need not call super()
             setattr(self, point, partial(record.reach, getattr(self, point)))
 

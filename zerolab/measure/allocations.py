@@ -62,7 +62,7 @@ NOWHERE = ("", 0, "")
 
 # The modules of the engine that allocate for one unit.
 ROOM = ("zerolab.engine.owner", "_room")  # makes room for an owner's gradient or master, and says of which kind
-OF_A_UNIT = ("zerolab.engine.unit", "zerolab.engine.bucket", "zerolab.engine.accumulation")
+OF_A_UNIT = tuple(f"zerolab.engine.{room}" for room in ("unit", "parameters", "bucket", "accumulation"))
 
 
 @dataclass

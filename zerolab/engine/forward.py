@@ -1,0 +1,238 @@
+"""Forward: around every call of a module, the units that it needs show their full parameters.
+
+Any module that holds parameters may be called by itself, so each takes care of the units that it needs: `enter` before
+its forward, `leave` after it. What is inside of another call finds its units at work, and costs little.
+"""
+
+from __future__ import annotations
+
+import functools
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from zerolab.engine.backward import Backward
+from zerolab.engine.partition import Structure, modules_within, units_needed
+from zerolab.engine.precision import Precision
+from zerolab.engine.pytree import cast_floats, detached_from, grad_tensors, kept_by_modules
+from zerolab.engine.stage import Stage
+from zerolab.engine.step import Step, on_stack
+from zerolab.engine.unit import Unit
+
+
+class Forward:
+    """The calls that are under way in the model of `stage`."""
+
+    def __init__(
+        self, stage: Stage, precision: Precision, step: Step, backward: Backward, structure: Structure
+    ) -> None:
+        self._stage, self._step, self._backward, self._structure = stage, step, backward, structure
+        self._turns = backward.turns
+        self._inputs = precision.compute if precision.cast_inputs else None  # their dtype; None: as they come
+        self.bypassed = False  # the model shows something else, and calls mean nothing
+        self._depth = 0  # how many hooked calls are under way
+        self._outermost: Any = None  # the frame of the first of them
+        self._training = False  # whether that one began with gradients enabled
+        self._versions: dict[Unit, int] = {}  # of the full parameters as a forward began
+
+    def install(self, unit_modules: set[int]) -> None:
+        """Put hooks on every module that needs units. `unit_modules`: identities of those that are units."""
+        unit_of = {id(param): unit for unit in self._stage.units for param in unit.params}
+        # torch.compile must not trace them: what they do depends on autograd, on the step, on the other ranks.
+        on_enter, on_leave = torch.compiler.disable(self.enter), torch.compiler.disable(self.leave)
+        for module in self._stage.model.modules():
+            if module._parameters or id(module) in unit_modules:
+                inside = list(modules_within(module, unit_modules))
+                needs = units_needed(inside, unit_of)
+                enter, leave = partial(on_enter, needs), partial(on_leave, needs, inside)
+                if id(module) not in unit_modules:
+                    enter, leave = _unless_at_work(needs, enter, leave)
+                module.register_forward_pre_hook(enter, prepend=True, with_kwargs=True)
+                module.register_forward_hook(leave, with_kwargs=True, always_call=True)
+
+    def as_forward(self, method: Callable[..., Any]) -> Callable[..., Any]:
+        """`method` of the model, as an entry point like its forward."""
+        root, model = self._stage.root, self._stage.model
+
+        @functools.wraps(method)
+        def wrapped(*args: Any, **kwargs: Any) -> Any:
+            args, kwargs = self.enter(root, model, args, kwargs)
+            try:
+                output = method(*args, **kwargs)
+            except BaseException:
+                self.leave(root, [], model, args, kwargs, None)
+                raise
+            return self.leave(root, [], model, args, kwargs, output)
+
+        return wrapped
+
+    # -- around a call -----------------------------------------------------------------------------------------------
+
+    def enter(self, needs: list[Unit], module: nn.Module, args: Any, kwargs: Any) -> tuple[Any, Any]:
+        """Before a module's forward: make the units that it needs show their full parameters."""
+        if self.bypassed:
+            return args, kwargs
+        if module is self._stage.model:
+            self.forget_calls()
+        if self._depth == 0 and not _autograd_runs():
+            self._structure.check()
+        self._depth += 1
+        new = [unit for unit in needs if unit.depth == 0]
+        for unit in needs:
+            unit.depth += 1
+        if not new and self._depth > 1:  # inside of a unit that is at work
+            return args, kwargs
+        recompute = _autograd_runs()  # activation checkpointing
+        if self._depth == 1 and not recompute:
+            self._outermost = _caller(sys._getframe(1))
+            self._begin(module)
+        if self._depth == 1 and self._inputs is not None:
+            args, kwargs = cast_floats((args, kwargs), self._inputs)
+        for unit in new:
+            if self._training:
+                self._turns.used(unit)
+            self._stage.pre_forward(unit)
+            unit.show_full()
+            self._versions[unit] = unit.full._version
+        if new and torch.is_grad_enabled() and not recompute:
+            self._turns.call_begins(new, grad_tensors((args, kwargs), objects=False)[0])
+        return args, kwargs
+
+    def leave(
+        self, needs: list[Unit], inside: list[nn.Module], module: nn.Module, args: Any, kwargs: Any, output: Any
+    ) -> Any:
+        """After a module's forward, even one that failed: show the optimizer's parameters again."""
+        if self.bypassed or not self._depth:  # or `enter` refused the call
+            return output
+        self._depth -= 1
+        for unit in needs:
+            unit.depth -= 1
+        over = [unit for unit in needs if unit.depth == 0]
+        if not over and self._depth:
+            return output
+        ended, unwatched = self._turns.call_ends(over)
+        if _autograd_runs():  # a recompute releases nothing: backward is about to use it
+            return output
+        failed = output is None and sys.exc_info()[0] is not None
+        if over:  # a result that is part of a parameter must outlive it
+            output = detached_from({unit.full.untyped_storage()._cdata for unit in over}, output)
+        tensors: list[Tensor] = []
+        stay = False
+        if over and torch.is_grad_enabled() and not failed:
+            # If backward may enter through something that cannot be seen, the units must stay.
+            tensors, stay = grad_tensors([output, *kept_by_modules(inside)])
+            for tensor in tensors:
+                tensor.register_hook(partial(self._backward.at_outputs, over, ended, unwatched))
+        for unit in over:
+            unit.show(unit.params)
+            if stay:
+                self._backward.held.append(unit)
+            else:  # a method that turns gradients off itself, such as generate(), has no backward either
+                with torch.set_grad_enabled(bool(tensors)):
+                    self._stage.post_forward(unit)
+            if not failed:
+                self._notice_writes(unit)
+        if self._depth == 0:
+            self._outermost = None
+            self._stage.prefetcher.end()
+            if module is self._stage.model and not failed:
+                self._stage.gather_stale()  # another rank may have needed what this one did not
+        return output
+
+    def _begin(self, module: nn.Module) -> None:
+        """The outermost call begins: tidy up after an error, and notice parameters that were edited."""
+        if not vars(self._stage.model).get("require_backward_grad_sync", True):
+            raise RuntimeError(
+                "model.require_backward_grad_sync = False is for torch's DistributedDataParallel; run forward and "
+                "backward inside `with zero.no_sync():` instead"
+            )
+        if self._backward.under_way:
+            self._backward.drop()
+        self._step.forward_begins()
+        self._stage.comm.phase = "forward"
+        self._training = torch.is_grad_enabled()
+        self._stage.prefetcher.begin((id(module), self._training))
+        self._stage.notice_edits()
+
+    def _notice_writes(self, unit: Unit) -> None:
+        """Forward has ended. What it wrote into the masters every rank wrote; into a copy of them, it would be lost."""
+        if unit.full._version == self._versions[unit]:
+            return
+        if unit.full.untyped_storage()._cdata != unit.master.untyped_storage()._cdata:
+            raise RuntimeError(
+                f"rank {self._stage.rank}: forward wrote into parameters of {unit.name}, but it sees a copy that will "
+                "not last (in stage 3, and where Precision computes in another dtype). Edit parameters outside of "
+                "forward"
+            )
+        unit.version = unit.changes
+
+    def is_idle(self) -> bool:
+        """Whether no forward, backward or full_parameters() is under way."""
+        self.forget_calls()
+        return not (self._depth or self.bypassed or _autograd_runs())
+
+    def forget_calls(self) -> None:
+        """Control-C can skip `leave`. If the outermost call is over all the same, show the optimizer's parameters."""
+        if self._depth == 0 or on_stack(self._outermost):
+            return
+        self._depth = 0
+        for unit in self._stage.units:
+            if unit.depth:
+                unit.depth = 0
+                unit.show(unit.params)
+
+    @contextmanager
+    def bypass(self) -> Iterator[None]:
+        """Inside, the model may show something else, and calls of it are not the engine's concern."""
+        self.bypassed = True
+        try:
+            yield
+        finally:
+            self.bypassed = False
+            for unit in self._stage.units:
+                unit.show(unit.params)
+
+
+def _unless_at_work(units: list[Unit], enter: Any, leave: Any) -> tuple[Any, Any]:
+    """`enter` and `leave` of a module inside a unit, only for calls that do not find all of `units` at work.
+
+    Nearly all calls find them at work, and a block makes many. So these cost little, and torch.compile can trace them.
+    """
+    open_calls = 0  # calls that entered, and calls of the same module inside them
+
+    def entering(module: nn.Module, args: Any, kwargs: Any) -> Any:
+        nonlocal open_calls
+        if open_calls == 0:
+            for unit in units:
+                if unit.depth == 0:
+                    break
+            else:
+                return None
+        open_calls += 1
+        return enter(module, args, kwargs)
+
+    def leaving(module: nn.Module, args: Any, kwargs: Any, output: Any) -> Any:
+        nonlocal open_calls
+        if open_calls == 0:
+            return None
+        open_calls -= 1
+        return leave(module, args, kwargs, output)
+
+    return entering, leaving
+
+
+def _autograd_runs() -> bool:
+    return torch._C._current_graph_task_id() != -1
+
+
+def _caller(frame: Any) -> Any:
+    """Of a hook: the first frame that lasts as long as the call it is about. Those between only pass it on."""
+    passing = ("torch._dynamo", "torch._compile", __name__)
+    while frame.f_globals.get("__name__", "").startswith(passing) and frame.f_code.co_name != "wrapped":
+        frame = frame.f_back
+    return frame

@@ -1,0 +1,114 @@
+"""What the model shows of a unit. Each parameter exists twice:
+
+    full_params[i]    a leaf of autograd and a view of the unit's `full`: what forward and backward see
+    params[i]         a view of its `master`: what the optimizer holds, and what the model shows the rest of the time
+
+The modules hold the one or the other. Autograd leaves a gradient at the first, and it comes out at the second.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+from torch import Tensor, nn
+
+from zerolab.comm.collectives import Comm
+from zerolab.engine.layout import Layout
+from zerolab.engine.precision import Dtypes
+from zerolab.engine.shown import make_shown
+from zerolab.engine.slices import plainly, refuse_gradient
+
+Named = list[tuple[str, nn.Parameter]]
+Site = tuple[nn.Module, str]  # a module and the name under which it holds a parameter
+
+
+class Parameters:
+    """Those of one unit."""
+
+    layout: Layout
+    full: Tensor
+    master: Tensor
+    full_params: list[nn.Parameter]
+    params: list[nn.Parameter]
+
+    def __init__(self, named: Named, sites: list[list[Site]], dtypes: Dtypes, comm: Comm, offload: bool) -> None:
+        self.sites, self.dtypes, self.comm, self.offload = sites, dtypes, comm, offload
+        self.names = [name for name, _ in named]
+        self.trainable = any(p.requires_grad for _, p in named)  # as the ranks agreed
+        self.depth = 0  # calls under way of modules that need this unit
+        every = [(module, attribute, i) for i, group in enumerate(sites) for module, attribute in group]
+        self._plain_sites = [site for site in every if _is_plain(site[0])]
+        self._other_sites = [site for site in every if not _is_plain(site[0])]
+
+    def adopt(self, tensors: list[Tensor], trainable: list[bool], on_gradient: Callable[[Any, int], None]) -> None:
+        """Make parameters of what the optimizer is to see, and show them."""
+        self.aliases: list[Tensor] = []  # of `params`, handed out as `.data`
+        self.params = [make_shown(*of_one, self.aliases) for of_one in zip(tensors, trainable, self.names, strict=True)]
+        self._on_gradient = on_gradient
+        self._hooked = [False] * len(self.params)  # which of `full_params` report their gradients
+        start = self.master.storage_offset()
+        self._places = [(param.size(), param.stride(), param.storage_offset() - start) for param in self.params]
+        for i, param in enumerate(self.params):
+            param.grad_dtype = None  # a gradient may wait for the step in the reduce dtype, or in float32
+            self._follow(i)
+        self.version = self.changes
+        self.show(self.params)
+
+    def show(self, tensors: list[nn.Parameter]) -> None:
+        """Put `tensors` where the modules look for their parameters."""
+        for module, attribute, i in self._plain_sites:
+            module._parameters[attribute] = tensors[i]
+        for module, attribute, i in self._other_sites:
+            setattr(module, attribute, tensors[i])
+
+    def show_full(self) -> None:
+        """Forward begins. Check that the parameters shown so far are still ours, then show the full ones."""
+        with plainly():
+            storage = self.master.untyped_storage()._cdata  # an identity, also for slices without elements
+            for i, (full, param) in enumerate(zip(self.full_params, self.params, strict=True)):
+                module, attribute = self.sites[i][0]
+                shown = module._parameters.get(attribute)
+                if (shown is not param and shown is not full) or param.untyped_storage()._cdata != storage:
+                    raise RuntimeError(
+                        f"rank {self.comm.rank}: the storage of {self.names[i]} was replaced after sharding (.to(), "
+                        ".double(), .half(), .data = ..., a new Parameter?). Convert the model before sharding it. To "
+                        "change values, edit them in place, inside `with zero.full_parameters():`, or with "
+                        "zero.load_full_state_dict()"
+                    )
+                if full.requires_grad != param.requires_grad:
+                    self._follow(i)
+        self.show(self.full_params)
+
+    def _follow(self, i: int) -> None:
+        """Parameter `i` became trainable or frozen: so does its full parameter, whose gradients come here."""
+        param, full = self.params[i], self.full_params[i]
+        full.requires_grad_(param.requires_grad)
+        if not self._hooked[i] and param.requires_grad:
+            nn.Parameter.register_hook(param, partial(refuse_gradient, self.names[i]))
+            # The garbage collector cannot see what a hook in C++ holds, so the hook must not hold the unit.
+            full.register_post_accumulate_grad_hook(partial(_pass_on, weakref.ref(self), i))
+            self._hooked[i] = True
+
+    @property
+    def changes(self) -> int:
+        """Grows with every write into the masters, `.data` included."""
+        return self.master._version + sum(alias._version for alias in self.aliases)
+
+    def parts(self, flat: Tensor) -> list[Tensor]:
+        """The parts of `flat`, a tensor laid out as `master` is, that belong to `params`."""
+        start = flat.storage_offset()
+        return [flat.as_strided(size, stride, start + offset) for size, stride, offset in self._places]
+
+
+def _is_plain(module: nn.Module) -> bool:
+    """Whether it keeps its parameters in one place. LSTM and its kin keep a second list of their weights."""
+    return type(module).__setattr__ is nn.Module.__setattr__
+
+
+def _pass_on(reference: weakref.ref[Parameters], i: int, leaf: Tensor) -> None:
+    unit = reference()
+    if unit is not None:
+        unit._on_gradient(unit, i)

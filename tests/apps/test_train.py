@@ -378,6 +378,20 @@ def test_a_damaged_checkpoint_is_passed_over(ranks, tmp_path):
         assert problems == [f"no checkpoint in {tmp_path}/run can be loaded; to start over, move them away"]
 
 
+def test_a_damaged_checkpoint_costs_no_good_one(ranks, tmp_path):
+    """The newest of two is cut off after a stop; the run goes on from the other one, and keeps two that load."""
+    one = tiny("text", f"--steps 12 --save-every 4 --keep 2 --checkpoint {tmp_path}")
+    well(ranks, 2, one, stop_after=6)
+    file = next(tmp_path.glob("step-000006/rank-00000*"))
+    os.truncate(file, file.stat().st_size // 2)
+    said = well(ranks, 2, one, stop_after=4)  # in step 8
+    assert said.startswith(f"skipping {tmp_path}/step-000006: ") and f"resuming from {tmp_path}/step-000004\n" in said
+    names = [f"step-00000{step}" for step in (4, 6, 8)]
+    assert sorted(path.name for path in tmp_path.iterdir()) == names
+    well(ranks, 2, one)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["step-000008", "step-000012"]
+
+
 # -- what is refused -------------------------------------------------------------------------------------------------
 
 

@@ -430,8 +430,15 @@ DEFECTS = [
     Defect(
         "keep deletes the newest",
         "checkpoint/saving.py",
-        "sorted(older, reverse=True)[keep - 1 :]",
-        "sorted(older)[keep - 1 :]",
+        "sorted(older.items(), reverse=True)",
+        "sorted(older.items())",
+        "checkpoint/test_checkpoint.py",
+    ),
+    Defect(
+        "keep counts damaged checkpoints",
+        "checkpoint/saving.py",
+        "kept += is_whole(min(same))",
+        "kept += 1",
         "checkpoint/test_checkpoint.py",
     ),
     Defect(

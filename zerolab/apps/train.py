@@ -6,8 +6,8 @@
 
 Run the same command again and it resumes from the newest checkpoint; so do torchrun's restarts. The samples of a step
 depend only on the seed and the step. A run that resumes on another number of ranks therefore sees the same samples, and
-on the same number it ends with the same parameters (on the CPU bit for bit) as if it had never stopped. (A batch that
-was left to the task is rounded to what the ranks can share. To resume on another number of ranks, give --global-batch.)
+on the same number it ends with the same parameters (on the CPU bit for bit) as if it had never stopped. The number
+need not divide the batch: the last ranks then take a sample less, and each sample counts the same.
 
 Read from the top: arguments, task (data and model), run_rank (lock, shard, loop), validation, checkpoints, metrics,
 stop.
@@ -85,7 +85,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--global-batch",
         type=int,
         metavar="N",
-        help="samples per step, a multiple of ranks times micro-batches (default: the one nearest to the task's)",
+        help="samples per step, at least one for each rank and micro-batch (default: the task's)",
     )
     say(
         "--accumulate",
@@ -122,8 +122,8 @@ def check(args: argparse.Namespace, ranks: int) -> None:
     if find_spec("tqdm") is None:
         raise Refused("this needs tqdm: pip install 'zerolab[lab]'")
     layers, width, batch, lr = DEFAULTS[args.task]
-    multiple = ranks * max(1, args.accumulate)
-    defaults = {"layers": layers, "width": width, "global_batch": max(1, round(batch / multiple)) * multiple, "lr": lr}
+    least = ranks * args.accumulate
+    defaults = {"layers": layers, "width": width, "global_batch": max(batch, least), "lr": lr}
     for name, value in defaults.items():
         if getattr(args, name) is None:
             setattr(args, name, value)
@@ -135,10 +135,10 @@ def check(args: argparse.Namespace, ranks: int) -> None:
         value = getattr(args, name)
         if value is not None and not 0 < value < math.inf:
             raise Refused(f"--{name} must be a number above 0, not {value}")
-    if args.global_batch % multiple:
+    if args.global_batch < least:
         raise Refused(
-            f"--global-batch {args.global_batch} cannot be shared by {ranks} ranks with {args.accumulate} micro-batches"
-            f" each: it must be a multiple of {multiple}"
+            f"--global-batch {args.global_batch} is enough for at most {args.global_batch // args.accumulate} ranks "
+            f"with {args.accumulate} micro-batch{'es' * (args.accumulate > 1)} each, not for {ranks}"
         )
     if args.width % HEADS:
         raise Refused(f"--width must be a multiple of {HEADS}, not {args.width}")
@@ -319,19 +319,21 @@ def train_step(
     scaler: zerolab.LossScaler,
     step: int,
 ) -> tuple[float, float]:
-    """This rank's share of a step. Returns its mean loss, and the norm of the full gradient."""
+    """This rank's share of a step. Returns a loss whose mean over the ranks is that over all samples, and the norm of
+    the full gradient."""
     zero.model.train()
     torch.manual_seed(seed_of(args.seed, "dropout", step, zero.rank))
     for group in optimizer.param_groups:
         group["lr"] = learning_rate(args, step)
-    share = args.global_batch // zero.world_size
     everyone = samples(args.seed, step, args.global_batch, len(task.data.inputs))
-    parts = everyone[zero.rank * share : (zero.rank + 1) * share].chunk(args.accumulate)
+    parts = everyone.tensor_split(zero.world_size)[zero.rank].tensor_split(args.accumulate)
     total = torch.zeros((), device=zero.comm.device)
     for number, part in enumerate(parts, 1):
         with nullcontext() if number == len(parts) else zero.no_sync():
             found, _ = losses(zero.model, task.data.inputs[part], task.data.targets[part], zero.comm.device)
-            loss = found.mean() / len(parts)
+            # The ranks' gradients are averaged as if all had equally many samples, so a share counts by its size.
+            # Where all are of one size, this is the number of micro-batches.
+            loss = found.mean() / (args.global_batch / (zero.world_size * len(part)))
             scaler.scale(loss).backward()
         total += loss.detach()
     scaler.unscale_(optimizer)

@@ -413,17 +413,17 @@ def test_a_damaged_checkpoint_costs_no_good_one(ranks, tmp_path):
     ("words", "says"),
     [
         ("--stage 4", "invalid choice: 4"),
-        ("--steps 0", "--steps must be 1 or more, not 0"),
-        ("--ranks 0", "--ranks must be 1 or more"),
+        ("--steps 0", "--steps: must be 1 or more, not 0"),
+        ("--ranks 0", "--ranks: must be 1 or more"),
         ("--ranks 3 --global-batch 2", "2 is enough for at most 2 ranks with 1 micro-batch each, not for 3"),
         ("--global-batch 32 --accumulate 16", "32 is enough for at most 2 ranks with 16 micro-batches each, not for 4"),
-        ("--accumulate 0", "--accumulate must be 1 or more"),
-        ("--lr nan", "--lr must be a number above 0"),
-        ("--clip 0", "--clip must be a number above 0"),
+        ("--accumulate 0", "--accumulate: must be 1 or more"),
+        ("--lr nan", "--lr: must be a number above 0"),
+        ("--clip 0", "--clip: must be a number above 0"),
         ("--width 30", "--width must be a multiple of 4"),
         ("--stage 0 --offload optimizer", "--offload needs stage 1, 2 or 3"),
         ("--precision fp8", "invalid choice: 'fp8'"),
-        ("--keep 0", "--keep must be 1 or more"),
+        ("--keep 0", "--keep: must be 1 or more"),
         ("--nonsense", "unrecognized arguments"),
     ],
 )
@@ -468,10 +468,10 @@ def test_what_cannot_begin_is_one_line_on_all_ranks(ranks, tmp_path):
     (tmp_path / "notes").write_text("not mine\n")
     here = tmp_path / "run/step-000002"
     cases = [
-        (f"{one}{tmp_path}/none", "", f"{tmp_path}/none cannot be read: No such file or directory"),
-        (one + str(text), f"{one}{tmp_path}/none", f"rank 1: {tmp_path}/none cannot be read"),
+        (f"{one}{tmp_path}/none", "", f"--data: {tmp_path}/none cannot be read: No such file or directory"),
+        (one + str(text), f"{one}{tmp_path}/none", f"rank 1: --data: {tmp_path}/none cannot be read"),
         (one + str(text), one + str(other), "rank 1 has different data from rank 0"),
-        (f"{one}{text} --context 90", "", f"{text} has 840 bytes: too few for windows of 90"),
+        (f"{one}{text} --context 90", "", f"--data: {text} has 840 bytes: too few for --context 90"),
         (
             f"{one}{text} --metrics {tmp_path}/notes",
             "",
@@ -492,7 +492,7 @@ def test_what_cannot_begin_is_one_line_on_all_ranks(ranks, tmp_path):
 
 
 def test_metrics_of_steps_that_come_again_are_dropped(tmp_path):
-    path = tmp_path / "deep/run.jsonl"
+    path = tmp_path / "run.jsonl"
     for begin, kept in ((0, []), (2, [1, 2]), (2, [1, 2])):
         with train.Metrics(str(path), begin) as metrics:
             assert [json.loads(line)["step"] for line in path.read_text().splitlines()] == kept
@@ -501,6 +501,16 @@ def test_metrics_of_steps_that_come_again_are_dropped(tmp_path):
                 assert path.read_text().endswith(f'{{"step": {step}, "loss": null}}\n')  # at once
         with open(path, "a") as file:
             file.write('{"step": 5, "lo')  # killed while it wrote
+
+
+def test_metrics_on_a_terminal():
+    """Only files are replaced: /dev/null must stay what it is."""
+    main_end, end = os.openpty()
+    with train.Metrics(os.ttyname(end), 0) as metrics:
+        metrics.write(step=1)
+    assert os.isatty(end) and os.read(main_end, 100) == b'{"step": 1}\r\n'
+    os.close(main_end)
+    os.close(end)
 
 
 # -- data ------------------------------------------------------------------------------------------------------------

@@ -45,7 +45,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 import zerolab
-from zerolab.apps.arguments import Parser
+from zerolab.apps.arguments import MOST, Parser, positive, whole
 from zerolab.checkpoint import MANIFEST
 from zerolab.tasks import data
 from zerolab.tasks.models import CNN, GPT, Block, ConvBlock, PairEncoder
@@ -80,34 +80,38 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="a text file; the folder of CIFAR-10's binary version, or of GLUE's MRPC (default: built in)",
     )
     say("--stage", type=int, choices=range(4), default=2, help="0: DDP, 1 to 3: ZeRO (default 2)")
-    say("--steps", type=int, default=200, help="optimizer steps of the whole run (default 200)")
+    say("--steps", type=whole(1), default=200, help="optimizer steps of the whole run (default 200)")
     say(
         "--global-batch",
-        type=int,
+        type=whole(1),
         metavar="N",
         help="samples per step, at least one for each rank and micro-batch (default: the task's)",
     )
     say(
         "--accumulate",
-        type=int,
+        type=whole(1),
         default=1,
         metavar="N",
         help="micro-batches that a rank splits its share into (default 1)",
     )
-    say("--lr", type=float, help="highest learning rate: 10 steps of warm-up, then a cosine (default: the task's)")
-    say("--clip", type=float, metavar="NORM", help="clip the gradient to this norm (default: no clipping)")
+    say("--lr", type=positive, help="highest learning rate: 10 steps of warm-up, then a cosine (default: the task's)")
+    say("--clip", type=positive, metavar="NORM", help="clip the gradient to this norm (default: no clipping)")
     say("--precision", choices=list(PRECISIONS), default="fp32", help="of forward and backward; masters are fp32")
     say("--offload", choices=["optimizer"], help="keep what the optimizer works with on the host (stages 1 to 3)")
-    say("--layers", type=int, help="the model's layers (default: the task's)")
-    say("--width", type=int, help="the model's width (default: the task's)")
-    say("--context", type=int, default=64, help="bytes of text that the GPT sees (default 64)")
-    say("--seed", type=int, default=0, help="for weights, order of samples and dropout (default 0)")
+    say("--layers", type=whole(1), help="the model's layers (default: the task's)")
+    say("--width", type=whole(1), help="the model's width (default: the task's)")
+    say("--context", type=whole(1), default=64, help="bytes of text that the GPT sees (default 64)")
+    say("--seed", type=whole(-MOST), default=0, help="for weights, order of samples and dropout (default 0)")
     say(
-        "--validate-every", type=int, default=50, metavar="N", help="validate every N steps and at the end (default 50)"
+        "--validate-every",
+        type=whole(1),
+        default=50,
+        metavar="N",
+        help="validate every N steps and at the end (default 50)",
     )
     say("--checkpoint", metavar="DIR", help="save to DIR/step-NNNNNN at the end, on SIGTERM and SIGINT, and ...")
-    say("--save-every", type=int, default=50, metavar="N", help="... every N steps (default 50)")
-    say("--keep", type=int, default=2, metavar="N", help="checkpoints to keep (default 2)")
+    say("--save-every", type=whole(1), default=50, metavar="N", help="... every N steps (default 50)")
+    say("--keep", type=whole(1), default=2, metavar="N", help="checkpoints to keep (default 2)")
     say(
         "--resume",
         default="auto",
@@ -127,14 +131,6 @@ def check(args: argparse.Namespace, ranks: int) -> None:
     for name, value in defaults.items():
         if getattr(args, name) is None:
             setattr(args, name, value)
-    numbers = ("steps", "global_batch", "accumulate", "layers", "width", "context", "validate_every", "save_every")
-    for name in (*numbers, "keep"):
-        if getattr(args, name) < 1:
-            raise Refused(f"--{name.replace('_', '-')} must be 1 or more, not {getattr(args, name)}")
-    for name in ("lr", "clip"):
-        value = getattr(args, name)
-        if value is not None and not 0 < value < math.inf:
-            raise Refused(f"--{name} must be a number above 0, not {value}")
     if args.global_batch < least:
         raise Refused(
             f"--global-batch {args.global_batch} is enough for at most {args.global_batch // args.accumulate} ranks "
@@ -160,6 +156,13 @@ class Task(NamedTuple):
 
 
 def make_task(args: argparse.Namespace) -> Task:
+    try:
+        return read_task(args)
+    except data.DataError as why:
+        raise Refused(f"--data: {why}" if args.data else str(why)) from None
+
+
+def read_task(args: argparse.Namespace) -> Task:
     make: Callable[[], nn.Module]
     units: list[type[nn.Module]] = [ConvBlock if args.task == "images" else Block]
     if args.task == "text":
@@ -387,8 +390,8 @@ class Lock:
         if path is None:
             return
         folder = Path(path)
-        self.made = [each for each in (folder, *folder.parents) if not each.exists()]
         try:
+            self.made = [each for each in (folder, *folder.parents) if not each.exists()]
             folder.mkdir(parents=True, exist_ok=True)
             while self.file is None:
                 self.file = self._take(folder / ".lock", path)
@@ -542,12 +545,18 @@ class Metrics:
     def __init__(self, path: str | None, begin: int) -> None:
         self.file = None
         if path is not None:
-            Path(path).parent.mkdir(parents=True, exist_ok=True)
-            kept = [line for step, line in self._read(Path(path)) if step <= begin]
-            new = Path(f"{path}.tmp")
-            new.write_text("".join(f"{line}\n" for line in kept))
-            new.replace(path)  # a process killed here leaves the old lines or the new ones, never a mix
-            self.file = open(path, "a", buffering=1)  # noqa: SIM115
+            try:
+                if Path(path).is_file() or not Path(path).exists():  # a terminal, a pipe and /dev/null are left alone
+                    self._drop_later(path, begin)
+                self.file = open(path, "a", buffering=1)  # noqa: SIM115
+            except OSError as why:
+                raise Refused(f"--metrics {path}: cannot write there: {why.strerror}") from None
+
+    def _drop_later(self, path: str, begin: int) -> None:
+        kept = [line for step, line in self._read(Path(path)) if step <= begin]
+        new = Path(f"{path}.tmp")
+        new.write_text("".join(f"{line}\n" for line in kept))
+        new.replace(path)  # a process killed here leaves the old lines or the new ones, never a mix
 
     @staticmethod
     def _read(path: Path) -> list[tuple[int, str]]:

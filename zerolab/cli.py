@@ -12,18 +12,24 @@ import sys
 from pathlib import Path
 
 import zerolab
-from zerolab.apps.arguments import MissingPackage, Parser, need, numbers, output, picture, reader
+from zerolab.apps.arguments import (
+    MissingPackage,
+    Parser,
+    about_file,
+    need,
+    numbers,
+    output,
+    picture,
+    positive,
+    reader,
+    whole,
+)
 from zerolab.world.processes import AlreadyRanks
 
 
 def main(arguments: list[str] | None = None) -> int:
     """Run a command. Exit status: 0 good, 1 something that was measured is wrong, 2 the command cannot run."""
-    parser = Parser(prog="zerolab", description="DDP and ZeRO stages 1 to 3: see them, measure them, use them.")
-    parser.add_argument("--version", action="version", version=f"zerolab {zerolab.__version__}")
-    parser.set_defaults(run=None)
-    commands = parser.add_subparsers(title="commands", metavar="COMMAND")
-    for add in COMMANDS:
-        add(commands)
+    parser, _ = make_parser()
     args = parser.parse_args(arguments)
     if args.run is None:
         parser.print_help()
@@ -37,6 +43,21 @@ def main(arguments: list[str] | None = None) -> int:
     except BrokenPipeError:  # `| head` has seen enough
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 141
+    except OSError as why:  # about a file: the user's to mend
+        if why.filename is None:
+            raise
+        parser.error(about_file(why, args))
+
+
+def make_parser() -> tuple[Parser, dict[str, Parser]]:
+    """The parser of the whole command line, and each command's own."""
+    parser = Parser(prog="zerolab", description="DDP and ZeRO stages 1 to 3: see them, measure them, use them.")
+    parser.add_argument("--version", action="version", version=f"zerolab {zerolab.__version__}")
+    parser.set_defaults(run=None)
+    commands = parser.add_subparsers(title="commands", metavar="COMMAND")
+    for add in COMMANDS:
+        add(commands)
+    return parser, commands.choices
 
 
 def add_lab(commands: argparse._SubParsersAction) -> None:
@@ -68,8 +89,8 @@ def add_demo(commands: argparse._SubParsersAction) -> None:
         "moved with the formulas. Bytes are those of the rank that has most. With NCCL, parameters may differ a "
         "little. Exit status: 0 if everything is as promised, 1 if not, 2 if it cannot run.",
     )
-    parser.add_argument("--ranks", type=int, default=4, help="processes to start (default 4)")
-    parser.add_argument("--steps", type=int, default=20, help="training steps, at least 2 (default 20)")
+    parser.add_argument("--ranks", type=whole(1), default=4, help="processes to start (default 4)")
+    parser.add_argument("--steps", type=whole(2), default=20, help="training steps, at least 2 (default 20)")
     parser.add_argument("--stages", type=numbers, default=[0, 1, 2, 3], help="which stages (default 0,1,2,3)")
     parser.add_argument("--precision", choices=["fp32", "bf16"], default="fp32", help="bf16 has fp32 masters")
     parser.add_argument(
@@ -98,7 +119,14 @@ def add_plan(commands: argparse._SubParsersAction) -> None:
         count = read_bytes(text)
         if text.strip().isdecimal() and 0 < count < 1e6:
             raise ValueError(f"{text} is {text} bytes: do you mean {text}GB?")
+        if count > 1e18:
+            raise ValueError(f"{text} is more than any machine has")
         return count
+
+    def some(text: str) -> float:
+        if size(text) == 0:
+            raise ValueError("must be more than 0")
+        return size(text)
 
     parser = commands.add_parser(
         "plan",
@@ -109,8 +137,8 @@ def add_plan(commands: argparse._SubParsersAction) -> None:
     parser.add_argument(
         "--params", type=reader(read_parameters), required=True, help="parameters of the model: 7.5e9, 7.5B, 124M"
     )
-    parser.add_argument("--ranks", type=int, required=True, help="GPUs that share the work")
-    parser.add_argument("--gpu-memory", type=reader(size), metavar="BYTES", help="memory of each GPU: 80GB, 24GiB")
+    parser.add_argument("--ranks", type=whole(1), required=True, help="GPUs that share the work")
+    parser.add_argument("--gpu-memory", type=reader(some), metavar="BYTES", help="memory of each GPU: 80GB, 24GiB")
     parser.add_argument("--precision", choices=list(PRECISIONS), default="bf16", help="bf16 has fp32 masters")
     parser.add_argument("--optimizer", choices=list(OPTIMIZERS), default="adam")
     parser.add_argument(
@@ -145,7 +173,7 @@ def add_simulate(commands: argparse._SubParsersAction) -> None:
     what.add_argument("--figure1", action="store_true", help="7.5B parameters on 64 ranks, in under a minute")
     what.add_argument("--table1", action="store_true", help="all 54 cells, in a few minutes")
     what.add_argument("--model", choices=["7.5B", "128B", "1T"], help="one model: what is its peak made of?")
-    parser.add_argument("--ranks", type=int, help="with --model (default 64)")
+    parser.add_argument("--ranks", type=whole(1), help="with --model (default 64)")
     parser.add_argument("--stage", type=int, choices=range(4), help="with --model (default 3)")
     parser.add_argument("--json", type=output, metavar="FILE", help="write what was measured")
     parser.add_argument(
@@ -158,8 +186,6 @@ def add_simulate(commands: argparse._SubParsersAction) -> None:
 
         if args.model:
             ranks, stage = 64 if args.ranks is None else args.ranks, 3 if args.stage is None else args.stage
-            if ranks < 1:
-                parser.error(f"--ranks must be 1 or more, not {ranks}")
             return paper.show_model(args.model, stage, ranks, args.json, args.plot)
         for option in ("ranks", "stage"):
             if getattr(args, option) is not None:
@@ -177,16 +203,14 @@ def add_bench(commands: argparse._SubParsersAction) -> None:
         description="Runs every stage and the library that does the same on the same ranks, one step each in turn. "
         "Prints the ratios of wall time, CPU time and peak memory, and the losses, to show that both do the same work.",
     )
-    parser.add_argument("--ranks", type=int, help="processes to start (default: one for each GPU, 2 without GPUs)")
-    parser.add_argument("--rounds", type=int, default=40, help="measured steps of each system (default 40)")
+    parser.add_argument("--ranks", type=whole(1), help="processes to start (default: one for each GPU, 2 without GPUs)")
+    parser.add_argument("--rounds", type=whole(4), default=40, help="measured steps of each system (default 40)")
     parser.add_argument("--precision", choices=["fp32", "bf16", "both"], default="both", help="default: both")
     parser.add_argument("--json", type=output, metavar="FILE", help="write what was measured")
     parser.add_argument("--plot", type=picture, metavar="FILE.png", help="draw it")
 
     def run(args: argparse.Namespace) -> int:
         _need(parser, "rich", *_drawing(args))
-        if (args.ranks is not None and args.ranks < 1) or args.rounds < 4:
-            parser.error("--ranks must be 1 or more and --rounds 4 or more")
         from zerolab.apps import bench
 
         precisions = ["fp32", "bf16"] if args.precision == "both" else [args.precision]
@@ -224,14 +248,12 @@ def add_train(commands: argparse._SubParsersAction) -> None:
         description="Trains on ranks of this machine; under torchrun or srun, use `python -m zerolab.train`. "
         "SIGTERM and Ctrl-C finish the step, save and stop. Exit status: 0 if it finished, or was stopped and saved.",
     )
-    parser.add_argument("--ranks", type=int, default=4, help="processes to start (default 4)")
+    parser.add_argument("--ranks", type=whole(1), default=4, help="processes to start (default 4)")
     add_arguments(parser)
 
     def run(args: argparse.Namespace) -> int:
         from zerolab.apps import train
 
-        if args.ranks < 1:
-            parser.error(f"--ranks must be 1 or more, not {args.ranks}")
         try:
             train.check(args, args.ranks)
         except train.Refused as why:
@@ -260,15 +282,17 @@ def add_doctor(commands: argparse._SubParsersAction) -> None:
         "than --timeout (for a class, 5 s more per student). Exit status: 0 all is well, 1 something needs fixing, 2 "
         "the doctor cannot run.",
     )
-    parser.add_argument("--ranks", type=int, default=4, help="processes to start for the all-reduce (default 4)")
+    parser.add_argument("--ranks", type=whole(1), default=4, help="processes to start for the all-reduce (default 4)")
     parser.add_argument(
         "--students",
-        type=int,
+        type=whole(1),
         metavar="N",
         help="start N live ranks as notebooks do; could this machine hold N students with --ranks ranks each?",
     )
-    parser.add_argument("--port", type=int, action="append", default=[], help="must be free; torchrun's is 29500")
-    parser.add_argument("--timeout", type=float, default=60.0, help="seconds for each trial (default 60)")
+    parser.add_argument(
+        "--port", type=whole(1, 65535), action="append", default=[], help="must be free; torchrun's is 29500"
+    )
+    parser.add_argument("--timeout", type=positive, default=60.0, help="seconds for each trial (default 60)")
     parser.add_argument("--json", type=output, metavar="FILE", help="write what was found")
 
     def run(args: argparse.Namespace) -> int:
@@ -309,7 +333,9 @@ def add_classroom(commands: argparse._SubParsersAction) -> None:
 
 def _classroom_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--students", type=int, default=20, help="number of labs (default 20)")
-    parser.add_argument("--gpus", type=int, default=0, help="number of GPUs to lend (default 0: all on the CPU)")
+    parser.add_argument(
+        "--gpus", type=whole(0, 1000), default=0, help="number of GPUs to lend (default 0: all on the CPU)"
+    )
     parser.add_argument("--ip", default="127.0.0.1", help="where the labs listen (default: this machine alone)")
     parser.add_argument("--open-to-network", action="store_true", help="needed for an --ip that others can reach")
     parser.add_argument("--port", type=int, default=8801, help="the first; then the next free ones (default 8801)")

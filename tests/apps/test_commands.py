@@ -63,7 +63,7 @@ def test_files_that_are_there_are_left_as_they_are(capsys, tmp_path):
     [
         ("simulate --figure1 --ranks 3", "--ranks goes with --model, not with --figure1"),
         ("simulate --table1 --stage 0", "--stage goes with --model"),
-        ("plan --params 7.5e9 --ranks 0", "ranks must be 1 or more, not 0\n"),
+        ("plan --params 7.5e9 --ranks 0", "--ranks: must be 1 or more, not 0\n"),
         ("plan --params 7.5B --ranks 2 --gpu-memory 80", "80 is 80 bytes: do you mean 80GB?"),
         ("plan --params 7.5B --ranks 2 --activations 10", "10 is 10 bytes: do you mean 10GB?"),
     ],

@@ -139,13 +139,14 @@ def alone(words: str, size: int, steps: int | None = None) -> tuple[dict[int, fl
     losses = {}
     for step in range(args.steps if steps is None else steps):
         optimizer.param_groups[0]["lr"] = train.learning_rate(args, step)
-        shares = train.samples(args.seed, step, args.global_batch, len(task.data.inputs)).chunk(size)
+        shares = train.samples(args.seed, step, args.global_batch, len(task.data.inputs)).tensor_split(size)
         grads, mean = [], 0.0
         for rank, share in enumerate(shares):
             torch.manual_seed(train.seed_of(args.seed, "dropout", step, rank))
             model.zero_grad()
             x, y = task.data.inputs[share].long(), task.data.targets[share].long()
             loss = torch.nn.functional.cross_entropy(model(x).flatten(0, -2), y.flatten(), reduction="none").mean()
+            loss = loss / (args.global_batch / (size * len(share)))  # divided by 1.0 where all have equally many
             loss.backward()
             grads.append([p.grad for p in model.parameters()])
             mean += loss.item()
@@ -156,11 +157,13 @@ def alone(words: str, size: int, steps: int | None = None) -> tuple[dict[int, fl
     return losses, model.state_dict()
 
 
-@pytest.mark.parametrize("task", ["text", pytest.param("pairs", marks=pytest.mark.exhaustive)])
-def test_every_stage_is_one_process(ranks, tmp_path, task):
-    """Loss for loss and weight for weight, bit for bit, also with dropout (pairs)."""
+@pytest.mark.parametrize(
+    ("task", "batch"), [("text", 9), ("text", 8), pytest.param("pairs", 9, marks=pytest.mark.exhaustive)]
+)
+def test_every_stage_is_one_process(ranks, tmp_path, task, batch):
+    """Loss for loss and weight for weight, bit for bit, also with dropout (pairs) and with shares of 3, 3 and 2."""
     one = tiny(task, "--steps 6 --stage {0} --metrics {1}/{0}.jsonl --checkpoint {1}/{0}").format
-    runs = [one(stage, tmp_path).replace("--global-batch 8", "--global-batch 9") for stage in range(4)]
+    runs = [one(stage, tmp_path).replace("--global-batch 8", f"--global-batch {batch}") for stage in range(4)]
     well(ranks, 3, *runs)
     losses, expected = ranks.run(alone, runs[0], 3, ranks=1)[0]
     for stage in range(4):
@@ -195,20 +198,31 @@ def test_a_stop_costs_nothing(ranks, tmp_path, task, options):
 
 
 def test_other_ranks_see_the_same_samples(ranks, tmp_path):
-    """Two ranks, then four with two micro-batches each at another stage: other samples give other losses by far."""
+    """Two ranks, then four or three with two micro-batches each at another stage. Four have two samples each; three
+    have 2+1, 2+1 and 1+1, and every sample counts the same. Other samples give other losses by far."""
     one = tiny("text", "--steps 8 --save-every 4 --checkpoint {0} --metrics {0}.jsonl --stage {1}").format
-    two, four = tmp_path / "two", tmp_path / "four"
+    two = tmp_path / "2"
     well(ranks, 2, one(two, 2))
-    shutil.copytree(two / "step-000004", four / "step-000004")
-    well(ranks, 4, one(four, 3) + " --accumulate 2")
-    losses, expected = lines(Path(f"{four}.jsonl"), "loss"), lines(Path(f"{two}.jsonl"), "loss")
-    assert list(losses) == [5, 6, 7, 8]
-    assert losses == pytest.approx({step: expected[step] for step in losses}, abs=1e-5)
-    assert abs(expected[5] - expected[6]) > 1e-3  # what other samples do
-    norms, expected = lines(Path(f"{four}.jsonl"), "grad_norm"), lines(Path(f"{two}.jsonl"), "grad_norm")
-    assert norms == pytest.approx({step: expected[step] for step in norms}, rel=1e-3)
-    a, b = weights("text", two / "step-000008"), weights("text", four / "step-000008")
-    assert all(torch.allclose(a[name], b[name], atol=1e-4) for name in a)
+    before, norms = lines(Path(f"{two}.jsonl"), "loss"), lines(Path(f"{two}.jsonl"), "grad_norm")
+    assert abs(before[5] - before[6]) > 1e-3  # what other samples do
+    for size in (4, 3):
+        other = tmp_path / str(size)
+        shutil.copytree(two / "step-000004", other / "step-000004")
+        well(ranks, size, one(other, 3) + " --accumulate 2")
+        losses = lines(Path(f"{other}.jsonl"), "loss")
+        assert list(losses) == [5, 6, 7, 8]
+        assert losses == pytest.approx({step: before[step] for step in losses}, abs=1e-5)
+        found = lines(Path(f"{other}.jsonl"), "grad_norm")
+        assert found == pytest.approx({step: norms[step] for step in found}, rel=1e-3)
+        a, b = weights("text", two / "step-000008"), weights("text", other / "step-000008")
+        assert all(torch.allclose(a[name], b[name], atol=1e-4) for name in a)
+
+
+def test_a_run_with_default_settings_goes_on_on_any_number_of_ranks(ranks, tmp_path):
+    words = "--task text --layers 1 --width 8 --context 8 --save-every 1 --checkpoint " + str(tmp_path)
+    for step, size in enumerate((2, 3, 1, 4), 1):
+        said = well(ranks, size, f"{words} --steps {step}")
+        assert "fp32, 32 samples per step, " in said and ("resuming from" in said) == (step > 1)
 
 
 def test_samples_depend_on_seed_and_step_alone():
@@ -318,7 +332,7 @@ def test_a_full_disk_is_named(ranks, tmp_path):
 def test_what_a_run_says(ranks, tmp_path):
     """What it trains, before the first step; then how it goes, where there is no terminal for a bar."""
     words = "--task text --layers 1 --width 16 --context 16 --steps 4 --validate-every 3"
-    first, *rest = talkative(ranks, 3, words)
+    first, *rest = talkative(ranks, 3, words + " --global-batch 33")
     count = sum(value.numel() for value in train.make_task(arguments(words)).model().parameters())
     assert first == (
         f"text: a model of {count:,} parameters, stage 2 (Zero2) on 3 ranks, fp32, "
@@ -351,7 +365,7 @@ def talkative(ranks: zerolab.Ranks, size: int, words: str) -> list[str]:
 
 
 def test_any_number_of_ranks_shares_the_default_batch():
-    for words, size, batch in (("", 4, 32), ("", 3, 33), ("", 5, 30), ("--accumulate 16", 4, 64), ("", 100, 100)):
+    for words, size, batch in (("", 4, 32), ("", 3, 32), ("", 5, 32), ("--accumulate 16", 4, 64), ("", 100, 100)):
         args = arguments(words)
         train.check(args, size)
         assert args.global_batch == batch
@@ -378,6 +392,20 @@ def test_a_damaged_checkpoint_is_passed_over(ranks, tmp_path):
         assert problems == [f"no checkpoint in {tmp_path}/run can be loaded; to start over, move them away"]
 
 
+def test_a_damaged_checkpoint_costs_no_good_one(ranks, tmp_path):
+    """The newest of two is cut off after a stop; the run goes on from the other one, and keeps two that load."""
+    one = tiny("text", f"--steps 12 --save-every 4 --keep 2 --checkpoint {tmp_path}")
+    well(ranks, 2, one, stop_after=6)
+    file = next(tmp_path.glob("step-000006/rank-00000*"))
+    os.truncate(file, file.stat().st_size // 2)
+    said = well(ranks, 2, one, stop_after=4)  # in step 8
+    assert said.startswith(f"skipping {tmp_path}/step-000006: ") and f"resuming from {tmp_path}/step-000004\n" in said
+    names = [f"step-00000{step}" for step in (4, 6, 8)]
+    assert sorted(path.name for path in tmp_path.iterdir()) == names
+    well(ranks, 2, one)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["step-000008", "step-000012"]
+
+
 # -- what is refused -------------------------------------------------------------------------------------------------
 
 
@@ -385,17 +413,17 @@ def test_a_damaged_checkpoint_is_passed_over(ranks, tmp_path):
     ("words", "says"),
     [
         ("--stage 4", "invalid choice: 4"),
-        ("--steps 0", "--steps must be 1 or more, not 0"),
-        ("--ranks 0", "--ranks must be 1 or more"),
-        ("--ranks 3 --global-batch 32", "--global-batch 32 cannot be shared by 3 ranks with 1 micro-batches each"),
-        ("--global-batch 32 --accumulate 16", "must be a multiple of 64"),
-        ("--accumulate 0", "--accumulate must be 1 or more"),
-        ("--lr nan", "--lr must be a number above 0"),
-        ("--clip 0", "--clip must be a number above 0"),
+        ("--steps 0", "--steps: must be 1 or more, not 0"),
+        ("--ranks 0", "--ranks: must be 1 or more"),
+        ("--ranks 3 --global-batch 2", "2 is enough for at most 2 ranks with 1 micro-batch each, not for 3"),
+        ("--global-batch 32 --accumulate 16", "32 is enough for at most 2 ranks with 16 micro-batches each, not for 4"),
+        ("--accumulate 0", "--accumulate: must be 1 or more"),
+        ("--lr nan", "--lr: must be a number above 0"),
+        ("--clip 0", "--clip: must be a number above 0"),
         ("--width 30", "--width must be a multiple of 4"),
         ("--stage 0 --offload optimizer", "--offload needs stage 1, 2 or 3"),
         ("--precision fp8", "invalid choice: 'fp8'"),
-        ("--keep 0", "--keep must be 1 or more"),
+        ("--keep 0", "--keep: must be 1 or more"),
         ("--nonsense", "unrecognized arguments"),
     ],
 )
@@ -440,10 +468,10 @@ def test_what_cannot_begin_is_one_line_on_all_ranks(ranks, tmp_path):
     (tmp_path / "notes").write_text("not mine\n")
     here = tmp_path / "run/step-000002"
     cases = [
-        (f"{one}{tmp_path}/none", "", f"{tmp_path}/none cannot be read: No such file or directory"),
-        (one + str(text), f"{one}{tmp_path}/none", f"rank 1: {tmp_path}/none cannot be read"),
+        (f"{one}{tmp_path}/none", "", f"--data: {tmp_path}/none cannot be read: No such file or directory"),
+        (one + str(text), f"{one}{tmp_path}/none", f"rank 1: --data: {tmp_path}/none cannot be read"),
         (one + str(text), one + str(other), "rank 1 has different data from rank 0"),
-        (f"{one}{text} --context 90", "", f"{text} has 840 bytes: too few for windows of 90"),
+        (f"{one}{text} --context 90", "", f"--data: {text} has 840 bytes: too few for --context 90"),
         (
             f"{one}{text} --metrics {tmp_path}/notes",
             "",
@@ -464,7 +492,7 @@ def test_what_cannot_begin_is_one_line_on_all_ranks(ranks, tmp_path):
 
 
 def test_metrics_of_steps_that_come_again_are_dropped(tmp_path):
-    path = tmp_path / "deep/run.jsonl"
+    path = tmp_path / "run.jsonl"
     for begin, kept in ((0, []), (2, [1, 2]), (2, [1, 2])):
         with train.Metrics(str(path), begin) as metrics:
             assert [json.loads(line)["step"] for line in path.read_text().splitlines()] == kept
@@ -473,6 +501,16 @@ def test_metrics_of_steps_that_come_again_are_dropped(tmp_path):
                 assert path.read_text().endswith(f'{{"step": {step}, "loss": null}}\n')  # at once
         with open(path, "a") as file:
             file.write('{"step": 5, "lo')  # killed while it wrote
+
+
+def test_metrics_on_a_terminal():
+    """Only files are replaced: /dev/null must stay what it is."""
+    main_end, end = os.openpty()
+    with train.Metrics(os.ttyname(end), 0) as metrics:
+        metrics.write(step=1)
+    assert os.isatty(end) and os.read(main_end, 100) == b'{"step": 1}\r\n'
+    os.close(main_end)
+    os.close(end)
 
 
 # -- data ------------------------------------------------------------------------------------------------------------

@@ -605,6 +605,38 @@ def test_what_is_kept(ranks, tmp_path):
     assert ranks.run(loaded_number, str(tmp_path / "run-11"), ranks=3) == [11] * 3
 
 
+def save_beside_damaged(folder: str) -> list[list[str]]:
+    """Save step-1 to step-7, keeping two, while 3 and 4 are cut off and 5 is left twice. What is there, each time."""
+    zero, optimizer = fresh(CASES["plain"], 2)
+    top, seen = Path(folder), []
+    for number in range(1, 8):
+        zerolab.save(top / f"step-{number}", zero, optimizer, keep=2)
+        zero.comm.exchange(None, "saved")
+        if zero.rank == 0:
+            seen.append(sorted(path.name for path in top.iterdir()))
+            if number in (3, 4):
+                name = ("rank-00001-of-00002.safetensors", "manifest.json")[number - 3]
+                os.truncate(top / f"step-{number}" / name, 100)
+            if number == 5:
+                shutil.copytree(top / "step-5", top / "step-5.old")  # killed before the last step of a save
+        zero.comm.exchange(None, "damaged")
+    return seen
+
+
+def test_damaged_checkpoints_do_not_count(ranks, tmp_path):
+    """While a damaged one is among the newest, two whole ones remain; it goes when both are newer."""
+    seen, _ = ranks.run(save_beside_damaged, str(tmp_path), ranks=2)
+    assert seen == [
+        ["step-1"],
+        ["step-1", "step-2"],
+        ["step-2", "step-3"],
+        ["step-2", "step-3", "step-4"],
+        ["step-2", "step-3", "step-4", "step-5"],
+        ["step-5", "step-5.old", "step-6"],
+        ["step-6", "step-7"],
+    ]
+
+
 class Turned(Mixed):
     """The same model, with its convolution in the default memory order."""
 

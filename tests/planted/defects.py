@@ -430,9 +430,23 @@ DEFECTS = [
     Defect(
         "keep deletes the newest",
         "checkpoint/saving.py",
-        "sorted(older, reverse=True)[keep - 1 :]",
-        "sorted(older)[keep - 1 :]",
+        "sorted(older.items(), reverse=True)",
+        "sorted(older.items())",
         "checkpoint/test_checkpoint.py",
+    ),
+    Defect(
+        "keep counts damaged checkpoints",
+        "checkpoint/saving.py",
+        "kept += is_whole(min(same))",
+        "kept += 1",
+        "checkpoint/test_checkpoint.py",
+    ),
+    Defect(
+        "a sample counts more on a rank that has fewer",
+        "apps/train.py",
+        "found.mean() / (args.global_batch / (zero.world_size * len(part)))",
+        "found.mean() / args.accumulate",
+        "apps/test_train.py",
     ),
     Defect(
         "random numbers start anew after a load",

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import argparse
 import importlib
+import math
+import os
+import sys
 import tempfile
 from collections.abc import Callable
 from pathlib import Path
@@ -11,10 +14,29 @@ from typing import Any, NoReturn
 
 
 class Parser(argparse.ArgumentParser):
-    """Answers a wrong argument with one line."""
+    """Answers a wrong argument with one line. An empty one is always wrong: mostly a variable that is not set."""
+
+    def parse_args(self, args: Any = None, namespace: Any = None) -> Any:
+        args = sys.argv[1:] if args is None else list(args)
+        for before, argument in zip(["", *args], args):
+            option, _, value = argument.partition("=")
+            if not value and (option == "" or (option.startswith("--") and argument.endswith("="))):
+                self.error(f"argument {option or before}: is empty")
+        return super().parse_args(args, namespace)
 
     def error(self, message: str) -> NoReturn:
-        self.exit(2, f"{self.prog}: {message}\n")
+        self.exit(2, " ".join(f"{self.prog}: {message}".split("\n")) + "\n")
+
+
+def about_file(why: OSError, args: argparse.Namespace) -> str:
+    """An error about a file in one line, after the option that names this file, or a folder above or below it."""
+    file = Path(os.path.abspath(os.fsdecode(why.filename)))
+    for name, value in vars(args).items():
+        if isinstance(value, str | Path):
+            path = Path(os.path.abspath(value))
+            if file.is_relative_to(path) or path.is_relative_to(file):
+                return f"--{name.replace('_', '-')} {value}: {file}: {why.strerror}"
+    return f"{file}: {why.strerror}"
 
 
 class MissingPackage(Exception):
@@ -40,6 +62,36 @@ def reader(read: Callable[[str], Any]) -> Callable[[str], Any]:
             raise argparse.ArgumentTypeError(str(why)) from None
 
     return argument
+
+
+MOST = 2**31 - 1  # of anything that is counted: more does not fit torch's 64 bits once multiplied
+
+
+def whole(least: int, most: int = MOST) -> Callable[[str], int]:
+    """A whole number from `least` to `most`, as an argument's type."""
+
+    def read(text: str) -> int:
+        try:
+            value = int(text)
+        except ValueError:
+            raise ValueError(f"{text!r} is not a whole number") from None
+        if not least <= value <= most:
+            bounds = f"{least} or more" if value < least and most == MOST else f"from {least} to {most}"
+            raise ValueError(f"must be {bounds}, not {text}")
+        return value
+
+    return reader(read)
+
+
+def positive(text: str) -> float:
+    """A finite number above 0, as an argument's type."""
+    try:
+        value = float(text)
+    except ValueError:
+        value = math.nan
+    if not 0 < value < math.inf:
+        raise argparse.ArgumentTypeError(f"must be a number above 0, not {text}")
+    return value
 
 
 def numbers(text: str) -> list[int]:

@@ -6,8 +6,8 @@
 
 Run the same command again and it resumes from the newest checkpoint; so do torchrun's restarts. The samples of a step
 depend only on the seed and the step. A run that resumes on another number of ranks therefore sees the same samples, and
-on the same number it ends with the same parameters (on the CPU bit for bit) as if it had never stopped. (A batch that
-was left to the task is rounded to what the ranks can share. To resume on another number of ranks, give --global-batch.)
+on the same number it ends with the same parameters (on the CPU bit for bit) as if it had never stopped. The number
+need not divide the batch: the last ranks then take a sample less, and each sample counts the same.
 
 Read from the top: arguments, task (data and model), run_rank (lock, shard, loop), validation, checkpoints, metrics,
 stop.
@@ -45,7 +45,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 import zerolab
-from zerolab.apps.arguments import Parser
+from zerolab.apps.arguments import MOST, Parser, positive, whole
 from zerolab.checkpoint import MANIFEST
 from zerolab.tasks import data
 from zerolab.tasks.models import CNN, GPT, Block, ConvBlock, PairEncoder
@@ -80,34 +80,38 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="a text file; the folder of CIFAR-10's binary version, or of GLUE's MRPC (default: built in)",
     )
     say("--stage", type=int, choices=range(4), default=2, help="0: DDP, 1 to 3: ZeRO (default 2)")
-    say("--steps", type=int, default=200, help="optimizer steps of the whole run (default 200)")
+    say("--steps", type=whole(1), default=200, help="optimizer steps of the whole run (default 200)")
     say(
         "--global-batch",
-        type=int,
+        type=whole(1),
         metavar="N",
-        help="samples per step, a multiple of ranks times micro-batches (default: the one nearest to the task's)",
+        help="samples per step, at least one for each rank and micro-batch (default: the task's)",
     )
     say(
         "--accumulate",
-        type=int,
+        type=whole(1),
         default=1,
         metavar="N",
         help="micro-batches that a rank splits its share into (default 1)",
     )
-    say("--lr", type=float, help="highest learning rate: 10 steps of warm-up, then a cosine (default: the task's)")
-    say("--clip", type=float, metavar="NORM", help="clip the gradient to this norm (default: no clipping)")
+    say("--lr", type=positive, help="highest learning rate: 10 steps of warm-up, then a cosine (default: the task's)")
+    say("--clip", type=positive, metavar="NORM", help="clip the gradient to this norm (default: no clipping)")
     say("--precision", choices=list(PRECISIONS), default="fp32", help="of forward and backward; masters are fp32")
     say("--offload", choices=["optimizer"], help="keep what the optimizer works with on the host (stages 1 to 3)")
-    say("--layers", type=int, help="the model's layers (default: the task's)")
-    say("--width", type=int, help="the model's width (default: the task's)")
-    say("--context", type=int, default=64, help="bytes of text that the GPT sees (default 64)")
-    say("--seed", type=int, default=0, help="for weights, order of samples and dropout (default 0)")
+    say("--layers", type=whole(1), help="the model's layers (default: the task's)")
+    say("--width", type=whole(1), help="the model's width (default: the task's)")
+    say("--context", type=whole(1), default=64, help="bytes of text that the GPT sees (default 64)")
+    say("--seed", type=whole(-MOST), default=0, help="for weights, order of samples and dropout (default 0)")
     say(
-        "--validate-every", type=int, default=50, metavar="N", help="validate every N steps and at the end (default 50)"
+        "--validate-every",
+        type=whole(1),
+        default=50,
+        metavar="N",
+        help="validate every N steps and at the end (default 50)",
     )
     say("--checkpoint", metavar="DIR", help="save to DIR/step-NNNNNN at the end, on SIGTERM and SIGINT, and ...")
-    say("--save-every", type=int, default=50, metavar="N", help="... every N steps (default 50)")
-    say("--keep", type=int, default=2, metavar="N", help="checkpoints to keep (default 2)")
+    say("--save-every", type=whole(1), default=50, metavar="N", help="... every N steps (default 50)")
+    say("--keep", type=whole(1), default=2, metavar="N", help="checkpoints to keep (default 2)")
     say(
         "--resume",
         default="auto",
@@ -122,23 +126,15 @@ def check(args: argparse.Namespace, ranks: int) -> None:
     if find_spec("tqdm") is None:
         raise Refused("this needs tqdm: pip install 'zerolab[lab]'")
     layers, width, batch, lr = DEFAULTS[args.task]
-    multiple = ranks * max(1, args.accumulate)
-    defaults = {"layers": layers, "width": width, "global_batch": max(1, round(batch / multiple)) * multiple, "lr": lr}
+    least = ranks * args.accumulate
+    defaults = {"layers": layers, "width": width, "global_batch": max(batch, least), "lr": lr}
     for name, value in defaults.items():
         if getattr(args, name) is None:
             setattr(args, name, value)
-    numbers = ("steps", "global_batch", "accumulate", "layers", "width", "context", "validate_every", "save_every")
-    for name in (*numbers, "keep"):
-        if getattr(args, name) < 1:
-            raise Refused(f"--{name.replace('_', '-')} must be 1 or more, not {getattr(args, name)}")
-    for name in ("lr", "clip"):
-        value = getattr(args, name)
-        if value is not None and not 0 < value < math.inf:
-            raise Refused(f"--{name} must be a number above 0, not {value}")
-    if args.global_batch % multiple:
+    if args.global_batch < least:
         raise Refused(
-            f"--global-batch {args.global_batch} cannot be shared by {ranks} ranks with {args.accumulate} micro-batches"
-            f" each: it must be a multiple of {multiple}"
+            f"--global-batch {args.global_batch} is enough for at most {args.global_batch // args.accumulate} ranks "
+            f"with {args.accumulate} micro-batch{'es' * (args.accumulate > 1)} each, not for {ranks}"
         )
     if args.width % HEADS:
         raise Refused(f"--width must be a multiple of {HEADS}, not {args.width}")
@@ -160,6 +156,13 @@ class Task(NamedTuple):
 
 
 def make_task(args: argparse.Namespace) -> Task:
+    try:
+        return read_task(args)
+    except data.DataError as why:
+        raise Refused(f"--data: {why}" if args.data else str(why)) from None
+
+
+def read_task(args: argparse.Namespace) -> Task:
     make: Callable[[], nn.Module]
     units: list[type[nn.Module]] = [ConvBlock if args.task == "images" else Block]
     if args.task == "text":
@@ -319,19 +322,21 @@ def train_step(
     scaler: zerolab.LossScaler,
     step: int,
 ) -> tuple[float, float]:
-    """This rank's share of a step. Returns its mean loss, and the norm of the full gradient."""
+    """This rank's share of a step. Returns a loss whose mean over the ranks is that over all samples, and the norm of
+    the full gradient."""
     zero.model.train()
     torch.manual_seed(seed_of(args.seed, "dropout", step, zero.rank))
     for group in optimizer.param_groups:
         group["lr"] = learning_rate(args, step)
-    share = args.global_batch // zero.world_size
     everyone = samples(args.seed, step, args.global_batch, len(task.data.inputs))
-    parts = everyone[zero.rank * share : (zero.rank + 1) * share].chunk(args.accumulate)
+    parts = everyone.tensor_split(zero.world_size)[zero.rank].tensor_split(args.accumulate)
     total = torch.zeros((), device=zero.comm.device)
     for number, part in enumerate(parts, 1):
         with nullcontext() if number == len(parts) else zero.no_sync():
             found, _ = losses(zero.model, task.data.inputs[part], task.data.targets[part], zero.comm.device)
-            loss = found.mean() / len(parts)
+            # The ranks' gradients are averaged as if all had equally many samples, so a share counts by its size.
+            # Where all are of one size, this is the number of micro-batches.
+            loss = found.mean() / (args.global_batch / (zero.world_size * len(part)))
             scaler.scale(loss).backward()
         total += loss.detach()
     scaler.unscale_(optimizer)
@@ -385,8 +390,8 @@ class Lock:
         if path is None:
             return
         folder = Path(path)
-        self.made = [each for each in (folder, *folder.parents) if not each.exists()]
         try:
+            self.made = [each for each in (folder, *folder.parents) if not each.exists()]
             folder.mkdir(parents=True, exist_ok=True)
             while self.file is None:
                 self.file = self._take(folder / ".lock", path)
@@ -540,12 +545,18 @@ class Metrics:
     def __init__(self, path: str | None, begin: int) -> None:
         self.file = None
         if path is not None:
-            Path(path).parent.mkdir(parents=True, exist_ok=True)
-            kept = [line for step, line in self._read(Path(path)) if step <= begin]
-            new = Path(f"{path}.tmp")
-            new.write_text("".join(f"{line}\n" for line in kept))
-            new.replace(path)  # a process killed here leaves the old lines or the new ones, never a mix
-            self.file = open(path, "a", buffering=1)  # noqa: SIM115
+            try:
+                if Path(path).is_file() or not Path(path).exists():  # a terminal, a pipe and /dev/null are left alone
+                    self._drop_later(path, begin)
+                self.file = open(path, "a", buffering=1)  # noqa: SIM115
+            except OSError as why:
+                raise Refused(f"--metrics {path}: cannot write there: {why.strerror}") from None
+
+    def _drop_later(self, path: str, begin: int) -> None:
+        kept = [line for step, line in self._read(Path(path)) if step <= begin]
+        new = Path(f"{path}.tmp")
+        new.write_text("".join(f"{line}\n" for line in kept))
+        new.replace(path)  # a process killed here leaves the old lines or the new ones, never a mix
 
     @staticmethod
     def _read(path: Path) -> list[tuple[int, str]]:

@@ -121,6 +121,24 @@ def read_manifest(path: Path) -> tuple[Path, dict[str, Any], str]:
     return folder, content, checksum
 
 
+def missing_file(folder: Path, content: dict[str, Any]) -> Path | None:
+    """A file that the manifest lists and that is not in `folder`, or has another size than listed. None: all are."""
+    for name, about in content["files"].items():
+        file = folder / name
+        if not file.is_file() or file.stat().st_size != about["bytes"]:
+            return file
+    return None
+
+
+def is_whole(path: Path) -> bool:
+    """Whether the manifest is intact and the files have their sizes. A load also reads and checks their bytes."""
+    try:
+        folder, content, _ = read_manifest(path)
+        return missing_file(folder, content) is None
+    except (CheckpointError, OSError):
+        return False
+
+
 def _canonical(content: Any) -> bytes:
     """The same bytes for the same JSON, whatever its layout."""
     return json.dumps(content, sort_keys=True, separators=(",", ":")).encode()

@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from zerolab.checkpoint.files import CheckpointError, dtype_name, flush_folder, write_file
-from zerolab.checkpoint.manifest import MANIFEST, build_manifest, write_manifest
+from zerolab.checkpoint.manifest import MANIFEST, build_manifest, is_whole, missing_file, write_manifest
 from zerolab.checkpoint.state import (
     Held,
     Optimizers,
@@ -59,7 +59,9 @@ def save(
     optimizer: one, or a list of those that train the model: Muon for its matrices and AdamW for the rest.
     ema: the averages of this model, if it has some. They are saved in slices, as the parameters are.
     keep: for paths that end in a number, such as "run/step-000100": afterwards delete older checkpoints with the same
-        name and a lower number, so that `keep` remain.
+        name and a lower number, so that `keep` whole ones remain. A checkpoint is whole if its manifest is intact and
+        its files have the sizes listed there; their bytes are not read. A damaged one does not count, and goes when it
+        is older than all that are kept.
     extra: any JSON; `load` and `read_extra` return it. The first rank's is saved, as is what modules have by
         `get_extra_state()`, which must be JSON too.
 
@@ -231,11 +233,8 @@ def _own_tensors(zero: Engine) -> dict[str, Tensor]:
 
 def _finish(path: Path, folder: Path, keep: int | None, manifest: dict[str, Any]) -> None:
     """All files are written: add the manifest, swap the folders, delete what `keep` does not cover."""
-    for file, about in manifest["files"].items():
-        if not (folder / file).is_file() or (folder / file).stat().st_size != about["bytes"]:
-            raise CheckpointError(
-                f"rank 0 does not find {folder / file} as it was written: all ranks must see the same file system"
-            )
+    if file := missing_file(folder, manifest):
+        raise CheckpointError(f"rank 0 does not find {file} as it was written: all ranks must see the same file system")
     write_manifest(folder, manifest)
     flush_folder(folder)
     old = path.with_name(path.name + ".old")
@@ -261,18 +260,23 @@ def _remove(folder: Path) -> None:
 
 
 def _remove_older(path: Path, keep: int) -> None:
-    """Keep `path` and the `keep` - 1 checkpoints before it; delete older ones and what killed saves left behind."""
+    """Keep `path` and the `keep` - 1 whole checkpoints before it; delete what is older, and what killed saves left."""
     mine = _split_name(path)
     if mine is None:
         return
     stem, number = mine
-    older = []
+    older: dict[int, list[Path]] = {}  # a killed save may have left two of the same number, one of them .old
     for other in path.parent.iterdir():
         name = _split_name(other)
         if name and name[0] == stem and name[1] < number and (other / MANIFEST).is_file():
-            older.append((name[1], other))
-    for _, other in sorted(older, reverse=True)[keep - 1 :]:
-        _remove(other)
+            older.setdefault(name[1], []).append(other)
+    kept = 1
+    for _, same in sorted(older.items(), reverse=True):
+        if kept < keep:
+            kept += is_whole(min(same))  # which is not .old
+            continue
+        for other in same:
+            _remove(other)
     for leftover in path.parent.glob("*.tmp-*"):
         name = _split_name(path.with_name(leftover.name.split(".tmp-")[0]))
         if name and name[0] == stem:

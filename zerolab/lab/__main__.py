@@ -12,8 +12,11 @@ import ipaddress
 import json
 import os
 import sys
+import tempfile
 from collections.abc import Callable
 from pathlib import Path
+
+from zerolab.apps.arguments import whole
 
 OPEN = (
     "others could reach JupyterLab there, over a connection that is not encrypted, and anyone with its token can run "
@@ -114,27 +117,28 @@ def _write(path: Path, data: bytes) -> None:
     part.replace(path)
 
 
-DESCRIPTION = "Opens the lessons in JupyterLab, on copies in work/ that are your own. An update never costs an answer."
-
-
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--work", type=Path, default=Path("work"), help="where the copies are (default: work)")
     parser.add_argument("--no-browser", action="store_true", help="only print the address")
-    parser.add_argument("--port", type=int, default=8888, help="for JupyterLab, or the next free one (default: 8888)")
+    parser.add_argument(
+        "--port", type=whole(0, 65535), default=8888, help="for JupyterLab, or the next free one (default: 8888)"
+    )
     parser.add_argument("--ip", default="127.0.0.1", help="where JupyterLab listens (default: this machine alone)")
     parser.add_argument("--open-to-network", action="store_true", help="needed for an --ip that others can reach")
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(prog="python -m zerolab.lab", description=DESCRIPTION)
-    add_arguments(parser)
-    return open_lab(parser.parse_args(), parser)
+    from zerolab.cli import main as zerolab
+
+    return zerolab(["lab", *sys.argv[1:]])
 
 
 def open_lab(options: argparse.Namespace, parser: argparse.ArgumentParser) -> int:
     """Copy the lessons, and become JupyterLab. Returns only if it cannot."""
     if not options.open_to_network and not only_here(options.ip):
-        parser.exit(2, f"{parser.prog}: --ip {options.ip}: {OPEN}\n")
+        parser.error(f"--ip {options.ip}: {OPEN}")
+    from jupyter_core.paths import jupyter_runtime_dir
+
     course = find_course()
     lessons, solutions = course / "lessons", course / "solutions"
     if not any(lessons.glob("*.ipynb")):
@@ -151,6 +155,11 @@ def open_lab(options: argparse.Namespace, parser: argparse.ArgumentParser) -> in
     command += [f"--ServerApp.root_dir={options.work.resolve()}"]
     command += [write_settings(options.work / SETTINGS), "--log-level=ERROR", "--LabApp.log_level=ERROR"]
     command += kernel_options()
+    runtime = (
+        jupyter_runtime_dir()
+    )  # in your home, if nothing else says where; without it JupyterLab ends in a traceback
+    os.makedirs(runtime, exist_ok=True)
+    tempfile.TemporaryFile(dir=runtime).close()
     if first is not None:
         command.append(f"--LabApp.default_url=/lab/tree/{first.name}")
     if hasattr(os, "geteuid") and os.geteuid() == 0:

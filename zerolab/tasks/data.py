@@ -61,7 +61,7 @@ def windows(path: str | None, context: int) -> Split:
     held_out = min(size // 10, 1 << 16)
     if held_out <= context:
         name = path or "the built-in text"
-        raise DataError(f"{name} has {size} bytes: too few for windows of {context}, with a tenth for validation")
+        raise DataError(f"{name} has {size} bytes: too few for --context {context}, with a tenth for validation")
     parts = everything[: size - held_out], everything[size - held_out :]
     train, validation = (part.unfold(0, context + 1, context) for part in parts)
     return Split(train[:, :-1], train[:, 1:], validation[:, :-1], validation[:, 1:])
@@ -101,7 +101,7 @@ def cifar10(folder: str) -> Split:
 
 def _cifar10_file(path: Path) -> tuple[Tensor, Tensor]:
     content = read(path)
-    if len(content) % RECORD or not content:
+    if len(content) % RECORD:
         raise DataError(f"{path} has {len(content)} bytes, which is not a multiple of {RECORD}: it was cut off")
     rows = torch.frombuffer(bytearray(content), dtype=torch.uint8).view(-1, RECORD)
     if (rows[:, 0] > 9).any():
@@ -223,8 +223,11 @@ def _split(inputs: Tensor, targets: Tensor) -> Split:
 
 
 def read(path: str | Path) -> bytes:
-    """The content of a file."""
+    """The content of a file, which is not empty."""
     try:
-        return Path(path).read_bytes()
+        content = Path(path).read_bytes()
     except OSError as error:
         raise DataError(f"{path} cannot be read: {error.strerror or error}") from None
+    if not content:
+        raise DataError(f"{path} is empty")
+    return content

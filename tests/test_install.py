@@ -114,12 +114,10 @@ def test_a_device_decides(checkout: Path, indexes: str) -> None:
     assert install(checkout, f"{indexes}/usual", f"{indexes}/cpu", path=f"{tool.parent}:")[0] == "2.13.0"
 
 
-def test_an_index_that_is_silent_is_given_up(checkout: Path, indexes: str, clock) -> None:
+def test_an_index_that_is_silent_is_given_up(checkout: Path, indexes: str) -> None:
     """As where only the usual index can be reached: its torch is taken, and a line says so."""
     with socket.create_server(("127.0.0.1", 0)) as silent:
-        begin = clock()
         found, told = install(checkout, f"{indexes}/usual", f"http://127.0.0.1:{silent.getsockname()[1]}", "TORCH=cpu")
-        assert clock() - begin < 60
     assert found == "2.13.0" and "does not answer: torch comes from the package index" in told
 
 

@@ -8,6 +8,10 @@ VENV ?= .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 EXTRAS ?= lab,test,site
+# Which torch: cpu, cuda, or auto, which is cuda where there is an NVIDIA device. PyPI's torch for Linux is the CUDA build:
+# with it everything is 3.0 GB to download and 5.2 GB on disk, with the CPU wheel of torch's own index 0.5 and 2.0 GB.
+TORCH ?= auto
+CPU_WHEELS ?= https://download.pytorch.org/whl/cpu
 # make demo ARGS="--ranks 2 --steps 5"; the test targets hand ARGS to pytest
 ARGS ?=
 # Files of tests run side by side, three at least: a test has up to four ranks, and mostly waits for them.
@@ -25,14 +29,35 @@ help:
 	@sed -n 's/^\([a-z-]*\):.*## /\1\t/p' $(MAKEFILE_LIST) | while IFS=$$'\t' read -r target what; \
 	    do printf '  make %-13s %s\n' "$$target" "$$what"; done
 	@printf '  ARGS="..." goes to the command: make demo ARGS="--ranks 2 --steps 5"\n'
+	@printf '  TORCH=cpu or TORCH=cuda says which torch the first make installs\n'
+
+# Whether to do without CUDA. macOS has none, and its torch on PyPI is small.
+WITHOUT_CUDA = [ $(TORCH) = cpu ] || { [ $(TORCH) = auto ] && [ "$$(uname)" = Linux ] && [ ! -e /proc/driver/nvidia ] && \
+    ! command -v nvidia-smi >/dev/null && ! compgen -G '/dev/nvidia[0-9]*' >/dev/null; }
+# Whether torch's index answers, within five seconds, the name server's included.
+ANSWERS = import signal, urllib.request as web; signal.alarm(5); \
+    web.urlopen(web.Request("$(CPU_WHEELS)/torch/", headers={"User-Agent": "make"}))
 
 # From scratch each time, so that .venv holds what pyproject.toml declares and nothing older.
+# The CPU wheel comes first and alone: pip then finds torch installed, and takes the rest from the usual index.
 # The stamp comes last: a failed install is tried again.
 $(STAMP): constraints.txt pyproject.toml
+	@$(if $(filter $(TORCH),cpu cuda auto),,echo "TORCH=$(TORCH), but must be cpu, cuda or auto"; exit 1)
 	@$(PYTHON) -c 'import sys; sys.version_info >= (3, 11) or sys.exit("constraints.txt needs Python 3.11 or newer: make PYTHON=python3.12 ...")'
-	@echo "building $(VENV), a minute or two (longer where a CUDA build of torch is downloaded):"
 	@rm -f $@
 	@$(PYTHON) -m venv --clear $(VENV)
+	@if ! { $(WITHOUT_CUDA); }; then \
+	    echo "torch comes from the package index (TORCH=cuda): for Linux, PyPI has the CUDA build"; \
+	elif { $(BIN)/python -c '$(ANSWERS)'; } 2>/dev/null; then \
+	    echo "torch's CPU wheel comes from $(CPU_WHEELS) (TORCH=cpu): 0.2 GB"; \
+	    $(BIN)/python -m pip install --disable-pip-version-check --no-deps -c constraints.txt \
+	        --index-url $(CPU_WHEELS) torch >$(VENV)/torch.log 2>&1 || \
+	        { tail -n 20 $(VENV)/torch.log; echo "To go without that index: make TORCH=cuda ..."; exit 1; }; \
+	else \
+	    echo "$(CPU_WHEELS) does not answer: torch comes from the package index."; \
+	    echo "If that is PyPI, it is the CUDA build: 2.5 GB more to download, 3.2 GB more on disk."; \
+	fi
+	@echo "building $(VENV), a minute or two, and as long as the download takes:"
 	@$(BIN)/python -m pip install --disable-pip-version-check -c constraints.txt -e '.[$(EXTRAS)]' 2>&1 | \
 	    tee $(VENV)/install.log | while read -r line; do case $$line in \
 	        Collecting*|Processing*) printf . ;; \

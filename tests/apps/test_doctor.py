@@ -129,6 +129,21 @@ def test_versions():
     assert set(machine.EXTRA) == {re.match(r"[\w-]+", line).group() for line in declared}
 
 
+def test_which_torch_and_whether_it_fits():
+    fits = machine.check_build()
+    assert fits.state == "good" or machine.has_gpu() != bool(torch.version.cuda)
+    size = float(re.search(r"([\d.]+) GB on disk", fits.says)[1]) * 1e9
+    library = sum(file.stat().st_size for file in (Path(torch.__file__).parent / "lib").glob("*.so*"))
+    assert size > library > 10**8  # the libraries are most of it
+    large = machine.check_build("13.0", gpu=False, size=4 * 10**9)
+    assert large.state == "note" and large.says.startswith("CUDA 13.0 build, 4.0 GB on disk. It works")
+    assert "make lab TORCH=cpu" in large.says and machine.CPU_WHEELS in large.says
+    idle = machine.check_build(None, gpu=True, size=0)
+    assert idle.state == "note" and idle.says == "CPU build, which does not use this machine's GPU"
+    assert machine.check_build("13.0", gpu=True).state == machine.check_build(None, gpu=False).state == "good"
+    assert f"CPU_WHEELS ?= {machine.CPU_WHEELS}\n" in (ROOT / "Makefile").read_text()
+
+
 def test_a_limit_on_open_files():
     limit = "import resource; resource.setrlimit(resource.RLIMIT_NOFILE, ({}, {}))"
     limits = [(1024, 4096), (128, 4096), (128, 128)]  # what was lowered cannot be raised again
@@ -284,6 +299,7 @@ def test_what_it_makes_of_gpus(monkeypatch, capsys):
     none = gpus(0, warning="the driver is too old")
     assert judged(none)["GPUs"].fix.startswith("nvidia-smi") and "the driver is too old" in judged(none)["GPUs"].says
     assert "built without CUDA" in judged(none | {"cuda": None})["GPUs"].says
+    assert "make lab TORCH=cuda" in judged(none | {"cuda": None})["GPUs"].fix
     assert judged(none | {"cuda": None}, present=False)["GPUs"].state == "note"
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
     assert judged(none)["GPUs"].state == "note" and "hidden" in judged(none)["GPUs"].says

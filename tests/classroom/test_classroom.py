@@ -158,6 +158,7 @@ def test_each_lab_takes_its_own_token_alone(room: Room) -> None:
         assert taken[: 1 + rows.index(row)] + taken[2 + rows.index(row) :] == [403] * 3
         names = {entry["name"] for entry in taken[1 + rows.index(row)]["content"]}
         assert "00_welcome.ipynb" in names and "my" not in names
+        assert "before.py" in request(row, "kernelspecs/python3", row["token"])["spec"]["argv"][-1]  # it knows %%ranks
     assert {os.stat(room.folder / name).st_mode & 0o077 for name in ("", "handout.csv", rows[0]["student"])} == {0}
     secrets = [row["token"] for row in rows]
     for process in room.processes():

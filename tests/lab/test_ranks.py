@@ -21,7 +21,7 @@ from jupyter_client.manager import start_new_kernel
 from test_launch import ROOT, children, gone, wait_until
 
 from zerolab import lab
-from zerolab.lab.__main__ import copy_lessons
+from zerolab.lab.__main__ import copy_lessons, write_kernel
 from zerolab.lab.ranks import live, network, report, session
 from zerolab.lab.ranks.magics import parse
 from zerolab.lab.ranks.rank import NAME, _shown
@@ -464,10 +464,10 @@ def test_copies_of_lessons_never_lose_an_answer(tmp_path: Path) -> None:
 class Notebook:
     """A notebook's kernel, as JupyterLab starts it."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, first: str = "%load_ext zerolab.lab") -> None:
         self.manager, self.client = start_new_kernel(kernel_name="python3", cwd=str(folder))
         self.pid = self.manager.provisioner.pid
-        self.run("%load_ext zerolab.lab")
+        self.run(first)
 
     def run(self, cell: str, person: bool = False, interrupt_after: float | None = None) -> list[dict]:
         """What the cell shows: the contents of its messages, with their type as "type". person: might answer."""
@@ -574,6 +574,36 @@ def test_a_notebook_from_its_first_cell_to_its_violent_end(notebooks: list[Noteb
     wait_until(lambda: all(map(gone, pids)))
 
 
+def test_the_magics_are_known_before_the_first_cell(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As in `zerolab lab`: before the first cell, and after a restart, a sentence says what to run, without torch."""
+    monkeypatch.setenv("JUPYTER_RUNTIME_DIR", str(tmp_path / "runtime"))
+    monkeypatch.setenv("PYTHONPATH", str(ROOT))
+    monkeypatch.setenv("JUPYTER_PATH", write_kernel(tmp_path / "a folder"))
+    notebook = Notebook(tmp_path, first="")
+    try:
+        for _ in range(2):
+            for name in ("ranks", "exercise"):
+                told = notebook.text(f"%%{name}\n1")
+                assert f"%%{name} is not loaded yet: first run the cell that begins with %load_ext zerolab.lab" in told
+                assert "Traceback" not in told
+            assert (
+                notebook.text("import sys; print('torch' in sys.modules, 'zerolab' in sys.modules)") == "False False\n"
+            )
+            assert notebook.text("%who") == "sys\t \n"
+            notebook.manager.restart_kernel(now=True)
+            notebook.client.wait_for_ready(timeout=600)
+        notebook.run("%load_ext zerolab.lab")
+        assert notebook.text("%%ranks\n1") == "there are no live ranks: lab.start(4) starts four"
+        assert "not loaded" not in notebook.text("%%exercise\n1")
+        shown = notebook.run("from zerolab import lab\nlab.start(1)", person=True)  # who watches sees what it waits for
+        states = [content["data"]["text/plain"] for content in shown if "display_data" in content["type"]]
+        begins = ("starting 1 rank: waiting for", "1 rank started: waiting for", "1 rank on the CPU, one thread")
+        assert len(states) == 3 and all(map(str.startswith, states, begins)), states
+        assert notebook.text("%%ranks\nprint(rank)") == "rank 0: 0\n"
+    finally:
+        notebook.close()
+
+
 def listens(address: str) -> bool:
     with socket.socket() as probe:
         return probe.connect_ex(("127.0.0.1", int(address.rpartition(":")[2]))) == 0
@@ -606,6 +636,8 @@ def test_the_lab_opens_at_the_first_lesson_for_who_has_the_token(tmp_path: Path)
             urllib.request.urlopen(f"{address}/api/contents", timeout=600)
         with urllib.request.urlopen(f"{address}/api/contents?token={token}", timeout=600) as reply:
             assert {item["name"] for item in json.load(reply)["content"]} == {"00_a.ipynb", "01_b.ipynb", "solutions"}
+        with urllib.request.urlopen(f"{address}/api/kernelspecs/python3?token={token}", timeout=600) as reply:
+            assert "before.py" in json.load(reply)["spec"]["argv"][-1]  # its kernels know the magics
         # where a lesson's link to ../solutions/00_a.ipynb leads
         urllib.request.urlopen(f"{address}/files/solutions/00_a.ipynb?token={token}", timeout=600).close()
     finally:

@@ -22,6 +22,7 @@ from zerolab.apps.machine import (
     Refused,
     all_reduce,
     check_backends,
+    check_build,
     check_environment,
     check_host_name,
     check_loopback,
@@ -105,7 +106,7 @@ def run(
 def examine(ranks: int, ports: Sequence[int], timeout: float, students: int | None = None) -> dict[str, Any]:
     """Try everything that --json reports. timeout: seconds for each trial."""
     asked = [check_port(port) for port in ports]  # first, as it may refuse
-    findings = [check_python(), check_torch(), check_packages(), check_backends(), check_memory(ranks)]
+    findings = [check_python(), check_torch(), check_build(), check_packages(), check_backends(), check_memory(ranks)]
     gpus, about = look_at_gpus(timeout)
     findings += [*about, check_shared_memory(gpus=len(gpus["gpus"])), check_open_files(ranks)]
     findings += [check_loopback(ranks), *asked, check_host_name(), *check_environment(), *check_slurm()]

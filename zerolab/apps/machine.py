@@ -25,6 +25,7 @@ import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
+from importlib import metadata
 from pathlib import Path
 from typing import Any
 
@@ -53,6 +54,14 @@ PER_RANK = 300 * MiB  # measured: 245 MiB resident with a small model, a third o
 PROBE_TIMEOUT = 60.0  # seconds for the driver to answer
 GROUP_TIMEOUT = 10.0  # seconds until a collective fails when a rank is missing
 
+CPU_WHEELS = "https://download.pytorch.org/whl/cpu"  # torch's own index; PyPI's wheels for Linux are of the CUDA build
+CPU_BUILD = (
+    "in a checkout: rm -r .venv && make lab TORCH=cpu; elsewhere, in a new virtual environment, before zerolab: "
+    f"pip install torch --index-url {CPU_WHEELS}"
+)
+CUDA_BUILD = (
+    "in a checkout: rm -r .venv && make lab TORCH=cuda; elsewhere, in a new virtual environment: pip install torch"
+)
 INSTALL = "pip install 'zerolab[lab]' (in a checkout: make lab, or pip install -c constraints.txt -e '.[lab]')"
 
 
@@ -93,6 +102,35 @@ def check_torch(version: str = torch.__version__) -> Finding:
     if numbers > _numbers(newest):
         return Finding("torch", "note", f"{version} is newer than {newest}, the newest that was tested")
     return Finding("torch", "good", version)
+
+
+def check_build(cuda: str | None = torch.version.cuda, gpu: bool | None = None, size: int | None = None) -> Finding:
+    """Whether this is the build of torch for this machine.
+
+    gpu: whether the machine has one; size: bytes on disk. Both are looked up unless given.
+    """
+    gpu = has_gpu() if gpu is None else gpu
+    size = torch_size() if size is None else size
+    text = (f"CUDA {cuda} build" if cuda else "CPU build") + f", {size / 1e9:.1f} GB on disk" * (size > 0)
+    if cuda and not gpu:
+        text += f". It works, but there is no GPU here, and the CPU build is 3 GB smaller: {CPU_BUILD}"
+        return Finding("torch's build", "note", text)
+    if gpu and not cuda:
+        return Finding("torch's build", "note", f"{text}, which does not use this machine's GPU")
+    return Finding("torch's build", "good", text)
+
+
+def torch_size() -> int:
+    """The bytes of torch and of the packages that its CUDA build brings, as pip recorded them; 0 if it did not."""
+    brought = re.compile(r"torch|triton|(nvidia|cuda)[-_].*")
+    ours = [each for each in metadata.distributions() if brought.fullmatch(each.metadata["Name"] or "")]
+    return sum(file.size or 0 for each in ours for file in each.files or ())
+
+
+def has_gpu() -> bool:
+    """Whether the system has NVIDIA's GPUs, even if torch does not see them."""
+    windows = os.path.exists("/dev/dxg") and shutil.which("nvidia-smi")  # WSL2, where any GPU is /dev/dxg
+    return bool(windows or list(Path("/dev").glob("nvidia[0-9]*")))
 
 
 def _numbers(version: str) -> tuple[int, ...]:
@@ -380,14 +418,13 @@ def describe_gpus() -> None:
 def look_at_gpus(timeout: float = PROBE_TIMEOUT) -> tuple[dict[str, Any], list[Finding]]:
     code = f"from {__name__} import describe_gpus; describe_gpus()"
     out, problem = _in_a_process([sys.executable, "-c", code], timeout)
-    present = bool(list(Path("/dev").glob("nvidia[0-9]*")) or os.path.exists("/dev/dxg"))
     if problem:
         fix = "look at nvidia-smi and dmesg; to go without GPUs, set CUDA_VISIBLE_DEVICES= (empty)"
         return {"gpus": []}, [Finding("GPUs", "fix", f"torch could not say: {problem.splitlines()[-1]}", fix)]
     facts = json.loads(out.splitlines()[-1])
     if len(facts["gpus"]) > 1:
         facts["topology"] = _in_a_process(["nvidia-smi", "topo", "-m"], 15.0)[0]
-    return facts, judge_gpus(facts, present)
+    return facts, judge_gpus(facts, has_gpu())
 
 
 def judge_gpus(facts: dict[str, Any], present: bool) -> list[Finding]:
@@ -400,7 +437,7 @@ def judge_gpus(facts: dict[str, Any], present: bool) -> list[Finding]:
             hidden = f"hidden by CUDA_VISIBLE_DEVICES={os.environ['CUDA_VISIBLE_DEVICES']!r}"
             return [Finding("GPUs", "note", f"there are some, {hidden}: the ranks run on the CPU")]
         if not facts["cuda"]:
-            says, fix = "there are some, but this torch was built without CUDA", "pip install torch (not the cpu build)"
+            says, fix = "there are some, but this torch was built without CUDA", CUDA_BUILD
         else:
             why = facts["warning"] or "no reason given"
             says = f"there are some, but torch (CUDA {facts['cuda']}) sees none: {why}"

@@ -26,7 +26,15 @@ from typing import Any
 from zerolab.classroom.broker import LONGEST, Broker
 from zerolab.classroom.labs import START_TIMEOUT, Refused, closed_page, is_closed_page
 from zerolab.classroom.run import lent_gpus
-from zerolab.lab.__main__ import SETTINGS, copy_lessons, copy_notebooks, find_course, kernel_options, write_settings
+from zerolab.lab.__main__ import (
+    SETTINGS,
+    copy_lessons,
+    copy_notebooks,
+    find_course,
+    kernel_options,
+    write_kernel,
+    write_settings,
+)
 from zerolab.lab.ranks import lease, turns
 
 SERVICE, CULLER = "zerolab-gpus", "zerolab-culler"
@@ -102,7 +110,7 @@ def work(solutions: bool, rest: list[str]) -> None:
         pages = {lesson.name: closed_page(lesson) for lesson in sorted((course / "lessons").glob("*.ipynb"))}
     for line in told + copy_notebooks(pages, mine / "solutions", is_closed_page):
         print(line, file=sys.stderr)
-    os.environ["ZEROLAB_MY"] = str(mine / "my")
+    os.environ |= {"ZEROLAB_MY": str(mine / "my"), "JUPYTER_PATH": write_kernel(mine / SETTINGS)}
     command = [sys.executable, "-m", "jupyterhub.singleuser", f"--ServerApp.root_dir={mine}"]
     command += [write_settings(mine / SETTINGS), *kernel_options()]
     if os.geteuid() == 0:

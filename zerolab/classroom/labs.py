@@ -36,7 +36,7 @@ import psutil
 
 from zerolab.classroom import shield
 from zerolab.classroom.broker import Broker
-from zerolab.lab.__main__ import REMEMBERED, copy_notebooks, kernel_options, write_settings
+from zerolab.lab.__main__ import REMEMBERED, copy_notebooks, kernel_options, write_kernel, write_settings
 from zerolab.lab.ranks import lease, notices, turns
 
 START_TIMEOUT = 120.0  # seconds until a JupyterLab must answer
@@ -319,6 +319,7 @@ class Classroom:
             "HOME": lab.home,
             "JUPYTER_CONFIG_DIR": jupyter,
             "JUPYTER_DATA_DIR": jupyter / "data",
+            "JUPYTER_PATH": write_kernel(jupyter / "lab/app-settings"),
             "JUPYTER_RUNTIME_DIR": jupyter / "runtime",
             "JUPYTERLAB_SETTINGS_DIR": jupyter / "lab/user-settings",
             "JUPYTERLAB_WORKSPACES_DIR": jupyter / "lab/workspaces",

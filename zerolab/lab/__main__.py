@@ -85,6 +85,20 @@ def write_settings(folder: Path) -> str:
     return f"--LabApp.app_settings_dir={folder.resolve()}"
 
 
+def write_kernel(folder: Path) -> str:
+    """A kernel that knows `%%ranks` before any cell (ranks/before.py). Returns the JUPYTER_PATH that leads to it."""
+    from ipykernel.kernelspec import RESOURCES, get_kernel_dict
+
+    first = Path(__file__).resolve().parent / "ranks" / "before.py"
+    kernel = folder / "kernels" / "python3"
+    kernel.mkdir(parents=True, exist_ok=True)
+    for logo in Path(RESOURCES).glob("logo-*"):
+        _write(kernel / logo.name, logo.read_bytes())
+    about = get_kernel_dict(extra_arguments=[f"--IPKernelApp.exec_files={first}"])
+    _write(kernel / "kernel.json", (json.dumps(about, indent=1) + "\n").encode())
+    return os.pathsep.join([str(folder.resolve()), *filter(None, [os.environ.get("JUPYTER_PATH")])])
+
+
 def kernel_options() -> list[str]:
     """Have the notebooks' kernels encrypt what they say, where this Jupyter can; ipykernel warns if they do not."""
     try:
@@ -155,11 +169,10 @@ def open_lab(options: argparse.Namespace, parser: argparse.ArgumentParser) -> in
     command += [f"--ServerApp.root_dir={options.work.resolve()}"]
     command += [write_settings(options.work / SETTINGS), "--log-level=ERROR", "--LabApp.log_level=ERROR"]
     command += kernel_options()
-    runtime = (
-        jupyter_runtime_dir()
-    )  # in your home, if nothing else says where; without it JupyterLab ends in a traceback
+    runtime = jupyter_runtime_dir()  # in your home, if nothing says otherwise; JupyterLab's own error is a traceback
     os.makedirs(runtime, exist_ok=True)
     tempfile.TemporaryFile(dir=runtime).close()
+    os.environ["JUPYTER_PATH"] = write_kernel(options.work / SETTINGS)
     if first is not None:
         command.append(f"--LabApp.default_url=/lab/tree/{first.name}")
     if hasattr(os, "geteuid") and os.geteuid() == 0:

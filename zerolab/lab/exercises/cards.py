@@ -41,6 +41,13 @@ class Status:
         else:
             self._show(text, kind)
 
+    def print(self, text: str) -> None:
+        """Print `text`; if something was shown on the way, in its place."""
+        if self._handle is None:
+            print(text)
+        else:
+            self._handle.update({"text/plain": text}, raw=True)
+
     def _show(self, text: str, kind: str) -> None:
         from IPython.display import display
 

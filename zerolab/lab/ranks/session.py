@@ -8,6 +8,7 @@ from typing import Any
 
 import torch.distributed as dist
 
+from zerolab.lab.exercises.cards import Status
 from zerolab.lab.ranks import cluster, lease, network, notices, registry
 from zerolab.lab.ranks.live import ON_GPUS, CannotTravel, NoRanks, Session
 from zerolab.lab.ranks.report import Misused, RankFailure, who
@@ -66,22 +67,33 @@ def start(
     notices.show()
     _mention_others(stop_others)
     live: Session
-    if backend == "ipyparallel":
-        live, says = cluster.find(ranks, device, profile, connection)
-    else:
-        lent = lease.ask(number) if leased else None
-        if lent is not None:
-            kind, says = _choose_leased(number, lent)
-        live = Session(number, kind, lent)
-        live.launch(range(number))
+    status = Status()
     try:
-        live.join()
+        if backend == "ipyparallel":
+            live, says = cluster.find(ranks, device, profile, connection)
+        else:
+            lent = lease.ask(number) if leased else None
+            if lent is not None:
+                kind, says = _choose_leased(number, lent)
+            status(f"starting {_many(number)}: waiting for torch to be imported and for a Python process each ...")
+            live = Session(number, kind, lent)
+            live.launch(range(number))
+        status(f"{_many(live.size)} started: waiting for them to form a process group ...")
+        try:
+            live.join()
+        except BaseException:
+            live.stop()
+            raise
     except BaseException:
-        live.stop()
+        status("the ranks did not start")
         raise
     _current = live
-    print(f"{live.size} rank{'s' * (live.size > 1)} {says}")
+    status.print(f"{_many(live.size)} {says}")
     return live
+
+
+def _many(ranks: int) -> str:
+    return f"{ranks} rank{'s' * (ranks > 1)}"
 
 
 def _choose_device(ranks: int, device: str) -> tuple[str, str]:

@@ -67,7 +67,7 @@ $(STAMP): constraints.txt pyproject.toml
 	@touch $@
 
 lab: $(STAMP) ## open the lessons in JupyterLab, on your own copies in work/
-	@$(BIN)/python -m zerolab.lab $(ARGS)
+	@$(BIN)/zerolab lab $(ARGS)
 
 bench: $(STAMP) ## step times and peaks beside torch and DeepSpeed
 	@$(BIN)/zerolab bench $(ARGS)

@@ -69,7 +69,7 @@ def add_lab(commands: argparse._SubParsersAction) -> None:
     )
     from zerolab.lab.__main__ import add_arguments
 
-    add_arguments(parser)
+    add_arguments(parser, whole(0, 65535))
 
     def run(args: argparse.Namespace) -> int:
         _need(parser, "jupyterlab")

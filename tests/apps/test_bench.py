@@ -64,8 +64,8 @@ def test_the_command(tmp_path):
 
     with ThreadPoolExecutor() as threads:
         both = list(threads.map(run, ("--ranks", "--rounds"), ("0", "2")))
-    for done in both:
-        assert done.returncode == 2 and "--rounds 4 or more" in done.stderr
+    assert [done.returncode for done in both] == [2, 2]
+    assert "--ranks: must be 1 or more" in both[0].stderr and "--rounds: must be 4 or more" in both[1].stderr
 
 
 @pytest.mark.exhaustive

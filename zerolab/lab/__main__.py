@@ -16,7 +16,7 @@ import tempfile
 from collections.abc import Callable
 from pathlib import Path
 
-from zerolab.apps.arguments import whole
+DESCRIPTION = "Opens the lessons in JupyterLab, on copies in work/ that are your own. An update never costs an answer."
 
 OPEN = (
     "others could reach JupyterLab there, over a connection that is not encrypted, and anyone with its token can run "
@@ -131,20 +131,19 @@ def _write(path: Path, data: bytes) -> None:
     part.replace(path)
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
+def add_arguments(parser: argparse.ArgumentParser, port: Callable[[str], int] = int) -> None:
     parser.add_argument("--work", type=Path, default=Path("work"), help="where the copies are (default: work)")
     parser.add_argument("--no-browser", action="store_true", help="only print the address")
-    parser.add_argument(
-        "--port", type=whole(0, 65535), default=8888, help="for JupyterLab, or the next free one (default: 8888)"
-    )
+    parser.add_argument("--port", type=port, default=8888, help="for JupyterLab, or the next free one (default: 8888)")
     parser.add_argument("--ip", default="127.0.0.1", help="where JupyterLab listens (default: this machine alone)")
     parser.add_argument("--open-to-network", action="store_true", help="needed for an --ip that others can reach")
 
 
 def main() -> int:
-    from zerolab.cli import main as zerolab
-
-    return zerolab(["lab", *sys.argv[1:]])
+    """`python -m zerolab.lab`, for where `zerolab lab` is not on the path."""
+    parser = argparse.ArgumentParser(prog="python -m zerolab.lab", description=DESCRIPTION)
+    add_arguments(parser)
+    return open_lab(parser.parse_args(), parser)
 
 
 def open_lab(options: argparse.Namespace, parser: argparse.ArgumentParser) -> int:

@@ -456,6 +456,9 @@ def test_copies_of_lessons_never_lose_an_answer(tmp_path: Path) -> None:
     copy_lessons(lessons, work)
     assert (work / "02_c.ipynb").read_text() == "new"
     assert set(json.loads((work / ".copied.json").read_text())) == {"00_a.ipynb", "01_b.ipynb", "02_c.ipynb"}
+    (work / ".copied.json").write_text("")  # cut off
+    (line,) = copy_lessons(lessons, work)
+    assert line.startswith("00_a.ipynb") and (work / "00_a.ipynb").read_text() == "my answer"
 
 
 # ---------------------------------------------------------------------- in notebooks

@@ -75,7 +75,9 @@ def hold(
                 f"{in_bytes(free)} of memory is free, but {students} notebooks with four ranks each need about {need}"
             )
         room.open(lessons, course / "solutions" if solutions else None, answers=not no_answers)
-        print(f"addresses and tokens: {room.handout} (only you can read it); Ctrl-C ends everything", flush=True)
+        print(
+            f"addresses and tokens: {room.handout} (only your account can read it); Ctrl-C ends everything", flush=True
+        )
         _attend(room, Watch(room.labs, memory * 1e9, processes, room.tell), ended)
     finally:
         room.close()

@@ -14,6 +14,7 @@ import os
 import sys
 import tempfile
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 
 DESCRIPTION = "Opens the lessons in JupyterLab, on copies in work/ that are your own. An update never costs an answer."
@@ -48,7 +49,9 @@ def copy_notebooks(
     """As `copy_lessons`, for notebooks by name. ours: whether a changed copy is to be replaced all the same."""
     work.mkdir(parents=True, exist_ok=True)
     memory = work / REMEMBERED
-    copied: dict[str, str] = json.loads(memory.read_text()) if memory.exists() else {}
+    copied: dict[str, str] = {}
+    with suppress(FileNotFoundError, ValueError):  # cut off by a full disk, say: then each copy is the learner's own
+        copied = json.loads(memory.read_text())
     lines = []
     for name, new in notebooks.items():
         new = _without_install(new)

@@ -252,7 +252,7 @@ def test_the_commands_speak(tmp_path):
         ("plan", "--params", "1B", "--ranks", "0"): "must be 1 or more",
         ("plan", "--params", "1B", "--ranks", "4", "--precision", "int8"): "invalid choice",
         ("simulate",): "required",
-        ("simulate", "--model", "7.5B", "--ranks", "0"): "--ranks must be",
+        ("simulate", "--model", "7.5B", "--ranks", "0"): "--ranks: must be 1 or more",
     }
     commands = [
         ("simulate", "--model", "7.5B", "--ranks", "8", "--stage", "2", "--json", str(path), "--plot", str(drawn)),

@@ -122,7 +122,8 @@ class Notebook:
             content = message["content"]
             if message["parent_header"].get("msg_id") != self.cell:
                 continue
-            self.told += content.get("text", "") + "\n".join(content.get("traceback", []))
+            shown = content.get("data", {}).get("text/plain", "")  # the line of `lab.start`, where its progress was
+            self.told += content.get("text", "") + shown + "\n".join(content.get("traceback", []))
             if "execution_state" in content:
                 self.told += f"<{content['execution_state']}>"
         return self.told

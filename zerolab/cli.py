@@ -124,9 +124,9 @@ def add_plan(commands: argparse._SubParsersAction) -> None:
         return count
 
     def some(text: str) -> float:
-        if size(text) == 0:
+        if (count := size(text)) == 0:
             raise ValueError("must be more than 0")
-        return size(text)
+        return count
 
     parser = commands.add_parser(
         "plan",

@@ -282,7 +282,7 @@ REFUSED = {
     "step": ("RuntimeError", "AdamW was to step inside average_parameters() of an EMA"),
     "save": ("CheckpointError", "cannot be saved or loaded inside average_parameters() of an EMA"),
     "load": ("CheckpointError", "cannot be saved or loaded inside average_parameters() of an EMA"),
-    "foreign": ("CheckpointError", "rank 0: ema must be a zerolab.EMA of this", "and is a EMA"),
+    "foreign": ("CheckpointError", "rank 0: ema must be a zerolab.EMA of this", "and is one of another model"),
     "extra": ("CheckpointError", "rank 0: ema must be a zerolab.EMA of this", "and is a dict"),
     "uneven": ("CommError", "rank 0 has one after 2 updates, with decay 0.9, rank 1 has one after 1 updates, with"),
     "uneven save": ("CheckpointError", "rank 0 has one after 2 updates, with decay 0.9, rank 1 has one after 1"),

@@ -48,7 +48,8 @@ def check_idle(zero: Engine, ema: EMA | None) -> None:
     if zero in averaged:
         raise CheckpointError("a checkpoint cannot be saved or loaded inside average_parameters() of an EMA")
     if ema is not None and not (isinstance(ema, EMA) and ema.zero is zero):
-        raise CheckpointError(f"ema must be a zerolab.EMA of this {type(zero).__name__}, and is a {type(ema).__name__}")
+        what = "one of another model" if isinstance(ema, EMA) else f"a {type(ema).__name__}"
+        raise CheckpointError(f"ema must be a zerolab.EMA of this {type(zero).__name__}, and is {what}")
 
 
 # -- parameters -----------------------------------------------------------------------------------------------------

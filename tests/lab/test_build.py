@@ -139,7 +139,14 @@ def test_build_then_nothing_then_what_changed(
     assert capsys.readouterr().out == "the notebooks are up to date\n" * 2
 
     source = course / "solutions" / "01_tiny.py"
-    source.write_text(SOURCE.replace("the answer is 12", "the answer is 13"))  # which the lesson does not hold
+    source.write_text(edited := SOURCE.replace("1. Twelve", "1. A dozen"))
+    monkeypatch.setattr(build, "execute", lambda *_: pytest.fail("only text has changed"))
+    assert build.main(["--root", str(course)]) == 0 and build.drift(course) == []
+    for notebook, kind in ((solution, "solutions"), (lesson, "lessons")):
+        assert "A dozen" in nbformat.writes(read(course, kind)) and printed(read(course, kind)) == printed(notebook)
+    capsys.readouterr()
+
+    source.write_text(edited.replace("the answer is 12", "the answer is 13"))  # which the lesson does not hold
     assert build.main(["--root", str(course), "--check"]) == 1
     said = capsys.readouterr().out
     assert "solutions/01_tiny.ipynb does not match its source: cell write-it-here-now-6 differs" in said

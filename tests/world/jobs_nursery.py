@@ -38,7 +38,7 @@ def interrupt_itself() -> None:
         sys.exit(3)
 
 
-def leave(code: int) -> None:
+def leave(code: int | str) -> None:
     sys.exit(code)
 
 

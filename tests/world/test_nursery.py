@@ -61,6 +61,7 @@ def test_how_it_ended() -> None:
     assert ended(start("leave", 7)) == 7
     with open(os.devnull, "wb") as nothing:
         assert ended(start("fail", output=nothing.fileno())) == 1
+        assert ended(start("leave", "words for stderr", output=nothing.fileno())) == 1
     process = start("hang")
     assert process.is_alive() and process.exitcode is None
     process.join(0.05)

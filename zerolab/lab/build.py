@@ -3,7 +3,8 @@
     solutions/NN_name.ipynb     complete, executed
     lessons/NN_name.ipynb       what a learner opens: stubs in place of the answers, executed
 
-    python -m zerolab.lab.build            # those whose source has changed, or the package (make lessons)
+    python -m zerolab.lab.build            # those whose source has changed, or the package (make lessons); where only
+                                           # text has, nothing runs
     python -m zerolab.lab.build 01 03      # only these lessons
     python -m zerolab.lab.build --force    # all of them (make lessons FORCE=1)
     python -m zerolab.lab.build --check    # runs nothing: do the notebooks match the sources?
@@ -133,8 +134,8 @@ def _code(notebook: NotebookNode) -> list[NotebookNode]:
 
 
 def digest(notebook: NotebookNode) -> str:
-    """A digest of everything that the outputs depend on: the cells and the package."""
-    sources = hashlib.sha256(repr([(cell.id, cell.cell_type, cell.source) for cell in notebook.cells]).encode())
+    """A digest of everything that the outputs depend on: the code and the package."""
+    sources = hashlib.sha256(repr([(cell.source, cell.metadata) for cell in _code(notebook)]).encode())
     for file in sorted(PACKAGE.rglob("*.py")):
         sources.update(str(file.relative_to(PACKAGE)).encode() + file.read_bytes())
     return sources.hexdigest()[:16]
@@ -222,13 +223,20 @@ def update(source: Path, force: bool = False) -> list[str]:
     for kind, notebook in notebooks(source).items():
         target = source.parents[1] / kind / f"{source.stem}.ipynb"
         current = digest(notebook)
-        if not force and target.exists() and _read(target).metadata.get("zerolab") == current:
+        kept = _read(target) if target.exists() and not force else None
+        if kept is not None and {kept.metadata.get("zerolab"), digest(kept)} != {current}:
+            kept = None  # its outputs are of other code
+        if kept is not None and not _difference(notebook, kept):
             continue
         target.parent.mkdir(exist_ok=True)
         begin = time.monotonic()
         try:
-            execute(notebook, target.parent)
-            clean(notebook, kind)
+            if kept is not None:
+                for cell, ran in zip(_code(notebook), _code(kept), strict=True):
+                    cell.outputs, cell.execution_count = ran.outputs, ran.execution_count
+            else:
+                execute(notebook, target.parent)
+                clean(notebook, kind)
             inspect(notebook, kind)
         except BuildError as error:
             raise BuildError(f"{kind}/{target.name}: {error}") from None

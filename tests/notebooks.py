@@ -1,9 +1,10 @@
 """A pytest plugin: each notebook begins without answers, as when it was built, and with an IPython profile of its own:
-kernels that run side by side would share one history file."""
+kernels that run side by side would share one history file. It is imported before nbval, which imports nbformat."""
 
 from __future__ import annotations
 
 import os
+import sys
 import tempfile
 from pathlib import Path
 
@@ -14,6 +15,7 @@ from jupyter_client.provisioning import local_provisioner
 from tests.kernels import Kernel
 from zerolab.world import nursery
 
+sys.modules["rfc3987_syntax"] = None  # type: ignore[assignment]  # as in zerolab.lab.__main__
 _before = {name: os.environ.get(name) for name in ("ZEROLAB_MY", "IPYTHONDIR")}
 _folder: tempfile.TemporaryDirectory[str] | None = None
 

@@ -28,7 +28,7 @@ LESSONS = sorted(path.stem for path in (ROOT / "lessons").glob("*.ipynb"))
 CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser")
 LOADED = {"script": "src", "img": "src", "iframe": "src", "source": "src", "link": "href"}  # on opening a page
 
-pytestmark = [pytest.mark.slow]
+pytestmark = [pytest.mark.exhaustive]
 
 
 @dataclass

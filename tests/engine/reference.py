@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pytest
 import torch
 from jobs_common import Block, Net
 from torch import Tensor
@@ -9,7 +10,14 @@ from torch import Tensor
 import zerolab
 from zerolab import Precision
 
+FIRST = ((2, "fp32"), (2, "bf16"), (4, "fp32"))
 BF16 = Precision(torch.bfloat16)
+# Numbers of ranks with precisions, to `parametrize` a test of (n, precision) with.
+EACH = [
+    pytest.param(n, precision, id=f"{n}-{name}", marks=[pytest.mark.exhaustive] * ((n, name) not in FIRST))
+    for n in (1, 2, 3, 4)
+    for name, precision in (("fp32", None), ("bf16", BF16))
+]
 
 VOCABULARY, WIDTH, DEPTH = 64, 32, 4
 

@@ -7,8 +7,7 @@ import time
 
 import pytest
 import torch
-from jobs_common import worlds
-from reference import BF16, DEPTH, Block, Model, batch, build, step
+from reference import DEPTH, EACH, Block, Model, batch, build, step
 from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -37,8 +36,7 @@ def held_after_backward(stage: int, precision: Precision | None) -> tuple[list[i
     return held, sum(unit.layout.size for unit in zero.units)
 
 
-@pytest.mark.parametrize("precision", [None, BF16], ids=["fp32", "bf16"])
-@pytest.mark.parametrize("n", worlds(2, 4, others=(1, 3)))
+@pytest.mark.parametrize(("n", "precision"), EACH)
 def test_bytes_held_equal_the_table(ranks, n, precision):
     """To the byte, with Ψ counted with its padding (below 1 % here): parameters, gradients, optimizer state."""
     for stage in range(4):
@@ -156,8 +154,7 @@ def moved(stage: int, precision: Precision | None) -> tuple[list[zerolab.Call], 
     return calls, sum(unit.layout.size for unit in zero.units), root
 
 
-@pytest.mark.parametrize("precision", [None, BF16], ids=["fp32", "bf16"])
-@pytest.mark.parametrize("n", worlds(2, 4, others=(1, 3)))
+@pytest.mark.parametrize(("n", "precision"), EACH)
 def test_moved_bytes_equal_the_table_and_the_order_is_the_same(ranks, n, precision):
     for stage in range(4):
         results = ranks.run(moved, stage, precision, ranks=n)

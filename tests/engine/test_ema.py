@@ -9,7 +9,7 @@ import pytest
 import torch
 import whole
 from jobs_common import Block, Net, all_say, attempt, batch, build, rank_ordered_mean, same, worlds
-from reference import BF16
+from reference import EACH
 from torch import Tensor, nn
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
@@ -81,8 +81,7 @@ def alone(n: int, precision: Precision | None) -> tuple[STATE, STATE, list[float
     return mean.module.state_dict(), masters.state_dict(), losses
 
 
-@pytest.mark.parametrize("precision", [None, BF16], ids=["fp32", "bf16"])
-@pytest.mark.parametrize("n", worlds(2, 3, others=(1, 4)))
+@pytest.mark.parametrize(("n", "precision"), EACH)
 def test_equals_torchs_average_bit_for_bit(ranks, n, precision):
     mean, trained, losses = ranks.run(alone, n, precision, ranks=1)[0]
     for stage in range(4):

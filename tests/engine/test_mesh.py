@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from jobs_common import rank_ordered_mean
+from jobs_common import rank_ordered_mean, worlds
 from reference import BF16, Model, batch, build, step
 from torch import Tensor, nn
 
@@ -16,7 +16,7 @@ from zerolab.engine.precision import KEEP
 from zerolab.measure import between_bytes, ledger, model_states, moved_bytes
 
 STEPS = 3
-MESHES = [(2, 2), *(pytest.param(mesh, marks=pytest.mark.exhaustive) for mesh in ((4, 1), (1, 4), (2, 1))), (1, 3)]
+MESHES = worlds((2, 2), others=[(4, 1), (1, 4), (2, 1), (1, 3)])
 
 
 def alone_in_tree_order(mesh: tuple[int, int], precision: zerolab.Precision | None) -> dict[str, Tensor]:

@@ -6,15 +6,13 @@ from typing import Any
 
 import pytest
 import torch
-from jobs_common import worlds
-from reference import BF16, train_alone, train_sharded
+from reference import EACH, train_alone, train_sharded
 from zoo import CASES, Expert, Mixture, MixtureBlock, alone, build, sharded
 
 import zerolab
 
 
-@pytest.mark.parametrize("precision", [None, BF16], ids=["fp32", "bf16"])
-@pytest.mark.parametrize("n", worlds(2, 4, others=(1, 3)))
+@pytest.mark.parametrize(("n", "precision"), EACH)
 def test_every_stage_equals_one_process_bit_for_bit(ranks, n, precision):
     expected, expected_losses = ranks.run(train_alone, n, precision, 4, ranks=1)[0]
     for stage in range(4):

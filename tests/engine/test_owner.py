@@ -64,7 +64,7 @@ def test_equals_one_process_bit_for_bit(ranks, n):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("mesh", [(2, 2), (1, 3), (2, 1)], ids=str)
+@pytest.mark.parametrize("mesh", worlds((2, 2), others=[(1, 3), (2, 1)]), ids=str)
 def test_with_a_mesh(ranks, mesh):
     way = Way(mesh=mesh)
     n = mesh[0] * mesh[1]
@@ -104,7 +104,7 @@ def where_they_begin(stage: int) -> list[int]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("n", [1, 2, 3])
+@pytest.mark.parametrize("n", worlds(2, others=(1, 3)))
 def test_parameters_begin_where_those_of_one_process_do(ranks, n):
     """Off a boundary, some matrix products round otherwise on some processors."""
     for stage in range(4):

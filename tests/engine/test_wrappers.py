@@ -109,7 +109,7 @@ MODELS: dict[str, tuple[Callable[[nn.Module], nn.Module], bool]] = {  # and whet
     "extra state": (noting, False),
     "left out": (left_out, False),
 }
-CHECKPOINTED = [name for name in MODELS if name.startswith("checkpointed")]
+FIRST = ("checkpointed", "parametrized", "extra state", "left out")
 
 
 def make(name: str, seed: int = 0) -> nn.Module:
@@ -194,15 +194,13 @@ def round_trips(name: str, late: bool, folder: str) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("n", worlds(2, others=(1, 3)))
-@pytest.mark.parametrize(
-    "name", [pytest.param(m, marks=[pytest.mark.exhaustive] * m.startswith("compiled")) for m in MODELS]
-)
+@pytest.mark.parametrize("name", [pytest.param(m, marks=[pytest.mark.exhaustive] * (m not in FIRST)) for m in MODELS])
 def test_what_a_wrapped_model_saves(ranks, tmp_path: Path, name, n):
     ranks.run(round_trips, name, False, str(tmp_path), ranks=n)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", CHECKPOINTED)
+@pytest.mark.parametrize("name", worlds("checkpointed, reentrant", others=["checkpointed"]))
 def test_wrapped_after_sharding(ranks, tmp_path: Path, name):
     ranks.run(round_trips, name, True, str(tmp_path), ranks=2)
 

@@ -36,7 +36,14 @@ import psutil
 
 from zerolab.classroom import shield
 from zerolab.classroom.broker import Broker
-from zerolab.lab.__main__ import REMEMBERED, copy_notebooks, kernel_options, write_kernel, write_settings
+from zerolab.lab.__main__ import (
+    JUPYTERLAB,
+    REMEMBERED,
+    copy_notebooks,
+    kernel_options,
+    write_kernel,
+    write_settings,
+)
 from zerolab.lab.ranks import lease, notices, turns
 
 START_TIMEOUT = 120.0  # seconds until a JupyterLab must answer
@@ -291,7 +298,7 @@ class Classroom:
             self.tell(f"{lab.student}: port {lab.port} was taken, now it is {port}; {self.handout} has the new address")
             lab.port = port
             self._write_handout()
-        command = [sys.executable, "-c", LAST, str(os.getpid()), "-m", "jupyterlab", "--no-browser"]
+        command = [sys.executable, "-c", LAST, str(os.getpid()), *JUPYTERLAB, "--no-browser"]
         command += [f"--ip={self.ip}", f"--port={lab.port}", "--ServerApp.port_retries=0"]
         command += [f"--ServerApp.root_dir={lab.work}", f"--MappingKernelManager.cull_idle_timeout={CULL}"]
         command += [write_settings(lab.home / ".jupyter/lab/app-settings"), *kernel_options()]

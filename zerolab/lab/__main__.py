@@ -24,6 +24,12 @@ OPEN = (
     "programs as you. To work from elsewhere without opening it: ssh -L 8888:127.0.0.1:8888 <this machine>. If you "
     "really mean it, add --open-to-network"
 )
+# Arguments of Python. jsonschema uses rfc3987_syntax where it finds it, for addresses that no notebook has. Its import
+# builds 38 grammars, more than half of what JupyterLab computes before it shows a page.
+JUPYTERLAB = (
+    "-c",
+    "import sys; sys.modules['rfc3987_syntax'] = None; from jupyterlab.labapp import main; sys.exit(main())",
+)
 SETTINGS = ".jupyterlab"  # in work/: how this JupyterLab differs from others; your own settings stay as they are
 OVERRIDES = {"@jupyterlab/apputils-extension:notification": {"fetchNews": "false", "checkForUpdates": False}}
 HIDDEN = {"ipyparallel-labextension": True}  # its tab belongs to clusters, which no lesson starts from there
@@ -167,7 +173,7 @@ def open_lab(options: argparse.Namespace, parser: argparse.ArgumentParser) -> in
     for line in told:
         print(line)
     first = next(iter(sorted(options.work.glob("00_*.ipynb"))), None)
-    command = [sys.executable, "-m", "jupyterlab", f"--ip={options.ip}", f"--port={options.port}"]
+    command = [sys.executable, *JUPYTERLAB, f"--ip={options.ip}", f"--port={options.port}"]
     command += [f"--ServerApp.root_dir={options.work.resolve()}"]
     command += [write_settings(options.work / SETTINGS), "--log-level=ERROR", "--LabApp.log_level=ERROR"]
     command += kernel_options()

@@ -95,6 +95,7 @@ def test_notebooks_of_a_source(course: Path) -> None:
 
     cells = {cell.id: cell.source for cell in lesson.cells}
     assert cells["write-it-here-now-3"] == "%%exercise 01.2\n" + find_exercise("01.2").stub.rstrip()
+    assert cells["exercise-01-2"].startswith("**Exercise 01.2** · ●○○ one idea · 8 lines")
     assert cells["write-it-here-now-2"] == 'lab.predict("01.1", ...)'
     assert cells["solution"] == "[The solution of this lesson](../solutions/01_tiny.ipynb)"
     (course / "solutions" / "02_small.py").write_text("# %% [markdown]\n# # 02 · A small one\n")
@@ -141,7 +142,9 @@ def test_build_then_nothing_then_what_changed(
     source = course / "solutions" / "01_tiny.py"
     source.write_text(edited := SOURCE.replace("1. Twelve", "1. A dozen"))
     monkeypatch.setattr(build, "execute", lambda *_: pytest.fail("only text has changed"))
-    assert build.main(["--root", str(course)]) == 0 and build.drift(course) == []
+    (course / "package").mkdir()
+    (course / "package" / "older.py").write_text("pass\n")
+    assert build.main(["--root", str(course), "--text"]) == 0 and build.drift(course) == []
     for notebook, kind in ((solution, "solutions"), (lesson, "lessons")):
         assert "A dozen" in nbformat.writes(read(course, kind)) and printed(read(course, kind)) == printed(notebook)
     capsys.readouterr()
@@ -151,13 +154,15 @@ def test_build_then_nothing_then_what_changed(
     said = capsys.readouterr().out
     assert "solutions/01_tiny.ipynb does not match its source: cell write-it-here-now-6 differs" in said
     assert "lessons/" not in said
+    assert build.main(["--root", str(course), "--text"]) == 1
+    assert "solutions/01_tiny.ipynb: its code has changed too" in capsys.readouterr().err
     ran: list[Path] = []
     monkeypatch.setattr(build, "execute", lambda notebook, folder: ran.append(folder))
+    (course / "package" / "older.py").unlink()
     build.update(source)
     assert [folder.name for folder in ran] == ["solutions"]
     build.update(source, force=True)
     assert [folder.name for folder in ran] == ["solutions", "solutions", "lessons"]
-    (course / "package").mkdir()
     (course / "package" / "engine.py").write_text("pass\n")
     build.update(source)
     assert [folder.name for folder in ran[3:]] == ["solutions", "lessons"]

@@ -3,18 +3,18 @@
     solutions/NN_name.ipynb     complete, executed
     lessons/NN_name.ipynb       what a learner opens: stubs in place of the answers, executed
 
-    python -m zerolab.lab.build            # those whose source has changed, or the package (make lessons); where only
-                                           # text has, nothing runs
+    python -m zerolab.lab.build            # those whose source has changed, or the package (make lessons)
     python -m zerolab.lab.build 01 03      # only these lessons
     python -m zerolab.lab.build --force    # all of them (make lessons FORCE=1)
+    python -m zerolab.lab.build --text     # runs nothing: only text has changed
     python -m zerolab.lab.build --check    # runs nothing: do the notebooks match the sources?
 
-A cell `%%exercise NN.k` is empty in the source: the solution gets the catalogue's reference, the lesson its stub. In
-the lesson `predict("NN.k", value)` becomes `predict("NN.k", ...)`. Of the cells tagged `answer`, code is left out and
-text is folded, one click away. Cells tagged `reveals` run but keep no output, since it would give a prediction away.
-nbval compares the output of cells tagged `nbval-check-output`. A note below the title says whose outputs one sees. The
-first code cell installs zerolab where it is missing; `zerolab lab` leaves it out. The last cell leads to the solution
-and to the next lesson.
+A cell `%%exercise NN.k` is empty in the source: the solution gets the catalogue's reference, the lesson its stub, and
+above it a line that says how hard it is. In the lesson `predict("NN.k", value)` becomes `predict("NN.k", ...)`. Of the
+cells tagged `answer`, code is left out and text is folded, one click away. Cells tagged `reveals` run but keep no
+output, since it would give a prediction away. nbval compares the output of cells tagged `nbval-check-output`. A note
+below the title says whose outputs one sees. The first code cell installs zerolab where it is missing; `zerolab lab`
+leaves it out. The last cell leads to the solution and to the next lesson.
 """
 
 from __future__ import annotations
@@ -90,6 +90,12 @@ def notebooks(source: Path) -> dict[str, NotebookNode]:
     lesson = copy.deepcopy(complete)
     complete.cells[0].source = re.sub(r"^(# \d\d · .+)", r"\1 (solved)", complete.cells[0].source)
     lesson.cells = [_for_learners(cell) for cell in lesson.cells if cell.cell_type != "code" or not _is_answer(cell)]
+    for number, cell in reversed(list(enumerate(lesson.cells))):
+        if cell.cell_type == "code" and (found := EXERCISE.match(cell.source)):
+            about = nbformat.v4.new_markdown_cell(
+                find_exercise(found[1]).about, id=f"exercise-{found[1]}".replace(".", "-")
+            )
+            lesson.cells.insert(number, about)
     for notebook, note in ((complete, SOLVED), (lesson, UNSOLVED)):
         notebook.cells[1:1] = [
             nbformat.v4.new_markdown_cell(note, id="outputs"),
@@ -133,9 +139,13 @@ def _code(notebook: NotebookNode) -> list[NotebookNode]:
     return [cell for cell in notebook.cells if cell.cell_type == "code"]
 
 
+def _ran(notebook: NotebookNode) -> list[tuple[str, dict]]:
+    return [(cell.source, cell.metadata) for cell in _code(notebook)]
+
+
 def digest(notebook: NotebookNode) -> str:
     """A digest of everything that the outputs depend on: the code and the package."""
-    sources = hashlib.sha256(repr([(cell.source, cell.metadata) for cell in _code(notebook)]).encode())
+    sources = hashlib.sha256(repr(_ran(notebook)).encode())
     for file in sorted(PACKAGE.rglob("*.py")):
         sources.update(str(file.relative_to(PACKAGE)).encode() + file.read_bytes())
     return sources.hexdigest()[:16]
@@ -217,21 +227,30 @@ def inspect(notebook: NotebookNode, kind: str) -> None:
 # ---------------------------------------------------------------------- the command
 
 
-def update(source: Path, force: bool = False) -> list[str]:
-    """Write the notebooks of `source` (root/solutions/NN_name.py) that are out of date. Returns a line for each."""
+def update(source: Path, force: bool = False, text: bool = False) -> list[str]:
+    """Write the notebooks of `source` (root/solutions/NN_name.py) that are out of date. Returns a line for each.
+
+    text: run nothing, and keep the outputs that there are, although the package may have changed since.
+    """
     lines = []
     for kind, notebook in notebooks(source).items():
         target = source.parents[1] / kind / f"{source.stem}.ipynb"
         current = digest(notebook)
         kept = _read(target) if target.exists() and not force else None
-        if kept is not None and {kept.metadata.get("zerolab"), digest(kept)} != {current}:
-            kept = None  # its outputs are of other code
+        same = kept is not None and _ran(kept) == _ran(notebook)
+        if text and not same:
+            raise BuildError(f"{kind}/{target.name}: its code has changed too, so it must run: leave out --text")
+        if text and kept is not None:
+            current = kept.metadata.get("zerolab")  # its outputs are as old as they were
+        elif kept is not None and not (same and kept.metadata.get("zerolab") == current):
+            kept = None
         if kept is not None and not _difference(notebook, kept):
             continue
         target.parent.mkdir(exist_ok=True)
         begin = time.monotonic()
         try:
             if kept is not None:
+                notebook.metadata = kept.metadata
                 for cell, ran in zip(_code(notebook), _code(kept), strict=True):
                     cell.outputs, cell.execution_count = ran.outputs, ran.execution_count
             else:
@@ -298,6 +317,7 @@ def main(arguments: list[str] | None = None) -> int:
     )
     parser.add_argument("lessons", nargs="*", metavar="NN", help="numbers of lessons (default: all)")
     parser.add_argument("--force", action="store_true", help="also build those that are up to date")
+    parser.add_argument("--text", action="store_true", help="run nothing: only text has changed, and outputs stay")
     parser.add_argument("--check", action="store_true", help="run nothing: do the notebooks match the sources?")
     parser.add_argument("--root", type=Path, default=Path(), help="where solutions/ and lessons/ are")
     options = parser.parse_args(arguments)
@@ -310,7 +330,7 @@ def main(arguments: list[str] | None = None) -> int:
             found = drift(options.root)
             print("\n".join(found + ["make lessons rebuilds them"]) if found else "the notebooks are up to date")
             return 1 if found else 0
-        built = [line for source in chosen for line in update(source, options.force)]
+        built = [line for source in chosen for line in update(source, options.force, options.text)]
     except (BuildError, KeyError) as error:
         print(error.args[0], file=sys.stderr)
         return 1

@@ -37,6 +37,9 @@ class Wrong(Exception):
         self.seen, self.likely, self.tip, self.values_differ = seen, likely, tip, values_differ
 
 
+DIFFICULTIES = ("one idea", "several steps", "parts that depend on each other")
+
+
 @dataclass(frozen=True)
 class Exercise:
     """One exercise of the course.
@@ -44,6 +47,7 @@ class Exercise:
     stub, reference: the cell as the learner finds it, and the course's own answer.
     exports: the names that the answer defines; `mine(id)` returns the first.
     extends: the class of zerolab whose methods the answer overrides ("DDP"), for `mine(DDP)`.
+    difficulty: 1 to 3, as in DIFFICULTIES.
     section: the heading of the lesson to read again. first_rank_only: what to say if only rank 0 is right.
     """
 
@@ -55,9 +59,20 @@ class Exercise:
     reference: str
     hints: tuple[str, ...]
     exports: tuple[str, ...]
+    difficulty: int
     extends: str = ""
     first_rank_only: str = ""
     errors: dict[str, str] = field(default_factory=dict)  # part of a Python error -> the mistake behind it
+
+    @property
+    def about(self) -> str:
+        """What a learner is told above the cell, as Markdown."""
+        given = {line.strip() for line in self.stub.splitlines()}
+        own = sum(line.strip() not in given for line in self.reference.splitlines() if line.strip())
+        marks = "●" * self.difficulty + "○" * (len(DIFFICULTIES) - self.difficulty)
+        lines = f"{own} line{'s' * (own > 1)} in the course's answer"
+        hints = f'{len(self.hints)} hints: `lab.hint("{self.id}")`'
+        return f"**Exercise {self.id}** · {marks} {DIFFICULTIES[self.difficulty - 1]} · {lines} · {hints}"
 
 
 def returns_none(calls: list[Traffic], error: str = "") -> str:

@@ -314,6 +314,7 @@ EXERCISES = [
     Exercise(
         id="01.1",
         title="ring reduce-scatter",
+        difficulty=2,
         section="Write it: the first half",
         check=check_reduce_scatter,
         stub=REDUCE_SCATTER_STUB,
@@ -330,6 +331,7 @@ EXERCISES = [
     Exercise(
         id="01.2",
         title="ring all-gather",
+        difficulty=1,
         section="Write it: the second half",
         check=check_all_gather,
         stub=ALL_GATHER_STUB,

@@ -245,6 +245,7 @@ EXERCISES = [
     Exercise(
         id="02.1",
         title="a flat buffer with views",
+        difficulty=1,
         section="Flat storage",
         check=check_flat_buffer,
         stub=FLAT_BUFFER_STUB,

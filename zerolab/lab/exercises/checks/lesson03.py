@@ -788,6 +788,7 @@ EXERCISES = [
     Exercise(
         id="03.1",
         title="average the gradients",
+        difficulty=1,
         section="The mean of N batches",
         check=check_average,
         stub=AVERAGE_STUB,
@@ -804,6 +805,7 @@ EXERCISES = [
     Exercise(
         id="03.2",
         title="a bucket",
+        difficulty=2,
         section="Buckets",
         check=check_bucket,
         stub=BUCKET_STUB,
@@ -821,6 +823,7 @@ EXERCISES = [
     Exercise(
         id="03.3",
         title="a class of the engine",
+        difficulty=2,
         section="DDP as a class",
         check=check_ddp,
         stub=DDP_STUB,

@@ -663,6 +663,7 @@ EXERCISES = [
     Exercise(
         id="04.1",
         title="the mean of your shard",
+        difficulty=1,
         section="Half an all-reduce",
         check=check_reduce_scatter,
         stub=REDUCE_SCATTER_STUB,
@@ -680,6 +681,7 @@ EXERCISES = [
     Exercise(
         id="04.2",
         title="ZeRO-1",
+        difficulty=2,
         section="ZeRO-1 as a class",
         check=check_zero1,
         stub=ZERO1_STUB,

@@ -199,6 +199,7 @@ EXERCISES = [
     Exercise(
         id="05.1",
         title="ZeRO-2",
+        difficulty=2,
         section="Release after reduce",
         check=check_zero2,
         stub=ZERO2_STUB,

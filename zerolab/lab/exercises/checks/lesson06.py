@@ -579,6 +579,7 @@ EXERCISES = [
     Exercise(
         id="06.1",
         title="gather and release",
+        difficulty=1,
         section="Memory that comes and goes",
         check=check_gather,
         stub=GATHER_STUB,
@@ -596,6 +597,7 @@ EXERCISES = [
     Exercise(
         id="06.2",
         title="the forward of ZeRO-3",
+        difficulty=3,
         section="ZeRO-3's forward as a class",
         check=check_forward,
         stub=FORWARD_STUB,

@@ -254,6 +254,7 @@ EXERCISES = [
     Exercise(
         id="07.1",
         title="the backward of ZeRO-3",
+        difficulty=3,
         section="ZeRO-3's backward as a class",
         check=check_backward,
         stub=BACKWARD_STUB,

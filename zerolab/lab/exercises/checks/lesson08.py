@@ -617,6 +617,7 @@ EXERCISES = [
     Exercise(
         id="08.1",
         title="the loss scaler",
+        difficulty=3,
         section="All or none",
         check=check_scaler,
         stub=SCALER_STUB,

@@ -626,6 +626,7 @@ EXERCISES = [
     Exercise(
         id="09.1",
         title="an overlap score",
+        difficulty=1,
         section="A score from 0 to 1",
         check=check_overlap,
         stub=OVERLAP_STUB,
@@ -643,6 +644,7 @@ EXERCISES = [
     Exercise(
         id="09.2",
         title="the prefetch schedule",
+        difficulty=3,
         section="Write the schedule",
         check=check_prefetch,
         stub=PREFETCH_STUB,

@@ -1118,6 +1118,7 @@ EXERCISES = [
     Exercise(
         id="10.1",
         title="a checkpointed block",
+        difficulty=2,
         section="Write: a checkpointed block",
         check=check_checkpointed,
         stub=CHECKPOINTED_STUB,
@@ -1137,6 +1138,7 @@ EXERCISES = [
     Exercise(
         id="10.2",
         title="optimizer state on the host",
+        difficulty=3,
         section="Write: an optimizer on the host",
         check=check_host_optimizer,
         stub=HOST_STUB,

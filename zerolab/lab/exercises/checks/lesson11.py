@@ -933,6 +933,7 @@ EXERCISES = [
     Exercise(
         id="11.1",
         title="which rank reads what",
+        difficulty=2,
         section="Write: who reads what",
         check=check_reads,
         stub=READS_STUB,
@@ -952,6 +953,7 @@ EXERCISES = [
     Exercise(
         id="11.2",
         title="a save that survives",
+        difficulty=2,
         section="Write: a save that a crash cannot spoil",
         check=check_save,
         stub=SAVE_STUB,

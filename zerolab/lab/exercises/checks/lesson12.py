@@ -461,6 +461,7 @@ EXERCISES = [
     Exercise(
         id="12.1",
         title="top-k with error feedback",
+        difficulty=2,
         section="Send the largest, remember the rest",
         check=check_topk,
         stub=STUB,

@@ -471,6 +471,7 @@ EXERCISES = [
     Exercise(
         id="13.1",
         title="the training script",
+        difficulty=2,
         section="Write: the training script",
         check=check_train,
         stub=TRAIN_STUB,

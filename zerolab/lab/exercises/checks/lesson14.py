@@ -1013,6 +1013,7 @@ EXERCISES = [
     Exercise(
         id="14.1",
         title="a mean over all tokens",
+        difficulty=1,
         section="Write: every token weighs the same",
         check=check_token_loss,
         stub=TOKEN_LOSS_STUB,
@@ -1029,6 +1030,7 @@ EXERCISES = [
     Exercise(
         id="14.2",
         title="the training script",
+        difficulty=2,
         section="Write: the training script",
         check=check_train,
         stub=TRAIN_STUB,

@@ -1108,6 +1108,7 @@ EXERCISES = [
     Exercise(
         id="15.1",
         title="an MLP on N ranks",
+        difficulty=2,
         section="Write the split",
         check=check_split,
         stub=SPLIT_STUB,
@@ -1126,6 +1127,7 @@ EXERCISES = [
     Exercise(
         id="15.2",
         title="a rank's heads",
+        difficulty=1,
         section="Attention, by heads",
         check=check_heads,
         stub=HEADS_STUB,
@@ -1142,6 +1144,7 @@ EXERCISES = [
     Exercise(
         id="15.3",
         title="one forward, one backward",
+        difficulty=2,
         section="Write a stage",
         check=check_pipeline,
         stub=PIPELINE_STUB,

@@ -226,6 +226,7 @@ EXERCISES = [
     Exercise(
         id="16.1",
         title="the fewest GPUs",
+        difficulty=1,
         section="Write: the fewest GPUs",
         check=check_fewest,
         stub=FEWEST_STUB,
@@ -243,6 +244,7 @@ EXERCISES = [
     Exercise(
         id="16.2",
         title="a plan that pays",
+        difficulty=1,
         section="Write: a plan that pays",
         check=check_plan,
         stub=PLAN_STUB,

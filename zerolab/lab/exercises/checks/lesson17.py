@@ -652,6 +652,7 @@ EXERCISES = [
     Exercise(
         id="17.1",
         title="stop together",
+        difficulty=2,
         section="Write: stop together",
         check=check_uneven,
         stub=UNEVEN_STUB,
@@ -669,6 +670,7 @@ EXERCISES = [
     Exercise(
         id="17.2",
         title="four faults at once",
+        difficulty=1,
         section="Write: four faults at once",
         check=check_in_step,
         stub=TRAIN_STUB,
@@ -687,6 +689,7 @@ EXERCISES = [
     Exercise(
         id="17.3",
         title="a validation that forgets",
+        difficulty=1,
         section="Write: a validation that forgets",
         check=check_evaluate,
         stub=EVALUATE_STUB,
@@ -703,6 +706,7 @@ EXERCISES = [
     Exercise(
         id="17.4",
         title="who, and on which GPU",
+        difficulty=1,
         section="Write: who, and on which GPU",
         check=check_place,
         stub=PLACE_STUB,

@@ -641,6 +641,7 @@ EXERCISES = [
     Exercise(
         id="18.1",
         title="from torch to zerolab",
+        difficulty=2,
         section="Write: from torch to zerolab",
         check=check_to,
         stub=TO_STUB,
@@ -661,6 +662,7 @@ EXERCISES = [
     Exercise(
         id="18.2",
         title="from zerolab to torch",
+        difficulty=2,
         section="Write: and back",
         check=check_from,
         stub=FROM_STUB,

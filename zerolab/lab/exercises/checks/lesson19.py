@@ -477,6 +477,7 @@ EXERCISES = [
     Exercise(
         id="19.1",
         title="what a message carries",
+        difficulty=1,
         section="Open the envelopes",
         check=check_carries,
         stub=CARRIES_STUB,
@@ -493,6 +494,7 @@ EXERCISES = [
     Exercise(
         id="19.2",
         title="the verdict",
+        difficulty=1,
         section="A claim is a sentence about runs",
         check=check_verdict,
         stub=VERDICT_STUB,

@@ -1,4 +1,4 @@
-"""What pyproject.toml cannot say: a wheel brings the lessons and their solutions, inside the package."""
+"""What pyproject.toml cannot say: a wheel brings the lessons, solutions and docs, inside the package."""
 
 from pathlib import Path
 
@@ -13,10 +13,11 @@ class WithLessons(build_py):
         super().run()
         if self.editable_mode:
             return  # the lessons are those of the checkout
-        for notebook in sorted(ROOT.glob("lessons/*.ipynb")) + sorted(ROOT.glob("solutions/*.ipynb")):
-            target = Path(self.build_lib, "zerolab", "course", notebook.parent.name, notebook.name)
-            self.mkpath(str(target.parent))
-            self.copy_file(str(notebook), str(target))
+        for pattern in ("lessons/*.ipynb", "solutions/*.ipynb", "docs/*.md", "docs/*.png"):
+            for file in sorted(ROOT.glob(pattern)):
+                target = Path(self.build_lib, "zerolab", "course", file.parent.name, file.name)
+                self.mkpath(str(target.parent))
+                self.copy_file(str(file), str(target))
 
 
 setup(cmdclass={"build_py": WithLessons})

@@ -97,8 +97,9 @@ def wheel(release) -> Path:
     return built
 
 
-def notebooks() -> set[str]:
-    return {str(path.relative_to(ROOT)) for kind in ("lessons", "solutions") for path in ROOT.glob(f"{kind}/*.ipynb")}
+def course() -> set[str]:
+    patterns = ("lessons/*.ipynb", "solutions/*.ipynb", "docs/*.md", "docs/*.png")
+    return {str(path.relative_to(ROOT)) for pattern in patterns for path in ROOT.glob(pattern)}
 
 
 @pytest.mark.slow
@@ -107,7 +108,7 @@ def test_wheel_holds_the_whole_package(wheel):
     modules = {str(path.relative_to(ROOT)) for path in PACKAGE.rglob("*.py")}
     assert modules - inside == set(), "left out of the wheel: a folder without __init__.py?"
     assert inside - modules >= {"zerolab/py.typed", "zerolab/lab/slurm/srun.sbatch", "zerolab/measure/table1.json"}
-    assert {name for name in inside if "/course/" in name} == {f"zerolab/course/{name}" for name in notebooks()}
+    assert {name for name in inside if "/course/" in name} == {f"zerolab/course/{name}" for name in course()}
     assert {name.partition("/")[0] for name in inside} == {"zerolab", "zerolab_command.py"}
 
 

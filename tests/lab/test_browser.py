@@ -112,6 +112,7 @@ def test_lesson_00_in_a_browser(server, tmp_path, clock):
             control.press("Enter")
             page.get_by_text("Zero3 36.2 GB").first.wait_for()  # 10 + 14 x 7.5 / 4
             expect(picture).not_to_have_attribute("src", before)
+            follow_links(page)
             page.screenshot(path=str(tmp_path / "good.png"))
         except Exception:
             page.screenshot(path=str(tmp_path / "page.png"))
@@ -130,3 +131,13 @@ def run_all_cells(page):
     expect(page.get_by_text("rank 3: I am rank 3 of 4")).to_have_count(0)
     page.get_by_role("menuitem", name="Run", exact=True).click()
     page.get_by_role("menuitem", name="Run All Cells", exact=True).click()
+
+
+def follow_links(page):
+    """From the lesson to the entry of the glossary, from there to another lesson, and from that to its solution."""
+    page.locator(".jp-Notebook a").get_by_text("rank", exact=True).first.click()
+    expect(page.locator(".jp-MarkdownViewer h2[data-jupyter-id='Rank']")).to_be_in_viewport()
+    page.locator(".jp-MarkdownViewer a").get_by_text("lesson 01", exact=True).first.click()
+    page.locator("h1").get_by_text("01 · ").locator("visible=true").wait_for()
+    page.locator(".jp-Notebook a").get_by_text("The solution of this lesson").locator("visible=true").click()
+    page.locator("h1").get_by_text("(solved)").locator("visible=true").wait_for()

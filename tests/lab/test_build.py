@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import base64
+import os
 import re
 from collections.abc import Callable
 from pathlib import Path
+from urllib.parse import unquote
 
 import nbformat
 import pytest
 from nbformat import NotebookNode
 
 from zerolab.lab import build
+from zerolab.lab.__main__ import copy_docs, copy_lessons
 from zerolab.lab.exercises.catalogue import find_exercise
 
 pytestmark = pytest.mark.slow
@@ -274,3 +277,27 @@ def test_lessons_import_the_lab_the_engine_and_its_measurements_only() -> None:
                 wanted = {name.partition(" as ")[0] for name in names.split(", ")}
                 found += [f"{source.name}: lab.{name}" for name in sorted(wanted - {"plots", "crash", *lab.__all__})]
     assert len(build.sources(ROOT)) > 8 and found == []
+
+
+def test_every_link_of_a_learner_s_copies_leads_somewhere(tmp_path: Path) -> None:
+    """In JupyterLab, whose root is the folder of the copies: `..` there leads nowhere else."""
+    copy_docs(tmp_path)
+    for kind, folder in (("lessons", tmp_path), ("solutions", tmp_path / "solutions")):
+        copy_lessons(ROOT / kind, folder)
+    texts = {page: page.read_text() for page in (tmp_path / "docs").glob("*.md")}
+    named = {page: {line.lstrip("# ") for line in text.splitlines() if line[:1] == "#"} for page, text in texts.items()}
+    for path in [*tmp_path.glob("*.ipynb"), *tmp_path.glob("solutions/*.ipynb")]:
+        texts[path] = "\n".join(c.source for c in nbformat.read(path, 4).cells if c.cell_type == "markdown")
+    seen, dead = 0, []
+    for path, text in texts.items():
+        for link in re.findall(
+            r"\[[^\]]*\]\((?!https?:)([^)\s]+)\)", re.sub(r"```.*?```|`[^`\n]*`", "", text, flags=re.DOTALL)
+        ):
+            name, _, heading = link.partition("#")
+            there = Path(os.path.normpath("/" / path.relative_to(tmp_path).parent / name).lstrip("/"))
+            target = tmp_path / there if name else path
+            ids = {text.replace("`", "").replace(" ", "-") for text in named.get(target, ())}
+            if not target.is_file() or (heading and unquote(heading) not in ids):
+                dead.append(f"{path.relative_to(tmp_path)}: {link}")
+            seen += 1
+    assert not dead and seen > 400

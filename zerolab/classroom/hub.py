@@ -28,6 +28,7 @@ from zerolab.classroom.labs import START_TIMEOUT, Refused, closed_page, is_close
 from zerolab.classroom.run import lent_gpus
 from zerolab.lab.__main__ import (
     SETTINGS,
+    copy_docs,
     copy_lessons,
     copy_notebooks,
     find_course,
@@ -104,6 +105,7 @@ def work(solutions: bool, rest: list[str]) -> None:
     """Become the user's JupyterLab, on copies of the lessons. rest: further options for it."""
     course, mine = find_course(), Path.home() / WORK
     told = copy_lessons(course / "lessons", mine)
+    copy_docs(mine)
     if solutions:
         pages = {page.name: page.read_bytes() for page in sorted((course / "solutions").glob("*.ipynb"))}
     else:

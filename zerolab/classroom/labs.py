@@ -39,6 +39,7 @@ from zerolab.classroom.broker import Broker
 from zerolab.lab.__main__ import (
     JUPYTERLAB,
     REMEMBERED,
+    copy_docs,
     copy_notebooks,
     kernel_options,
     write_kernel,
@@ -212,6 +213,7 @@ class Classroom:
                 for lesson in sorted(self._lessons.glob("*.ipynb"))
             }
             lines = copy_notebooks(handed_out, lab.work)
+            copy_docs(lab.work)
         except ValueError as error:
             lines = [f"the lessons were not updated: {lab.work / REMEMBERED} is damaged ({error}): delete it"]
         for line in lines:

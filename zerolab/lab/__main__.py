@@ -7,12 +7,15 @@ beside one that the learner has changed, the new lesson is put under another nam
 from __future__ import annotations
 
 import argparse
+import functools
 import hashlib
 import ipaddress
 import json
 import os
+import re
 import sys
 import tempfile
+import urllib.parse
 from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
@@ -60,7 +63,7 @@ def copy_notebooks(
         copied = json.loads(memory.read_text())
     lines = []
     for name, new in notebooks.items():
-        new = _without_install(new)
+        new = _with_links_as_here(_without_install(new))
         mine = work / name
         if copied.get(name) == _digest(new) and mine.exists():
             continue  # nothing new
@@ -84,6 +87,42 @@ def _without_install(notebook: bytes) -> bytes:
     content = json.loads(notebook)
     content["cells"] = [cell for cell in content["cells"] if cell.get("id") != INSTALL]
     return (json.dumps(content, indent=1, ensure_ascii=False, sort_keys=True) + "\n").encode()
+
+
+def copy_docs(work: Path) -> None:
+    """The pages that lessons link to, as work/docs: there lessons are one folder up."""
+    docs = find_course() / "docs"
+    for page in sorted([*docs.glob("*.md"), *docs.glob("*.png")]):
+        new = page.read_bytes()
+        if page.suffix == ".md":
+            new = _with_links_as_here(new.replace(b"](../lessons/", b"](../"), page.name)
+        mine = work / "docs" / page.name
+        mine.parent.mkdir(parents=True, exist_ok=True)
+        if not mine.exists() or mine.read_bytes() != new:
+            _write(mine, new)
+
+
+def _with_links_as_here(text: bytes, page: str = "") -> bytes:
+    """What is not here is no link, and what is glossary.md#all-reduce elsewhere is #All-reduce in JupyterLab."""
+    text = re.sub(rb"\[([^\]]*)\]\(\.\./(?:[A-Z]+\.md|zerolab/)[^)]*\)", rb"\1", text)
+    named = _headings()
+    return re.sub(
+        rb"(\w[\w-]*\.md)?#([\w-]+)(?=\))",
+        lambda link: b"%s#%s" % (link[1] or b"", named.get((link[1] or page.encode(), link[2]), link[2])),
+        text,
+    )
+
+
+@functools.cache
+def _headings() -> dict[tuple[bytes, bytes], bytes]:
+    """For each page of docs/ and each name that GitHub gives to a heading of it, JupyterLab's name."""
+    named = {}
+    for page in (find_course() / "docs").glob("*.md"):
+        for heading in re.findall(r"^#+ (.+)$", page.read_text(encoding="utf-8"), re.MULTILINE):
+            text = heading.replace("`", "").replace(" ", "-")
+            usual = re.sub(r"[^\w-]", "", text.lower())
+            named[page.name.encode(), usual.encode()] = urllib.parse.quote(text).encode()
+    return named
 
 
 def write_settings(folder: Path) -> str:
@@ -168,8 +207,9 @@ def open_lab(options: argparse.Namespace, parser: argparse.ArgumentParser) -> in
         return 1
     told = copy_lessons(lessons, options.work)
     if any(solutions.glob("*.ipynb")):
-        # Lessons link to ../solutions. JupyterLab shows nothing above its root, so there `..` leads back to work/.
+        # Lessons link to ../solutions and ../docs. JupyterLab shows nothing above its root: there `..` leads to work/.
         told += copy_lessons(solutions, options.work / "solutions")
+    copy_docs(options.work)
     for line in told:
         print(line)
     first = next(iter(sorted(options.work.glob("00_*.ipynb"))), None)

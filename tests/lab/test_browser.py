@@ -112,6 +112,9 @@ def test_lesson_00_in_a_browser(server, tmp_path, clock):
             control.press("Enter")
             page.get_by_text("Zero3 36.2 GB").first.wait_for()  # 10 + 14 x 7.5 / 4
             expect(picture).not_to_have_attribute("src", before)
+            expect(picture).to_have_css("filter", "none")
+            page.evaluate("document.body.setAttribute('data-jp-theme-light', 'false')")  # as a dark theme does
+            expect(picture).to_have_css("filter", re.compile(r"invert\("))
             follow_links(page)
             page.screenshot(path=str(tmp_path / "good.png"))
         except Exception:

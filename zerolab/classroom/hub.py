@@ -114,7 +114,7 @@ def work(solutions: bool, rest: list[str]) -> None:
         print(line, file=sys.stderr)
     os.environ |= {"ZEROLAB_MY": str(mine / "my"), "JUPYTER_PATH": write_kernel(mine / SETTINGS)}
     command = [sys.executable, "-m", "jupyterhub.singleuser", f"--ServerApp.root_dir={mine}"]
-    command += [write_settings(mine / SETTINGS), *kernel_options()]
+    command += [*write_settings(mine / SETTINGS), *kernel_options()]
     if os.geteuid() == 0:
         command.append("--allow-root")
     os.execv(sys.executable, [*command, *rest])

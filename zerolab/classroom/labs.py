@@ -303,7 +303,7 @@ class Classroom:
         command = [sys.executable, "-c", LAST, str(os.getpid()), *JUPYTERLAB, "--no-browser"]
         command += [f"--ip={self.ip}", f"--port={lab.port}", "--ServerApp.port_retries=0"]
         command += [f"--ServerApp.root_dir={lab.work}", f"--MappingKernelManager.cull_idle_timeout={CULL}"]
-        command += [write_settings(lab.home / ".jupyter/lab/app-settings"), *kernel_options()]
+        command += [*write_settings(lab.home / ".jupyter/lab/app-settings"), *kernel_options()]
         command.append(f"--LabApp.default_url={lab.page}")
         if os.geteuid() == 0:
             command.append("--allow-root")

@@ -27,15 +27,22 @@ OPEN = (
     "programs as you. To work from elsewhere without opening it: ssh -L 8888:127.0.0.1:8888 <this machine>. If you "
     "really mean it, add --open-to-network"
 )
-# Arguments of Python. jsonschema uses rfc3987_syntax where it finds it, for addresses that no notebook has. Its import
-# builds 38 grammars, more than half of what JupyterLab computes before it shows a page.
+# Arguments of Python. What lies in the folder is not for JupyterLab to import. And jsonschema uses rfc3987_syntax where
+# it finds it, for addresses that no notebook has, whose import builds 38 grammars: more than half of what JupyterLab
+# computes before it shows a page.
 JUPYTERLAB = (
     "-c",
-    "import sys; sys.modules['rfc3987_syntax'] = None; from jupyterlab.labapp import main; sys.exit(main())",
+    "import sys; sys.path[:] = filter(None, sys.path); sys.modules['rfc3987_syntax'] = None; "
+    "from jupyterlab.labapp import main; sys.exit(main())",
 )
 SETTINGS = ".jupyterlab"  # in work/: how this JupyterLab differs from others; your own settings stay as they are
 OVERRIDES = {"@jupyterlab/apputils-extension:notification": {"fetchNews": "false", "checkForUpdates": False}}
 HIDDEN = {"ipyparallel-labextension": True}  # its tab belongs to clusters, which no lesson starts from there
+DARK = """\
+/* Pictures are drawn on white. In a dark theme: dark where they are light, and every colour in its own hue. */
+[data-jp-theme-light="false"] .jp-OutputArea-output img,
+[data-jp-theme-light="false"] .jp-RenderedMarkdown img { filter: invert(0.93) hue-rotate(180deg); }
+"""
 INSTALL = "install"  # the id of the cell that installs zerolab: whoever is given copies has it
 REMEMBERED = ".copied.json"  # in work/: the digest of each lesson as it was copied
 
@@ -125,12 +132,18 @@ def _headings() -> dict[tuple[bytes, bytes], bytes]:
     return named
 
 
-def write_settings(folder: Path) -> str:
-    """The option for a JupyterLab that asks for nothing and shows no foreign tab."""
+def write_settings(folder: Path) -> list[str]:
+    """The options for a JupyterLab that asks for nothing, shows no foreign tab, and darkens pictures with its theme."""
     folder.mkdir(parents=True, exist_ok=True)
+    _write(folder / "custom.css", DARK.encode())
     _write(folder / "overrides.json", (json.dumps(OVERRIDES) + "\n").encode())
     _write(folder / "page_config.json", (json.dumps({"disabledExtensions": HIDDEN}) + "\n").encode())
-    return f"--LabApp.app_settings_dir={folder.resolve()}"
+    folder = folder.resolve()
+    return [
+        f"--LabApp.app_settings_dir={folder}",
+        "--LabApp.custom_css=True",
+        f"--ServerApp.tornado_settings=static_custom_path={folder}",
+    ]
 
 
 def write_kernel(folder: Path) -> str:
@@ -215,7 +228,7 @@ def open_lab(options: argparse.Namespace, parser: argparse.ArgumentParser) -> in
     first = next(iter(sorted(options.work.glob("00_*.ipynb"))), None)
     command = [sys.executable, *JUPYTERLAB, f"--ip={options.ip}", f"--port={options.port}"]
     command += [f"--ServerApp.root_dir={options.work.resolve()}"]
-    command += [write_settings(options.work / SETTINGS), "--log-level=ERROR", "--LabApp.log_level=ERROR"]
+    command += [*write_settings(options.work / SETTINGS), "--log-level=ERROR", "--LabApp.log_level=ERROR"]
     command += kernel_options()
     runtime = jupyter_runtime_dir()  # in your home, if nothing says otherwise; JupyterLab's own error is a traceback
     os.makedirs(runtime, exist_ok=True)

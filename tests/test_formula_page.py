@@ -356,7 +356,7 @@ MEASURED: dict[str, list[tuple[dict[str, float], Callable[[float], str]]]] = {
         ({"N": 4, "α": 1e-3, "B": 0, "β": 200e6}, lambda x: f"{1e3 * x:.2f} ms latency"),
         ({"N": 4, "α": 0, "B": 4 * 470_528, "β": 200e6}, lambda x: f"{1e3 * x:.1f} ms transfer"),
     ],
-    "compressed c times": [({"B": 4e9, "c": 10, "β": 10e9}, lambda x: f"0.4 GB, {x:.2f} s")],
+    "compressed c times": [({"B": 100e9, "c": 10, "β": 10e9}, lambda x: f"10.0 s plain, {x:.1f} s compressed")],
     "computing a step": [({"Ψ": 7.5e9, "t": 16 * 1024, "F": 200e12}, lambda x: f"computing {x:.1f} s")],
     "computing, every block checkpointed": [({"Ψ": 1, "t": 1, "F": 6}, lambda x: f"you said {x:.3f} ×")],
     "ZeRO-3, latency of a step": [

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections import Counter
+
 import pytest
 
 from zerolab.lab import clinic
@@ -10,7 +12,7 @@ from zerolab.lab.exercises.questions import QUESTIONS
 
 def test_every_patient_has_a_question_that_speaks_against_each_wrong_diagnosis():
     known = clinic.patients()
-    assert sorted(known) == list(range(1, 14))
+    assert sorted(known) == list(range(1, 12))
     for number, patient in known.items():
         question = QUESTIONS[f"17.{number}"]
         assert set(patient.choices) == set(question.words)
@@ -18,6 +20,32 @@ def test_every_patient_has_a_question_that_speaks_against_each_wrong_diagnosis()
         assert question.slip(patient.answer, patient.answer) == ""
         assert all(question.slip(letter, patient.answer) for letter in question.against)
         assert patient.story and patient.script
+
+
+def test_a_diagnosis_cannot_be_told_by_its_length_or_its_letter() -> None:
+    """The right one is longest, shortest, or at one letter no more often than chance would have it."""
+    known = clinic.patients().values()
+    places, letters = Counter[int](), Counter[str]()
+    longest = shortest = 0
+    for patient in known:
+        sizes = {letter: len(words) for letter, words in patient.choices.items()}
+        own, others = sizes[patient.answer], [size for letter, size in sizes.items() if letter != patient.answer]
+        assert max(sizes.values()) <= 1.12 * min(sizes.values()), f"patient {patient.number}: {sizes}"
+        longest += own > max(others)
+        shortest += own < min(others)
+        places[sum(other > own for other in others)] += 1
+        letters[patient.answer] += 1
+    by_chance = len(known) / len("abcd")
+    assert longest <= by_chance and shortest <= by_chance, (longest, shortest)
+    assert max(places.values()) <= by_chance + 2, places
+    assert max(letters.values()) <= by_chance + 1 and set(letters) == set("abcd"), letters
+
+
+def test_diagnoses_are_worded_alike() -> None:
+    """Each is a suspicion and what it does, in one sentence: nothing but its content tells one from the others."""
+    for patient in clinic.patients().values():
+        for words in patient.choices.values():
+            assert words.count(": ") == 1 and words.endswith(".") and words.count(".") == 1, words
 
 
 def test_the_code_is_shown_after_a_diagnosis(monkeypatch, tmp_path, capsys):
@@ -45,14 +73,14 @@ def test_patients_show_their_evidence_on_live_ranks(capsys):
     session.start(4)
     try:
         for number, evidence in (
-            (3, "killed by SIGKILL"),
+            (3, "rank 2: no output, exit code -9"),
             (5, "sent 0 bytes"),
             (8, "cuda:1 0.0 of"),
-            (11, "'SGD' object"),
+            (11, "'NoneType' object"),
         ):
             clinic.admit(number)
             said = capsys.readouterr()
             assert evidence in said.out + said.err
-            assert "def " not in said.out
+            assert "def " not in said.out and "SIGKILL" not in said.out + said.err
     finally:
         session.stop()

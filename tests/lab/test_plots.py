@@ -445,6 +445,18 @@ def test_tradeoff(logarithmic, tmp_path):
         plots.tradeoff({}, "", "", ("", ""), "")
 
 
+def test_bands(tmp_path):
+    """Each result is a dot of its row, and the row to compare with is shaded."""
+    errors = {name: [point[1], 2 * point[1]] for name, point in rounded_gradients().items()}
+    figure, sentence = plots.bands(errors, "Errors", "A gradient, twice", "error", "Said.", "bfloat16")
+    save(figure, tmp_path)
+    axes = figure.axes[0]
+    assert sentence == "Said." and [label.get_text() for label in axes.get_yticklabels()] == list(errors)
+    assert [sorted(line.get_xdata()) for line in axes.lines[1::2]] == [sorted(values) for values in errors.values()]
+    with pytest.raises(ValueError, match="every row"):
+        plots.bands({"empty": []}, "", "", "", "")
+
+
 def three_ways():
     """What this rank computes of two linear layers: half of the samples, half of each layer, or one layer."""
     rank, half = dist.get_rank(), (dist.get_rank() / 2, (dist.get_rank() + 1) / 2)

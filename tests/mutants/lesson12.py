@@ -171,7 +171,7 @@ MUTANTS = {
     "the residual of the class": (
         edit(
             REFERENCE,
-            "        self.residual: Tensor | None = None  # what this rank has not sent so far; None: nothing yet\n",
+            "        self.residual: Tensor | None = None  # what this rank has not sent; None: nothing\n",
             "",
             "        self.residual = left\n",
             "        TopK.residual = left\n",

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from zerolab.lab.exercises.checks.lesson17 import EVALUATE, PLACE, TRAIN, UNEVEN
+from zerolab.lab.exercises.checks.lesson17 import EVALUATE, PLACE, TRAIN, UNEVEN, UNEVEN_STUB
 
 from .sources import edit
 
@@ -177,9 +177,13 @@ _FLAG = (
 )
 
 UNEVEN_MUTANTS = {
+    "the patient as it came": (
+        edit(UNEVEN_STUB, '    raise Todo("17.1")  # take this line out, and mend the patient\n', ""),
+        "before each step ask whether every rank has a batch",
+    ),
     "asks nobody": (
         edit(UNEVEN, _FLAG, "        everyone = torch.tensor(0 if batch is None else 1)\n"),
-        "rank",
+        "before each step ask whether every rank has a batch",
     ),
     "as long as one has a batch": (
         edit(UNEVEN, "ReduceOp.MIN", "ReduceOp.MAX"),

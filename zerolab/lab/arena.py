@@ -62,10 +62,8 @@ class Arena:
         size = -(-nbytes // GRAIN) * GRAIN
         found = next((i for i, (start, end) in enumerate(self.holes) if end - start >= size), None)
         if found is None:
-            raise OutOfMemory(
-                f"{in_bytes(size)} wanted, and {in_bytes(self.free)} are free: {len(self.holes)} holes, the largest of "
-                f"{in_bytes(self.largest)}"
-            )
+            holes = f"{len(self.holes)} hole{'s' * (len(self.holes) != 1)}, the largest of {in_bytes(self.largest)}"
+            raise OutOfMemory(f"{in_bytes(size)} wanted, and {in_bytes(self.free)} are free: {holes}")
         start, end = self.holes.pop(found)
         if start + size < end:
             insort(self.holes, (start + size, end))

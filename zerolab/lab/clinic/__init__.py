@@ -11,6 +11,7 @@ from __future__ import annotations
 import importlib
 import inspect
 import re
+import signal
 import textwrap
 from typing import Any
 
@@ -20,6 +21,7 @@ from zerolab.lab.clinic.patient import Patient
 from zerolab.lab.ranks.report import Misused, RankFailure
 
 _WARDS = ("stops", "numbers", "memory", "listings")
+_ENDED = re.compile(r"^(rank \d+) was killed by (SIG[A-Z]+).*$")
 _TRACE = re.compile(r'^ *(File ".*|.*\.py.* line \d+.*|line \d+ of .*)$')
 
 
@@ -95,7 +97,10 @@ def uncover(number: int) -> None:
 
 
 def _without_code(text: str) -> str:
-    """A failure's message without the places in the code, which would tell the diagnosis."""
+    """A failure's message without the places in the code, which would tell the diagnosis.
+
+    A rank that a signal ended is told as torchrun tells it: by its exit code.
+    """
     lines = text.splitlines()
     kept, skip = [], False
     for line in lines:
@@ -105,6 +110,8 @@ def _without_code(text: str) -> str:
         if skip and line.startswith("    "):
             continue
         skip = False
+        if ended := _ENDED.match(line):
+            line = f"{ended[1]}: no output, exit code {-signal.Signals[ended[2]]}"
         if not line.startswith("lab.reset()"):
             kept.append(line)
     return "\n".join(kept)

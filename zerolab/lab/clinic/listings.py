@@ -33,20 +33,6 @@ def wrap(rank: int) -> nn.Module:
     return DistributedDataParallel(model, device_ids=[0, 1, 2, 3])
 
 
-def optimizer_for_loss(rank: int) -> None:
-    model = nn.Linear(8, 2)
-    optimizer: Any = torch.optim.SGD(model.parameters(), lr=0.1)
-    loss = optimizer(model(torch.ones(4, 8)), torch.zeros(4, dtype=torch.long))
-    loss.backward()
-
-
-def class_from_an_article(rank: int) -> None:
-    model = nn.Linear(8, 2)
-    parallel: Any = torch.nn.parallel
-    model = parallel.ZeroDataParallel(model)
-    model(torch.ones(4, 8))
-
-
 class Net(nn.Module):
     def __init__(self) -> None:
         super().__init__()
@@ -66,64 +52,34 @@ def loss_of_nothing(rank: int) -> None:
 
 LIST = Patient(
     10,
-    "DistributedDataParallel is given the node's four GPUs, on every rank.",
+    "A listing for a node of four GPUs fails in the line that wraps its model, on every rank.",
     (wrap,),
     _last_line(wrap),
     {
-        "a": "torch sees fewer than four GPUs",
-        "b": "a rank drives one GPU: device_ids may name that one and no other",
-        "c": "the process group has not been initialised",
-        "d": "the model has to be moved to the GPUs first",
+        "a": "torch sees fewer GPUs on this node than the list names: the driver or a setting hides some.",
+        "b": "The process group has not been initialised: torch knows of one process, and of one device.",
+        "c": "The listing hands each process the whole node: a rank is meant to drive one GPU and no more.",
+        "d": "The model is not on a GPU yet: it has to be moved to its devices before it can be wrapped.",
     },
-    "b",
+    "c",
     "One process drives one GPU. DistributedDataParallel has taken a single device for years; a list of all of "
     "them is left over from DataParallel, which had one process for all GPUs. device_ids=[local_rank], or "
     "nothing.",
 )
-OPTIMIZER = Patient(
-    11,
-    "The first step fails.",
-    (optimizer_for_loss,),
-    _last_line(optimizer_for_loss),
-    {
-        "a": "the outputs and the targets have shapes that do not fit",
-        "b": "optimizer.step() was forgotten",
-        "c": "the optimizer was called where the loss function should have been",
-        "d": "the optimizer has no parameters",
-    },
-    "c",
-    "`loss = optimizer(output, target)` is in a listing that circulates. The message names the object that was"
-    " called: an SGD. The listing has never run.",
-)
-CLASS = Patient(
-    12,
-    "The article says: ZeRO in one line. The line fails.",
-    (class_from_an_article,),
-    _last_line(class_from_an_article),
-    {
-        "a": "torch has no such class: nobody has run this line",
-        "b": "torch is too old: an update brings it",
-        "c": "the class exists for CUDA only",
-        "d": "the import is missing: `from torch.nn import parallel` mends it",
-    },
-    "a",
-    "Ask torch what it has before you believe a name: dir(torch.nn.parallel). ZeRO in torch is called "
-    "ZeroRedundancyOptimizer (torch.distributed.optim) and fully_shard (torch.distributed.fsdp).",
-)
 NOTHING = Patient(
-    13,
-    "backward() fails.",
+    11,
+    "A listing's first step fails, in the line with backward().",
     (Net, loss_of_nothing),
     _last_line(loss_of_nothing),
     {
-        "a": "backward() ran twice on one graph",
-        "b": "no parameter requires a gradient",
-        "c": "the loss is NaN",
-        "d": "the model returned no loss: it got no labels, or a branch of forward() ends without `return`",
+        "a": "The model gave no loss back: it got no labels, or a way through forward() has no return.",
+        "b": "The graph is gone: a backward() ran through it before, and freed it for lack of an order.",
+        "c": "The graph was never built: no parameter of the model requires a gradient, so there is none.",
+        "d": "The loss is not a finite number: some step before overflowed, and NaN has no gradient.",
     },
-    "d",
+    "a",
     "A function that ends without `return` returns None. Models that take labels return a loss only if they get "
     "them. The error comes one line later than its cause, in the first line that uses the None.",
 )
 
-PATIENTS = (LIST, OPTIMIZER, CLASS, NOTHING)
+PATIENTS = (LIST, NOTHING)

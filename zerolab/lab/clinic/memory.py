@@ -67,11 +67,13 @@ def _everyone(rank: int, world_size: int) -> dict[str, dict[str, float]]:
     torch.manual_seed(0)
     zero = zerolab.DDP(GPT(layers=2, width=64), units=[Block])
     adam, words = torch.optim.AdamW(zero.model.parameters(), lr=1e-3), text()
-    for step in range(2):
+    peaks = []
+    for step in range(3):
         with timeline(zero, adam) as line:
             zero.model(*batch(words, rank, step, 8, 64)).backward()
             adam.step()
             adam.zero_grad()
+        peaks.append(line.peak)
     asks: list[Any] = [None] * world_size
     dist.all_gather_object(asks, (str(place(rank)), line.peak, line.by_kind()))
     names = [f"cuda:{number}" for number in range(world_size)]
@@ -89,7 +91,7 @@ def _everyone(rank: int, world_size: int) -> dict[str, dict[str, float]]:
     usage = [f"{name} {(size - gpu.free) / 1e6:.1f} of {size / 1e6:.1f} MB in use" for name, gpu in gpus.items()]
     if rank == 0:
         print("\n".join(usage))
-        print(f"a rank's step needs {line.peak / 1e6:.1f} MB at its peak")
+        print("a rank's peak in steps 1 and 2:", " and ".join(f"{peak / 1e6:.1f} MB" for peak in peaks[1:]))
     return held
 
 
@@ -99,10 +101,10 @@ EVERYONE = Patient(
     (place,),
     _everyone,
     {
-        "a": "the model is too large for one GPU: shard it",
-        "b": "the batch is too large: activations take the room",
-        "c": "something grows from step to step, and the last step is too much",
-        "d": "all ranks use one GPU: it should hold four replicas, and the other three hold nothing",
+        "a": "The model is too large for one GPU of this kind: it has to be sharded over all four of them.",
+        "b": "The batch is too large for one GPU: the activations of a step do not fit beside the model.",
+        "c": "Something is kept from each step to the next: after a number of steps the GPU is full of it.",
+        "d": "The ranks were not spread over the GPUs: they all use one, and it is too small for all four.",
     },
     "d",
     "GPUs 1 to 3 are empty: no process ever asked for them. `cuda:0`, and plain `cuda` without "
@@ -146,10 +148,10 @@ VALIDATION = Patient(
     (evaluate,),
     _validation,
     {
-        "a": "the validation batches are larger than those of training",
-        "b": "every batch's activations stay: its loss is kept together with the graph behind it",
-        "c": "memory is fragmented: enough is free, but in small pieces",
-        "d": "gradients pile up: zero_grad() is missing",
+        "a": "The validation batches are larger than those of training: their activations do not fit.",
+        "b": "The running sum of the losses holds every graph: all batches' activations stay with it.",
+        "c": "The memory is fragmented: enough of it is free, but no hole is large enough for a batch.",
+        "d": "The gradients of all validation batches pile up: nobody calls zero_grad() between them.",
     },
     "b",
     "In training backward() frees the graph. In validation nothing does: the sum of the losses holds every loss, "

@@ -34,6 +34,11 @@ def _row(step: int, loss: Tensor, grads: list[Tensor], model: nn.Module, sent: f
     )
 
 
+def _before(model: nn.Module) -> None:
+    """The line that stands above the rows."""
+    print(f"before:                                   parameters {_fingerprint(list(model.parameters()))}")
+
+
 def _grads(model: nn.Module) -> list[Tensor]:
     return [param.grad for param in model.parameters() if param.grad is not None]
 
@@ -52,6 +57,7 @@ def _alone(rank: int, world_size: int) -> dict[str, list[float]]:
     model, words = _gpt(), text()
     sgd = torch.optim.SGD(model.parameters(), lr=0.2)
     losses = []
+    _before(model)
     for step in range(30):
         sgd.zero_grad()
         with calls() as book:
@@ -68,10 +74,10 @@ ALONE = Patient(
     (train_alone,),
     _alone,
     {
-        "a": "the ranks begin with different weights: their parameters differ",
-        "b": "every rank trains on the same data: four GPUs do the work of one",
-        "c": "gradients are summed, not averaged: the steps are four times too long",
-        "d": "nothing is reduced: no byte is sent, gradients differ between ranks, and so do the parameters",
+        "a": "The ranks began with different weights: the reduction cannot bring them together again.",
+        "b": "All ranks train on the same batches: together, four GPUs do the work of a single one.",
+        "c": "Gradients are summed and not averaged: the steps are four times as long as they should be.",
+        "d": "Each rank steps with the gradient of its own batch: there are four models in training.",
     },
     "d",
     "A model with no reduction is four models. Each of them learns, and so every loss falls. Zero bytes in the "
@@ -101,7 +107,7 @@ def _two_rates(rank: int, world_size: int) -> None:
                 grad /= world_size
         grads = [grad.clone() for grad in _grads(model)]
         if step == 0:
-            print(f"before:                                   parameters {_fingerprint(list(model.parameters()))}")
+            _before(model)
         sgd.step()
         _row(step, loss.detach(), grads, model, book.sent)
 
@@ -112,10 +118,10 @@ TWO_RATES = Patient(
     (build,),
     _two_rates,
     {
-        "a": "the update differs by rank: same parameters before, same gradients, other parameters after",
-        "b": "the reduction is missing: that is why parameters differ",
-        "c": "the ranks began with different weights",
-        "d": "a sum in another order: rounding differs between ranks",
+        "a": "The optimizers are not set up alike: on rank 0 one gradient makes another update.",
+        "b": "Rank 0 is not in the reduction: it updates with a gradient that the others do not have.",
+        "c": "Rank 0 began with other weights than its peers: that difference stays through the steps.",
+        "d": "Rank 0 adds up in another order than its peers: rounding errors grow from step to step.",
     },
     "a",
     "Three fingerprints a step find the place: parameters before, gradients after the reduction, parameters after"
@@ -140,14 +146,19 @@ def _scale(rank: int, world_size: int) -> list[float]:
         model = _gpt()
         loss = model(*batch(words, 0, 0, 8, 32))  # the same batch on every rank: so the mean is the same for every N
         loss.backward()
-        reduce_gradients(model, group)
+        with calls() as book:
+            reduce_gradients(model, group)
         norm = torch.cat([grad.flatten() for grad in _grads(model)]).norm().item()
         before = torch.cat([p.detach().flatten() for p in model.parameters()])
         torch.optim.Adam(model.parameters(), lr=1e-3).step()
         moved = (torch.cat([p.detach().flatten() for p in model.parameters()]) - before).norm().item()
         norms.append(norm)
+        marks: list[str] = [""] * n
+        dist.all_gather_object(marks, _fingerprint(list(model.parameters())), group=group)
         if rank == 0:
             print(f"{n} rank{'s' * (n > 1)}: loss {loss.item():.4f}  gradient norm {norm:.3f}  Adam moved {moved:.4f}")
+        if rank == 0 and n == world_size:
+            print(f"each of the {n} sent {book.sent:,.0f} bytes  parameters the same on all: {len(set(marks)) == 1}")
     for group in groups.values():
         dist.destroy_process_group(group)
     return norms
@@ -155,14 +166,14 @@ def _scale(rank: int, world_size: int) -> list[float]:
 
 SCALE = Patient(
     7,
-    "All is well on one GPU. On four the loss explodes with SGD, and not with Adam. All get the same batch.",
+    "It trains well on one GPU. On four the loss explodes with SGD; with Adam nobody noticed anything.",
     (reduce_gradients,),
     _scale,
     {
-        "a": "the learning rate is too large: SGD is known for that",
-        "b": "the loss is computed wrongly on more than one rank",
-        "c": "gradients are summed over the ranks: the norm grows as N, and Adam, which divides by its size, hides it",
-        "d": "the gradient is reduced twice in each step",
+        "a": "The learning rate is too large for this model: plain SGD diverges there before Adam does.",
+        "b": "The loss is summed over samples and not averaged: it grows with the size of the batch.",
+        "c": "The gradients are added up over the ranks and not averaged: each rank more makes them larger.",
+        "d": "The gradients go through the reduction twice: once in backward, and then in a loop of its own.",
     },
     "c",
     "With the same batch on every rank, the mean gradient is the same for every N. So the norm should not change,"

@@ -66,15 +66,16 @@ HANG = Patient(
     (one_epoch, _epoch),
     _epoch,
     {
-        "a": "the network is too slow: three ranks wait for a message that is still on its way",
-        "b": "rank 3 died: it does not answer any more",
-        "c": "rank 3 has fewer batches: it made every step it had data for, and left the loop without an error",
-        "d": "rank 0 hangs: its message is the first in the log",
+        "a": "The network is slow: three ranks wait for a message from rank 3 that is still on its way.",
+        "b": "Rank 3 died and left no traceback: the other three wait for a process that is gone.",
+        "c": "Rank 3 ran out of batches and left its loop: the other three went on to one more step.",
+        "d": "Rank 3 skipped a backward in an earlier step: since then it is one collective behind.",
     },
     "c",
     "Read a hang backwards: not who complains, but who did not come. Rank 3 is alive (it has a record), its last "
     "collective is completed, and no line of the script runs on it: it has finished. A loop over data of uneven "
-    "length does that. Count the steps in the log: all ranks made two, and the data of rank 3 ended there.",
+    "length does that. Count the steps in the log: all ranks made two, the data of rank 3 ended there, and the "
+    "others wait at the beginning of a third.",
     reset=True,
 )
 
@@ -113,14 +114,14 @@ def _careful(rank: int, world_size: int) -> None:
 
 DESYNC = Patient(
     2,
-    "It hangs in its last step. A few samples in the data are broken, but the code was written for that.",
+    "It hangs in its last step. A few samples in the data are known to be broken, and the code looks for them.",
     (careful_steps,),
     _careful,
     {
-        "a": "rank 1 died of the broken sample, in step 1",
-        "b": "rank 1 left out a backward alone: since then its gradients met those of other steps, and one was missing",
-        "c": "the NaN travelled in the all-reduce to all ranks, and their losses became NaN too",
-        "d": "the ranks have models of different sizes: their collectives carry different numbers of bytes",
+        "a": "Rank 1 had one batch fewer than the others: it left its loop while they made a last step.",
+        "b": "Rank 1 made one backward fewer: from then on, gradients of different steps were added up.",
+        "c": "The NaN went through the all-reduce into the weights of all ranks: it broke their losses.",
+        "d": "Rank 1's process was killed during the last step: the other three wait for its gradients.",
     },
     "b",
     "The hang is not where the mistake is. In step 1 rank 1 left out its backward. The others' gradients of step "
@@ -157,10 +158,10 @@ DEAD = Patient(
     (killed_from_outside,),
     _killed,
     {
-        "a": "the network: three ranks say that a connection was closed, and rank 2 says nothing",
-        "b": "rank 0 began it: its error comes first in the log, and the others follow",
-        "c": "a deadlock: rank 2 waits in another collective than the others",
-        "d": "rank 2 was killed from outside by signal 9: it left no traceback, and the others' errors follow",
+        "a": "The network cut rank 2 off: the other ranks' connections closed, and its messages are lost.",
+        "b": "Rank 0 failed first, since its error leads the log: the other errors are consequences of it.",
+        "c": "Rank 2 was in another collective than its peers: it failed there and closed its connections.",
+        "d": "Rank 2 was ended from outside: Python had no time for an error, and the others only noticed.",
     },
     "d",
     "Errors about connections are consequences. A rank that is killed from outside has no traceback, so the log "
@@ -189,7 +190,7 @@ def _never_starts(rank: int, world_size: int) -> None:
     port = torch.tensor(free)
     dist.broadcast(port, 0)
     begin, said = time.monotonic(), ""
-    print(f"process {os.getpid()}: I am rank {world_size}, and the world has {world_size}", flush=True)
+    print(f"process {os.getpid()}: rank={world_size} world_size={world_size} 127.0.0.1:PORT", flush=True)
     with _without_c_plus_plus():
         try:
             start(rank, world_size, int(port))
@@ -198,6 +199,16 @@ def _never_starts(rank: int, world_size: int) -> None:
             said = f"{type(error).__name__}: {said}"
     print(said)
     print("it waited for its timeout of 1 s:", time.monotonic() - begin > 0.9)
+    print("then, by hand: connect to 127.0.0.1:PORT:", _by_hand(int(port)))
+
+
+def _by_hand(port: int) -> str:
+    """What `nc 127.0.0.1 PORT` would say."""
+    try:
+        socket.create_connection(("127.0.0.1", port), timeout=1.0).close()
+    except OSError as error:
+        return (os.strerror(error.errno) if error.errno else str(error)).lower()
+    return "connected"
 
 
 @contextmanager
@@ -220,15 +231,16 @@ RENDEZVOUS = Patient(
     (start,),
     _never_starts,
     {
-        "a": "a firewall: nobody can reach the port on this machine",
-        "b": "no process is rank 0: that is the one that opens the port, and all four say they are number 4",
-        "c": "the world size is wrong: one process more is expected than there are",
-        "d": "the timeout is too short for four processes",
+        "a": "No process opens the port: that is the work of one rank, and none of the four is that one.",
+        "b": "A firewall drops what the processes send to the port: one of them listens there, unreachable.",
+        "c": "The world size is one too small: the process that listens on the port waits for a fifth one.",
+        "d": "The timeout is too short: the process that opens the port comes up later than the other three.",
     },
-    "b",
+    "a",
     "Rank 0 opens the port at MASTER_ADDR:MASTER_PORT, and all others connect to it. With rank=world_size nobody "
-    "is 0. So everyone waits for a server that nobody starts, and the message is about a network. Ranks go from 0"
-    " to world_size - 1.",
+    "is 0. So everyone waits for a server that nobody starts, and the message is about a network. A connection that "
+    "is refused at once says that nobody listens; a firewall mostly lets you wait. Ranks go from 0 to "
+    "world_size - 1.",
 )
 
 PATIENTS = (HANG, DESYNC, DEAD, RENDEZVOUS)

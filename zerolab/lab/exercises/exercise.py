@@ -12,7 +12,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
-from zerolab.lab.exercises.spy import Spy, Traffic
+from zerolab.lab.exercises.spy import END, Spy, Traffic
 
 SUMMED = "summed over ranks, not averaged"  # where some ranks are right, only they have divided
 
@@ -99,6 +99,13 @@ class World:
         """The calls to torch.distributed, and the exchanges, that the block makes."""
         with self.spy.record() as calls:
             yield calls
+
+    def all_returned(self, name: str) -> None:
+        """Wait until the answer's `name` has returned on every rank.
+
+        A rank that makes one collective more would otherwise meet one of the next situation, and get its values.
+        """
+        self.spy.agree(f"{END} {name}()")
 
     def came_on(self) -> None:
         """This rank is right so far. If it waits for one that is not, then that one's mistake is what is told."""

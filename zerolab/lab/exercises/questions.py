@@ -390,7 +390,13 @@ QUESTIONS: dict[str, Question] = {
             5 / 15: "That is for one of the other ranks: the main GPU talks to three.",
         },
     ),
-    "12.2": Question("× the gradient"),
+    "12.2": Question(
+        "× the gradient",
+        slips={
+            2**0.5 / 1.341: "That is for two gradients with nothing in common: here the cosine is not 0.",
+            1.341: "Its square is 2 - 2 cos: take the root.",
+        },
+    ),
     "12.3": Question(
         "ranks",
         slips={
@@ -512,49 +518,49 @@ QUESTIONS: dict[str, Question] = {
     "17.1": Question(
         words=_LETTERS,
         against={
-            "a": "With a slow network the table says that all ranks came. Rank 3 did not.",
+            "a": "Then the table would show rank 3 in that collective, waiting too. It is at no line of the script.",
             "b": "A dead process has no record at all. Rank 3 answers, and says where it is.",
-            "d": "Who speaks first has waited longest. The table asks the opposite question: who did not come?",
+            "d": "Then it would have printed more steps than the others, and they would be stuck in a backward.",
         },
     ),
     "17.2": Question(
         words=_LETTERS,
         against={
-            "a": "Rank 1 lives: it printed two more steps, and was the only one to finish.",
+            "a": "It printed as many steps as the others: it had a batch for each.",
             "c": "The other ranks' losses are finite in every line: the NaN never left rank 1.",
-            "d": "The table shows what waits and what was completed: the same shapes on all ranks.",
+            "d": "A process that is killed finishes no cell. Rank 1 did, as the only one.",
         },
     ),
     "17.3": Question(
         words=_LETTERS,
         against={
-            "a": "A network does not end a process. The rank that says nothing is the one to look at.",
-            "b": "The others report a closed connection: they are consequences. Sort by cause, not by time of arrival.",
-            "c": "A rank that waits in another collective is alive. This one has no record, and its exit was a signal.",
+            "a": "A network that fails ends no process. Rank 2's is dead, and has an exit code.",
+            "b": "Rank 0 reports that its peer closed a connection: a consequence. Sort by cause, not by arrival.",
+            "c": "Then rank 2 would have printed an error of its own, as the others did. It printed nothing.",
         },
     ),
     "17.4": Question(
         words=_LETTERS,
         against={
-            "a": "All four are on one machine, and talk over loopback.",
-            "c": "The world size is 4, and four processes came. Look at the numbers they came with.",
-            "d": "A longer timeout only makes the wait longer: nobody listens on that port.",
+            "b": "All four are on one machine, and nobody listens: a connection by hand is refused at once.",
+            "c": "Whoever waits for a fifth process listens on the port. There, a connection is refused.",
+            "d": "All four had come, and waited for the whole timeout. Nobody was still on the way.",
         },
     ),
     "17.5": Question(
         words=_LETTERS,
         against={
-            "a": "Ask for the first step: parameters are compared after it. The bytes are the plainer evidence: none.",
-            "b": "Their losses and gradients differ in the first step, so their data does.",
+            "a": "Before the first step all ranks have the same parameters. And no byte was sent: nothing is reduced.",
+            "b": "The parameters were the same before step 0, so the same batch would have given the same loss.",
             "c": "A sum needs bytes to travel, and gives all ranks the same gradient. Neither is there.",
         },
     ),
     "17.6": Question(
         words=_LETTERS,
         against={
-            "b": "Bytes were sent, and the gradients are the same on every rank to the last bit.",
+            "b": "Its gradient has the same bits as the others', and it sent as many bytes.",
             "c": "There is a line from before the first step: the parameters were the same.",
-            "d": "All ranks got the same bits as gradient; rounding would have shown there.",
+            "d": "The gradients are the same on all ranks to the last bit; another order would show there.",
         },
     ),
     "17.7": Question(
@@ -562,15 +568,15 @@ QUESTIONS: dict[str, Question] = {
         against={
             "a": "Then it would explode on one GPU too: the loss and the data are the same.",
             "b": "The loss is the same number for 1, 2 and 4 ranks.",
-            "d": "Twice would be twice, for every N. Here 1 rank is right and 4 ranks have 4 times the norm.",
+            "d": "Two sums would make it 4 times as large on 2 ranks, and 16 times on 4. It is 2 times and 4 times.",
         },
     ),
     "17.8": Question(
         words=_LETTERS,
         against={
-            "a": "One replica takes a quarter of what is there. It fits.",
-            "b": "Then all four GPUs would be full. Three are empty.",
-            "c": "The evidence is of the second step, and it says what a step needs: no more than fits twice.",
+            "a": "One replica takes less than half of a GPU. It fits.",
+            "b": "A step's peak has the activations in it, and two of these peaks fit on one GPU.",
+            "c": "Both steps have the same peak: nothing was added between them.",
         },
     ),
     "17.9": Question(
@@ -584,33 +590,17 @@ QUESTIONS: dict[str, Question] = {
     "17.10": Question(
         words=_LETTERS,
         against={
-            "a": "It says nothing about how many GPUs there are; on a machine without any, the message is the same.",
-            "c": "Then it would say that the default process group has not been initialised.",
-            "d": "The message speaks of the number of elements, and comes before any look at the model.",
+            "a": "The message says nothing about the GPUs of the machine. Here there are none, and it is the same.",
+            "b": "Then it would say that the default process group has not been initialised.",
+            "d": "The message is about how many elements device_ids has, not about where the model is.",
         },
     ),
     "17.11": Question(
         words=_LETTERS,
         against={
-            "a": "No shape was compared: the error comes before any arithmetic.",
-            "b": "Without step() nothing learns, and nothing fails.",
-            "d": "An optimizer without parameters says so when it is made.",
-        },
-    ),
-    "17.12": Question(
-        words=_LETTERS,
-        against={
-            "b": "No version of torch has it. Look up what an article names before you install anything for its sake.",
-            "c": "torch has the same names with and without CUDA.",
-            "d": "The module was found. It is the name in it that is missing.",
-        },
-    ),
-    "17.13": Question(
-        words=_LETTERS,
-        against={
-            "a": "That has a message of its own: trying to backward through the graph a second time.",
-            "b": "That has a message of its own: the tensor does not require grad.",
-            "c": "NaN is a number to backward(): it goes through, and makes every gradient NaN.",
+            "b": "That has a message of its own: trying to backward through the graph a second time.",
+            "c": "That has a message of its own: the tensor does not require grad.",
+            "d": "NaN is a number to backward(): it goes through, and makes every gradient NaN.",
         },
     ),
     "18.1": Question(

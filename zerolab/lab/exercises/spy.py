@@ -34,6 +34,7 @@ from zerolab.lab.standstill import Standstill
 PATIENCE = 3.0  # seconds that all other ranks stand still before one gives up
 POLL = timedelta(milliseconds=50)
 GLOO = timedelta(minutes=10)  # its limit, once it is known that the other side is there
+END = "the end of"  # how a rank that has returned from the answer says where it is
 AT_ONCE = 40  # how often a rank asks whether all are there, before it asks for each
 LATER = timedelta(seconds=0.1)  # between two questions after that
 NO_MESSAGE = "it waits for a message that no rank sends, or sends one that no rank receives"
@@ -304,7 +305,10 @@ class Spy:
     def _agree(self, call: Traffic) -> None:
         """Make sure that every rank makes this call now."""
         uneven = call.op in ("gather", "scatter", "all_to_all", "all_to_all_single")  # where sizes may differ
-        what = call.op if uneven else f"{call.op} of {call.payload} bytes"
+        self.agree(call.op if uneven else f"{call.op} of {call.payload} bytes")
+
+    def agree(self, what: str) -> None:
+        """Make sure that every rank has come to `what`: a call, or the end of the answer."""
         name = self._next("all")
         names = [f"{name} by {rank}" for rank in range(self.world_size)]
         self.store.set(names[self.rank], what)
@@ -316,7 +320,8 @@ class Spy:
             time.sleep(0.0005)
         for rank, theirs in enumerate(answers):
             if theirs != what:
-                raise GaveUp(f"{what}: rank {rank} calls {theirs} instead")
+                does = "is at" if theirs.startswith(END) else "calls"
+                raise GaveUp(f"{what}: rank {rank} {does} {theirs}{' instead' * (does == 'calls')}")
 
     def _collective(self, call: Invocation) -> Any:
         arguments, asynchronous = call.arguments, call.asynchronous

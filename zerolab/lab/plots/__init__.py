@@ -2,6 +2,7 @@
 
 from zerolab.lab.plots.addresses import address_map
 from zerolab.lab.plots.against import tradeoff
+from zerolab.lab.plots.bands import bands
 from zerolab.lab.plots.bandwidth import Phase, knee, link_sweep
 from zerolab.lab.plots.bars import stacks
 from zerolab.lab.plots.bench import step_times
@@ -39,6 +40,7 @@ __all__ = [
     "Phase",
     "Piece",
     "address_map",
+    "bands",
     "before_after",
     "binades",
     "bubble",

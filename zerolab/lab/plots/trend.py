@@ -69,4 +69,5 @@ def _said(category: str, line: Line, quantity: str) -> str:
     if abs(line.slope) < 1:
         return f"{category.capitalize()}: {start}, however many {quantity}."
     singular = quantity.removesuffix("s")
-    return f"{category.capitalize()}: {in_bytes(line.slope)} per {singular}, plus {start}."
+    plus = f", plus {start}" if line.start >= 1 else ""
+    return f"{category.capitalize()}: {in_bytes(line.slope)} per {singular}{plus}."

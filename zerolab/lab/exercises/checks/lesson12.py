@@ -402,11 +402,12 @@ def check_everything(answer: Any, world: World) -> None:
 
 GIVEN = '''\
 class TopK:
-    """Top-k with error feedback, for the gradients of one unit: each call has as many elements as the first."""
+    """Top-k with error feedback, for the gradients of one unit: each call has as many
+    elements as the first."""
 
     def __init__(self, k: int) -> None:
         self.k = k
-        self.residual: Tensor | None = None  # what this rank has not sent so far; None: nothing yet
+        self.residual: Tensor | None = None  # what this rank has not sent; None: nothing
 '''
 
 STUB = f'''\
@@ -418,10 +419,11 @@ from zerolab.lab.exercises import Todo
 
 {GIVEN}
     def mean(self, grad: Tensor) -> Tensor:
-        """The mean over all ranks of what each has sent: (n,) -> (n,). `grad` stays as it is.
+        """The mean over all ranks of what each sent: (n,) -> (n,). `grad` stays as it is.
 
-        Each rank sends the k elements of gradient + residual that are largest in magnitude: k values and k indices.
-        What it did not send is its new residual. All elements that nobody sent are 0 in the mean.
+        Each rank sends the k elements of gradient + residual that are largest in magnitude:
+        k values and k indices. What it did not send is its new residual. All elements that
+        nobody sent are 0 in the mean.
         """
         raise Todo("12.1")
 '''

@@ -364,9 +364,11 @@ def main() -> None:  # torchrun --nproc-per-node 4 ex_13_1.py --stage 3 --seeds 
     data = cifar10(args.data) if args.data else digits()
     for seed in args.seeds:
         torch.manual_seed(seed)
-        model = ResNet(channels=data.inputs.shape[1]).double()  # so that rounding stays small, and runs can be compared
+        # In float64 rounding stays small, and runs can be compared.
+        model = ResNet(channels=data.inputs.shape[1]).double()
         sgd = partial(torch.optim.SGD, lr=0.02, momentum=0.9)  # the rate for 32 samples
-        losses, accuracy = train(model, data, args.stage, args.epochs, args.batch_size, sgd, seed)
+        settings = args.stage, args.epochs, args.batch_size
+        losses, accuracy = train(model, data, *settings, sgd, seed)
         if dist.get_rank() == 0:
             print(json.dumps({"seed": seed, "losses": losses, "accuracy": accuracy}))
 
@@ -394,16 +396,19 @@ from zerolab.lab.exercises import Todo
 
 
 def train(model, data, stage, epochs, batch_size, make_optimizer, seed):
-    """Train `model` on all ranks; return the loss of every step, and the accuracy after the last.
+    """Train `model` on all ranks; return every step's loss, and the last accuracy.
 
-    data: inputs (samples, channels, height, width) uint8, targets, validation_inputs, validation_targets.
-    model(images / 255) gives logits (samples, classes).
-    Epoch e takes the samples in the order torch.randperm(n, generator=torch.Generator().manual_seed(seed + e)),
-    batch_size of all ranks together in each step; the last step of an epoch may have fewer, and counts.
-    make_optimizer(params) makes the optimizer; its rate is for 32 samples. Scale it linearly with batch_size; in the
-    first epoch, of W steps, step s (from 0) has (s + 1) / W of it.
-    Loss: the mean over the step's samples. Accuracy: right answers over all validation samples. BatchNorm's running
-    statistics must be the same on all ranks by then. Losses and accuracy are numbers, the same on every rank.
+    data: inputs (samples, channels, height, width) uint8, targets, validation_inputs,
+    validation_targets. model(images / 255) gives logits (samples, classes).
+    Epoch e takes the samples in the order
+    torch.randperm(n, generator=torch.Generator().manual_seed(seed + e)), batch_size of all
+    ranks together in each step; the last step of an epoch may have fewer, and counts.
+    make_optimizer(params) makes the optimizer; its rate is for 32 samples. Scale it
+    linearly with batch_size; in the first epoch, of W steps, step s (from 0) has
+    (s + 1) / W of it.
+    Loss: the mean over the step's samples. Accuracy: right answers over all validation
+    samples. BatchNorm's running statistics must be the same on all ranks by then. Losses
+    and accuracy are numbers, the same on every rank.
     """
     raise Todo("13.1")
 '''

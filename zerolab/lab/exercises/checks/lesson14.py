@@ -283,11 +283,13 @@ from zerolab.lab.exercises import Todo
 
 
 def token_loss(logits: Tensor, tokens: Tensor, world_size: int) -> Tensor:
-    """What this rank calls backward() on: on average over the ranks, the mean loss of all tokens of all ranks.
+    """What this rank calls backward() on: on average over the ranks, the mean loss of all
+    tokens of all ranks.
 
-    logits: (B, T, V), of which logits[:, t] says what comes at t + 1. tokens: (B, T), in which 0 is padding.
-    The ranks have different B and T. The engine averages the gradients over the ranks; that is not to be done here.
-    If no rank has anything to predict, it is 0.
+    logits: (B, T, V), of which logits[:, t] says what comes at t + 1. tokens: (B, T), in
+    which 0 is padding. The ranks have different B and T. The engine averages the gradients
+    over the ranks; that is not to be done here. If no rank has anything to predict, it is
+    0.
     """
     raise Todo("14.1")
 '''
@@ -301,7 +303,9 @@ from torch import Tensor
 
 def token_loss(logits: Tensor, tokens: Tensor, world_size: int) -> Tensor:
     targets = tokens[:, 1:].flatten()
-    total = F.cross_entropy(logits[:, :-1].flatten(0, 1), targets, ignore_index=0, reduction="sum")
+    total = F.cross_entropy(
+        logits[:, :-1].flatten(0, 1), targets, ignore_index=0, reduction="sum"
+    )
     count = (targets != 0).sum()
     dist.all_reduce(count)  # now the number of tokens of all ranks
     return world_size * total / count.clamp(min=1)
@@ -914,10 +918,11 @@ def main() -> None:  # torchrun --nproc-per-node 4 ex_14_2.py --stage 3 --seeds 
     for seed in args.seeds:
         torch.manual_seed(seed)
         model = PairEncoder(layers=1, width=32, context=16)
-        model.dropout.p = 0.0  # every rank would draw another mask, and the result would depend on N
+        model.dropout.p = 0.0  # ranks draw other masks: the result would depend on N
         order = torch.randperm(len(data.inputs))
         mixed = data._replace(inputs=data.inputs[order], targets=data.targets[order])
-        losses, accuracy = train(model, mixed, args.stage, args.steps, 50, partial(torch.optim.AdamW, lr=5e-3))
+        adam = partial(torch.optim.AdamW, lr=5e-3)
+        losses, accuracy = train(model, mixed, args.stage, args.steps, 50, adam)
         if dist.get_rank() == 0:
             print(json.dumps({"seed": seed, "losses": losses, "accuracy": accuracy}))
 
@@ -944,14 +949,15 @@ from zerolab.lab.exercises import Todo
 
 
 def train(model, data, stage, steps, batch_size, make_optimizer):
-    """Train `model` on all ranks; return the loss of every step, and the accuracy after the last.
+    """Train `model` on all ranks; return every step's loss, and the last accuracy.
 
-    data: inputs, targets, validation_inputs, validation_targets; the first dimension is the sample.
-    model(inputs.long()) gives logits (samples, ..., classes) for targets (samples, ...), where
-    -100 has no answer and counts nowhere.
-    Step s learns from the samples s * batch_size, ..., of all ranks together; after the last comes the first again.
-    make_optimizer(params) makes the optimizer. Loss: the mean over the step's targets. Accuracy: right ones over all
-    validation targets. Both are numbers, the same on every rank and with any number of ranks.
+    data: inputs, targets, validation_inputs, validation_targets; the first dimension is the
+    sample. model(inputs.long()) gives logits (samples, ..., classes) for targets
+    (samples, ...), where -100 has no answer and counts nowhere.
+    Step s learns from the samples s * batch_size, ..., of all ranks together; after the
+    last comes the first again. make_optimizer(params) makes the optimizer. Loss: the mean
+    over the step's targets. Accuracy: right ones over all validation targets. Both are
+    numbers, the same on every rank and with any number of ranks.
     """
     raise Todo("14.2")
 '''

@@ -125,10 +125,14 @@ import math
 from zerolab.lab.exercises import Todo
 
 
-def fewest_gpus(parameters: int, memory: float, activations: float) -> dict[int, int | None]:
-    """For each stage 0 to 3, the fewest GPUs on which training in bf16 with Adam fits; None if no number is enough.
+def fewest_gpus(
+    parameters: int, memory: float, activations: float
+) -> dict[int, int | None]:
+    """For each stage 0 to 3, the fewest GPUs on which training in bf16 with Adam fits; None
+    if no number is enough.
 
-    memory: bytes of one GPU. activations: bytes that each GPU needs besides the model states.
+    memory: bytes of one GPU. activations: bytes that each GPU needs besides the model
+    states.
     """
     raise Todo("16.1")
 '''
@@ -137,8 +141,11 @@ FEWEST = '''\
 import math
 
 
-def fewest_gpus(parameters: int, memory: float, activations: float) -> dict[int, int | None]:
-    """For each stage 0 to 3 the fewest GPUs on which training in bf16 with Adam fits; None if no number is enough."""
+def fewest_gpus(
+    parameters: int, memory: float, activations: float
+) -> dict[int, int | None]:
+    """For each stage 0 to 3 the fewest GPUs on which training in bf16 with Adam fits; None
+    if no number is enough."""
     on_every, shared = {0: 16, 1: 4, 2: 2, 3: 0}, {0: 0, 1: 12, 2: 14, 3: 14}
     result = {}
     for stage in range(4):
@@ -212,7 +219,8 @@ from zerolab.lab.exercises import Todo
 
 
 def plan() -> dict[str, int]:
-    """{"stage": 0 to 3, "gpus": how many, in whole nodes of 8, "sequences": on each GPU in a step}."""
+    """{"stage": 0 to 3, "gpus": how many, in whole nodes of 8, "sequences": on each GPU in
+    a step}."""
     raise Todo("16.2")
 '''
 

@@ -172,10 +172,12 @@ from zerolab.lab.exercises import Todo
 
 
 def train(model, batches, lr):
-    """Train on this rank's batches with SGD. All ranks begin with rank 0's parameters and take the same steps.
+    """Train on this rank's batches with SGD. All ranks begin with rank 0's parameters and
+    take the same steps.
 
-    batches: as many on every rank, to go through once. model(x, y) returns the loss. A parameter that is not trained,
-    or not used, has no gradient: its .grad is None on every rank.
+    batches: as many on every rank, to go through once. model(x, y) returns the loss. A
+    parameter that is not trained, or not used, has no gradient: its .grad is None on every
+    rank.
     """
     raise Todo("17.2")  # take this line out, and mend the patient: it has four faults
     optimizer = torch.optim.SGD(model.parameters(), lr=lr * (1 + dist.get_rank()))
@@ -230,6 +232,7 @@ def check_uneven(answer: Any, world: World) -> None:
         when = f"with {', '.join(map(str, counts))} batches"
         with world.record() as calls:
             steps = answer.train(model, sgd, Sampler(data))
+        world.all_returned("train")
         if steps is None:
             raise Wrong(f"{when}: train() returns None", forgot_to_return(None))
         if isinstance(steps, Tensor) and steps.numel() == 1:
@@ -297,6 +300,8 @@ def _known_count(world: World, counts: tuple[int, ...], steps: int) -> str:
 
 
 UNEVEN_ERRORS = {
+    "the end of train()": "a rank whose batches were used up has returned, and the others wait for it: before each "
+    "step ask whether every rank has a batch",
     "iterable, not NoneType": "a rank without a batch went on: first ask whether every rank has one",
     "object of type 'Sampler' has no len": "the batches have no length: go through them with iter() and next()",
     "'Sampler' object is not an iterator": "next() takes an iterator: iter(batches) makes one, once, before the loop",
@@ -314,10 +319,11 @@ from zerolab.lab.exercises import Todo
 
 
 def train(model, optimizer, batches):
-    """Train as long as *every* rank has a batch. Return the number of steps, the same on all ranks.
+    """Train as long as *every* rank has a batch. Return the number of steps, the same on
+    all ranks.
 
-    batches: an iterable without a length, of this rank's batches. Ranks may have more or fewer, even none.
-    A parameter without a gradient has .grad None, on every rank alike.
+    batches: an iterable without a length, of this rank's batches. Ranks may have more or
+    fewer, even none. A parameter without a gradient has .grad None, on every rank alike.
     """
     raise Todo("17.1")  # take this line out, and mend the patient
     steps = 0
@@ -512,8 +518,9 @@ from zerolab.lab.exercises import Todo
 def evaluate(model, batches):
     """The mean loss over all samples of all ranks, a float, the same on every rank.
 
-    model(x, y) returns the mean loss over a batch of len(x) samples. batches: to go through once; ranks may have
-    different numbers of them, even none. The model is left in the mode, training or not, in which it came.
+    model(x, y) returns the mean loss over a batch of len(x) samples. batches: to go through
+    once; ranks may have different numbers of them, even none. The model is left in the
+    mode, training or not, in which it came.
     """
     raise Todo("17.3")  # take this line out, and mend the patient
     model.eval()
@@ -620,10 +627,12 @@ from zerolab.lab.exercises import Todo
 
 
 def place(environment, gpus):
-    """Who this process is, and which GPU it uses: a dict with rank, world_size, device and device_ids.
+    """Who this process is, and which GPU it uses: a dict with rank, world_size, device and
+    device_ids.
 
-    environment: what torchrun sets, such as {"RANK": "9", "LOCAL_RANK": "1", "WORLD_SIZE": "16"}: the number in the
-    job, the number on this node, how many in the job. gpus: of this node. 0: the device is "cpu", device_ids None.
+    environment: what torchrun sets, such as {"RANK": "9", "LOCAL_RANK": "1", "WORLD_SIZE":
+    "16"}: the number in the job, the number on this node, how many in the job. gpus: of
+    this node. 0: the device is "cpu", device_ids None.
     """
     raise Todo("17.4")  # take this line out, and mend the patients
     world_size = int(environment["WORLD_SIZE"])

@@ -157,7 +157,7 @@ def _why_carries(found: list[str], payload: Tensor, states: dict[str, Tensor], w
         if torch.equal(payload.sort().values, part.sort().values):
             return "the same numbers in another order: compare element by element"
         if torch.allclose(payload.float(), part.float(), rtol=1e-2, atol=1e-3):
-            return "close is not equal: a step changes a parameter by a thousandth, so compare bits, with torch.equal"
+            return "close is not equal: a step changes a parameter by a thousandth, so compare with torch.equal"
         if torch.equal(payload.abs(), part.abs()):
             return "the signs differ: compare the numbers themselves, not their squares or norms"
         return "some elements are equal, not all: all of them have to be"
@@ -231,11 +231,13 @@ from zerolab.lab.exercises import Todo
 
 
 def carries(payload, states, rank, world_size):
-    """The names of the states that this message could be: a list, empty if it is none of them.
+    """The names of the states that this message could be: a list, empty if it is none of
+    them.
 
-    payload: what this rank gave to a collective, flat: the whole of a state, (N * S,), or this rank's shard, (S,).
-    It may have been rounded on the way, to payload.dtype. states: {name: flat tensor (N * S,)}, of any dtype.
-    A message is a state if all its bits are the same.
+    payload: what this rank gave to a collective, flat: the whole of a state, (N * S,), or
+    this rank's shard, (S,). It may have been rounded on the way, to payload.dtype. states:
+    {name: flat tensor (N * S,)}, of any dtype. A message is a state if all elements are
+    equal, in order (torch.equal): rounding makes no state of another.
     """
     raise Todo("19.1")
 '''
@@ -451,12 +453,14 @@ from zerolab.lab.exercises import Todo
 def verdict(claim, runs):
     """The verdict on a claim about ZeRO, and the runs of which it is true.
 
-    claim(run, ddp) says whether it is true of a run, compared with `ddp`: the run of stage 0 with as many ranks and
-    the same dtype. runs: in any order; a run has stage, ranks, dtype, parameters, held, sent and digits.
-    Evidence are the runs of stages 1 to 3 on more than one rank, that have such a `ddp` among the runs.
+    claim(run, ddp) says whether it is true of a run, compared with `ddp`: the run of stage
+    0 with as many ranks and the same dtype. runs: in any order; a run has stage, ranks,
+    dtype, parameters, held, sent and digits. The evidence: the runs of stages 1 to 3 on
+    more than one rank that have such a `ddp` among the runs.
 
-    Returns (word, where). where: the list of the runs of which the claim is true, in the order of `runs`. word:
-    "true" of all the evidence, "false" of none of it, else "true under a condition"; "not tried" without evidence.
+    Returns (word, where). where: the list of the runs of which the claim is true, in the
+    order of `runs`. word: "true" of all the evidence, "false" of none of it, else "true
+    under a condition"; "not tried" without evidence.
     """
     raise Todo("19.2")
 '''
@@ -464,7 +468,8 @@ def verdict(claim, runs):
 VERDICT = """\
 def verdict(claim, runs):
     ddps = {(run.ranks, run.dtype): run for run in runs if run.stage == 0}
-    tried = [run for run in runs if run.stage > 0 and run.ranks > 1 and (run.ranks, run.dtype) in ddps]
+    tried = [run for run in runs
+             if run.stage > 0 and run.ranks > 1 and (run.ranks, run.dtype) in ddps]
     where = [run for run in tried if claim(run, ddps[run.ranks, run.dtype])]
     if not tried:
         return "not tried", where

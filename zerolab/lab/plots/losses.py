@@ -18,9 +18,12 @@ LOOKS: tuple[Look, ...] = (
 
 
 def curves(
-    values: Mapping[str, Sequence[float]], title: str, subtitle: str, y: str, sentence: str = ""
+    values: Mapping[str, Sequence[float]], title: str, subtitle: str, y: str, sentence: str = "", first: int = 1
 ) -> tuple[Figure, str]:
-    """Up to four curves `values[name][step]`. sentence: what to see; default: where each curve begins and ends."""
+    """Up to four curves `values[name][step]`. sentence: what to see; default: where each curve begins and ends.
+
+    first: the number of the first step.
+    """
     if not 1 <= len(values) <= len(LOOKS):
         raise ValueError(f"{len(values)} curves: give 1 to {len(LOOKS)}, as more cannot be told apart")
     ends = [f"{name} from {series[0]:.2f} to {series[-1]:.2f}" for name, series in values.items()]
@@ -29,9 +32,9 @@ def curves(
     axes = figure.add_axes((0.08, 0.3, 0.89, 0.5))
     plain(axes, grid="y")
     for (name, series), look in zip(values.items(), LOOKS):
-        axes.plot(range(1, len(series) + 1), series, label=name, **look)
+        axes.plot(range(first, first + len(series)), series, label=name, **look)
     axes.set_xlabel("step", color=GREY)
     axes.set_ylabel(y, color=GREY)
-    axes.set_xlim(1, max(len(series) for series in values.values()))
+    axes.set_xlim(first, first - 1 + max(len(series) for series in values.values()))
     legend(axes, axes.get_legend_handles_labels()[0], loc="upper right")
     return figure, sentence

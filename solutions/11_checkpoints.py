@@ -440,7 +440,8 @@ print(f"{run.ended[0]}, and {path.stat().st_size} of {len(data):,} bytes are the
 #
 # So at every moment the index names files that are complete. Your function gets `barrier()`, so that it works for any group
 # of ranks. The check kills a rank just before each of its operations on files, and in the middle of what it writes; lets one
-# rank run far ahead of the others; and fills a disk. Every time it looks whether a checkpoint can be loaded.
+# rank run far ahead of the others; and fills a disk. Every time it looks whether a checkpoint can be loaded. That takes ten
+# seconds or more.
 
 # %%
 # %%exercise 11.2
@@ -645,7 +646,7 @@ print("a script that counts steps takes 12 of 24 for done, and skips", skipped, 
 # 2. Adam starts with empty averages, so its first steps have the full learning rate in every element. Save the optimizer's
 #    state and step counter as well, and with them the schedule, the position in the data and the random generators.
 # 3. A rename is one operation: a reader finds the old file or the new one. It does not protect against a power cut unless the
-#    new file was flushed to the disk (fsync) before, nor from a disk that dies: keep a copy elsewhere.
+#    new file was flushed to the disk (fsync) before and its folder after, nor from a disk that dies: keep a copy elsewhere.
 # 4. From an index that names a file that some rank has not written yet. If the job dies at that moment, the index names a
 #    checkpoint that does not exist, and the old one is no longer named.
 # 5. The global batch, the learning rate and its schedule, and the order of samples stay. The part of each rank changes, and

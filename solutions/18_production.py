@@ -348,7 +348,7 @@ if rank == 0:
 #   (lesson 04). These are views.
 # - `unit.master.new_zeros(size)`, a new tensor of the dtype that the optimizer works in.
 #
-# The state of a parameter is `adam.state[param]`, a dict with the three keys.
+# The state of a parameter is `adam.state[param]`, a dict with the three keys. (The check may take ten seconds.)
 
 # %%
 # %%exercise 18.1

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 
 from matplotlib.figure import Figure
+from matplotlib.ticker import MaxNLocator
 
 from zerolab.lab.plots.style import GREY, INK, Look, frame, legend, plain
 
@@ -36,5 +37,6 @@ def curves(
     axes.set_xlabel("step", color=GREY)
     axes.set_ylabel(y, color=GREY)
     axes.set_xlim(first, first - 1 + max(len(series) for series in values.values()))
+    axes.xaxis.set_major_locator(MaxNLocator(integer=True))
     legend(axes, axes.get_legend_handles_labels()[0], loc="upper right")
     return figure, sentence

@@ -611,11 +611,11 @@ from zerolab.lab.exercises import Todo
 class Recompute(torch.autograd.Function):
     @staticmethod
     def forward(ctx, asks: Tensor, block: nn.Module, x: Tensor, kwargs: dict) -> Tensor:
-        """Run the block (nothing is recorded in here); keep on `ctx` what the second run needs.
+        """Run the block (nothing is recorded in here); keep on `ctx` what backward needs.
 
-        asks: has no elements and needs a gradient, so that apply() records this call even if x
-        needs none. ctx.save_for_backward(x) keeps a tensor; anything else is an attribute:
-        ctx.block = block.
+        asks: has no elements and needs a gradient, so that apply() records this call even
+        if x needs none. ctx.save_for_backward(x) keeps a tensor; anything else is an
+        attribute: ctx.block = block.
         """
         raise Todo("10.1")
 
@@ -624,7 +624,8 @@ class Recompute(torch.autograd.Function):
         """Run the block again, now recorded, and send `grad` back through it.
 
         Return a gradient for each argument of forward, None for those that need none.
-        (x,) = ctx.saved_tensors; torch.autograd.backward(y, grad) adds up parameters' gradients.
+        (x,) = ctx.saved_tensors; torch.autograd.backward(y, grad) adds up the parameters'
+        gradients.
         """
         raise Todo("10.1")
 
@@ -632,8 +633,8 @@ class Recompute(torch.autograd.Function):
 def checkpointed(block: nn.Module, x: Tensor, **kwargs) -> Tensor:
     """block(x, **kwargs), which keeps only its input, and runs again in backward.
 
-    Both runs have the same random numbers and the same autocast. (Without torch.utils.checkpoint.
-    No gradient is needed for what is in `kwargs`.)
+    Both runs have the same random numbers and the same autocast. (Without
+    torch.utils.checkpoint. No gradient is needed for what is in `kwargs`.)
     """
     return Recompute.apply(torch.empty(0, requires_grad=True), block, x, kwargs)
 '''
@@ -1071,8 +1072,8 @@ class HostOptimizer:
     """Updates `shard`: this rank's parameters, (S,) on the device, in 16 bits (or float32).
 
     On the host are, in float32, the masters, their gradients, and what the optimizer keeps.
-    make_optimizer([master]) makes the optimizer. Everything that crosses goes over the link, as
-    small as it can be: link.to_host(tensor) returns a copy on the host;
+    make_optimizer([master]) makes the optimizer. What crosses goes over the link, as small
+    as it can be: link.to_host(tensor) returns a copy on the host;
     link.to_device(out, tensor) copies into `out`, on the device.
     """
 
@@ -1085,15 +1086,16 @@ class HostOptimizer:
         raise Todo("10.2")
 
     def receive(self, start: int, grad: Tensor) -> None:
-        """The mean gradient of shard[start : start + len(grad)], in its dtype, on the device.
+        """`grad`: the mean gradient of shard[start : start + len(grad)], on the device.
 
-        Bring it to the host now, so that the device can give its memory back. Called for each
-        part, in any order, and again for each micro-batch: until step(), gradients add up.
+        It has the shard's dtype. Bring it to the host now, so that the device can give its
+        memory back. Called for each part, in any order, and again for each micro-batch:
+        until step(), gradients add up.
         """
         raise Todo("10.2")
 
     def step(self) -> None:
-        """Update the masters with the gradients since the last step, the shard with the masters."""
+        """Update the masters with the gradients since the last step, then the shard."""
         raise Todo("10.2")
 '''
 

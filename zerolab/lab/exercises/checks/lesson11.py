@@ -367,15 +367,15 @@ import math
 from zerolab.lab.exercises import Todo
 
 
-def plan_reads(files: list[tuple[str, int]], numel: int, ranks: int, rank: int) -> list[tuple]:
+def plan_reads(files: list[tuple], numel: int, ranks: int, rank: int) -> list[tuple]:
     """What `rank` of `ranks` reads of one unit: a list of (file, start, stop, at).
 
-    Elements [start, stop) of the shard in `file` go to place `at` (and after it) of the new one.
+    Elements [start, stop) of the shard in `file` go to `at` and after it in the new shard.
 
-    numel: the elements of the unit, without padding. files: for each rank that saved, in order,
-    the name of its file and the length of its shard of this unit. Laid end to end, these shards
-    are the unit and then padding. The new shards have math.ceil(numel / ranks) elements each.
-    The last ones may be padding, which nobody reads.
+    numel: the elements of the unit, without padding. files: for each rank that saved, in
+    order, the name of its file and the length of its shard of this unit. Laid end to end,
+    these shards are the unit and then padding. The new shards have math.ceil(numel / ranks)
+    elements each. The last ones may be padding, which nobody reads.
     """
     raise Todo("11.1")
 '''
@@ -384,7 +384,7 @@ READS = """\
 import math
 
 
-def plan_reads(files: list[tuple[str, int]], numel: int, ranks: int, rank: int) -> list[tuple]:
+def plan_reads(files: list[tuple], numel: int, ranks: int, rank: int) -> list[tuple]:
     shard = math.ceil(numel / ranks)
     first, last = rank * shard, min((rank + 1) * shard, numel)  # what this rank owns
     reads, begin = [], 0
@@ -893,15 +893,15 @@ def save_checkpoint(
 ) -> None:
     """Put the checkpoint of `step` in the place of the one in `folder`.
 
-    All ranks call it, each with its own `data`. Whoever reads goes by folder / "index.json":
-    {"step": step, "files": [one name for each rank, in rank order]}. Whenever a process is killed
-    or the power goes, either the old or the new checkpoint must be there, complete. (To flush the
-    folder, for a power cut right after a rename, is welcome and not asked.)
+    All ranks call it, each with its own `data`. Who reads goes by folder / "index.json":
+    {"step": step, "files": [one name for each rank, in rank order]}. Whenever a process is
+    killed or the power goes, either the old or the new checkpoint must be there, complete.
+    (To flush the folder, for a power cut right after a rename, is welcome and not asked.)
 
     `folder` exists. There may be a checkpoint in it, of another step and perhaps of another
-    number of ranks, and what killed saves left behind. In the end only index.json and the files
-    that it names are left. If a write fails, the error goes to the caller, and no half-written
-    file stays.
+    number of ranks, and what killed saves left behind. In the end only index.json and the
+    files that it names are left. If a write fails, the error goes to the caller, and no
+    half-written file stays.
     barrier() returns when all ranks have called it.
     """
     raise Todo("11.2")

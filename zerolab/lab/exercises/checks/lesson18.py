@@ -566,7 +566,7 @@ def to_zerolab(checkpoint: dict, zero, adam) -> None:
     """Put a torch checkpoint, whole and by name, into the sharded `zero` and its `adam`.
 
     All ranks call it.
-    checkpoint["weights"]: name -> tensor, parameters and buffers; tied weights have both names
+    checkpoint["weights"]: name -> tensor, parameters and buffers; a tied one has both names
     checkpoint["state"]:   name -> {"step", "exp_avg", "exp_avg_sq"}; a parameter that never
                            had a gradient has none
     checkpoint["groups"]:  as adam.param_groups, in the same order, with names in "params"
@@ -605,10 +605,10 @@ from zerolab.lab.exercises import Todo
 
 @torch.no_grad()
 def from_zerolab(zero, adam) -> dict:
-    """The checkpoint of a sharded run as torch has it: {"weights", "state", "groups"} as in 18.1.
+    """The checkpoint of a sharded run as torch has it, {"weights", "state", "groups"}.
 
-    All ranks call it, and every rank returns all of it. Each tensor of the state has memory
-    of its own, and the run stays as it is.
+    It is as in 18.1. All ranks call this, and every rank returns all of it. Each tensor of
+    the state has memory of its own, and the run stays as it is.
     """
     raise Todo("18.2")
 '''

@@ -17,7 +17,7 @@ print(f"activations of 8 x 2,048 tokens in bfloat16, on every GPU: {kept / 1e9:.
 # %% [markdown]
 # The ZeRO paper calls this rest the **[residual states](../docs/glossary.md#residual-states)**, and its section 6, *ZeRO-R*, is about them: activations, temporary
 # buffers, and memory that is free but in pieces too small to use. This lesson takes them one by one. Then it moves the
-# optimizer off the GPU altogether, which is *ZeRO-Offload*, and asks when that pays.
+# optimizer off the GPU, which is *ZeRO-Offload*, and asks when that pays.
 
 # %%
 # %load_ext zerolab.lab
@@ -36,7 +36,7 @@ import zerolab
 from torch import nn
 from torch.optim import AdamW
 from zerolab import lab
-from zerolab.lab import GPT, Block, batch, text
+from zerolab.lab import GPT, Block, batch, calls, text
 from zerolab.measure import model_states, timeline
 
 words = text()
@@ -56,8 +56,8 @@ print(f"Ψ = {psi:,} parameters in {len(make_model().blocks)} blocks of width 12
 # %% [markdown]
 # ## The mountain
 #
-# First the step as you know it from lesson 02. For the moment every rank trains alone, in a process group of its own, so
-# that nothing but the step itself shows.
+# First the step as you know it from lesson 02. For the moment every rank trains alone, in a process group of its own and on
+# the same samples, so that nothing but the step itself shows.
 
 
 # %%
@@ -82,8 +82,9 @@ def record(wrap=None, sequences=8, stage=zerolab.DDP, group=alone):
     return line, loss, zero.full_state_dict()
 
 
-def when_forward_returns(line):
-    moment = next(i for i, event in enumerate(line.events) if i >= line.before and event.phase == "backward")
+def when_forward_returns(line):  # bytes of activations
+    step = list(enumerate(line.events))[line.before :]
+    moment = next(i for i, event in step if event.phase == "backward")
     return line.by_kind(moment)["activations"]
 
 
@@ -103,10 +104,9 @@ plots.show(plots.skyline([plain], names=["everything kept"]))
 # When backward reaches a block, the block's forward runs *again*, from its kept input; now all 16 vectors are there, for
 # this one block, and its backward can follow.
 #
-# Draw for yourself what becomes of the skyline. Then predict two numbers. How many bytes does one token leave behind when
-# forward returns, if each of the 6 blocks keeps only its input? (Width 128, float32. What follows the blocks stays as it
-# was.) And the price: how much arithmetic does a step take, forward and backward together, as a multiple of what it took?
-# (A backward takes twice the arithmetic of its forward.)
+# Predict two numbers. How many bytes does one token leave behind when forward returns, if each of the 6 blocks keeps only its
+# input? (Width 128, float32. What follows the blocks stays as it was.) And the price: how much arithmetic does a step take,
+# forward and backward together, as a multiple of what it took? (A backward takes twice the arithmetic of its forward.)
 
 # %%
 lab.predict("10.1", 4 * (128 * (6 + 2) + 256))  # bytes
@@ -136,11 +136,13 @@ lab.predict("10.2", 4 / 3)  # × the arithmetic
 lab.check("10.1")
 
 # %% [markdown]
-# Now the real model, with your function around each of its blocks. torch's own is recorded as well.
+# Now the real model, with your function around each of its blocks, and with torch's. `FlopCounterMode` adds up the
+# multiplications and additions of every matrix product that runs.
 
 # %%
 # %%ranks
 from torch.utils.checkpoint import checkpoint
+from torch.utils.flop_counter import FlopCounterMode
 
 checkpointed = lab.mine("10.1")
 
@@ -157,28 +159,6 @@ def by(run):
     return Checkpointed
 
 
-ways = {
-    "recomputed": by(checkpointed),
-    "torch's checkpoint": by(lambda block, x: checkpoint(block, x, use_reentrant=False)),
-}
-recorded = {"kept": (plain, plain_loss, plain_weights)}
-recorded |= {name: record(wrap) for name, wrap in ways.items()}
-half = record(ways["recomputed"], sequences=4)[0]
-lines = {name: line for name, (line, _, _) in recorded.items()}
-per_token = round((when_forward_returns(lines["recomputed"]) - when_forward_returns(half)) / (4 * 64))
-same = all(
-    loss == plain_loss and all(map(torch.equal, weights.values(), plain_weights.values()))
-    for _, loss, weights in recorded.values()
-)
-
-# %% [markdown]
-# And the arithmetic: `FlopCounterMode` adds up the multiplications and additions of every matrix product that runs.
-
-# %%
-# %%ranks
-from torch.utils.flop_counter import FlopCounterMode
-
-
 def flops(wrap):
     model = make_model(wrap)
     with FlopCounterMode(display=False) as counter:
@@ -186,7 +166,19 @@ def flops(wrap):
     return counter.get_total_flops()
 
 
-arithmetic = {"kept": flops(None), "recomputed": flops(ways["recomputed"])}
+def same_as_plain(loss, weights):
+    pairs = zip(weights.values(), plain_weights.values(), strict=True)
+    return loss == plain_loss and all(torch.equal(*pair) for pair in pairs)
+
+
+recomputed, *numbers = record(by(checkpointed))
+torchs = by(lambda block, x: checkpoint(block, x, use_reentrant=False))
+torchs_line, *torchs_numbers = record(torchs)
+same = same_as_plain(*numbers) and same_as_plain(*torchs_numbers)
+half = record(by(checkpointed), sequences=4)[0]
+per_token = when_forward_returns(recomputed) - when_forward_returns(half)
+per_token = round(per_token / (4 * 64))
+arithmetic = {"kept": flops(None), "recomputed": flops(by(checkpointed))}
 
 # %%
 arithmetic = lab.pull("arithmetic", rank=0)
@@ -196,18 +188,18 @@ lab.reveal("10.1")
 lab.reveal("10.2")
 
 # %%
-lines = lab.pull("lines", rank=0)
+recomputed = lab.pull("recomputed", rank=0)
 if lab.predicted("10.1"):
-    pair, names = [lines["kept"], lines["recomputed"]], ["everything kept", "inputs kept"]
-    plots.show(plots.skyline(pair, learner=[False, lab.passed("10.1")], names=names))
+    names, mine = ["everything kept", "inputs kept"], [False, lab.passed("10.1")]
+    plots.show(plots.skyline([plain, recomputed], learner=mine, names=names))
 
 # %% tags=["nbval-check-output"]
 print("loss and weights of all three, bit for bit the same:", all(lab.pull("same")))
 if lab.predicted("10.1") and lab.predicted("10.2"):
     print(f"per token: {16 * 6 * 128 * 4:,} bytes of blocks became {6 * 128 * 4:,}")
     print(f"arithmetic: {arithmetic['kept']:,} became {arithmetic['recomputed']:,}")
-    ours, torchs = lines["recomputed"].peak, lines["torch's checkpoint"].peak
-    print("peaks of the two kinds of checkpointing differ by less than 2 %:", abs(ours / torchs - 1) < 0.02)
+    off = recomputed.peak / lab.pull("torchs_line", rank=0).peak - 1
+    print("the peaks with yours and with torch's differ by less than 2 %:", abs(off) < 0.02)
 
 # %% [markdown]
 # The mountain has become a low ridge: kept inputs, and while backward is at a block, the 16 vectors of that one block. The
@@ -217,161 +209,86 @@ if lab.predicted("10.1") and lab.predicted("10.2"):
 # spread. (The token itself was there before.) The arithmetic grows from three parts (forward one, backward two) to nearly
 # four, 4/3. It is a little less because the head is not computed again. No bit of the loss or the weights has changed.
 #
-# **In production** this is `torch.utils.checkpoint.checkpoint(block, x, use_reentrant=False)`, the third run above. Your
-# function is of the kind that torch calls *reentrant*: it starts a backward inside the backward. The other kind replaces
-# single saved tensors when they are asked for, and so needs neither the extra argument nor an input with a gradient. Two
-# more things that production has: *selective* checkpointing, which keeps what is expensive to compute (matrix products) and
-# forgets the rest; and offloading the kept inputs to the host.
+# **In production** this is `torch.utils.checkpoint.checkpoint(block, x, use_reentrant=False)`, the third run above. (Yours
+# is what torch calls *reentrant*: it starts a backward inside the backward.)
 #
 # ## Who has the same activations?
 #
-# Stages 1 to 3 divide what all ranks have in common. What about activations? In data parallelism each rank has its own part
-# of the batch, so its activations are its own: nothing is stored twice, and there is nothing to divide.
+# Stages 1 to 3 divide what all ranks have in common. In data parallelism each rank has its own part of the batch, so its
+# activations are its own: nothing is stored twice, and there is nothing to divide.
 #
-# It is different when ranks share the work of *one layer*. This is **[tensor parallelism](../docs/glossary.md#tensor-parallelism)**, a kind of model parallelism
-# (lesson 15). Each rank has a quarter of the hidden units of an MLP and computes with them, and an all-reduce adds up the
-# four partial outputs. For that, every rank needs the whole input. Here is such an MLP, with 16 hidden units on each rank:
+# It is different when ranks share the work of *one layer*, each with a part of its units. This is **[tensor parallelism](../docs/glossary.md#tensor-parallelism)**, a kind
+# of model parallelism (lesson 15): every rank needs the layer's input, so all of them keep the same one. ZeRO-R's **P_a**
+# (partitioned activations) keeps a quarter of it instead, and all-gathers the rest before the second run. That changes two
+# things in a checkpointed block: what forward keeps, and where backward gets it from. Our ranks can try it at once, because
+# so far all of them have had the same samples, as a tensor-parallel group has. (Random numbers and autocast are left out.)
 
 
 # %%
 # %%ranks
-class SumForward(torch.autograd.Function):  # adds up over ranks; backward passes the gradient on
-    @staticmethod
-    def forward(ctx, x):
-        total = x.clone()
-        dist.all_reduce(total)
-        return total
-
-    @staticmethod
-    def backward(ctx, grad):
-        return grad
-
-
-class SumBackward(torch.autograd.Function):  # passes x on; backward adds up over ranks
-    @staticmethod
-    def forward(ctx, x):
-        return x.view_as(x)
-
-    @staticmethod
-    def backward(ctx, grad):
-        return SumForward.forward(ctx, grad)
-
-
-class QuarterMLP(nn.Module):
-    def __init__(self, seed, width=128, hidden=64):
-        super().__init__()
-        torch.manual_seed(seed)
-        up, down = torch.randn(hidden, width) / 12, torch.randn(width, hidden) / 12
-        self.up = nn.Parameter(up.chunk(world_size)[rank])  # (16, 128)
-        self.down = nn.Parameter(down.chunk(world_size, dim=1)[rank])  # (128, 16)
-
-    def forward(self, x):
-        part = nn.functional.gelu(SumBackward.apply(x) @ self.up.T) @ self.down.T
-        return x + SumForward.apply(part)
-
-
-# %% [markdown]
-# Checkpoint three of them, and every rank keeps the same three inputs. ZeRO-R's **P_a** (partitioned activations) keeps a
-# quarter of each instead, and all-gathers the rest before the second run. That changes two lines of a checkpointed block:
-# what forward keeps, and where backward gets it from. (Random numbers and autocast are left out here.)
-
-
-# %%
-# %%ranks
-from zerolab.lab import calls
-
-
 class Partitioned(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, asks, block, x, divide):
-        ctx.block, ctx.divide, ctx.shape = block, divide, x.shape
-        ctx.save_for_backward(x.flatten().chunk(world_size)[rank].clone() if divide else x)
+    def forward(ctx, block, x):
+        ctx.block, ctx.shape = block, x.shape
+        ctx.save_for_backward(x.flatten().chunk(world_size)[rank].clone())  # a quarter
         return block(x)
 
     @staticmethod
     def backward(ctx, grad):
-        (kept,) = ctx.saved_tensors
-        if ctx.divide:
-            piece, kept = kept, torch.empty(ctx.shape)
-            dist.all_gather(list(kept.flatten().chunk(world_size)), piece)
-        x = kept.detach().requires_grad_()
+        (quarter,) = ctx.saved_tensors
+        x = torch.empty(ctx.shape)
+        dist.all_gather(list(x.flatten().chunk(world_size)), quarter)
+        x.requires_grad_()
         with torch.enable_grad():
             y = ctx.block(x)
         torch.autograd.backward(y, grad)
-        return None, None, x.grad, None
+        return None, x.grad
 
 
-def three_blocks(divide):
-    blocks, asks, kept = [QuarterMLP(seed) for seed in range(3)], torch.empty(0, requires_grad=True), []
-    torch.manual_seed(0)
-    x = torch.randn(512, 128)  # the same on every rank
-    with torch.autograd.graph.saved_tensors_hooks(lambda t: kept.append(t) or t, lambda t: t):
-        for block in blocks:
-            x = Partitioned.apply(asks, block, x, divide)
-    with calls() as book:
-        x.square().mean().backward()
-    gathers = [size for op, size in book.calls if op == "allgather"]
-    grads = torch.cat([param.grad.flatten() for block in blocks for param in block.parameters()])
-    return sum(t.nbytes for t in kept), len(gathers), grads, kept[-1].double().sum().item()
-
-
-whole, quarter = three_blocks(divide=False), three_blocks(divide=True)
-partition = {"whole": whole[:2], "quarter": quarter[:2], "equal": torch.equal(whole[2], quarter[2])}
-
-# And in data parallelism? The sum of all elements of the last block's input tells ranks apart.
-fingerprints, model = {"tensor parallel": whole[3]}, make_model()
-
-
-def note(block, inputs):
-    fingerprints["data parallel"] = inputs[0].double().sum().item()
-
-
-model.blocks[-1].register_forward_pre_hook(note)
-_ = model(*batch(words, rank, 0, 8, 64))
+divided, *numbers = record(by(Partitioned.apply))
+divided_same = same_as_plain(*numbers)
+saving = when_forward_returns(recomputed) - when_forward_returns(divided)
+with calls() as book:
+    make_model(by(Partitioned.apply))(*batch(words, 0, 0, 8, 64)).backward()
+gathers = [call.op for call in book.calls].count("allgather")
 
 # %% tags=["nbval-check-output"]
-partition = lab.pull("partition", rank=0)
-names = {"whole": "whole on every rank", "quarter": "a quarter each (P_a)"}
-bars = {names[name]: {"activations": partition[name][0] / 1e6} for name in names}
-title = "Inputs that a tensor-parallel rank keeps"
-plots.show(plots.stacks(bars, title, "Three blocks, 512 tokens of width 128 in float32, 4 ranks", "MB"))
-
-# %% tags=["nbval-check-output"]
-for name in ("whole", "quarter"):
-    size, gathers = partition[name]
-    print(f"{name:8} {size:>8,} bytes kept on each rank, {gathers} all-gathers in backward")
-print("the gradients are the same, bit for bit:", all(of["equal"] for of in lab.pull("partition")))
-for kind in ("tensor parallel", "data parallel"):
-    found = {of[kind] for of in lab.pull("fingerprints")}
-    print(f"{kind}: the last block's input on 4 ranks, how many different ones: {len(found)}")
+if lab.predicted("10.1"):
+    inputs = 6 * 512 * 128 * 4  # 6 blocks, 512 tokens
+    kept = inputs - lab.pull("saving", rank=0)
+    print(f"inputs of the blocks on each rank: {inputs:,} bytes, or {kept:,} with P_a")
+print("all-gathers in backward:", lab.pull("gathers", rank=0))
+print("loss and weights are the same, bit for bit:", all(lab.pull("divided_same")))
 
 # %% [markdown]
-# A quarter of the bytes for one all-gather per block. The fingerprints (sums of all elements) say why it works here and only
-# here: with tensor parallelism all ranks have one and the same input, with data parallelism there are four.
+# A quarter of the bytes for one all-gather per block. With samples of its own, a rank would gather pieces of four different
+# inputs, and compute nonsense.
 #
 # ## Free, but of no use
 #
 # An allocator hands out pieces of the GPU's memory and never moves them: somebody has a pointer. So free memory comes in
 # **holes**, and a request must fit into one of them. **[Fragmentation](../docs/glossary.md#fragmentation)** means that the holes add up to much and none is large.
 #
-# `replay` takes every allocation of the step that you recorded, sizes and lifetimes, and performs it again in one
-# flat buffer, *first fit*: each request gets the lowest hole that is large enough. (CUDA's allocator has more rules. It cannot
-# move anything either.) It really writes each piece, and checks when it goes that nobody else wrote there. The buffer has
-# exactly as many bytes as the step turns out to need, and the replay stops when backward is over:
+# `replay` takes every allocation of the step that you recorded, sizes and lifetimes, and performs it again in one flat
+# buffer, *first fit*: each request gets the lowest hole that is large enough. (CUDA's allocator has more rules. It cannot
+# move anything either.) The buffer has as many bytes as the step turns out to need, and the replay stops when backward is
+# over. It is done twice: as it was, and with a region of its own for all gradients:
 
 # %%
 from zerolab.lab import OutOfMemory, replay
 
 first_fit = replay(plain, until="backward")
-plots.show(plots.address_map([first_fit], ["first fit"]))
+apart = replay(plain, apart=["gradients"], until="backward")
+titles = ["first fit", "gradients in one flat buffer"]
+plots.show(plots.address_map([first_fit, apart], titles))
 
 # %% [markdown]
-# Activations come and go, and between them lie gradients: those of the last block were made while the activations of the
-# blocks before it were still there, so they landed above them, and they stay until `zero_grad()`. This is the paper's
-# diagnosis: *short lifetimes between long ones*.
+# On the left, activations come and go, and between them lie gradients. Those of the last block were made while the
+# activations of the blocks before it were still there, so they landed above them, and they stay until `zero_grad()`. This is
+# the paper's diagnosis: *short lifetimes between long ones*.
 #
 # Does it matter? Suppose that the gradients are to be averaged now, as a library without buckets would do it: all of them
-# copied into one buffer, so that one all-reduce is enough. That **fused buffer** takes 4Ψ bytes.
+# copied into one **fused buffer**, so that one all-reduce is enough. It takes 4Ψ bytes.
 
 # %%
 psi, arena = 1_263_616, first_fit.arena
@@ -380,42 +297,27 @@ try:
     arena.take(4 * psi)
 except OutOfMemory as error:
     print("OutOfMemory:", error)
-assert arena.free > 3 * 4 * psi > arena.largest
+arena.take(1 << 18)  # a buffer of 256 KiB fits between the gradients
+apart.arena.take(4 * psi)  # and on the right the 4Ψ fit as well
+for name, ways in (("first fit", first_fit), ("gradients apart", apart)):
+    more = 100 * (ways.arena.size / first_fit.needed - 1)
+    print(f"{name:15} {ways.arena.size:,} bytes of addresses, {more:.1f} % beyond the peak")
+assert apart.arena.size > first_fit.arena.size and arena.free > 3 * 4 * psi > arena.largest
 
 # %% [markdown]
 # Several times as much is free, and the request fails. ZeRO-R has two answers.
 #
 # **C_B, constant buffers.** The fused buffer grew with the model: 4Ψ is 30 GB for 7.5 billion parameters. A buffer of
-# *constant* size, filled and sent again and again, does the same work. It has to be large enough that latency does not
-# count, and no larger (lesson 05). The engine's buckets are such buffers, of a block each.
+# *constant* size, filled and sent again and again, does the same work. The engine's buckets are such buffers, of a block
+# each (lesson 05).
 #
-# **M_D, memory defragmentation.** Long lifetimes get a region of their own, reserved before the step. Here are the same
-# allocations once more, with one flat buffer for all gradients:
-
-# %%
-apart = replay(plain, apart=["gradients"], until="backward")
-plots.show(plots.address_map([first_fit, apart], ["first fit", "gradients in one flat buffer"]))
-
-# %%
-first_fit.arena.take(1 << 18)  # a constant buffer of 256 KiB fits between the gradients as well
-apart.arena.take(4 * psi)
-needed = first_fit.needed
-print(f"in use at the peak: {needed:,} bytes")
-for name, ways in (("first fit", first_fit), ("gradients apart", apart)):
-    print(f"{name:15} {ways.arena.size:,} bytes of addresses, {100 * (ways.arena.size / needed - 1):.1f} % more")
-assert apart.arena.size > first_fit.arena.size
-
-# %% [markdown]
-# Now one hole is nearly all that is free, and the 4Ψ are found. But look at the price. The region for gradients is reserved
-# while activations are at their peak and there are hardly any gradients yet, so this step needs *more* addresses than
-# before. M_D buys large holes with reserved ones. It pays if you need them: for a longer sequence every now and then, for a
-# gather, for an optimizer that works on flat buffers. The paper does the same with the inputs that checkpointing keeps.
+# **M_D, memory defragmentation.** Long lifetimes get a region of their own, reserved before the step, as on the right. Then
+# one hole is nearly all that is free. But that region is reserved while activations are at their peak and there are hardly
+# any gradients yet, so the step needs *more* addresses than before. M_D buys large holes with reserved ones.
 #
 # **In production.** `torch.cuda.memory_reserved() - torch.cuda.memory_allocated()` is what the allocator has and nobody uses.
 # If it is large when a run dies, try `PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True`, with which regions of addresses
-# can grow. DeepSpeed's keys are `contiguous_gradients` in `zero_optimization`, and in `activation_checkpointing`
-# `partition_activations` (P_a: it needs model parallelism), `cpu_checkpointing` (the partitioned inputs go to the host), and
-# `contiguous_memory_optimization` (M_D for them; it wants `number_checkpoints`).
+# can grow. In DeepSpeed 0.19.8, P_a is `partition_activations` in `activation_checkpointing`.
 #
 # ## Beyond the device
 #
@@ -441,9 +343,9 @@ lab.predict("10.4", 2 * 2 * 1_263_616 // 4)  # bytes
 # %% [markdown]
 # ## Write: an optimizer on the host
 #
-# A laptop has one memory, so on the CPU *device* and *host* are names. We keep honest books all the same. `HostLink` makes
-# real copies, `link.to_host(tensor)` and `link.to_device(out, tensor)`, and counts their bytes; whatever came over the link is
-# on the host, and everything else on the device. On a GPU the same class copies to pinned pages of the host and back.
+# On a laptop *device* and *host* are one memory. We keep honest books all the same. `HostLink` makes real copies, `link.to_host(tensor)` and `link.to_device(out, tensor)`, and counts their bytes. What came over the link is on
+# the host, and so is what is made from it there, such as `tensor.float()` or `torch.zeros_like(tensor)`; everything else is
+# on the device. On a GPU the same class copies to pinned pages of the host and back.
 #
 # `receive(start, grad)` is called whenever backward has finished a part of this rank's gradient, and `step()` when all parts
 # of all micro-batches are there. Two things are easy to get wrong: on which side you cast, which doubles the traffic, and
@@ -482,7 +384,7 @@ class OnDevice:  # the same optimizer, without a link
         self.shard.copy_(self.master)
 
 
-def train(Optimizer, link, sequences=8, steps=4):
+def train(Optimizer, link, steps=4):
     model = make_model().bfloat16()
     params = list(model.parameters())
     flat, views = flat_buffer(params, world_size)
@@ -490,11 +392,9 @@ def train(Optimizer, link, sequences=8, steps=4):
         param.data = view
     shard = flat.view(world_size, -1)[rank]
     updates = Optimizer(shard, lambda masters: AdamW(masters, lr=1e-3), link)
-    losses, bytes_before, seconds = [], link.down + link.up, []
+    losses, bytes_before = [], link.down + link.up
     for number in range(steps):
-        dist.barrier()
-        begin = time.perf_counter()
-        loss = model(*batch(words, rank, number, sequences, 64))
+        loss = model(*batch(words, rank, number, 8, 64))
         loss.backward()
         full = torch.cat([param.grad.flatten() for param in params])
         updates.receive(0, reduce_scatter_mean(full, rank, world_size))
@@ -502,8 +402,7 @@ def train(Optimizer, link, sequences=8, steps=4):
         dist.all_gather(list(flat.chunk(world_size)), shard.clone())
         model.zero_grad()
         losses.append(loss.item())
-        seconds.append(time.perf_counter() - begin)
-    return losses, flat, (link.down + link.up - bytes_before) / steps, min(seconds)
+    return losses, flat, (link.down + link.up - bytes_before) / steps
 
 
 on_device, on_host = train(OnDevice, HostLink()), train(HostOptimizer, HostLink())
@@ -518,7 +417,8 @@ crossed = on_host[2]
 # %%
 # %%ranks
 def where_it_is(stage, **options):
-    zero = stage(make_model(), units=[Block], precision=zerolab.Precision(torch.bfloat16), **options)
+    half = zerolab.Precision(torch.bfloat16)
+    zero = stage(make_model(), units=[Block], precision=half, **options)
     adam = AdamW(zero.model.parameters(), lr=1e-3)
     for number in range(2):
         adam.zero_grad()
@@ -541,24 +441,14 @@ lab.measured("10.4", int(lab.pull("crossed", rank=0)))
 lab.reveal("10.3")
 lab.reveal("10.4")
 
-# %%
-if lab.predicted("10.3"):
-    bars = {}
-    for name, held in places.items():
-        for where in ("device", "host"):
-            if total := sum(held[where].values()):
-                sizes = {kind: held[where][kind] / 1e6 for kind in ("parameters", "gradients", "optimizer")}
-                bars[f"{name}\non the {where}"] = sizes
-    title = "Model states when backward returns, by place"
-    plots.show(plots.stacks(bars, title, "One of 4 ranks; bfloat16 with float32 masters, and Adam", "MB"))
-
 # %% tags=["nbval-check-output"]
-print("on the host or on the device, losses and parameters bit for bit:", all(lab.pull("equal")))
+equal = all(lab.pull("equal"))
+print("on the host or on the device, losses and parameters bit for bit:", equal)
 if lab.predicted("10.3") and lab.predicted("10.4"):
-    psi = 1_263_616
     for name, held in places.items():
         device, host = (sum(held[where].values()) for where in ("device", "host"))
-        print(f"{name:16} device {device:>9,} = {device / psi:.2f} Ψ    host {host:>9,} = {host / psi:.2f} Ψ")
+        print(f"{name:16} device {device:>9,} bytes = {device / psi:.2f} Ψ", end="   ")
+        print(f"host {host:>9,} bytes = {host / psi:.2f} Ψ")
     print(f"over the link in a step: {lab.pull('crossed', rank=0):,.0f} bytes = 4Ψ/4")
 
 # %% [markdown]
@@ -568,121 +458,58 @@ if lab.predicted("10.3") and lab.predicted("10.4"):
 #
 # ## When does it pay?
 #
-# Whatever the batch, a step sends the same bytes over the link, and updates as many parameters. Compute grows with the batch.
-# So beyond some batch the detour hardly counts. Here is the loop with a slow link, emulated in real time, and
-# batches of 1, 4 and 16 sequences:
-
-# %%
-# %%ranks
-SLOW = "10 MB/s, 50 us"
-detour = {n: train(HostOptimizer, HostLink(SLOW), sequences=n, steps=3)[3] for n in (1, 4, 16)}
-on_link = HostLink(SLOW).speed.seconds(crossed / 2) * 2
-
-# %%
-detour, on_link = lab.pull("detour", rank=0), lab.pull("on_link", rank=0)
-if lab.predicted("10.4"):
-    costs = {f"{64 * n:,} tokens": plots.Cost(100e-6, on_link - 100e-6, s) for n, s in detour.items()}
-    title = "A step with the optimizer on the host, by batch size"
-    plots.show(plots.call_costs(costs, title, "4 ranks; emulated link to the host: 10 MB/s, 50 us"))
-assert all(seconds > on_link for seconds in detour.values())
-
-# %% [markdown]
-# The bar is what the step waits for the link, and it does not change; the diamond is the whole step. For a GPU, put in the
-# numbers of yours. A token costs 6Ψ operations (2Ψ forward, 4Ψ backward); 28 bytes per parameter pass through the host's
-# memory in an update (16 read, 12 written). The link's time is equal to the GPU's at a number of tokens per step and GPU in
-# which Ψ cancels: 4/N bytes ÷ bandwidth = 6 operations × tokens ÷ speed.
+# Whatever the batch, a step sends the same bytes over the link, and updates as many parameters. Compute grows with the batch:
+# a token costs 6Ψ operations (2Ψ forward, 4Ψ backward). So beyond some batch the detour hardly counts, and Ψ cancels: the
+# link takes as long as the GPU when 4/N bytes ÷ bandwidth = 6 operations × tokens ÷ speed. The update on the host moves 28
+# bytes per parameter through the host's memory (16 read, 12 written). So here are both as numbers of tokens. Put in your own
+# machine; these are manufacturers' figures, or a stated part of them:
 
 # %% tags=["nbval-check-output"]
-speed = 400e12  # operations per second: 40 % of the 989e12 (bfloat16) that NVIDIA states for an H100
+speed = 400e12  # operations per second: 40 % of the 989e12 (bfloat16) of an H100
 to_host = 50e9  # bytes per second and direction: most of the 64e9 of its PCIe 5 link
-memory = 300e9  # bytes per second of the host's memory, which 8 GPUs share: eight channels of DDR5-4800
+memory = 600e9  # bytes per second: two sockets, sixteen channels of DDR5-4800, for 8 GPUs
 for ranks in (1, 8, 64):
-    tokens = (4 / ranks) / to_host * speed / 6
-    servers = max(1, ranks // 8)
-    update = 28 / servers / memory * speed / 6
-    print(f"N = {ranks:2}: link = compute at {tokens:>6,.0f} tokens, update = compute at {update:>6,.0f}")
+    link = (4 / ranks) / to_host * speed / 6
+    update = 28 / max(1, ranks // 8) / memory * speed / 6  # every 8 ranks have a host
+    print(f"N = {ranks:2}: the link costs {link:>5,.0f} tokens, the update {update:>5,.0f}")
 
 # %% [markdown]
-# The surprise is the second column: on a server of 8 GPUs the host's own update costs far more than the link. One GPU or
-# eight, their host updates all Ψ parameters; with 64 GPUs eight hosts share them. With a few thousand tokens per GPU and step,
-# one micro-batch, the GPU waits as long as it computes. With a hundred thousand, from gradient accumulation, the wait is a
-# tenth. So offload pays when a model does not fit otherwise, or when the freed memory makes the batch so large that the wait
-# no longer counts. On 64 GPUs there is little left to free.
+# On a server of 8 GPUs the host's own update costs far more than the link. One GPU or eight, their host updates all Ψ
+# parameters; with 64 GPUs eight hosts share them. With a few thousand tokens per GPU and step, one micro-batch, a GPU waits
+# about as long as it computes. With a hundred thousand, from gradient accumulation, the wait is a tenth or less. So offload
+# pays when a model does not fit otherwise, or when the freed memory makes the batch so large that the wait no longer counts.
 #
-# **In production.** DeepSpeed has `"offload_optimizer": {"device": "cpu", "pin_memory": true}` in `zero_optimization`, and
-# an Adam for CPUs with vector instructions. (The paper also overlaps the update with the next step, whose gradients then come
-# from parameters that are one step old.) FSDP2 has `CPUOffloadPolicy`, which keeps the shards of everything on the host, the
-# parameters too, and sends those up before each gather. Side by side with ours, on the CPU (where torch's copies do nothing):
-
-# %%
-# %%ranks
-from torch.distributed.fsdp import CPUOffloadPolicy, fully_shard
-
-
-def losses_of(model, steps=3):
-    adam, found = AdamW(model.parameters(), lr=1e-3), []
-    for number in range(steps):
-        loss = model(*batch(words, rank, number, 8, 64))
-        loss.backward()
-        adam.step()
-        adam.zero_grad()
-        found.append(loss.item())
-    return found
-
-
-theirs = make_model()
-for module in (*theirs.blocks, theirs):
-    fully_shard(module, offload_policy=CPUOffloadPolicy(pin_memory=False))
-ours = zerolab.Zero3(make_model(), units=[Block], offload="optimizer").model
-pairs = list(zip(losses_of(theirs), losses_of(ours), strict=True))
-close = all(abs(one - other) < 1e-4 for one, other in pairs)
-
-# %% tags=["nbval-check-output"]
-print("the losses of three steps agree to 0.0001:", all(lab.pull("close")))
-
-# %% [markdown]
+# **In production** this is `"offload_optimizer": {"device": "cpu"}` in DeepSpeed 0.19.8. FSDP2's `CPUOffloadPolicy` (torch
+# 2.13) keeps the shards of everything on the host, the parameters too, and sends those up before each gather.
+#
 # ## Unequal ranks
 #
-# Offload uses two kinds of hardware at once, each for what it is good at. Is ZeRO a way to mix GPUs of different speed? Let
-# rank 3 be slow: 70 ms longer for the forward of each of the 6 blocks. `trace` records what each rank does when.
+# Is ZeRO also a way to mix GPUs of different speed? Let rank 3 be slow: 70 ms longer for the forward of each of the 6 blocks,
+# 0.42 s in all.
 
 
 # %%
 # %%ranks
-from zerolab.measure import trace
-
-
-def step_with(delay):
-    zero = zerolab.Zero2(make_model(), units=[Block])
-    adam = AdamW(zero.model.parameters(), lr=1e-3)
-    for block in zero.model.blocks:
-        block.register_forward_pre_hook(lambda *_: time.sleep(delay if rank == 3 else 0.0))
-    for number in range(2):
-        dist.barrier()
-        with trace(zero, adam) as seen:
-            begin = time.perf_counter()
-            zero.model(*batch(words, rank, number, 8, 64)).backward()
-            adam.step()
-            adam.zero_grad()
-            dist.barrier()
-            seconds = time.perf_counter() - begin
-    return seen, seconds, model_states(zero, adam)["parameters"]
-
-
-seen, seconds, share = step_with(0.07)
-
-# %%
-plots.show(plots.gantt(lab.pull("seen")))
+zero = zerolab.Zero2(make_model(), units=[Block])
+adam = AdamW(zero.model.parameters(), lr=1e-3)
+for block in zero.model.blocks:
+    block.register_forward_pre_hook(lambda *_: time.sleep(0.07 if rank == 3 else 0.0))
+dist.barrier()
+begin = time.perf_counter()
+zero.model(*batch(words, rank, 0, 8, 64)).backward()
+adam.step()
+seconds = time.perf_counter() - begin
+share = model_states(zero, adam)["parameters"]
 
 # %% tags=["nbval-check-output"]
-print("the step takes every rank, not only the slow one, 0.42 s or more:", min(lab.pull("seconds")) > 0.42)
+fastest = min(lab.pull("seconds"))
+print("every rank's step takes 0.42 s or more, not only rank 3's:", fastest >= 0.42)
 print("bytes of parameters on the 4 ranks:", lab.pull("share"))
 
 # %% [markdown]
-# All ranks are as slow as the slowest. In forward the fast ones wait whenever a block's new parameters are gathered, and in
-# backward the first reduction waits for rank 3's gradients. All shards are equal, so the rank with the *least* memory decides
-# what fits. To use unequal GPUs well you would have to give the slow one fewer samples, weigh its mean accordingly, and cut
-# uneven shards, with uneven collectives. This engine does not, and FSDP2 and DeepSpeed cut evenly too.
+# All ranks are as slow as the slowest: backward's first reduction waits for rank 3's gradients, and no step ends before it.
+# All shards are equal, so the rank with the *least* memory decides what fits. To use unequal GPUs well, the slow one would
+# need fewer samples and a smaller shard, which this engine does not give it.
 #
 # ## On trial
 #
@@ -693,84 +520,44 @@ print("bytes of parameters on the 4 ranks:", lab.pull("share"))
 # %%ranks
 stages = (zerolab.DDP, zerolab.Zero1, zerolab.Zero2, zerolab.Zero3)
 by_stage = {stage.__name__: record(stage=stage, group=None)[0] for stage in stages}
-left_by = {name: when_forward_returns(line) for name, line in by_stage.items()}
+left_by = {name: when_forward_returns(line) / 512e3 for name, line in by_stage.items()}
+both = {name: by_stage[name] for name in ("DDP", "Zero3")}
 
 # %% tags=["nbval-check-output"]
-left_by = lab.pull("left_by", rank=0)
-per_token = {name: round(size / 512 / 1000, 1) for name, size in left_by.items()}
-print("activations when forward returns, kB per token:", per_token)
+left_by = {name: round(size, 1) for name, size in lab.pull("left_by", rank=0).items()}
+print("activations when forward returns, kB per token:", left_by)
 
 # %% [markdown]
 # **Verdict: true of ZeRO-R's P_a, together with model parallelism; false of stages 1 to 3.** The stages leave every byte of
-# the activations where it was. P_a divides inputs that all ranks of a model-parallel group have in common, as you measured
-# above; in plain data parallelism there are none.
+# the activations where it was. P_a divides inputs that ranks have in common; in plain data parallelism there are none.
 #
 # > "ZeRO balances GPUs with TPUs and FPGAs."
 #
-# **False.** You measured what happens with unequal ranks: shards are equal, and everybody waits for the slowest. All ranks call
-# the same collectives of one library (NCCL on NVIDIA's GPUs). Offload is what heterogeneity means today: the GPU computes, and
-# the host of the same server keeps and updates what is used once a step.
+# **False.** As you measured: shards are equal, and everybody waits for the slowest. And all ranks call the same collectives of
+# one library (NCCL on NVIDIA's GPUs).
 #
 # > "ZeRO cures fragmentation and memory bandwidth."
 #
-# Two claims. For the first, replay a step of each stage in the arena. For the second, count the bytes that operations read and
-# write, in forward and backward, and in the optimizer's step:
-
+# Two claims. For the first, replay a step with DDP and one in stage 3:
 
 # %%
-# %%ranks
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
-
-
-class Touched(TorchDispatchMode):
-    total = 0
-
-    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
-        result = function(*args, **(kwargs or {}))
-        if not function.is_view:
-            tensors = [t for t in tree_leaves((args, kwargs, result)) if isinstance(t, torch.Tensor)]
-            self.total += sum(t.numel() * t.element_size() for t in tensors)
-        return result
-
-
-def touched(stage):
-    zero = stage(make_model(), units=[Block])
-    adam = AdamW(zero.model.parameters(), lr=1e-3)
-    for number in range(2):
-        with Touched() as computing:
-            zero.model(*batch(words, rank, number, 8, 64)).backward()
-        with Touched() as updating:
-            adam.step()
-        adam.zero_grad()
-    return computing.total, updating.total
-
-
-traffic = {stage.__name__: touched(stage) for stage in stages if stage is not zerolab.Zero2}
-
-# %%
-found = {name: replay(line) for name, line in lab.pull("by_stage", rank=0).items()}
+found = {name: replay(line) for name, line in lab.pull("both", rank=0).items()}
 for name, ways in found.items():
     more = 100 * (ways.arena.size / ways.needed - 1)
-    print(f"{name:6} addresses {more:.1f} % beyond the peak; up to {ways.lost:,} bytes free outside the largest hole")
-traffic = lab.pull("traffic", rank=0)
-for name, (computing, updating) in traffic.items():
-    print(f"{name:6} forward and backward touch {computing / 1e6:.0f} MB, the optimizer {updating / 1e6:.1f} MB")
+    print(f"{name:5} addresses {more:.1f} % beyond the peak", end="; ")
+    print(f"up to {ways.lost:,} bytes free outside the largest hole")
 
 # %% tags=["nbval-check-output"]
 beyond = {name: ways.arena.size / ways.needed for name, ways in found.items()}
-computing, updating = ({name: of[i] for name, of in traffic.items()} for i in (0, 1))
-print("fewer addresses than DDP beyond the peak, in stage 3:", beyond["Zero3"] < beyond["DDP"])
-print("more than 8 MB lost in holes at some moment, in every stage:", min(w.lost for w in found.values()) > 8e6)
-print("less touched than with DDP in forward and backward, in stage 3:", computing["Zero3"] < computing["DDP"])
-print("about a quarter touched by the optimizer:", abs(updating["Zero1"] / updating["DDP"] - 0.25) < 0.02)
+more, lost = beyond["Zero3"] > beyond["DDP"], min(ways.lost for ways in found.values())
+print("stage 3 needs more addresses beyond its peak than DDP:", more)
+print("in both, holes hold more than 8 MB at some moment:", lost > 8e6)
 
 # %% [markdown]
-# **Verdict: false.** The stages cure *capacity*. Fragmentation is a matter of lifetimes. The smaller gradients of stages 2
-# and 3 leave fewer holes when backward ends, but parameters that are gathered and released make new ones, and in stage 3
-# the step needs more addresses beyond its peak than with DDP. M_D, another part of the paper, treats that. As for bandwidth:
-# a GPU's forward and backward read and write what they always did, and in stage 3 gathers come on top. Only the optimizer's
-# step touches 1/N.
+# **Verdict: false.** The stages cure *capacity*. Fragmentation is a matter of lifetimes, and parameters that are gathered and
+# released make holes of their own. M_D, another part of the paper, treats that. As for bandwidth: in every stage a rank
+# computes with full parameters on samples of its own, so its forward and backward read and write what they always did, and in
+# stage 3 gathers come on top. Only the optimizer's step touches 1/N.
 #
 # ## Questions
 #
@@ -798,8 +585,8 @@ print("about a quarter touched by the optimizer:", abs(updating["Zero1"] / updat
 # 5. Fragmentation: 18 GB belong to the allocator, in holes of less than 4 GB. `expandable_segments:True`, reserving long
 #    lifetimes early, or the same sequence length in every step help.
 # 6. 2Ψ = 20 GB of parameters; masters, averages and gradients, 140 GB, are on the host. With one GPU per host the update
-#    costs as much as 6,000 tokens (by the numbers above) and the link as much as 5,000. So with ten thousand tokens a step,
-#    accumulated over micro-batches, about half of the time is compute, and with a hundred thousand nine tenths.
+#    costs as much as 3,000 tokens (by the numbers above) and the link as much as 5,000. So with eight thousand tokens a step,
+#    accumulated over micro-batches, about half of the time is compute, and with a hundred thousand more than nine tenths.
 
 # %%
 lab.stop()

@@ -6,9 +6,9 @@
 # hours. What was not on the disk by then was computed, paid for, and lost.
 #
 # A **[checkpoint](../docs/glossary.md#checkpoint)** is what has to be on the disk so that training goes on as if it had never stopped. Four things go wrong
-# with it in practice: it is not complete, it only fits the number of ranks that wrote it, the crash comes while it is being
-# written, or the run goes on from it with other samples. In this lesson you see each of them happen, and write the two
-# functions that prevent the worst.
+# with it: it is not complete, it only fits the number of ranks that wrote it, the crash comes while it is being written, or
+# the run goes on from it with other samples. In this lesson you see each of them, and write two functions that prevent the
+# worst.
 
 # %%
 # %load_ext zerolab.lab
@@ -29,7 +29,7 @@ import zerolab
 from zerolab import lab
 from zerolab.lab import GPT, Block, windows
 
-data = windows(None, 64)  # real text, cut into samples of 64 bytes, each with the 64 bytes to predict
+data = windows(None, 64)  # real text: samples of 64 bytes, and for each the 64 to predict
 
 
 def make(group=None, lr=3e-3):
@@ -54,8 +54,8 @@ lab.predict("11.1", 12 * 136_960)  # bytes
 # ## One path for all
 #
 # A script that was written for one process saves with `torch.save(model.state_dict(), "model.pt")`. On four ranks, each
-# process runs that line, at the same moment and with the same path. With a sharded model each of them also saves something
-# else: its own shards. Try it: every rank saves 40 tensors (16 MB) that are filled with its rank, three times over.
+# process runs that line, at the same moment and with the same path, and with a sharded model each saves its own shards. Try
+# it: every rank saves 40 tensors (16 MB) that are filled with its rank, three times over.
 
 # %%
 # %%ranks
@@ -79,14 +79,13 @@ for row in lab.pull("found", rank=0):
 # %% [markdown]
 # Each digit is one of the 40 tensors in the file, and says which rank it came from. The rows differ from run to run. A row
 # of one digit means that one rank wrote last and everything that the other three saved is gone. A row with several digits
-# is worse: the file is a patchwork of several ranks, because they wrote over each other at the same offsets. `torch.load`
-# opens it **without an error**. All four files had the same size, so every header fits every tensor.
+# is worse: the ranks wrote over each other at the same offsets, and `torch.load` opens the patchwork **without an error**,
+# since all four files had the same size.
 #
 # Two rules follow. Ranks that hold different things write *different files*. And a format should be able to tell when a
-# file is not what was saved: zerolab's has a checksum for every piece.
-#
-# (`weights_only=True` matters as well. A `.pt` file is a pickle, and unpickling a stranger's file runs the code in it.
-# Everything else in this lesson is safetensors and JSON, which hold numbers and nothing that runs.)
+# file is not what was saved: zerolab's has a checksum for every piece. (A third: a `.pt` file is a pickle, and unpickling a
+# stranger's file runs the code in it, unless `weights_only=True`. The rest of this lesson is safetensors and JSON, which
+# hold nothing that runs.)
 #
 # ## Weights alone are no checkpoint
 #
@@ -147,7 +146,7 @@ def go_on(zero, adam):
     start = full(zero)
     losses = train(zero, adam, range(60, 61))
     moved = ((full(zero) - start).abs() / 3e-3).median().item()
-    return losses + train(zero, adam, range(61, 76)), moved, full(zero)
+    return losses + train(zero, adam, range(61, 70)), moved, full(zero)
 
 
 never_stopped, moved_never, end_never = go_on(zero, adam)
@@ -166,26 +165,28 @@ lab.measured("11.2", round(lab.pull("moved_weights", rank=0), 2))
 lab.reveal("11.2")
 
 # %% tags=["nbval-check-output"]
-print("with everything, losses and weights equal the run that never stopped, bit for bit:", all(lab.pull("same")))
+same = all(lab.pull("same"))
+print("with everything, losses and weights are those of never stopping, bit for bit:", same)
 
 # %%
 if lab.predicted("11.2"):
     before = lab.pull("before_stop", rank=0)[50:]
-    curves = {"with everything": before + lab.pull("everything", rank=0)}
-    curves["never stopped"] = before + lab.pull("never_stopped", rank=0)
-    curves["weights alone"] = before + lab.pull("weights_alone", rank=0)
+    names = {"everything": "with everything", "never_stopped": "never stopped"}
+    names["weights_alone"] = "weights alone"
+    curves = {said: before + lab.pull(name, rank=0) for name, said in names.items()}
     alone, never = curves["weights alone"], curves["never stopped"]
-    rest = [lab.pull(name, rank=0) for name in ("moved_never", "moved_weights")]
-    said = f"The stop is after step 10 of the picture. At step 12 the loss is {alone[11]:.2f} with weights alone, not "
-    said += f"{never[11]:.2f}: the median element had moved {rest[1]:.2f} learning rates, not {rest[0]:.2f}."
-    plots.show(plots.curves(curves, "Going on after a stop", "Steps 51 to 76 of the run", "loss", said))
+    moved = [lab.pull(name, rank=0) for name in ("moved_weights", "moved_never")]
+    said = f"The stop is after step 60. At step 62 the loss is {alone[11]:.2f} with weights"
+    said += f" alone, not {never[11]:.2f}: the median element had moved {moved[0]:.2f}"
+    said += f" learning rates, not {moved[1]:.2f}."
+    title, steps = "Going on after a stop", "Steps 51 to 70 of the run"
+    plots.show(plots.curves(curves, title, steps, "loss", said, first=51))
     assert alone[10] == never[10] and alone[11] > never[11] + 0.05
 
 # %% [markdown]
 # The first loss after the stop is the same, since the weights are. Then comes the first update. A new Adam has seen one
 # gradient: m/√v is g/|g| = ±1, so every element moves a *full* learning rate, whether its gradient is large or noise. Some
-# progress is undone at once, and each restart costs it again. On the curve of a real run this looks like a bad batch, so
-# nobody looks for it.
+# progress is undone at once, and each restart costs it again. On a real curve this looks like a bad batch.
 #
 # A checkpoint therefore has: parameters; the optimizer's state and its step counter; the position in the data; the
 # learning-rate schedule; the states of the random number generators (dropout); and buffers such as BatchNorm's averages. It
@@ -201,21 +202,21 @@ from pathlib import Path
 from safetensors import safe_open
 
 total = 0
-for path in sorted(Path(folder, "step-60").iterdir()):
-    if path.suffix == ".safetensors":
-        with safe_open(path, framework="pt") as file:
-            state = [file.get_tensor(name).nbytes for name in sorted(file.keys()) if not name.startswith("rank")]
-            total += sum(state)
+for path in Path(folder, "step-60").glob("*.safetensors"):
+    with safe_open(path, framework="pt") as file:
+        for name in sorted(file.keys()):
+            total += 0 if name.startswith("rank") else file.get_tensor(name).nbytes
 lab.measured("11.1", total)
 lab.reveal("11.1")
 
 # %% tags=["nbval-check-output"]
 import json
 
-manifest = json.loads(Path(folder, "step-60", "manifest.json").read_text())["content"]
+content = json.loads(Path(folder, "step-60", "manifest.json").read_text())["content"]
 print(*sorted(path.name for path in Path(folder, "step-60").iterdir()), sep="\n")
-for piece in manifest["pieces"]["parameters/blocks.0.mlp.up.weight"]:
-    print(f"blocks.0.mlp.up.weight: elements {piece['start']} to {piece['stop']} are in {piece['file']}")
+name = "blocks.0.mlp.up.weight"
+for piece in content["pieces"][f"parameters/{name}"]:
+    print(f"{name}: elements {piece['start']} to {piece['stop']} are in {piece['file']}")
 if lab.predicted("11.1"):
     assert total == 12 * 136_960
 
@@ -273,37 +274,38 @@ lab.check("11.1")
 # %%
 # %%ranks
 from safetensors import safe_open
-from safetensors.torch import load_file, save_file
+from safetensors.torch import save_file
 
 plan_reads = lab.mine("11.1")
 KINDS = ("parameters", "exp_avg", "exp_avg_sq")
 
 
-def tensors_of(unit, adam, kind):  # this rank's slice of each parameter of the unit, or of its state
-    return [zerolab.to_local(param) if kind == "parameters" else adam.state[param][kind] for param in unit.params]
+def slices_of(unit, adam, kind):  # this rank's slice of each parameter, or of its average
+    if kind == "parameters":
+        return [zerolab.to_local(param).detach() for param in unit.params]
+    return [adam.state[param][kind] for param in unit.params]
 
 
 def my_shards(zero, adam):
     shards = {}
     for unit in zero.units:
         for kind in KINDS:
-            flat = torch.zeros(unit.layout.shard_size)
-            for place, tensor in zip(unit.layout.slices(flat, zero.rank), tensors_of(unit, adam, kind)):
+            flat = shards[f"{kind}/{unit.name}"] = torch.zeros(unit.layout.shard_size)
+            places = unit.layout.slices(flat, zero.rank)
+            for place, tensor in zip(places, slices_of(unit, adam, kind)):
                 place.copy_(tensor)
-            shards[f"{kind}/{unit.name}"] = flat
     return shards
 
 
 zero, adam = make()
 zerolab.load(f"{folder}/step-60", zero, adam)
 save_file(my_shards(zero, adam), f"{folder}/rank-{rank}.safetensors")
-root = zero.units[0]
-sizes = root.name, root.layout.shard_size, root.layout.slots[-1].end
 dist.barrier()
 
 # %% [markdown]
 # Then rank 3 is gone. The other three form a group of their own, build a fresh model, and know nothing of the first run but
-# its four files. Your function says what each of them reads.
+# its four files. Your function says what each of them reads. (`unit.layout.slots` has the place of each parameter in the
+# unit, so the last one's `end` is the number of elements without padding.)
 
 # %%
 # %%ranks
@@ -313,22 +315,23 @@ dist.barrier()
 def load_shards(zero, adam, files, step):
     read = 0
     for unit in zero.units:
-        end = unit.layout.slots[-1].end  # without the padding
         with safe_open(files[0], framework="pt") as file:
             length = file.get_slice(f"parameters/{unit.name}").get_shape()[0]
-        plan = plan_reads([(name, length) for name in files], end, zero.world_size, zero.rank)
+        end, sizes = unit.layout.slots[-1].end, [(name, length) for name in files]
+        plan = plan_reads(sizes, end, zero.world_size, zero.rank)
+        for param in unit.params:  # Adam's state of a parameter, to be filled
+            empty = {kind: torch.empty_like(zerolab.to_local(param)) for kind in KINDS[1:]}
+            adam.state[param] = {"step": torch.tensor(float(step))} | empty
         for kind in KINDS:
             flat = torch.zeros(unit.layout.shard_size)
             for name, start, stop, at in plan:
                 with safe_open(name, framework="pt") as file:
-                    flat[at : at + stop - start] = file.get_slice(f"{kind}/{unit.name}")[start:stop]
+                    shard = file.get_slice(f"{kind}/{unit.name}")
+                    flat[at : at + stop - start] = shard[start:stop]
                 read += 4 * (stop - start)
-            for param, part in zip(unit.params, unit.layout.slices(flat, zero.rank)):
-                if kind == "parameters":
-                    zerolab.to_local(param).copy_(part)
-                else:
-                    adam.state[param][kind] = part.clone()
-                    adam.state[param]["step"] = torch.tensor(float(step))
+            parts = unit.layout.slices(flat, zero.rank)
+            for place, part in zip(slices_of(unit, adam, kind), parts):
+                place.copy_(part)
     return read
 
 
@@ -336,42 +339,34 @@ three = dist.new_group([0, 1, 2])
 read = equal = after = 0
 if rank < 3:
     zero3, adam3 = make(three)
-    read = load_shards(zero3, adam3, [f"{folder}/rank-{r}.safetensors" for r in range(4)], 60)
+    four = [f"{folder}/rank-{r}.safetensors" for r in range(4)]
+    read = load_shards(zero3, adam3, four, step=60)
     packages = make(three)
     zerolab.load(f"{folder}/step-60", *packages)
-    after = train(zero3, adam3, range(60, 76))
-    equal = after == train(*packages, range(60, 76)) and torch.equal(full(zero3), full(packages[0]))
+    after = train(zero3, adam3, range(60, 70))
+    equal = after == train(*packages, range(60, 70))
+    equal = equal and torch.equal(full(zero3), full(packages[0]))
 
 # %% tags=["nbval-check-output"]
 everyone = lab.pull("read")
 if lab.predicted("11.1"):
-    print("bytes read:", *(f"rank {r} {everyone[r]:,}" for r in range(3)), f"together {sum(everyone):,}")
-print("three ranks, by your plan and by zerolab.load: equal, bit for bit:", all(lab.pull("equal")[:3]))
+    each = " ".join(f"rank {r} {everyone[r]:,}" for r in range(3))
+    print(f"bytes read: {each} together {sum(everyone):,}")
+equal = all(lab.pull("equal")[:3])
+print("three ranks, by your plan and by zerolab.load: equal, bit for bit:", equal)
 
 # %% [markdown]
-# The three together read 12Ψ bytes: nothing twice, and nothing for nothing. Nobody ever held the whole model. Here are the
-# cuts in one of the units, with the reads that your function planned:
-
-# %%
-plan_reads = lab.mine("11.1")
-name, length, end = lab.pull("sizes", rank=0)
-files = [(f"rank-{r}.safetensors", length) for r in range(4)]
-plans = [plan_reads(files, end, 3, rank) for rank in range(3)]
-if lab.predicted("11.3"):
-    plots.show(plots.who_reads_what(files, end, plans))
-
-# %% [markdown]
-# `zerolab.load` does what you have done, parameter by parameter. So it also loads into another stage, and into more ranks
-# as well as fewer.
+# The three together read 12Ψ bytes: nothing twice, and nothing for nothing. Nobody ever held the whole model. `zerolab.load`
+# does what you have done, parameter by parameter, so it also loads into another stage, and into more ranks.
 #
 # ## The same samples
 #
-# The three ranks went on for 16 steps. Is it still the same run?
+# The three ranks went on for 10 steps. Is it still the same run?
 
 # %% tags=["nbval-check-output"]
 on_three, never = lab.pull("after", rank=0), lab.pull("never_stopped", rank=0)
-apart = max(abs(a - b) for a, b in zip(on_three, never))
-print("losses on 3 ranks and on the 4 that never stopped differ by less than 0.01:", apart < 0.01)
+apart = max(abs(a - b) for a, b in zip(on_three, never, strict=True))
+print("losses on 3 ranks, and on 4 that never stopped, equal to 0.01:", apart < 0.01)
 
 # %% [markdown]
 # It is, though not to the last bit: a mean over three ranks adds the same 24 gradients in another order than a mean over
@@ -387,26 +382,19 @@ import torch
 SAMPLES, GLOBAL = 6_000, 24
 
 
-def own_stream(rank, step, count):  # every rank shuffles for itself
-    mine = torch.randperm(SAMPLES, generator=torch.Generator().manual_seed(rank))
-    return mine[step * count : (step + 1) * count]
+def stream(seed, step, count):
+    shuffled = torch.randperm(SAMPLES, generator=torch.Generator().manual_seed(seed))
+    return shuffled[step * count : (step + 1) * count]
 
 
-def by_rank():
-    for step in range(80):
-        ranks = 4 if step < 40 else 3
-        yield torch.cat([own_stream(rank, step, GLOBAL // ranks) for rank in range(ranks)])
-
-
-def by_index():
-    shuffled = torch.randperm(SAMPLES, generator=torch.Generator().manual_seed(0))
-    for step in range(80):
-        yield shuffled[step * GLOBAL : (step + 1) * GLOBAL]
-
-
-for name, stream in (("a stream per rank", by_rank()), ("global sample index", by_index())):
-    seen = torch.cat(list(stream)).bincount(minlength=SAMPLES)
-    print(f"{name:20} {int(seen.sum()):,} samples, {int((seen > 1).sum()):>3} of them seen more than once")
+by_rank, by_index = [], []
+for step in range(80):
+    ranks = 4 if step < 40 else 3
+    by_rank += [stream(rank, step, GLOBAL // ranks) for rank in range(ranks)]
+    by_index += [stream(0, step, GLOBAL)]
+for name, parts in (("a stream per rank", by_rank), ("global sample index", by_index)):
+    seen = torch.cat(parts).bincount(minlength=SAMPLES)
+    print(f"{name:20} {seen.sum():,} samples, {(seen > 1).sum():>3} seen more than once")
 
 # %% [markdown]
 # With a stream for each rank, samples repeat while others have not been seen at all, and nothing reports it. So save the
@@ -415,35 +403,28 @@ for name, stream in (("a stream per rank", by_rank()), ("global sample index", b
 # ## Write: a save that a crash cannot spoil
 #
 # The crash may come *while* the checkpoint is being written. This is likelier than it sounds: a large model takes minutes
-# to write, and a disk that has just filled up makes it crash. Here is the obvious save, in a process of its own that
-# is really killed in the middle (SIGKILL: what the out-of-memory killer and an impatient scheduler send):
+# to write, and a disk that has just filled up makes it crash. Here is the obvious save. `crash.play` runs it in a process of
+# its own, and really kills it in the middle of what it writes (SIGKILL: what the out-of-memory killer sends):
 
 # %% tags=["nbval-check-output"]
-import subprocess
-import sys
+from zerolab.lab import crash
 
-script = """
-import os, signal, sys
-path, data = sys.argv[1], sys.stdin.buffer.read()
-with open(path, "wb") as file:                  # from here on the old checkpoint is gone
-    file.write(data[: len(data) // 2])
-    file.flush()
-    os.kill(os.getpid(), signal.SIGKILL)        # the crash
-    file.write(data[len(data) // 2 :])
-"""
 path = Path(folder, "only.safetensors")
 data = Path(folder, "rank-0.safetensors").read_bytes()
-path.write_bytes(data)
-died = subprocess.run([sys.executable, "-c", script, str(path)], input=data)
-print("exit status", died.returncode, f"· {path.stat().st_size / len(data):.0%} of the file is there")
-try:
-    with safe_open(path, framework="pt") as file:
-        print("it can be loaded")
-except Exception as error:
-    print("it cannot be loaded:", type(error).__name__)
+path.write_bytes(data)  # the checkpoint of an hour ago
+
+
+def obvious(rank, barrier):
+    with open(path, "wb") as file:  # from here on the old checkpoint is gone
+        file.write(data)
+
+
+within = crash.Death(rank=0, number=0, within=True)
+run = crash.play(obvious, Path(folder), ranks=1, death=within)
+print(f"{run.ended[0]}, and {path.stat().st_size} of {len(data):,} bytes are there")
 
 # %% [markdown]
-# The old one gone, the new one unreadable: the run is lost, not three hours of it. The remedy is older than GPUs:
+# The old one is gone, and the new one cannot be read: the run is lost, not three hours of it. The remedy is older than GPUs:
 #
 # 1. **Never touch the old one.** The new checkpoint goes into files of other names. Nobody reads them yet.
 # 2. **Make sure that it is on the disk.** `file.write` hands bytes to the system, which writes them some time later; if the
@@ -453,12 +434,14 @@ except Exception as error:
 #    everyone has written.
 # 4. **One rename decides.** A small file, the **index**, says which files are the checkpoint. Write the new index under
 #    another name, then rename it: `os.replace(new, old)` is a single operation of the file system. Whoever looks finds the
-#    old index or the new one, never half of one.
+#    old index or the new one, never half of one. (If the power goes, a new name is safe only once its *folder* is on the disk
+#    as well: `fd = os.open(folder, os.O_RDONLY)`, `os.fsync(fd)`, `os.close(fd)`.)
 # 5. **Remove the old files last.**
 #
 # So at every moment the index names files that are complete. Your function gets `barrier()`, so that it works for any group
 # of ranks. The check kills a rank just before each of its operations on files, and in the middle of what it writes; lets one
-# rank run far ahead of the others; and fills a disk. Every time it looks whether a checkpoint can be loaded.
+# rank run far ahead of the others; and fills a disk. Every time it looks whether a checkpoint can be loaded. That takes ten
+# seconds or more.
 
 # %%
 # %%exercise 11.2
@@ -473,8 +456,6 @@ lab.check("11.2")
 # %%
 import shutil
 
-from zerolab.lab import crash
-
 save_checkpoint = lab.mine("11.2")
 parts = [Path(folder, f"rank-{r}.safetensors").read_bytes() for r in range(2)]
 tries = Path(folder, "tries")
@@ -484,101 +465,31 @@ def saves(step):
     return lambda rank, barrier: save_checkpoint(tries, step, parts[rank], rank, 2, barrier)
 
 
-def killed(rank, number):
-    """Which step can be loaded afterwards; and what the rank was about to do, or None if it got through."""
-    shutil.rmtree(tries, ignore_errors=True)
-    tries.mkdir()
-    crash.play(saves(60), tries, ranks=2)
-    run = crash.play(saves(70), tries, ranks=2, death=crash.Death(rank, number))
-    step, files = crash.load(tries)  # raises an error if there is no complete checkpoint
-    assert files == parts
-    return step, str(run.of(rank)[-1]) if run.ended.get(rank) == "killed" else None
-
-
-table = []
+loaded = []
 for rank in (0, 1):
     for number in range(100):
-        step, last = killed(rank, number)
-        if last is None:
-            break
-        table.append(step)
-        print(f"rank {rank} killed just before it {last}: step {step} loads")
+        shutil.rmtree(tries, ignore_errors=True)
+        tries.mkdir()
+        crash.play(saves(60), tries, ranks=2)
+        run = crash.play(saves(70), tries, ranks=2, death=crash.Death(rank, number))
+        if run.ended.get(rank) != "killed":
+            break  # it got through: there is no operation of this number
+        step, files = crash.load(tries)  # raises an error if no checkpoint is complete
+        assert files == parts
+        loaded.append(step)
+        print(f"rank {rank} killed just before it {run.of(rank)[-1]}: step {step} loads")
 
 # %% tags=["nbval-check-output"]
-print("after every death a complete checkpoint was there:", set(table) == {60, 70} and len(table) > 5)
+complete = set(loaded) == {60, 70} and len(loaded) > 5
+print("after every death a complete checkpoint was there:", complete)
 
 # %% [markdown]
 # The old one up to the rename, the new one from there on, and never anything else. `zerolab.save` follows the same five
-# steps, with folders in place of files; the tests kill it at every operation too, and also kill whole training runs.
+# steps, with folders in place of files.
 #
 # How often should you save? A save costs time, and so does what is computed again after a crash. If a save takes S seconds
 # and a crash comes every C seconds on average, the sum is smallest at an interval of about √(2·S·C) (Young, 1974): one
 # minute and three hours give 19 minutes.
-#
-# ## Going on with new data
-#
-# The run is over. Now the model is to learn something else: here Python source code, the standard library's decimal
-# arithmetic, in place of English. What of the checkpoint should come along? Try three ways, 16 steps each, with the
-# *position in the data* set back to 0.
-
-# %%
-# %%ranks
-import _pydecimal
-
-code = windows(_pydecimal.__file__, 64)
-shuffled = torch.randperm(len(code.inputs), generator=torch.Generator().manual_seed(1))
-steps_of_code = len(code.inputs) // GLOBAL
-
-
-def on_code(load_all, warm_up):
-    zero, adam = make()
-    if load_all:
-        zerolab.load(f"{folder}/step-60", zero, adam)
-    else:
-        zero.load_full_state_dict(weights)
-    losses = []
-    for step in range(16):
-        adam.param_groups[0]["lr"] = 3e-3 * min(1.0, (step + 1) / warm_up)
-        losses.append(one_step(zero, adam, shuffled[step * GLOBAL : (step + 1) * GLOBAL], code))
-    return losses, english(zero)
-
-
-@torch.no_grad()
-def english(zero):  # the mean loss on text that was held back
-    some = torch.arange(48) * (len(data.validation_inputs) // 48)  # from all of it
-    mine = some.chunk(zero.world_size)[zero.rank]
-    loss = zero.model(data.validation_inputs[mine].long(), data.validation_targets[mine].long())
-    dist.all_reduce(loss, group=zero.comm.group)
-    return loss.item() / zero.world_size
-
-
-ways = {"all of it": on_code(True, 1), "weights alone": on_code(False, 1), "weights, warm-up": on_code(False, 8)}
-zero, adam = make()
-zerolab.load(f"{folder}/step-60", zero, adam)
-old_english = english(zero)
-
-# %%
-ways, old_english = lab.pull("ways", rank=0), lab.pull("old_english", rank=0)
-second = ", ".join(f"{losses[1]:.2f} ({name})" for name, (losses, _) in ways.items())
-after = ", ".join(f"{text:.2f} ({name})" for name, (_, text) in ways.items())
-said = f"At step 2 the loss is {second}. On the English that was held back, the loss goes from {old_english:.2f} to {after}."
-curves = {name: losses for name, (losses, _) in ways.items()}
-plots.show(plots.curves(curves, "From English to Python", "16 steps on new data, after 60 on the old", "loss", said))
-assert sum(text for _, text in ways.values()) / len(ways) > old_english
-print(
-    f"the new data have {lab.pull('steps_of_code', rank=0)} steps; with the old position, 60 of them would be skipped"
-)
-
-# %% [markdown]
-# All three learn Python, and all three forget English: that the loss on the old text rises is the price of new data, and no
-# checkpoint prevents it (mixing old samples in does). What each way needs:
-#
-# - *All of it*: Adam's averages are of the old gradients, and fade within some dozen steps for m, and hundreds for v
-#   (β₂ = 0.999). Take it if the new data resemble the old.
-# - *Weights alone* begins with the full-size steps that you saw above; look at step 2. A **warm-up**, a learning rate that
-#   grows from almost nothing, lets Adam collect its averages before it may take large steps.
-# - In each case the *position* starts again. A resumed script that keeps the step counter skips the first 60 steps of the
-#   new data without a word, and its learning-rate schedule goes on where the old one ended, which is often at zero.
 #
 # ## In production
 #
@@ -587,88 +498,72 @@ print(
 # %%
 # %%ranks
 import torch.distributed.checkpoint as dcp
-from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
+from torch.distributed.checkpoint import state_dict
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import fully_shard
+from torch.utils._pytree import tree_leaves
 
 
 def fsdp(mesh):
     torch.manual_seed(0)
     model = GPT(layers=2, width=64)
-    for block in model.blocks:
-        fully_shard(block, mesh=mesh)
-    fully_shard(model, mesh=mesh)
+    for module in (*model.blocks, model):
+        fully_shard(module, mesh=mesh)
     return model, torch.optim.AdamW(model.parameters(), lr=3e-3)
 
 
-def state_of(model, adam):
-    model_state, adam_state = get_state_dict(model, adam)
-    return {"model": model_state, "adam": adam_state}
+def whole(model, adam):  # every tensor of the model's and of Adam's state, in full
+    options = state_dict.StateDictOptions(full_state_dict=True)
+    leaves = tree_leaves(state_dict.get_state_dict(model, adam, options=options))
+    return [leaf for leaf in leaves if torch.is_tensor(leaf)]
 
 
-def step_fsdp(model, adam):
-    mine = samples(0).chunk(4)[rank]
-    model(data.inputs[mine].long(), data.targets[mine].long()).backward()
-    adam.step()
-    adam.zero_grad()
+def parts(model, adam):  # what this rank has of both
+    return dict(zip(("model", "adam"), state_dict.get_state_dict(model, adam)))
 
 
 model, adam = fsdp(DeviceMesh("cpu", [0, 1, 2, 3]))
-step_fsdp(model, adam)
-dcp.save(state_of(model, adam), checkpoint_id=f"{folder}/dcp")
+mine = samples(0).chunk(4)[rank]
+model(data.inputs[mine].long(), data.targets[mine].long()).backward()
+adam.step()
+dcp.save(parts(model, adam), checkpoint_id=f"{folder}/dcp")
+saved = whole(model, adam)
 
-
-def held(model, adam):  # this rank's part of every parameter and of Adam's averages
-    tensors = [t for p in model.parameters() for t in (p, adam.state[p]["exp_avg"], adam.state[p]["exp_avg_sq"])]
-    return {str(number): t.detach().to_local().contiguous() for number, t in enumerate(tensors)}
-
-
-save_file(held(model, adam), f"{folder}/fsdp-{rank}.safetensors")  # to compare with
-dist.barrier()
 two = DeviceMesh("cpu", [0, 1])
 loaded_equal = None
 if rank < 2:
-    fewer, other_adam = fsdp(two)
-    state = state_of(fewer, other_adam)
+    fewer = fsdp(two)
+    state = parts(*fewer)
     dcp.load(state, checkpoint_id=f"{folder}/dcp", process_group=two.get_group())
-    set_state_dict(fewer, other_adam, model_state_dict=state["model"], optim_state_dict=state["adam"])
-    halves = [load_file(f"{folder}/fsdp-{2 * rank + i}.safetensors") for i in (0, 1)]
-    both = {name: torch.cat([half[name] for half in halves]) for name in halves[0]}
-    loaded_equal = all(torch.equal(both[name], t) for name, t in held(fewer, other_adam).items())
+    ours, adams = state.values()
+    state_dict.set_state_dict(*fewer, model_state_dict=ours, optim_state_dict=adams)
+    loaded_equal = all(map(torch.equal, saved, whole(*fewer)))
 dist.barrier()
 
-# %%
-for name in ("dcp", "step-60") if lab.predicted("11.1") else ():
-    files = sorted(Path(folder, name).iterdir())
-    print(f"{name:8}", ", ".join(f"{file.name} {file.stat().st_size:,}" for file in files))
-
 # %% tags=["nbval-check-output"]
-print("saved by 4 and loaded by 2, parameters and Adam's averages are equal:", lab.pull("loaded_equal")[:2])
+print(*sorted(path.name for path in Path(folder, "dcp").iterdir()))
+equal = lab.pull("loaded_equal")[:2]
+print("saved by 4 and loaded by 2, parameters and Adam's averages are equal:", equal)
 
 # %% [markdown]
-# The same idea, file by file: a file for each rank, and one (`.metadata`) that says what is where. (DCP's files are larger
-# here because each piece of a tensor has a header of its own, of about a kilobyte. With large tensors that does not count.)
-# What differs:
+# The same idea: a file for each rank, and one (`.metadata`) that says what is where. What differs in torch 2.13:
 #
-# - DCP *fills* what you give it. You build the model and its state first, then load into it. `get_state_dict` makes an
-#   optimizer state to be filled even before the first step.
+# - DCP *fills* what you give it. You build the model and its state first, then load into it.
 # - `.metadata` is a **pickle**. Loading a stranger's DCP checkpoint may run the stranger's code; so may DeepSpeed's files.
-# - `dcp.async_save` copies the state to host memory and writes while training goes on. Your five steps still apply: a
-#   checkpoint counts when its metadata is there, and the old one must stay until then.
+# - `dcp.async_save` copies the state to host memory and writes while training goes on. Your five steps still apply: the old
+#   checkpoint must stay until the new metadata is there.
 # - Data position, schedule and generators are yours to add to the state, with any library.
 #
-# **DeepSpeed** writes a file for each rank too, cut for that number of ranks. Two scripts translate. `zero_to_fp32.py`,
-# which it puts into every checkpoint folder, joins the shards of the *weights* into float32 files, to publish or to
-# fine-tune: weights alone, as above. `ds_to_universal.py` rewrites the whole checkpoint into a
-# [universal](https://www.deepspeed.ai/tutorials/universal-checkpointing/) one, which a run with another number of ranks, or
-# with other parallelism, can load. It is a job of its own: plan time and disk space for it.
+# **DeepSpeed** (0.19.8) writes a file for each rank too, cut for that number of ranks. `zero_to_fp32.py`, which it puts into
+# every checkpoint folder, joins the *weights* into float32 files: weights alone, as above. `ds_to_universal.py` rewrites the
+# checkpoint into a [universal](https://www.deepspeed.ai/tutorials/universal-checkpointing/) one, which another number of ranks
+# can load. It is a job of its own, with time and disk space of its own.
 #
-# **torchrun** watches the processes. With `--max-restarts 3` it ends all of them when one dies and starts all of them again;
-# with `--nnodes 2:4` it also does so when a node leaves or arrives, with new ranks and another world size
-# ([documentation](https://docs.pytorch.org/docs/stable/elastic/quickstart.html)). That is all it does. Nothing in memory
-# survives, so an "elastic" run is one that is killed often and loads its checkpoint well. Your script must find the newest
-# complete checkpoint, load it at whatever world size it wakes up in, and go on with the right sample. `zerolab train` does
-# that: `torchrun --nproc-per-node 4 --max-restarts 3 -m zerolab.train --checkpoint run`.
+# **torchrun** with `--max-restarts 3` ends all processes when one dies, and starts all of them again; with `--nnodes 2:4` it
+# also does so when a node leaves or arrives, with another world size
+# ([documentation](https://docs.pytorch.org/docs/stable/elastic/quickstart.html)). Nothing in memory survives: an "elastic"
+# run is one that is killed often and loads its checkpoint well, as
+# `torchrun --nproc-per-node 4 --max-restarts 3 -m zerolab.train --checkpoint run` does.
 #
 # ## On trial
 #
@@ -689,30 +584,41 @@ if rank < 2:
 dist.barrier()
 
 
+@torch.no_grad()
+def held_back(zero):  # the mean loss on text that was held back
+    some = torch.arange(48) * (len(data.validation_inputs) // 48)  # from all of it
+    mine = some.chunk(zero.world_size)[zero.rank]
+    inputs, targets = data.validation_inputs[mine], data.validation_targets[mine]
+    loss = zero.model(inputs.long(), targets.long())
+    dist.all_reduce(loss, group=zero.comm.group)
+    return loss.item() / zero.world_size
+
+
 def nodes(group, batch, lr=1e-3):
     zero, adam = make(group)
     zerolab.load(f"{folder}/two", zero, adam)
     adam.param_groups[0]["lr"] = lr
-    first, steps = 12 * 12, 144 // batch  # go on with the next sample, for as many steps as 144 samples last
-    for step in range(steps):
-        one_step(zero, adam, order[first + step * batch : first + (step + 1) * batch])
-    return steps, english(zero)
+    parts = order[12 * 12 :][:144].split(batch)  # the 144 samples that come next
+    for part in parts:
+        one_step(zero, adam, part)
+    return len(parts), held_back(zero)
 
 
 rows = {"2 ranks x 6": nodes(pair, 12) if rank < 2 else None}
-rows |= {"4 ranks x 3": nodes(None, 12), "4 ranks x 6": nodes(None, 24), "4 ranks x 6, lr x 2": nodes(None, 24, 2e-3)}
+rows |= {"4 ranks x 3": nodes(None, 12), "4 ranks x 6": nodes(None, 24)}
+rows["4 ranks x 6, lr x 2"] = nodes(None, 24, 2e-3)
 
 # %%
 rows = lab.pull("rows", rank=0)
 for name, (steps, loss) in rows.items():
-    print(f"{name:20} {steps:2} steps for 144 samples, then a loss of {loss:.3f} on text that was held back")
+    print(f"{name:20} {steps:2} steps, then {loss:.3f} on text that was held back")
 
 # %% tags=["nbval-check-output"]
-losses = {name: loss for name, (_, loss) in rows.items()}
-same = abs(losses["2 ranks x 6"] - losses["4 ranks x 3"]) < 0.02
-print("the same global batch on twice the ranks learns the same:", same)
-print("the same batch per rank learns less from the same samples:", losses["4 ranks x 6"] > losses["4 ranks x 3"] + 0.1)
-print("a script that counts steps skips", 12 * 24 - 12 * 12, "samples: it takes 12 steps of 24 for done")
+two, same, more, _ = (loss for _, loss in rows.values())
+print("the same global batch on twice the ranks learns the same:", abs(two - same) < 0.02)
+print("the same batch per rank learns less from the same samples:", more > same + 0.1)
+skipped = 12 * 24 - 12 * 12
+print("a script that counts steps takes 12 of 24 for done, and skips", skipped, "samples")
 
 # %% [markdown]
 # **Verdict: true under a condition.** More ranks leave a run as it is if three things stay: the **global batch** (so each
@@ -740,7 +646,7 @@ print("a script that counts steps skips", 12 * 24 - 12 * 12, "samples: it takes 
 # 2. Adam starts with empty averages, so its first steps have the full learning rate in every element. Save the optimizer's
 #    state and step counter as well, and with them the schedule, the position in the data and the random generators.
 # 3. A rename is one operation: a reader finds the old file or the new one. It does not protect against a power cut unless the
-#    new file was flushed to the disk (fsync) before, nor from a disk that dies: keep a copy elsewhere.
+#    new file was flushed to the disk (fsync) before and its folder after, nor from a disk that dies: keep a copy elsewhere.
 # 4. From an index that names a file that some rank has not written yet. If the job dies at that moment, the index names a
 #    checkpoint that does not exist, and the old one is no longer named.
 # 5. The global batch, the learning rate and its schedule, and the order of samples stay. The part of each rank changes, and

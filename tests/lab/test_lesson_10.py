@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import time
-
 import pytest
 import torch
 
@@ -75,7 +73,7 @@ def test_a_step_again_in_one_buffer(ranks, stage):
     assert max(starts) < min(others)
 
 
-def test_the_link_counts_copies_and_takes_its_time():
+def test_the_link_counts_copies():
     link, shard = HostLink(), torch.ones(10, dtype=torch.bfloat16)
     host = link.to_host(shard)
     host += 1
@@ -83,6 +81,3 @@ def test_the_link_counts_copies_and_takes_its_time():
     master = torch.full((10,), 3.0, requires_grad=True)
     link.to_device(shard, master)
     assert shard.tolist() == [3.0] * 10 and not shard.requires_grad and (link.down, link.up) == (20, 40)
-    begin = time.perf_counter()
-    HostLink("1 kB/s, 10 ms").to_host(torch.zeros(10))  # 40 bytes: 40 ms, and 10 ms
-    assert time.perf_counter() - begin > 0.049

@@ -234,7 +234,7 @@ _WRITE = "write(folder / names[rank], data)"
 _INDEX = 'write(folder / "index.json", json.dumps({"step": step, "files": names}).encode())'
 _BEFORE = f"    {_WRITE}\n    barrier()  # now all files are on the disk\n"
 _REMOVE = """\
-        for file in folder.iterdir():  # the old checkpoint, and what killed saves left behind
+        for file in folder.iterdir():  # the old checkpoint, and what killed saves left
             if file.name not in ["index.json", *names]:
                 file.unlink()
 """

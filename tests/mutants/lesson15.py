@@ -336,7 +336,7 @@ def heads_of(rows, heads, rank, size):
     return rows[torch.tensor(wanted)]
 """
 
-_PIECES = "pieces = rows.view(3, size, -1, *rows.shape[1:])  # q, k, v; a piece of each for every rank"
+_PIECES = "pieces = rows.view(3, size, -1, *rows.shape[1:])  # q, k, v; of each a piece per rank"
 _RETURN = "pieces[:, rank].flatten(0, 1).clone()"
 HEADS_MUTANTS = {
     "q, k and v mixed": (edit(HEADS, _RETURN, "rows.chunk(size)[rank].clone()"), "cut q, k and v one by one"),
@@ -495,11 +495,7 @@ PIPELINE_MUTANTS = {
         "backward comes before its own forward",
     ),
     "the rest forgotten": (
-        edit(
-            PIPELINE,
-            'return steps + [("backward", m) for m in range(self.micro_batches - warm_up, self.micro_batches)]',
-            "return steps",
-        ),
+        edit(PIPELINE, 'return steps + [("backward", m) for m in left]', "return steps"),
         "one forward and one backward on every rank",
     ),
     "deadlock": (

@@ -173,12 +173,12 @@ def from_zerolab(zero, adam):
     return dict(weights=zero.full_state_dict(), state=state, groups=groups)
 """
 
-_FROM_STEP = '{"step": adam.state[param]["step"].clone()}'
+_FROM_STEP = 'adam.state[param]["step"].clone()'
 
 FROM_MUTANTS = {
     "weights alone": (edit(FROM, '"state": state', '"state": {}'), "would start anew"),
-    "no step": (edit(FROM, _FROM_STEP, "{}"), "without the step counter"),
-    "step 0": (edit(FROM, _FROM_STEP, '{"step": torch.tensor(0.0)}'), "starts at 0"),
+    "no step": (edit(FROM, f'                    kept["step"] = {_FROM_STEP}\n', ""), "without the step counter"),
+    "step 0": (edit(FROM, _FROM_STEP, "torch.tensor(0.0)"), "starts at 0"),
     "the run's step": (edit(FROM, '["step"].clone()', '["step"]'), "shares memory with the run"),
     "slices": (edit(FROM, "= view.clone()", "= adam.state[param][kind].clone()"), "this rank's slices only"),
     "no gather": (
@@ -215,7 +215,7 @@ FROM_MUTANTS = {
             "                if param in adam.state:\n                    kept",
             "                if True:\n                    kept",
             _FROM_STEP,
-            '{"step": torch.tensor(5.0)}',
+            "torch.tensor(5.0)",
         ),
         "have no state",
     ),

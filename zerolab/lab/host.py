@@ -1,6 +1,6 @@
-"""The way between a device and its host: copies in both directions, counted, and as slow as you say.
+"""The way between a device and its host: copies in both directions, counted.
 
-    link = HostLink("200 MB/s, 50 us")
+    link = HostLink()
     master = link.to_host(shard)       # a new tensor in the host's memory
     link.to_device(shard, master)      # into a tensor of the device's
     link.down, link.up                 # bytes
@@ -11,35 +11,25 @@ books say on which side a tensor is.
 
 from __future__ import annotations
 
-import time
-
 import torch
 from torch import Tensor
 
 from zerolab.engine.bucket import on_host
-from zerolab.lab.ranks.network import parse
 
 
 class HostLink:
-    """`down`, `up`: bytes copied to the host and to the device. speed: emulate it, such as "200 MB/s, 50 us"."""
+    """`down`, `up`: bytes copied to the host and to the device."""
 
-    def __init__(self, speed: str | None = None) -> None:
-        self.speed = parse(speed) if speed else None
+    def __init__(self) -> None:
         self.down = self.up = 0
 
     def to_host(self, tensor: Tensor) -> Tensor:
         """A copy of `tensor` in the host's memory, with its shape and dtype."""
         self.down += tensor.nbytes
-        self._take_time(tensor.nbytes)
         return on_host(tensor.detach())
 
     def to_device(self, out: Tensor, tensor: Tensor) -> None:
         """Copy `tensor`, which is on the host, into `out`, which is on the device. What travels has its dtype."""
         self.up += tensor.nbytes
-        self._take_time(tensor.nbytes)
         with torch.no_grad():
             out.copy_(tensor)
-
-    def _take_time(self, nbytes: int) -> None:
-        if self.speed is not None:
-            time.sleep(self.speed.seconds(nbytes))

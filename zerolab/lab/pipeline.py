@@ -6,6 +6,10 @@ class MyPipeline(Pipeline):
     def backward(self, m): ...
 
 loss = MyPipeline(stage, inputs, loss, like).run()
+
+With a `Paced` stage, the times in a run's trace are not measured: each stage has a clock, which a forward or backward
+moves on by a fixed time, and a message to its sender's time if that is later. So a schedule shows as on devices of
+equal speed whose wires cost nothing, and the same on every machine.
 """
 
 from __future__ import annotations
@@ -21,6 +25,7 @@ from torch import Tensor, nn
 from zerolab.measure.spans import Span, Trace
 
 Step = tuple[str, int]  # ("forward", 3) or ("backward", 3)
+CLOCKS = 1 << 20  # the tag of a sender's time is that of its message, and this
 
 
 class Pipeline:
@@ -56,6 +61,7 @@ class Pipeline:
         self._sends: list[tuple[Any, Tensor]] = []  # with the tensor, which must live until it has left
         self._losses: list[Tensor] = []
         self._begin = 0.0
+        self._paced = stage if isinstance(stage, Paced) else None
 
     # -- what a subclass writes
 
@@ -105,13 +111,18 @@ class Pipeline:
         self.kept.clear()
         self._losses.clear()
         self.sent, self.trace = 0, Trace(self.rank, self.size)
+        if self._paced:
+            self._paced.now = 0.0
         for what, m in self.order():
-            self._begin = time.perf_counter()
+            self._begin = self._now()
             self._do(what, m)
-            self.trace.spans.append(Span(what, str(m), self._begin, time.perf_counter()))
+            self.trace.spans.append(Span(what, str(m), self._begin, self._now()))
         while self._sends:
             self._sends.pop(0)[0].wait()
         return float(torch.stack(self._losses).mean()) if self.last else None
+
+    def _now(self) -> float:
+        return self._paced.now if self._paced else time.perf_counter()
 
     def _do(self, what: str, m: int) -> None:
         (self.forward if what == "forward" else self.backward)(m)
@@ -124,6 +135,9 @@ class Pipeline:
         held = tensor.detach().contiguous()
         self.sent += held.nbytes
         self._sends.append((dist.isend(held, to, tag=tag), held))
+        if self._paced:
+            time_sent = torch.tensor(self._paced.now, dtype=torch.float64)
+            self._sends.append((dist.isend(time_sent, to, tag=tag + CLOCKS), time_sent))
 
     def _receive(self, source: int, tag: int) -> Tensor:
         if not 0 <= source < self.size:
@@ -132,35 +146,38 @@ class Pipeline:
         work = dist.irecv(tensor, source, tag=tag)
         assert work is not None
         work.wait()
-        self._begin = time.perf_counter()  # until now it stood still
+        if self._paced:
+            time_sent = torch.zeros((), dtype=torch.float64)
+            dist.recv(time_sent, source, tag=tag + CLOCKS)
+            self._paced.now = max(self._paced.now, float(time_sent))
+        self._begin = self._now()  # until now it stood still
         return tensor
 
 
-class _Pause(torch.autograd.Function):
-    """Sleeps in forward and in backward, which then take as long on every machine."""
+class _Tick(torch.autograd.Function):
+    """Moves the clock on, in forward and in backward."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, seconds: float, backward_seconds: float) -> Tensor:
-        ctx.seconds = backward_seconds
-        time.sleep(seconds)
+    def forward(ctx: Any, x: Tensor, paced: Paced) -> Tensor:
+        ctx.paced = paced
+        paced.now += paced.seconds
         return x.view_as(x)
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
-        time.sleep(ctx.seconds)
-        return grad, None, None
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        ctx.paced.now += 2 * ctx.paced.seconds
+        return grad, None
 
 
 class Paced(nn.Module):
-    """`stage`, whose forward takes `seconds` longer than it does, and its backward twice that.
+    """`stage` with a clock: `now` goes on by `seconds` in each forward, and by twice that in each backward.
 
-    Four ranks on two cores take turns at computing; at sleeping they do not. So a schedule shows as it would on four
-    devices.
+    Four ranks on two cores take turns at computing, so what a watch shows there is not what four devices would do.
     """
 
     def __init__(self, stage: nn.Module, seconds: float) -> None:
         super().__init__()
-        self.stage, self.seconds = stage, seconds
+        self.stage, self.seconds, self.now = stage, seconds, 0.0
 
     def forward(self, x: Tensor) -> Tensor:
-        return _Pause.apply(self.stage(x), self.seconds, 2 * self.seconds)
+        return _Tick.apply(self.stage(x), self)

@@ -497,8 +497,11 @@ QUESTIONS: dict[str, Question] = {
     ),
     "15.3": Question(
         "%",
-        formula=100 * 3 / 11,
-        beside_formula="Stages compute besides sleeping, and messages take time: what is measured is a little more.",
+        slips={
+            11 / 8: "A rank works for M units and waits for N - 1: that is of M + N - 1 units, not of M.",
+            11 / 4: "That is with one micro-batch.",
+            11 / 9: "It is N - 1 units that a rank waits, not N: while it works itself it does not wait.",
+        },
     ),
     "16.1": Question(
         "GB",

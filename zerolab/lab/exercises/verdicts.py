@@ -268,8 +268,8 @@ CLAIMS: tuple[Claim, ...] = (
         "Q",
         "ZeRO cures fragmentation and memory bandwidth.",
         FALSE,
-        "It cures capacity. `fewer addresses than DDP beyond the peak, in stage 3: False`; `less touched than with DDP "
-        "in forward and backward, in stage 3: False`.",
+        "It cures capacity. `stage 3 needs more addresses beyond its peak than DDP: True`, and forward and backward "
+        "`read and write what they always did`.",
         "10",
         "ZeRO cures fragmentation and memory bandwidth",
     ),

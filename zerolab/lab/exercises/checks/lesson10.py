@@ -611,26 +611,30 @@ from zerolab.lab.exercises import Todo
 class Recompute(torch.autograd.Function):
     @staticmethod
     def forward(ctx, asks: Tensor, block: nn.Module, x: Tensor, kwargs: dict) -> Tensor:
-        """Run the block (nothing is recorded in here), and keep on `ctx` what the second run needs.
+        """Run the block (nothing is recorded in here); keep on `ctx` what backward needs.
 
-        asks: has no elements and needs a gradient, so that apply() records this call even if x needs none.
-        ctx.save_for_backward(x) keeps a tensor; anything else is an attribute: ctx.block = block.
+        asks: has no elements and needs a gradient, so that apply() records this call even
+        if x needs none. ctx.save_for_backward(x) keeps a tensor; anything else is an
+        attribute: ctx.block = block.
         """
         raise Todo("10.1")
 
     @staticmethod
     def backward(ctx, grad: Tensor) -> tuple:
-        """Run the block again, now recorded, and send `grad` back through it; return a gradient for each argument.
+        """Run the block again, now recorded, and send `grad` back through it.
 
-        (x,) = ctx.saved_tensors; torch.autograd.backward(y, grad) adds up the parameters' gradients.
-        Arguments that need no gradient get None.
+        Return a gradient for each argument of forward, None for those that need none.
+        (x,) = ctx.saved_tensors; torch.autograd.backward(y, grad) adds up the parameters'
+        gradients.
         """
         raise Todo("10.1")
 
 
 def checkpointed(block: nn.Module, x: Tensor, **kwargs) -> Tensor:
-    """block(x, **kwargs), which keeps only its input, and in backward runs again with the same random numbers
-    and the same autocast. (Without torch.utils.checkpoint. No gradient is needed for what is in `kwargs`.)
+    """block(x, **kwargs), which keeps only its input, and runs again in backward.
+
+    Both runs have the same random numbers and the same autocast. (Without
+    torch.utils.checkpoint. No gradient is needed for what is in `kwargs`.)
     """
     return Recompute.apply(torch.empty(0, requires_grad=True), block, x, kwargs)
 '''
@@ -1065,26 +1069,33 @@ from zerolab.lab.host import HostLink
 
 
 class HostOptimizer:
-    """Updates `shard`, which is on the device: this rank's parameters, (S,) in 16 bits (or float32).
+    """Updates `shard`: this rank's parameters, (S,) on the device, in 16 bits (or float32).
 
-    On the host are, in float32, the masters, their gradients, and what the optimizer keeps. make_optimizer([master])
-    makes the optimizer. Everything that crosses goes over the link, as small as it can be:
-    link.to_host(tensor) returns a copy on the host; link.to_device(out, tensor) copies into `out`, on the device.
+    On the host are, in float32, the masters, their gradients, and what the optimizer keeps.
+    make_optimizer([master]) makes the optimizer. What crosses goes over the link, as small
+    as it can be: link.to_host(tensor) returns a copy on the host;
+    link.to_device(out, tensor) copies into `out`, on the device.
     """
 
-    def __init__(self, shard: Tensor, make_optimizer: Callable[[list[Tensor]], Optimizer], link: HostLink) -> None:
+    def __init__(
+        self,
+        shard: Tensor,
+        make_optimizer: Callable[[list[Tensor]], Optimizer],
+        link: HostLink,
+    ) -> None:
         raise Todo("10.2")
 
     def receive(self, start: int, grad: Tensor) -> None:
-        """Backward has the mean gradient of shard[start : start + len(grad)], in the shard's dtype, on the device.
+        """`grad`: the mean gradient of shard[start : start + len(grad)], on the device.
 
-        Bring it to the host now, so that the device can give its memory back. Called for each part, in any order, and
-        again for each micro-batch: until step(), gradients add up.
+        It has the shard's dtype. Bring it to the host now, so that the device can give its
+        memory back. Called for each part, in any order, and again for each micro-batch:
+        until step(), gradients add up.
         """
         raise Todo("10.2")
 
     def step(self) -> None:
-        """Update the masters with the gradients that came since the last step, and the shard with the masters."""
+        """Update the masters with the gradients since the last step, then the shard."""
         raise Todo("10.2")
 '''
 
@@ -1098,7 +1109,12 @@ from zerolab.lab.host import HostLink
 
 
 class HostOptimizer:
-    def __init__(self, shard: Tensor, make_optimizer: Callable[[list[Tensor]], Optimizer], link: HostLink) -> None:
+    def __init__(
+        self,
+        shard: Tensor,
+        make_optimizer: Callable[[list[Tensor]], Optimizer],
+        link: HostLink,
+    ) -> None:
         self.shard, self.link = shard, link
         self.master = link.to_host(shard).float()
         self.master.grad = torch.zeros_like(self.master)

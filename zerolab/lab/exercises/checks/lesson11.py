@@ -367,14 +367,15 @@ import math
 from zerolab.lab.exercises import Todo
 
 
-def plan_reads(files: list[tuple[str, int]], numel: int, ranks: int, rank: int) -> list[tuple[str, int, int, int]]:
+def plan_reads(files: list[tuple], numel: int, ranks: int, rank: int) -> list[tuple]:
     """What `rank` of `ranks` reads of one unit: a list of (file, start, stop, at).
 
-    Elements [start, stop) of the shard in `file` go to place `at` (and after it) of the new shard.
+    Elements [start, stop) of the shard in `file` go to `at` and after it in the new shard.
 
-    numel: the elements of the unit, without padding. files: for each rank that saved, in order, the name of its file
-    and the length of its shard of this unit. Laid end to end, these shards are the unit and then padding.
-    The new shards have math.ceil(numel / ranks) elements each. The last ones may be padding, which nobody reads.
+    numel: the elements of the unit, without padding. files: for each rank that saved, in
+    order, the name of its file and the length of its shard of this unit. Laid end to end,
+    these shards are the unit and then padding. The new shards have math.ceil(numel / ranks)
+    elements each. The last ones may be padding, which nobody reads.
     """
     raise Todo("11.1")
 '''
@@ -383,9 +384,9 @@ READS = """\
 import math
 
 
-def plan_reads(files: list[tuple[str, int]], numel: int, ranks: int, rank: int) -> list[tuple[str, int, int, int]]:
+def plan_reads(files: list[tuple], numel: int, ranks: int, rank: int) -> list[tuple]:
     shard = math.ceil(numel / ranks)
-    first, last = rank * shard, min((rank + 1) * shard, numel)  # what this rank owns of the unit
+    first, last = rank * shard, min((rank + 1) * shard, numel)  # what this rank owns
     reads, begin = [], 0
     for name, length in files:  # this file has elements [begin, begin + length) of the unit
         start, stop = max(first, begin), min(last, begin + length)
@@ -679,6 +680,8 @@ class _Tries:
             self._old[ranks].mkdir()
             run = self._play(ranks, self._old[ranks], 1, list(range(ranks)))
             name = f"the first save on {ranks} rank{'s' * (ranks > 1)}"
+            if ranks != self.world.world_size:
+                name += f", which a save on {self.world.world_size} is to replace"
             if said := self._errors(run, name) or _calls(run) or look(self._old[ranks], {1: ranks}, run, None):
                 seen = said[0] if said[0].startswith(name) else f"{name}: {said[0]}"
                 raise Wrong(seen, said[1])
@@ -885,15 +888,20 @@ from pathlib import Path
 from zerolab.lab.exercises import Todo
 
 
-def save_checkpoint(folder: Path, step: int, data: bytes, rank: int, world_size: int, barrier) -> None:
-    """Put the checkpoint of `step` in the place of the one in `folder`. All ranks call it, each with its own `data`.
+def save_checkpoint(
+    folder: Path, step: int, data: bytes, rank: int, world_size: int, barrier
+) -> None:
+    """Put the checkpoint of `step` in the place of the one in `folder`.
 
-    Whoever reads goes by folder / "index.json": {"step": step, "files": [one name for each rank, in rank order]}.
-    Whenever a process is killed or the power goes, either the old or the new checkpoint must be there, complete.
+    All ranks call it, each with its own `data`. Who reads goes by folder / "index.json":
+    {"step": step, "files": [one name for each rank, in rank order]}. Whenever a process is
+    killed or the power goes, either the old or the new checkpoint must be there, complete.
+    (To flush the folder, for a power cut right after a rename, is welcome and not asked.)
 
-    `folder` exists. There may be a checkpoint in it, of another step and perhaps of another number of ranks, and what
-    killed saves left behind. In the end only index.json and the files that it names are left. If a write fails, the
-    error goes to the caller, and no half-written file stays.
+    `folder` exists. There may be a checkpoint in it, of another step and perhaps of another
+    number of ranks, and what killed saves left behind. In the end only index.json and the
+    files that it names are left. If a write fails, the error goes to the caller, and no
+    half-written file stays.
     barrier() returns when all ranks have called it.
     """
     raise Todo("11.2")
@@ -917,13 +925,15 @@ def write(file: Path, data: bytes) -> None:
         new.unlink(missing_ok=True)  # after an error
 
 
-def save_checkpoint(folder: Path, step: int, data: bytes, rank: int, world_size: int, barrier) -> None:
+def save_checkpoint(
+    folder: Path, step: int, data: bytes, rank: int, world_size: int, barrier
+) -> None:
     names = [f"step-{step}-rank-{r}.safetensors" for r in range(world_size)]
     write(folder / names[rank], data)
     barrier()  # now all files are on the disk
     if rank == 0:
         write(folder / "index.json", json.dumps({"step": step, "files": names}).encode())
-        for file in folder.iterdir():  # the old checkpoint, and what killed saves left behind
+        for file in folder.iterdir():  # the old checkpoint, and what killed saves left
             if file.name not in ["index.json", *names]:
                 file.unlink()
     barrier()  # nobody begins the next save before this is over

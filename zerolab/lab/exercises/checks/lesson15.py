@@ -444,23 +444,25 @@ from zerolab.lab.exercises import Todo
 
 
 class Enter(torch.autograd.Function):
-    """x enters the split region: the same on every rank, and each goes on to compute something else with it."""
+    """x, the same on every rank, enters the split region, where the ranks differ."""
 
     @staticmethod
     def forward(ctx, x: Tensor, group) -> Tensor:
-        """Keep what backward needs as ctx.group = group. Return x.view_as(x): autograd wants a new tensor."""
+        """Keep what backward needs: ctx.group = group. Return x.view_as(x): it is new."""
         raise Todo("15.1")
 
     @staticmethod
     def backward(ctx, grad: Tensor):
-        """`grad`: this rank's part of the gradient, which others need too: leave it as it is. Return two things,
-        the gradient of x and None, since `group` has none. dist.all_reduce(tensor, group=group) adds up in place.
+        """`grad`, this rank's part of the gradient, stays as it is; others need it too.
+
+        Return two things, the gradient of x and None, since `group` has none.
+        dist.all_reduce(tensor, group=group) adds up in place.
         """
         raise Todo("15.1")
 
 
 class Leave(torch.autograd.Function):
-    """A part of a sum leaves the split region, complete: afterwards it is the same on every rank."""
+    """A part of a sum leaves the split region as the whole sum, the same on every rank."""
 
     @staticmethod
     def forward(ctx, part: Tensor, group) -> Tensor:
@@ -473,19 +475,20 @@ class Leave(torch.autograd.Function):
 
 
 class MyMLP(nn.Module):
-    """This rank's part of an MLP. `mlp.up` and `mlp.down` are nn.Linear(C, hidden) and nn.Linear(hidden, C)."""
+    """This rank's part of an MLP: `mlp.up` is nn.Linear(C, hidden), down the reverse."""
 
     def __init__(self, mlp: nn.Module, group) -> None:
-        """With N ranks in `group`, rank r keeps hidden units r * hidden / N to (r + 1) * hidden / N.
+        """Rank r of N in `group` has units r * hidden / N to (r + 1) * hidden / N.
 
-        The parameters are called up.weight, up.bias, down.weight and down.bias, as in `mlp`, which stays as it is.
-        dist.get_rank(group) and dist.get_world_size(group) are the rank and size in the group.
+        The parameters are called up.weight, up.bias, down.weight and down.bias, as in
+        `mlp`, which stays as it is. dist.get_rank(group) and dist.get_world_size(group)
+        are r and N.
         """
         super().__init__()
         raise Todo("15.1")
 
     def forward(self, x: Tensor) -> Tensor:
-        """(..., C) -> (..., C), what down(gelu(up(x))) gives in the whole MLP. x is the same on every rank."""
+        """(..., C) -> (..., C): down(gelu(up(x))) of the whole MLP, x the same on all."""
         raise Todo("15.1")
 '''
 
@@ -527,10 +530,11 @@ class MyMLP(nn.Module):
         self.group = group
         rank, N = dist.get_rank(group), dist.get_world_size(group)
         self.up, self.down = nn.Module(), nn.Module()
-        self.up.weight = nn.Parameter(mlp.up.weight.detach().chunk(N)[rank].clone())  # (hidden / N, C)
-        self.up.bias = nn.Parameter(mlp.up.bias.detach().chunk(N)[rank].clone())  # (hidden / N,)
-        self.down.weight = nn.Parameter(mlp.down.weight.detach().chunk(N, dim=1)[rank].clone())  # (C, hidden / N)
-        self.down.bias = nn.Parameter(mlp.down.bias.detach().clone())  # (C,), the same on every rank
+        columns = mlp.down.weight.detach().chunk(N, dim=1)[rank]
+        self.up.weight = nn.Parameter(mlp.up.weight.detach().chunk(N)[rank].clone())
+        self.up.bias = nn.Parameter(mlp.up.bias.detach().chunk(N)[rank].clone())
+        self.down.weight = nn.Parameter(columns.clone())  # (C, hidden / N)
+        self.down.bias = nn.Parameter(mlp.down.bias.detach().clone())  # on every rank
 
     def forward(self, x: Tensor) -> Tensor:
         hidden = F.gelu(F.linear(Enter.apply(x, self.group), self.up.weight, self.up.bias))
@@ -616,11 +620,12 @@ from zerolab.lab.exercises import Todo
 
 
 def heads_of(rows: Tensor, heads: int, rank: int, size: int) -> Tensor:
-    """The rows of a qkv layer that `rank` of `size` needs for its heads: (3 * C, ...) -> (3 * C / size, ...).
+    """The rows of a qkv layer that `rank` of `size` needs for its heads.
 
-    The rows lie in this order: q of head 0, q of head 1, ..., then k of all heads, then v of all heads; each head has
-    C / heads rows of each. Rank r gets heads r * heads / size to (r + 1) * heads / size, in the same order, in memory
-    of their own. Raises ValueError if `heads` is not a multiple of `size`.
+    (3 * C, ...) -> (3 * C / size, ...). The rows lie in this order: q of head 0, q of head
+    1, ..., then k of all heads, then v of all heads; each head has C / heads rows of each.
+    Rank r gets heads r * heads / size to (r + 1) * heads / size, in the same order, in
+    memory of their own. Raises ValueError if `heads` is not a multiple of `size`.
     """
     raise Todo("15.2")
 '''
@@ -632,7 +637,7 @@ from torch import Tensor
 def heads_of(rows: Tensor, heads: int, rank: int, size: int) -> Tensor:
     if heads % size:
         raise ValueError(f"{heads} heads cannot be dealt out evenly to {size} ranks")
-    pieces = rows.view(3, size, -1, *rows.shape[1:])  # q, k, v; a piece of each for every rank
+    pieces = rows.view(3, size, -1, *rows.shape[1:])  # q, k, v; of each a piece per rank
     return pieces[:, rank].flatten(0, 1).clone()
 """
 
@@ -1050,28 +1055,33 @@ from zerolab.lab.exercises import Todo
 
 
 class MyPipeline(lab.Pipeline):
-    """Stage self.rank of self.size. Also there: self.micro_batches, self.first, self.last, self.stage, self.kept."""
+    """Stage self.rank of self.size.
+
+    Also there: self.micro_batches, self.first, self.last, self.stage, self.kept.
+    """
 
     def order(self) -> list[tuple[str, int]]:
-        """1F1B: ("forward", m) and ("backward", m), once for each micro-batch m, in the order of this rank.
+        """1F1B: ("forward", m) and ("backward", m), once for each micro-batch m.
 
-        First size - 1 - rank forwards (or all, if there are fewer). Then one forward and one backward in turn. Then the
-        backwards that are left.
+        First size - 1 - rank forwards (or all, if there are fewer). Then one forward and
+        one backward in turn. Then the backwards that are left.
         """
         raise Todo("15.3")
 
     def forward(self, m: int) -> None:
-        """self.take_input(m) gives x; self.stage(x) is y. self.send_output(y, m) passes it on.
+        """self.take_input(m) is x; self.stage(x) is y; self.send_output(y, m) passes it on.
 
-        The last stage computes self.loss(y, m) instead, the mean over micro-batch m. All micro-batches together must
-        give the gradient of the mean over the batch. What backward(m) will need goes into self.kept.
+        The last stage computes self.loss(y, m) instead, the mean over micro-batch m. All
+        micro-batches together must give the gradient of the mean over the batch. What
+        backward(m) will need goes into self.kept.
         """
         raise Todo("15.3")
 
     def backward(self, m: int) -> None:
-        """self.take_grad(m) gives the gradient of y (the last stage has its loss). y.backward(grad) leaves x.grad.
+        """self.take_grad(m) gives the gradient of y (the last stage has its loss).
 
-        self.send_grad(x.grad, m) passes it on; the first stage sends nothing. Parameters' gradients add up.
+        y.backward(grad) leaves x.grad, and self.send_grad(x.grad, m) passes it on; the
+        first stage sends nothing. Parameters' gradients add up.
         """
         raise Todo("15.3")
 '''
@@ -1086,7 +1096,8 @@ class MyPipeline(lab.Pipeline):
         steps = [("forward", m) for m in range(warm_up)]
         for m in range(self.micro_batches - warm_up):
             steps += [("forward", warm_up + m), ("backward", m)]
-        return steps + [("backward", m) for m in range(self.micro_batches - warm_up, self.micro_batches)]
+        left = range(self.micro_batches - warm_up, self.micro_batches)
+        return steps + [("backward", m) for m in left]
 
     def forward(self, m: int) -> None:
         x = self.take_input(m)

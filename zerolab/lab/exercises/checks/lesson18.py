@@ -563,10 +563,12 @@ from zerolab.lab.exercises import Todo
 
 @torch.no_grad()
 def to_zerolab(checkpoint: dict, zero, adam) -> None:
-    """Put a torch checkpoint, whole and by name, into the sharded `zero` and its `adam`. All ranks call it.
+    """Put a torch checkpoint, whole and by name, into the sharded `zero` and its `adam`.
 
-    checkpoint["weights"]: name -> tensor, parameters and buffers; tied weights under both names
-    checkpoint["state"]:   name -> {"step", "exp_avg", "exp_avg_sq"}; none for parameters that never had a gradient
+    All ranks call it.
+    checkpoint["weights"]: name -> tensor, parameters and buffers; a tied one has both names
+    checkpoint["state"]:   name -> {"step", "exp_avg", "exp_avg_sq"}; a parameter that never
+                           had a gradient has none
     checkpoint["groups"]:  as adam.param_groups, in the same order, with names in "params"
     The checkpoint stays as it is, and `adam` keeps no memory beyond this rank's slices.
     """
@@ -603,9 +605,10 @@ from zerolab.lab.exercises import Todo
 
 @torch.no_grad()
 def from_zerolab(zero, adam) -> dict:
-    """The checkpoint of a sharded run as torch has it: {"weights", "state", "groups"} as in 18.1. All ranks call it.
+    """The checkpoint of a sharded run as torch has it, {"weights", "state", "groups"}.
 
-    Every rank returns all of it. Each tensor of the state has memory of its own, and the run stays as it is.
+    It is as in 18.1. All ranks call this, and every rank returns all of it. Each tensor of
+    the state has memory of its own, and the run stays as it is.
     """
     raise Todo("18.2")
 '''
@@ -628,11 +631,12 @@ def from_zerolab(zero, adam) -> dict:
             zero.comm.all_gather(flat, shard, unit.name).wait()
             for name, param, view in zip(unit.names, unit.params, unit.layout.views(flat)):
                 if param in adam.state:
-                    kept = state.setdefault(name, {"step": adam.state[param]["step"].clone()})
+                    kept = state.setdefault(name, {})
+                    kept["step"] = adam.state[param]["step"].clone()
                     kept[kind] = view.clone()
     groups = []
     for group in adam.param_groups:
-        groups.append({key: value for key, value in group.items() if key in ("lr", "betas", "eps", "weight_decay")})
+        groups.append({key: group[key] for key in ("lr", "betas", "eps", "weight_decay")})
         groups[-1]["params"] = [name_of[param] for param in group["params"]]
     return {"weights": zero.full_state_dict(), "state": state, "groups": groups}
 """

@@ -334,10 +334,15 @@ MEASURED: dict[str, list[tuple[dict[str, float], Callable[[float], str]]]] = {
         ({"L": 64, "k": 1}, lambda x: f"64 + 16 = {x:.0f}"),
         ({"L": 64, "k": 2}, lambda x: f"32 + 32 = {x:.0f}"),
     ],
-    "kept inputs, partitioned (P_a)": [({"L": 3, "t": 512, "w": 128, "e": 4, "T": 4}, lambda x: f"{x:,.0f}")],
+    "kept inputs, partitioned (P_a)": [({"L": 6, "t": 512, "w": 128, "e": 4, "T": 4}, lambda x: f"{x:,.0f} with P_a")],
     "micro-batches kept, GPipe": [({"M": 8}, lambda x: f"keeps at most {x} micro-batches")],
     "micro-batches kept by stage r, 1F1B": [
-        ({"P": 4, "r": r}, lambda x: f"GPipe keeps {8 / x:.1f} x the activations that 1F1B keeps") for r in range(4)
+        (
+            {"P": 4, "r": 0},
+            lambda x: f"1F1B: a stage stands still for 27% of the time and keeps at most {x} micro-batches",
+        ),
+        ({"P": 8, "r": 0}, lambda x: f"1F1B keeps {x} on the first stage"),
+        ({"P": 8, "r": 7}, lambda x: f"{x} on the last"),
     ],
     "all-reduce through a root, in and out": [
         ({"N": n, "B": 8_000_000}, lambda x: f"{x:,.0f} bytes through a root") for n in (2, 3, 4)
@@ -347,7 +352,7 @@ MEASURED: dict[str, list[tuple[dict[str, float], Callable[[float], str]]]] = {
     "ZeRO-3, generating one token": [({"Ψ": 867_072, "N": 4}, lambda x: f"{4 * x:,.0f} bytes sent")],
     "offload, bf16: over the link to the host": [({"Ψ": SMALL, "N": 4}, lambda x: f"{x:,.0f} bytes")],
     "tensor parallelism": [({"L": 4, "t": 512, "w": 128, "T": 2}, lambda x: f"{4 * x:,.0f} bytes sent")],
-    "pipeline, a stage in the middle": [({"t": 512, "w": 128}, lambda x: f"rank 1 sends {4 * x:,.0f} bytes")],
+    "pipeline, a stage in the middle": [({"t": 512, "w": 128}, lambda x: f"2,111,552 {4 * x:,.0f}")],
     "main GPU, int8 in and float32 out": [({"N": 4, "Ψ": 136_960}, lambda x: f"rank 0 = {x / 1e6:.2f}")],
     "int8, a scale per 256, all-gathered": [({"N": 4, "Ψ": 136_960}, lambda x: f"{x:,.0f} bytes sent")],
     "top-k, all-gathered": [({"N": 4, "k": 1_369}, lambda x: f"{x:,.0f} bytes sent")],
@@ -368,13 +373,13 @@ MEASURED: dict[str, list[tuple[dict[str, float], Callable[[float], str]]]] = {
         ({"P": 4, "M": m}, lambda x, m=m: f"micro-batches: {m}, bubble at best {x:.0%}") for m in (1, 2, 8)
     ],
     "offload: link = computing from": [
-        ({"F": 200e12, "N": n, "β": 25e9}, lambda x: f"link = compute at {x:,.0f} tokens") for n in (1, 8, 64)
+        ({"F": 400e12, "N": n, "β": 50e9}, lambda x: f"link costs {x:,.0f} tokens") for n in (1, 8, 64)
     ],
     "offload: update = computing from": [
-        ({"F": 200e12, "H": h, "β_host": 150e9}, lambda x: f"update = compute at {x:,.0f}") for h in (1, 8)
+        ({"F": 400e12, "H": h, "β_host": 600e9}, lambda x: f"update {x:,.0f}") for h in (1, 8)
     ],
     "time between two checkpoints": [({"X": 60, "Y": 3 * 3600}, lambda x: f"{x / 60:.0f} minutes")],
-    "global batch": [({"N": 2, "b": 6, "M": 1}, lambda x: f"{144 // x:.0f} steps for 144 samples")],
+    "global batch": [({"N": n, "b": 6, "M": 1}, lambda x: f"ranks x 6 {144 // x:.0f} steps") for n in (2, 4)],
     "steps of an epoch": [({"V": 1438, "N": 1, "b": 512, "M": 1}, lambda x: f"measured {5 * x} steps")],
     "learning rate, scaled from 32 samples": [
         ({"η": 1, "N": 4, "b": b, "M": 1}, lambda x: f"rate x{x:.0f}") for b in (64, 128)

@@ -386,12 +386,12 @@ print(f"its buckets: {listed} = {sum(buckets):,} bytes = 4 × {sum(buckets) // 4
 # > "A program without a distributed sampler trains N times more data."
 #
 # The `DataLoader` of a script for one GPU knows nothing about ranks. Start the script four times, and every rank gets
-# the same batches. Is that more data? We train for 25 steps in three ways, and after each step look at the loss on 4 other
+# the same batches. Is that more data? We train for 25 steps in three ways, and after each step look at the loss on 8 other
 # pieces of the text:
 
 # %%
 # %%ranks
-others = batch(words, 99, 1_000_000, 4, 64)
+others = batch(words, 99, 1_000_000, 8, 32)
 
 
 def losses(data_of):
@@ -415,7 +415,7 @@ all_the_same, weights = losses(lambda rank: 0)  # every rank takes the batches o
 torch.manual_seed(0)
 model = GPT(layers=2, width=128)  # one process, one batch of 4 per step, no ranks at all
 optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
-others, one_rank = batch(text(), 99, 1_000_000, 4, 64), []
+others, one_rank = batch(text(), 99, 1_000_000, 8, 32), []
 for step in range(25):
     optimizer.zero_grad()
     model(*batch(words, 0, step, 4, 64)).backward()

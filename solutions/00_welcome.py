@@ -69,7 +69,8 @@ lab.reveal("00.1")
 
 # %%
 if lab.predicted("00.1"):
-    plots.show(plots.before_after("all-reduce", [t.tolist() for t in before], [t.tolist() for t in after]))
+    before, after = ([tensor.tolist() for tensor in tensors] for tensors in (before, after))
+    plots.show(plots.before_after("all-reduce", before, after))
 
 # %% [markdown]
 # Your turn. Begin a cell with `%%ranks`, let each rank make a tensor that holds `rank + 1`, and print the *mean* over
@@ -138,20 +139,22 @@ print("everyone is here, and mine still has shape", tuple(mine.shape))
 lab.predict("00.2", 4)  # MB for 1 million parameters
 
 # %% [markdown]
-# Now all four stages train the same small GPT on real text, on your machine. It has 0.87 million parameters, so what a
-# rank holds is divided by 0.87 before it is compared with your number. The loop is the same each time; only the name of
-# the class changes. What each rank holds is counted from its live memory.
+# Now all four stages train the same small GPT on real text, on your machine. It has 0.47 million parameters, so what a
+# rank holds is divided by 0.47 before it is compared with your number. The loop is the same each time; only the name of
+# the class changes. What each rank holds is counted from its live memory. This takes about ten seconds.
 
 # %%
 from zerolab.lab import measure_ladder
 
 lab.stop()  # these four are done; the measurement starts its own ranks
-report, problems = measure_ladder(ranks=4, steps=3, device="cpu", sizes={"layers": 4, "width": 128})
+sizes = {"layers": 2, "width": 128}
+report, problems = measure_ladder(ranks=4, steps=2, device="cpu", sizes=sizes)
 assert problems == []
 
 # %%
-held = {stage: sum(result["state_bytes"].values()) for stage, result in report["stages"].items()}
-lab.measured("00.2", round(held["3"] / report["parameters"], 2))
+stages, psi = report["stages"], report["parameters"]
+held = {stage: sum(result["state_bytes"].values()) for stage, result in stages.items()}
+lab.measured("00.2", round(held["3"] / psi, 2))
 lab.reveal("00.2")
 
 # %%
@@ -161,8 +164,8 @@ if lab.predicted("00.2"):
 # %% tags=["nbval-check-output"]
 if lab.predicted("00.2"):
     for stage, size in held.items():
-        print(f"stage {stage}: {size / report['parameters']:.1f} bytes per parameter on each rank")
-    same = all(result["bitwise_equal"] for result in report["stages"].values())
+        print(f"stage {stage}: {size / psi:.1f} bytes per parameter on each rank")
+    same = all(result["bitwise_equal"] for result in stages.values())
     print("same parameters as one process, to the last bit:", same)
 
 # %% [markdown]
@@ -199,7 +202,7 @@ memory_explorer("7.5B", 64, activations="10 GB")
 # %% [markdown]
 # ## What comes next
 #
-# A lesson takes 40 to 60 minutes. You predict, you look, and you write at most 25 lines. A check runs them on 1, 2, 3
+# A lesson takes an hour or so, and at most 75 minutes. You predict, you look, and you write at most 25 lines. A check runs them on 1, 2, 3
 # and 4 ranks and tells you *which* mistake it found. Your answers are files in `my/`, next to the notebooks, and no
 # update of the course overwrites them.
 #

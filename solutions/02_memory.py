@@ -30,7 +30,8 @@ words = text()
 torch.manual_seed(0)
 model = GPT(layers=4, width=128)
 psi = sum(param.numel() for param in model.parameters())
-print(f"Ψ = {psi:,} parameters in {len(list(model.parameters()))} tensors, {psi * 4:,} bytes as float32")
+tensors = len(list(model.parameters()))
+print(f"Ψ = {psi:,} parameters in {tensors} tensors, {psi * 4:,} bytes as float32")
 
 # %% [markdown]
 # ## Predict
@@ -61,8 +62,8 @@ moments = {}
 def count(moment):
     grads = [param.grad for param in model.parameters() if param.grad is not None]
     state = [value for kept in optimizer.state.values() for value in kept.values()]
-    sizes = (sum(t.nbytes for t in tensors) for tensors in (model.parameters(), grads, state))
-    moments[moment] = dict(zip(("parameters", "gradients", "optimizer"), sizes))
+    all_of = {"parameters": model.parameters(), "gradients": grads, "optimizer": state}
+    moments[moment] = {kind: sum(t.nbytes for t in held) for kind, held in all_of.items()}
 
 
 # %%
@@ -85,9 +86,12 @@ lab.reveal("02.1")
 
 # %% tags=["nbval-check-output"]
 if lab.predicted("02.1"):
-    bars = {name: {kind: size / 1e6 for kind, size in held.items()} for name, held in moments.items()}
+    bars = {}
+    for name, held in moments.items():
+        bars[name] = {kind: size / 1e6 for kind, size in held.items()}
     title = "What is held during two steps"
-    plots.show(plots.stacks(bars, title, "A GPT of 0.87 million parameters in float32 with AdamW", "MB"))
+    subtitle = "A GPT of 0.87 million parameters in float32 with AdamW"
+    plots.show(plots.stacks(bars, title, subtitle, "MB"))
 
 # %% [markdown]
 # Three things to see:
@@ -107,7 +111,7 @@ if lab.predicted("02.1"):
     print(f"parameters {held['parameters']:,} = 4Ψ + {held['parameters'] - 4 * psi}")
     print(f"gradients  {held['gradients']:,} = 4Ψ + {held['gradients'] - 4 * psi}")
     print(f"optimizer  {held['optimizer']:,} = 8Ψ + {held['optimizer'] - 8 * psi}")
-    assert held["optimizer"] - 8 * psi == 4 * tensors  # Adam counts its steps in one float32 for each tensor
+    assert held["optimizer"] - 8 * psi == 4 * tensors  # Adam's counters of steps
 
 # %% [markdown]
 # Every byte is explained. Adam also counts its steps, in one float32 for each of the 53 tensors: 212 bytes.
@@ -130,9 +134,8 @@ print("bfloat16:", (weight.bfloat16() + 0.001).item(), "- the update is lost")
 # How many bytes per parameter is that? And how many is it in float32 with plain SGD, which keeps no state at all?
 
 # %%
-# bytes per parameter: bfloat16 with masters and Adam, then float32 with SGD without momentum
-lab.predict("02.2", 2 + 2 + (4 + 4 + 4))  # bytes per parameter
-lab.predict("02.3", 4 + 4)  # bytes per parameter
+lab.predict("02.2", 2 + 2 + (4 + 4 + 4))  # bytes per parameter: bfloat16, masters, Adam
+lab.predict("02.3", 4 + 4)  # bytes per parameter: float32, SGD without momentum
 
 # %% [markdown]
 # `zerolab.DDP` is this course's simplest training engine. It keeps everything on every rank, and it can keep master
@@ -176,7 +179,8 @@ lab.reveal("02.3")
 # %% tags=["nbval-check-output"]
 if lab.predicted("02.2") and lab.predicted("02.3"):
     title = "What a parameter costs when backward returns"
-    plots.show(plots.stacks(costs, title, "Counted from the live storages of the GPT", "bytes per parameter"))
+    subtitle = "Counted from the live storages of the GPT"
+    plots.show(plots.stacks(costs, title, subtitle, "bytes per parameter"))
 
 # %% [markdown]
 # The bottom part of the second bar is 6 = 2 + 4: the bfloat16 copy and the master. The ZeRO paper writes the same bar
@@ -271,7 +275,8 @@ for hook in hooks:
 name = {param: name for name, param in model.named_parameters()}
 print("first:", ", ".join(name[param] for param in seen[:3]))
 print("last: ", ", ".join(name[param] for param in seen[-2:]))
-print("a hook receives the", "parameter" if any(seen[0] is param for param in params) else "gradient")
+is_param = any(seen[0] is param for param in params)
+print("a hook receives the", "parameter" if is_param else "gradient")
 
 # %% [markdown]
 # Two things to remember:
@@ -314,23 +319,28 @@ def record(batch_size):
 
 
 def when_forward_returns(line):
-    moment = next(i for i, event in enumerate(line.events) if i >= line.before and event.phase == "backward")
-    return line.by_kind(moment)
+    """The moment of the first event of backward."""
+    step = range(line.before, len(line.events))
+    return next(i for i in step if line.events[i].phase == "backward")
 
 
 record(1)  # the first step creates the optimizer state
-kept = {64 * size: when_forward_returns(record(size)) for size in (2, 4, 8, 12, 16)}
+kept = {}
+for size in (2, 4, 8, 12, 16):
+    line = record(size)
+    kept[64 * size] = line.by_kind(when_forward_returns(line))
 
 # %%
 kept = lab.pull("kept", rank=0)
 activations = {tokens: kinds["activations"] for tokens, kinds in kept.items()}
-states = {tokens: kinds["parameters"] + kinds["optimizer"] for tokens, kinds in kept.items()}
+states = {tokens: held["parameters"] + held["optimizer"] for tokens, held in kept.items()}
 lab.measured("02.5", round(plots.fit_line(activations).slope))
 lab.reveal("02.5")
 
 # %% tags=["nbval-check-output"]
 if lab.predicted("02.5"):
-    title, subtitle = "Activations grow with the batch", "What one rank holds when forward returns"
+    title = "Activations grow with the batch"
+    subtitle = "What one rank holds when forward returns"
     drawn = {"activations": activations, "parameters and optimizer": states}
     plots.show(plots.growth(drawn, "tokens", title, subtitle))
 
@@ -349,7 +359,8 @@ if lab.predicted("02.5"):
 
 # %% tags=["nbval-check-output"]
 if lab.predicted("02.5"):
-    tokens, layers, width, heads, vocabulary, number = 512, 4, 128, 4, 256, 4  # a float32 number has 4 bytes
+    tokens, layers, width, heads, vocabulary = 512, 4, 128, 4, 256
+    number = 4  # bytes of a float32
     explained = {
         "16 vectors in each block": 16 * layers * width * number * tokens,
         "2 vectors around the last norm": 2 * width * number * tokens,
@@ -360,8 +371,9 @@ if lab.predicted("02.5"):
     }
     for name, size in explained.items():
         print(f"{size:>12,}  {name}")
-    print(f"{sum(explained.values()):>12,}  in total; measured {activations[tokens]:,}")
-    assert abs(sum(explained.values()) / activations[tokens] - 1) < 0.01  # other devices differ a little
+    total, measured = sum(explained.values()), activations[tokens]
+    print(f"{total:>12,}  in total; measured {measured:,}")
+    assert abs(total / measured - 1) < 0.01  # other devices differ a little
 
 # %% [markdown]
 # Every byte is explained. The first three lines are a formula, `zerolab.measure.activation_bytes`; what it
@@ -405,17 +417,19 @@ if lab.predicted("02.6"):
 
 # %% tags=["nbval-check-output"]
 if lab.predicted("02.6"):
-    forward_ends = next(i for i, e in enumerate(line.events) if i >= line.before and e.phase == "backward")
+    step = range(line.before, len(line.events))
+    forward_ends = next(i for i in step if line.events[i].phase == "backward")
     left, top = line.alive(forward_ends), line.alive(line.peak_moment)
+    outside = line.curve("other")[0]  # the text
     freed = {number: size for number, size in left.items() if number not in top}
     made = {number: size for number, size in top.items() if number not in left}
-    print(f"{sum(left.values()) - line.curve('other')[0]:>12,}  when forward returned, without the text")
+    print(f"{sum(left.values()) - outside:>12,}  when forward returned, without the text")
     for sign, changed in (("-", freed), ("+", made)):
         for number, size in sorted(changed.items(), key=lambda item: -item[1]):
-            buffer = line.buffers[number]
-            print(f"{sign}{size:>11,}  {buffer.kind} of {buffer.unit}, shape {buffer.shape}")
+            one = line.buffers[number]
+            print(f"{sign}{size:>11,}  {one.kind} of {one.unit}, shape {one.shape}")
     assert sum(left.values()) - sum(freed.values()) + sum(made.values()) == line.peak
-    print(f"{line.peak - line.curve('other')[0]:>12,}  at the peak")
+    print(f"{line.peak - outside:>12,}  at the peak")
 
 # %% [markdown]
 # ## In production
@@ -430,8 +444,8 @@ if lab.predicted("02.6"):
 from zerolab.measure import peak
 
 found = {}
-kinds = {"one by one": {"foreach": False}, "foreach": {"foreach": True}, "fused": {"fused": True}}
-for name, options in kinds.items():
+for name in ("one by one", "foreach", "fused"):
+    options = {"foreach": False} if name == "one by one" else {name: True}
     zero = DDP(GPT(layers=4, width=128), units=[Block])
     adam = AdamW(zero.model.parameters(), lr=1e-3, **options)
     record(1)
@@ -447,7 +461,8 @@ for name, options in kinds.items():
 # %% tags=["nbval-check-output"]
 if lab.predicted("02.6"):
     for name, (ours, torch_says, room) in lab.pull("found", rank=0).items():
-        print(f"{name:10}  peak {ours:,}, torch's profiler {torch_says:,}; the step's working memory {room:,}")
+        print(f"{name:10}  peak {ours:,}, torch's profiler {torch_says:,};", end=" ")
+        print(f"the step's working memory {room:,}")
         assert abs(torch_says / ours - 1) < 0.01
 
 # %% [markdown]
@@ -490,8 +505,9 @@ for step in range(30):
 table = lab.pull("table", rank=0)
 for step in (0, 9, 19, 29):
     loss, of_params, of_grads, held = table[step]
-    norms = f"norm of parameters {of_params:5.2f}, of gradients {of_grads:.2f}"
-    print(f"step {step:2}: loss {loss:.2f}  {norms}  bytes since step 0: {held - table[0][3]:+}")
+    norms = f"norms: parameters {of_params:5.2f}, gradients {of_grads:.2f}"
+    more = held - table[0][3]
+    print(f"step {step:2}: loss {loss:.2f}; {norms}; bytes since step 0: {more:+}")
 
 # %% tags=["nbval-check-output"]
 first, last = table[0], table[-1]

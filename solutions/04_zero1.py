@@ -104,7 +104,8 @@ sent, equal = (first_half.sent, both_halves.sent), torch.allclose(shard, mean, a
 
 # %% tags=["nbval-check-output"]
 first_half, both_halves = lab.pull("sent", rank=0)
-print(f"reduce-scatter: {first_half:,.0f} bytes sent per rank, all-reduce: {both_halves:,.0f}")
+print(f"sent by each rank: reduce-scatter {first_half:,.0f} bytes,", end=" ")
+print(f"all-reduce {both_halves:,.0f}")
 print("every rank has the mean of its shard:", all(lab.pull("equal")))
 
 # %% [markdown]
@@ -205,11 +206,12 @@ lab.reveal("04.1")
 if lab.predicted("04.1"):
     psi, tensors, ranks = 867_072, 53, 4
     for rank, (before, after) in enumerate(lab.pull("held")):
-        print(f"rank {rank}: optimizer {before['optimizer']:,} -> {after['optimizer']:,} bytes")
+        states = before["optimizer"], after["optimizer"]
+        print("rank {}: optimizer {:,} -> {:,} bytes".format(rank, *states))
         assert after["optimizer"] == 8 * psi // ranks + 4 * tensors
         assert after["parameters"] == before["parameters"] == 4 * psi
     if after["gradients"] < before["gradients"]:
-        print("your reduce() gives the shard memory of its own: that is already ZeRO-2, see lesson 05")
+        print("your reduce() gives the shard its own memory: that is ZeRO-2, see lesson 05")
 
 # %%
 if lab.predicted("04.1"):
@@ -232,7 +234,7 @@ lab.reveal("04.2")
 by_op = {}
 for name, run in (("DDP", ddp), ("Zero1", sharded)):
     for call in run["book"].calls:
-        if not call.control:  # control calls are the few bytes with which the ranks check that they agree
+        if not call.control:  # control: a few bytes, with which ranks check that they agree
             by_op[name, call.op] = by_op.get((name, call.op), 0) + call.sent
 
 # %% tags=["nbval-check-output"]
@@ -278,8 +280,8 @@ def first_step(gradient):  # where Muon goes from zero
 
 gradient = model.blocks[0].mlp.down.weight.grad  # 128 x 512, from the real gradient above
 dist.all_reduce(gradient)
-right = first_step(gradient).chunk(world_size)[rank]  # this rank's 32 rows of the right step
-alone = first_step(gradient.chunk(world_size)[rank])  # the step that these rows give by themselves
+right = first_step(gradient).chunk(world_size)[rank]  # 32 rows of the right step
+alone = first_step(gradient.chunk(world_size)[rank])  # the step of these rows by themselves
 off = ((alone - right).norm() / right.norm()).item()
 
 zero = zerolab.Zero1(make_model(), units=[Block])
@@ -312,15 +314,21 @@ def with_muon(stage, build):
         zero.model.zero_grad()
     with zero.full_parameters():
         weights = [param.detach().clone() for param in zero.model.parameters()]
-    return weights, sum(value.nbytes for kept in muon.state.values() for value in kept.values())
+    state = [value for kept in muon.state.values() for value in kept.values()]
+    return weights, sum(value.nbytes for value in state)
+
+
+def owners(matrices):
+    return zerolab.OwnerOptimizer(matrices, Muon, lr=0.02)
 
 
 replicated, full_state = with_muon(zerolab.DDP, lambda matrices: Muon(matrices, lr=0.02))
-owned, state = with_muon(zerolab.Zero1, lambda matrices: zerolab.OwnerOptimizer(matrices, Muon, lr=0.02))
+owned, state = with_muon(zerolab.Zero1, owners)
 identical = all(map(torch.equal, replicated, owned))
 
 # %% tags=["nbval-check-output"]
-print("three steps of Muon, in DDP and with owners in Zero1, bit for bit:", all(lab.pull("identical")))
+same = all(lab.pull("identical"))
+print("three steps of Muon, in DDP and with owners in Zero1, bit for bit:", same)
 for rank, (full, own) in enumerate(zip(lab.pull("full_state"), lab.pull("state"))):
     print(f"rank {rank}: Muon's state {full:,} bytes in DDP, {own:,} with owners")
 
@@ -411,8 +419,9 @@ def with_torch(model, steps=2):
             parallel(*batch(words, rank, step, 8, 64)).backward()
         with watch() as updating:
             adam.step()
-    # A broadcast along a ring: every rank but the last passes it on, so on average each sends 3/4 of it.
-    return {"state": state_of(adam.optim), "sent": (backward.sent, updating.payload * 3 / 4)}
+    # A broadcast along a ring: all ranks but the last pass it on, 3/4 of it on average.
+    sent = backward.sent, updating.payload * 3 / 4
+    return {"state": state_of(adam.optim), "sent": sent}
 
 
 def with_zerolab(model, steps=2):
@@ -451,8 +460,8 @@ everyone = lab.pull("balance")
 if lab.predicted("04.1"):
     for model in ("small", "large"):
         for number, name in enumerate(("ZeroRedundancyOptimizer", "flat shards")):
-            held = [rank[model][number] for rank in everyone]
-            print(f"{model} vocabulary, {name:23}", *(f"{size:>10,}" for size in held), "bytes")
+            held = [f"{rank[model][number]:>10,}" for rank in everyone]
+            print(f"{model} vocabulary, {name:23}", *held, "bytes")
 print("the parameters agree to 0.0001:", max(lab.pull("differ")) < 1e-4)
 
 # %% [markdown]
@@ -530,13 +539,14 @@ for name, pieces in ways.items():
 
 # %%
 # %%ranks
-updated = sum(zerolab.to_local(param).numel() for param in sharded["zero"].model.parameters())
+params = sharded["zero"].model.parameters()
+updated = sum(zerolab.to_local(param).numel() for param in params)
 
 # %% tags=["nbval-check-output"]
 if lab.predicted("04.2"):
-    for rank, (_, bytes_sent) in enumerate(lab.pull("sent")):
+    for rank, (_, sent) in enumerate(lab.pull("sent")):
         elements = lab.pull("updated", rank=rank)
-        print(f"rank {rank} updates {elements:,} elements and sends {bytes_sent:,} bytes a step")
+        print(f"rank {rank} updates {elements:,} elements and sends {sent:,} bytes a step")
 
 # %% [markdown]
 # **False.** All ranks do the same work. A main GPU would be the root of lesson 01, through which everything has to pass.
@@ -558,9 +568,9 @@ rows = {name: round(sum(held.values()) / psi, 2) for name, held in rows.items()}
 
 # %% tags=["nbval-check-output"]
 if lab.predicted("04.1"):
-    for name, measured in lab.pull("rows", rank=0).items():
+    for name, size in lab.pull("rows", rank=0).items():
         claimed = 12 + 4 / 4 if "ZeRO-1" in name else 8 + 8 / 4
-        print(f"{name:17} measured {measured:5.2f} bytes per parameter, claimed {claimed:.2f}")
+        print(f"{name:17} measured {size:5.2f} bytes per parameter, claimed {claimed:.2f}")
 
 # %% [markdown]
 # **False**, in float32 and with bfloat16. In float32, stage 1 keeps 8Ψ + 8Ψ/N: full parameters, full gradients, and a shard

@@ -28,14 +28,15 @@ inputs = batch(words, rank, 0, batch_size=1, context=32)
 def build(stage, units=(Block,)):
     torch.manual_seed(0)
     zero = stage(GPT(layers=6, width=128), units=units)
-    zero.prefetch = False  # on by default; off, nothing is gathered before its turn, so you can see each turn
+    zero.prefetch = False  # by default True; so you can see each unit gathered in its turn
     return zero
 
 
 zero = build(Zero2)
 for unit in zero.units[:3]:
     print(f"{unit.name:9} {unit.layout.size:,} elements")
-print(f"... {len(zero.units)} units, {sum(unit.layout.size for unit in zero.units):,} elements in total")
+total = sum(unit.layout.size for unit in zero.units)
+print(f"... {len(zero.units)} units, {total:,} elements in total")
 
 # %% [markdown]
 # A **unit** is what is gathered and released together. Here each of the six blocks is one. The **[root](../docs/glossary.md#root)** unit holds the
@@ -142,8 +143,9 @@ moments = {}
 
 
 def look(moment):
+    shards = sum(unit.shard.nbytes for unit in zero.units)
     gathered = sum(unit.full.untyped_storage().size() for unit in zero.units)
-    moments[moment] = {"parameters": sum(unit.shard.nbytes for unit in zero.units), "gathered parameters": gathered}
+    moments[moment] = {"parameters": shards, "gathered parameters": gathered}
 
 
 look("before\nforward")
@@ -163,11 +165,15 @@ lab.reveal("06.2")
 
 # %% tags=["nbval-check-output"]
 if lab.predicted("06.1") and lab.predicted("06.2"):
-    bars = {moment: {kind: size / 1e6 for kind, size in kinds.items()} for moment, kinds in moments.items()}
+    bars = {}
+    for moment, kinds in moments.items():
+        bars[moment] = {kind: size / 1e6 for kind, size in kinds.items()}
     title = "Parameters on one rank during a forward"
-    picture, _ = plots.stacks(bars, title, "ZeRO-3 on 4 ranks; the full model would be 5.05 MB", "MB")
+    subtitle = "ZeRO-3 on 4 ranks; the full model would be 5.05 MB"
+    picture, _ = plots.stacks(bars, title, subtitle, "MB")
     most = max(sum(kinds.values()) for kinds in bars.values())
-    plots.show((picture, f"1.26 MB of shards stay. Gathered parameters come on top: at most {most:.2f} MB in total."))
+    said = "1.26 MB of shards stay. Gathered parameters come on top: "
+    plots.show((picture, f"{said}at most {most:.2f} MB in total."))
 
 # %% [markdown]
 # The lower part is the shard, a quarter of everything, and it never moves. Above it are the root and the block whose turn
@@ -207,7 +213,8 @@ Zero3 = lab.mine(Zero3)
 zero2, zero3 = build(Zero2), build(Zero3)
 with ledger(zero3) as book:
     loss = zero3.model(*inputs).item()
-moved, gathers = book.moved, {unit: total.calls for unit, total in book.totals("unit").items()}
+moved = book.moved
+gathers = {unit: total.calls for unit, total in book.totals("unit").items()}
 assert loss == zero2.model(*inputs).item()
 
 # %%
@@ -346,7 +353,8 @@ found = their_loss == build(Zero3).model(*inputs).item(), held, book.sent, len(b
 # %% tags=["nbval-check-output"]
 if lab.predicted("06.1") and lab.predicted("06.3"):
     for rank, (same_loss, held, sent, number) in enumerate(lab.pull("found")):
-        print(f"rank {rank}: same loss {same_loss}; {held:,} bytes held; {sent:,.0f} sent in {number} calls")
+        print(f"rank {rank}: same loss {same_loss}; {held:,} bytes held;", end=" ")
+        print(f"{sent:,.0f} sent in {number} calls")
 
 # %% [markdown]
 # The same loss to the bit, the same bytes held, the same bytes sent, in the same seven all-gathers: `fully_shard` is what

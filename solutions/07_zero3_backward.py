@@ -31,7 +31,7 @@ def make_model():
 
 def build(stage):
     zero = stage(make_model(), units=[Block])
-    zero.prefetch = False  # on by default; off, nothing is gathered before its turn, so you can see each turn
+    zero.prefetch = False  # by default True; so you can see each unit gathered in its turn
     return zero, AdamW(zero.model.parameters(), lr=1e-3)
 
 
@@ -76,7 +76,11 @@ def tell(point, unit):
 loss = zero.model(*batches[0])
 with watched(zero, before=lambda *_: None, after=tell):
     loss.backward()
-most = max(sum(u.layout.size * 4 for u in zero.units if u.name in line.split("gathered: ")[1]) for line in story)
+sizes = {unit.name: 4 * unit.layout.size for unit in zero.units}
+most = 0
+for line in story:
+    gathered = line.split("gathered: ")[1]
+    most = max(most, sum(size for name, size in sizes.items() if name in gathered))
 
 # %% tags=["nbval-check-output"]
 stories = lab.pull("story")
@@ -156,8 +160,9 @@ if lab.predicted("07.1") and lab.predicted("07.2"):
         print(f"{unit:9} {', '.join(calls)}")
     psi, root = 1_263_616, 73_984
     gathered_forward, gathered_backward, reduced = psi, psi - root, psi
-    print(f"3Ψ - Ψ_root = {gathered_forward + gathered_backward + reduced:,} elements; a rank sends 3/4 of their bytes")
-    assert 3 * (gathered_forward + gathered_backward + reduced) == lab.pull("moved", rank=0)
+    elements = gathered_forward + gathered_backward + reduced
+    print(f"3Ψ - Ψ_root = {elements:,} elements; a rank sends 3/4 of their bytes")
+    assert 3 / 4 * 4 * elements == lab.pull("moved", rank=0)
 
 # %% [markdown]
 # The gathers of forward are Ψ, those of backward Ψ - Ψ_root, and the reductions Ψ. DDP, ZeRO-1 and ZeRO-2 send 2Ψ. So
@@ -177,9 +182,10 @@ def train(stage):
 
 
 (losses, weights), *others = [train(stage) for stage in (Zero3, zerolab.Zero3, DDP)]
-for theirs, their_weights in others:
-    assert losses == theirs and all(torch.equal(a, b) for a, b in zip(weights, their_weights, strict=True))
-print(f"the losses of five steps and {len(weights)} weights are the same in all three runs, bit for bit")
+for their_losses, theirs in others:
+    assert losses == their_losses and all(map(torch.equal, weights, theirs))
+print(f"the losses of five steps and {len(weights)} weights are the same", end=" ")
+print("in all three runs, bit for bit")
 
 # %% [markdown]
 # All three agree to the bit. Sharding changes where numbers are kept, not what is computed: no accuracy is lost, and none
@@ -207,7 +213,8 @@ from zerolab.lab import plots
 
 lines = lab.pull("line3")
 if lab.predicted("07.3"):
-    plots.show(plots.skyline([lab.pull("line2", rank=0), lines[0]], learner=[False, lab.passed("07.1")]))
+    both, whose = [lab.pull("line2", rank=0), lines[0]], [False, lab.passed("07.1")]
+    plots.show(plots.skyline(both, learner=whose))
 
 # %% [markdown]
 # In backward the teeth of the saw are twice as high: two blocks. Below the activations gradients pile up, but only shards
@@ -232,7 +239,7 @@ if lab.predicted("07.3"):
     for part in line.parts():
         units[part.kind][part.unit] = part.nbytes
     assert kinds["parameters"] == 4 * psi // 4  # 4Ψ/N: the shards
-    assert kinds["optimizer"] == 8 * psi // 4 + 4 * 77  # 8Ψ/N, and a counter for each of 77 tensors
+    assert kinds["optimizer"] == 8 * psi // 4 + 4 * 77  # 8Ψ/N, and 77 tensors' counters
     assert max(line.curve("gathered parameters")) == 4 * (root + 2 * block)
     for kind, nbytes in line.by_kind().items():
         whose = ", ".join(f"{unit} {size:,}" for unit, size in units[kind].items() if unit)
@@ -288,7 +295,7 @@ zero.model(*batches[0]).backward()
 
 class KeepsOld(Zero3):
     def after_step(self, unit):
-        unit.gathered = unit.full.untyped_storage().size() > 0  # whatever is in memory counts as current
+        unit.gathered = unit.full.untyped_storage().size() > 0  # in memory: then current
 
 
 def loss_after_a_look(stage):
@@ -303,7 +310,8 @@ new, old = loss_after_a_look(Zero3), loss_after_a_look(KeepsOld)
 print("new and old parameters give the same loss:", new == old)
 
 # %%
-print(f"rank 0: the loss is {lab.pull('new', rank=0):.3f}; with the root's old values {lab.pull('old', rank=0):.3f}")
+new, old = lab.pull("new", rank=0), lab.pull("old", rank=0)
+print(f"rank 0: the loss is {new:.3f}; with the root's old values {old:.3f}")
 
 # %% [markdown]
 # Both losses are plausible, and training would go on. Only a bit-for-bit comparison finds such a thing, which is why these
@@ -324,7 +332,8 @@ def tied():
 
 
 zero = Zero3(tied(), units=[Block])
-print("zerolab:", {unit.name: unit.layout.size for unit in zero.units if unit.name in ("root", "blocks.0", "blocks.1")})
+sizes = {unit.name: unit.layout.size for unit in zero.units}
+print("zerolab:", {name: sizes[name] for name in ("root", "blocks.0", "blocks.1")})
 zero.model(*batches[0]).backward()
 try:
     model = tied()
@@ -404,17 +413,19 @@ def peak(build, steps=2):
 peaks = peak(ours), peak(fsdp2)
 
 # %%
-print(f"the weights differ by at most {max(lab.pull('difference')):.0e}; one step of Adam moves a weight by 1e-3")
+most = max(lab.pull("difference"))
+print(f"the weights differ by at most {most:.0e}; one step of Adam moves a weight by 1e-3")
 if lab.predicted("07.1") and lab.predicted("07.2"):
-    print(f"fully_shard sends {lab.pull('sent', rank=0):,.0f} bytes in {lab.pull('number', rank=0)} calls")
+    sent, number = lab.pull("sent", rank=0), lab.pull("number", rank=0)
+    print(f"fully_shard sends {sent:,.0f} bytes in {number} calls")
 peaks = lab.pull("peaks", rank=0)
 print(f"peak: ours {peaks[0]:,}, fully_shard {peaks[1]:,} bytes")
 
 # %% tags=["nbval-check-output"]
 print("after five steps the weights agree to 0.0001:", max(lab.pull("difference")) < 1e-4)
 if lab.predicted("07.1") and lab.predicted("07.2"):
-    print("the same traffic, to the byte:", lab.pull("sent", rank=0) == lab.pull("moved", rank=0))
-    assert lab.pull("number", rank=0) == 20
+    print("the same traffic, to the byte:", sent == lab.pull("moved", rank=0))
+    assert number == 20
 
 # %% [markdown]
 # The same twenty collectives, the same bytes. The weights are not equal to the bit, and neither library is wrong. gloo's
@@ -485,9 +496,8 @@ if lab.predicted("07.3"):
     subtitle = "ZeRO-3 on one rank: 16Ψ/N, units in flight, activations of one sequence"
     picture, _ = plots.stacks(bars, "What more ranks cannot shrink", subtitle, "MB")
     first, *_, last = [sum(parts.values()) for parts in bars.values()]
-    plots.show(
-        (picture, f"With 256 times as many ranks, {first:.1f} MB become {last:.1f} MB: what is in flight stays.")
-    )
+    said = f"With 256 times as many ranks, {first:.1f} MB become {last:.1f} MB"
+    plots.show((picture, f"{said}: what is in flight stays."))
 
 # %% [markdown]
 # **Verdict: false.** From some N on, adding ranks frees next to nothing. The units in flight stay, so the *largest unit*

@@ -24,11 +24,13 @@ import torch
 import torch.distributed as dist
 from torch.optim import AdamW
 from zerolab import DDP, Zero1, Zero2, Zero3, lab
-from zerolab.lab import GPT, Block, Recorded, batch, linked, text
+from zerolab.lab import GPT, Block, Processor, Recorded, batch, linked, text
 from zerolab.measure import ledger, trace
+from zerolab.measure.spans import intersection, length
 
 words = text()
-batches = [batch(words, rank, step, batch_size=4, context=64) for step in range(8)]  # 256 tokens on each rank
+# 8 batches of 256 tokens, different on each rank
+batches = [batch(words, rank, step, batch_size=4, context=64) for step in range(8)]
 
 
 def make_model():
@@ -86,7 +88,8 @@ def sent_by(stage):
     step()
     with ledger(zero) as book:
         step()  # in stages 1 and 2 the second forward gathers what the first step changed
-    return {phase: sum(c.sent for c in book.calls if c.phase == phase and not c.control) for phase in flop}
+    by_phase = book.totals("phase")
+    return {phase: by_phase[phase].sent if phase in by_phase else 0 for phase in flop}
 
 
 sent = {stage.__name__: sent_by(stage) for stage in (DDP, Zero1, Zero2, Zero3)}
@@ -98,8 +101,8 @@ lab.reveal("09.1")
 
 # %% [markdown]
 # It is about the number of tokens, 256. The 6s cancel: 6 FLOP and 6 bytes for each parameter. It is a little less because
-# embeddings are looked up and not multiplied, and biases are only added. (torch's counter leaves out how queries meet keys
-# inside attention. With sequences this short, that would add at most 8 %.)
+# embeddings are looked up and not multiplied, and biases are only added. (On the CPU the counter of torch 2.13 leaves out how
+# queries meet keys inside attention. With sequences this short, that would add at most 8 %.)
 #
 # So a rank with twice as many tokens can live with half the bandwidth. In bfloat16 there are half as many bytes, and so
 # twice as many FLOP for each. The number of parameters does not matter at all.
@@ -107,12 +110,25 @@ lab.reveal("09.1")
 # ## Reading a timeline
 #
 # `trace` records one step of a rank: **spans**, in which it computed, with a start and an end; the collectives, from
-# the moment each was issued to the moment it was complete; and **waits**, in which the rank stood still for one. To see
-# anything on a laptop we need a network that is slow enough. So first we time a step without any link to wait for. Then
-# we emulate a link that carries 36 bytes for every parameter in that time. (Why 36? You will be able to say so later.)
+# the moment each was issued to the moment it was complete; and **waits**, in which the rank stood still for one.
+#
+# On a laptop such a record says little: four ranks take turns at a few cores, and there is no wire between them. So from
+# here on both are emulated. `Processor` makes the linear layers take as long as at 6 GFLOP per second: a rank that is
+# done sooner sleeps, and leaves its core to the others. `lab.link` delays messages as a network of 60 MB per second does.
+# Numbers, bytes and calls stay real. If this machine is too busy even for 6 GFLOP per second on each rank, the cells say so,
+# and their times mean nothing. (`timed` tries once more first.)
 
 # %%
 # %%ranks
+SPEED = 6e9  # FLOP per second
+
+
+def paced(stage, units=(Block,)):
+    """As `build` does, on the emulated processor."""
+    zero, adam, step = build(stage, units)
+    processor = Processor(zero.model, SPEED)
+    step()  # creates the optimizer's state
+    return zero, adam, step, processor
 
 
 def slowest(seconds):  # of all ranks
@@ -121,27 +137,39 @@ def slowest(seconds):  # of all ranks
     return found.item()
 
 
-def timed(zero, adam, step, times=2):
-    """The fastest of some steps, each timed until the last rank is done; and its trace."""
+def timed(zero, adam, step, processor):
+    """A step: seconds until the last rank is done, what part of them it was late, trace."""
     found = []
-    for number in range(times):
+    for _ in range(2):  # again if it was late
+        processor.late.clear()
         dist.barrier()
         begin = time.perf_counter()
         with trace(zero, adam) as record:
-            step(number)
-        found.append((slowest(time.perf_counter() - begin), record))
-    return min(found, key=lambda pair: pair[0])
+            step(0)
+        seconds = slowest(time.perf_counter() - begin)
+        waited = intersection(processor.late, record.waits)  # for others: that is not late
+        late = slowest(length(processor.late) - length(waited)) / seconds
+        found.append((seconds, late, record))
+        if late < 0.03:
+            break
+    return min(found, key=lambda one: one[1])
 
 
-built = build(DDP)
-built[2]()  # creates the optimizer's state
-alone, _ = timed(*built, times=8)
+alone, late, _ = timed(*paced(DDP))
 
 # %%
-alone = lab.pull("alone", rank=0)
-speed = 36 * 867_072 / alone
-print(f"a step without a link takes {1000 * alone:.0f} ms here")
-lab.link(f"{speed / 1e6:.0f} MB/s, 20 us")
+SPEED = lab.pull("SPEED", rank=0)
+computing = sum(flop.values()) / SPEED  # seconds
+
+
+def noise(late):
+    return f", too noisy to judge: {late:.0%} of it late" if late > 0.05 else ""
+
+
+alone, late = lab.pull("alone", rank=0), lab.pull("late", rank=0)
+print(f"the FLOP of a step take {1000 * computing:.0f} ms;", end=" ")
+print(f"a step without a link took {1000 * alone:.0f} ms{noise(late)}")
+lab.link("60 MB/s, 20 us")
 
 # %% [markdown]
 # Now a step of ZeRO-3 over this link, as lessons 06 and 07 left it: every unit is gathered when its turn comes. `Recorded`
@@ -155,9 +183,7 @@ class JustInTime(Recorded):
     ahead = 0
 
 
-built = build(JustInTime)
-built[2]()
-seconds, record = timed(*built, times=4)
+_, _, record = timed(*paced(JustInTime))
 
 # %%
 plots.show(plots.gantt(lab.pull("record")))
@@ -186,7 +212,7 @@ lab.check("09.1")
 # %% [markdown]
 # When does a rank compute? During its spans, except for the waits inside them. Score the step that you have just seen.
 # `record.overlap` is the package's score. It counts every moment in which the rank does not wait, including those between
-# two spans: copying, Python, another rank's turn at the core. So it is higher.
+# two spans: copying, Python, the loss. So it is higher.
 
 # %%
 # %%ranks
@@ -214,7 +240,7 @@ scores = score(record), record.overlap
 # %%
 for rank, (ours, packages) in enumerate(lab.pull("scores")):
     if packages is None:
-        print(f"rank {rank}: NCCL's collectives end on the GPU, where only a profile sees them")
+        print(f"rank {rank}: NCCL's collectives end on the GPU: only a profile sees when")
         continue
     print(f"rank {rank}: {ours:.2f}, the package says {packages:.2f}")
     assert 0 <= ours <= packages + 1e-6 <= 1.001
@@ -261,69 +287,72 @@ MyPrefetch = lab.mine("09.2")
 
 
 def one_step(ahead):
-    zero, adam, step = build(MyPrefetch)
+    zero, adam, step, processor = paced(MyPrefetch)
     zero.ahead = ahead
-    step(0)
-    step(1)
-    with ledger(zero) as book:
-        step(2)
-    calls = sorted((c.op, c.phase, c.unit) for c in book.calls if not c.control)
     most = {"forward": 0, "backward": 0}
 
     def look(point, unit):
         phase = point.partition("_")[2]
         if phase in most:
-            blocks = [u for u in zero.units if u not in zero.root and u.full.untyped_storage().size()]
-            most[phase] = max(most[phase], len(blocks))
+            blocks = [unit for unit in zero.units if unit not in zero.root]
+            there = sum(block.full.untyped_storage().size() > 0 for block in blocks)
+            most[phase] = max(most[phase], there)
 
-    with watched(zero, before=lambda *_: None, after=look):
-        step(3)
-    seconds, record = timed(zero, adam, step, times=3)
-    values = list(zero.full_state_dict().values())
-    return {"calls": calls, "sent": book.moved, "most": most, "record": record, "values": values, "seconds": seconds}
+    with ledger(zero) as book, watched(zero, before=lambda *_: None, after=look):
+        step(1)
+    calls = sorted((of.op, of.phase, of.unit) for of in book.calls if not of.control)
+    weights = torch.cat([value.flatten() for value in zero.full_state_dict().values()])
+    seconds, late, record = timed(zero, adam, step, processor)
+    told = {"sent": book.moved, "most": most, "score": score(record)}
+    return told | {"seconds": seconds, "late": late}, calls, weights, record
 
 
-runs = {ahead: one_step(ahead) for ahead in (0, 1, 2)}
-most = {ahead: run["most"] for ahead, run in runs.items()}
-sent_ahead = {ahead: run["sent"] for ahead, run in runs.items()}
-scores = {ahead: score(run["record"]) for ahead, run in runs.items()}
-seconds = {ahead: run["seconds"] for ahead, run in runs.items()}
-with_prefetch = runs[1]["record"]
-same_calls = all(run["calls"] == runs[0]["calls"] for run in runs.values())
-same_values = all(all(map(torch.equal, run["values"], runs[0]["values"])) for run in runs.values())
+told, calls, weights, records = zip(*map(one_step, (0, 1, 2)))
+same_calls = all(of == calls[0] for of in calls)
+same_weights = all(torch.equal(of, weights[0]) for of in weights)
+with_prefetch = records[1]
 
 # %%
-most, everyone = lab.pull("most", rank=0), lab.pull("scores")
-lab.measured("09.2", most[2]["backward"])
+told = lab.pull("told", rank=0)  # for 0, 1 and 2 units ahead
+lab.measured("09.2", told[2]["most"]["backward"])
 lab.reveal("09.2")
 
 # %% tags=["nbval-check-output"]
-print("the same calls, and the same weights to the bit:", all(lab.pull("same_calls")), all(lab.pull("same_values")))
+same = all(lab.pull("same_calls")), all(lab.pull("same_weights"))
+print("the same calls, and the same weights to the bit:", *same)
 if lab.predicted("09.2"):
-    for ahead, bytes_sent in lab.pull("sent_ahead", rank=0).items():
-        print(f"ahead = {ahead}: {bytes_sent:,} bytes sent")
-    assert most[2]["forward"] == 3 and most[0]["backward"] == 2 <= most[1]["backward"] <= 3
+    for ahead, one in enumerate(told):
+        print(f"ahead = {ahead}: {one['sent']:,} bytes sent")
+    assert [one["most"]["forward"] for one in told] == [1, 2, 3]
+    assert told[0]["most"]["backward"] == 2 <= told[1]["most"]["backward"] <= 3
 
 # %%
 if lab.predicted("09.2"):
-    for ahead, seconds in lab.pull("seconds", rank=0).items():
-        mean = sum(scores[ahead] for scores in everyone) / len(everyone)
-        blocks = f"{most[ahead]['forward']} in forward, {most[ahead]['backward']} in backward"
-        print(f"ahead = {ahead}: score {mean:.2f}, {1000 * seconds:.0f} ms a step; blocks at most: {blocks}")
+    for ahead, one in enumerate(told):
+        forward, backward = one["most"].values()
+        blocks = f"most blocks at once: {forward} in forward, {backward} in backward"
+        step = f"{1000 * one['seconds']:.0f} ms a step{noise(one['late'])}"
+        print(f"ahead = {ahead}: {blocks}; score {one['score']:.2f}, {step}")
+    saved = told[0]["seconds"] - told[1]["seconds"]
+    if saved > 0 and not any(noise(one["late"]) for one in told):
+        print(f"One unit ahead takes {1000 * saved:.0f} ms off the step.")
+    else:
+        print("This machine is too busy now to show what a unit ahead takes off the step.")
 
 # %%
 plots.show(plots.gantt(lab.pull("with_prefetch")))
 
 # %% [markdown]
 # The same collectives, the same bytes, the same bits; only the order of *starting* changed. In forward, the link now works
-# while the rank computes. The price is memory: one more block for each unit of the budget. (The package's own `Zero3` stays
-# at two in backward. It starts the next gather only when the block behind has been released, which comes a moment later.)
+# while the rank computes, and the step is shorter by most of the gathers, 10 ms each. The price is memory: one more block for
+# each unit of the budget. (The package's own `Zero3` stays at two in backward. It starts the next gather only when the block
+# behind has been released, which comes a moment later.)
 #
 # A second unit ahead gains little here, because one gather takes no longer than one block's computing. A larger budget helps
 # where units differ in size: a small unit leaves too little time to gather a large one.
 #
-# Why is the score not 1? The root, which backward reduces last, has nothing left to hide behind. Neither has the first
-# gather of a step. And on this machine four ranks share the cores, so a rank also waits for others that are behind.
+# Why is the score not 1? The root and block 0, whose gradients backward completes last, have nothing left to hide behind.
+# Neither have the first gathers of a step.
 
 # %%
 lab.link(None)
@@ -347,10 +376,12 @@ lab.reveal("09.3")
 
 # %% tags=["nbval-check-output"]
 if lab.predicted("09.3"):
-    for stage, phases in sent.items():
-        print(f"{stage:5} sends {phases['forward']:>9,} bytes in forward, {phases['backward']:>9,} in backward")
-    print("backward computes twice as much as forward:", flop["backward"] == 2 * flop["forward"])
-    assert all(abs(bytes_per_flop / need["DDP"] - 1) < 0.01 for bytes_per_flop in need.values())
+    for stage, of_stage in sent.items():
+        before, after = of_stage["forward"], of_stage["backward"]
+        print(f"{stage:5} sends {before:>9,} bytes in forward, {after:>9,} in backward")
+    twice = flop["backward"] == 2 * flop["forward"]
+    print("backward computes twice as much as forward:", twice)
+    assert all(abs(of_stage / need["DDP"] - 1) < 0.01 for of_stage in need.values())
 
 # %% [markdown]
 # **The same.** DDP sends 6 bytes per parameter, all in backward, beside 4 FLOP per token. ZeRO-3 sends them there too
@@ -359,114 +390,71 @@ if lab.predicted("09.3"):
 #
 # So all four have the same **knee**: the lowest bandwidth at which communication hides. If a step computes for C seconds, a
 # third of them in forward, that is 3Ψ / (C/3) = 9Ψ/C bytes per second, with 4 ranks in float32. (The link of the timelines
-# above had four times as much.) Below the knee the link decides, and ZeRO-3 is slower, in the end by the 1.5 times that it
+# above had 1.6 times as much.) Below the knee the link decides, and ZeRO-3 is slower, in the end by the 1.5 times that it
 # sends.
 #
-# Now measure: a step at five bandwidths, from a quarter of the knee to eight times the knee, at each of the four
-# stages.
+# Now measure: a step without a link and at five bandwidths, from a quarter of the knee to eight times the knee, at each of
+# the four stages. This takes about ten seconds.
+
+# %%
+lab.push(knee=need["DDP"] * SPEED)  # bytes for each FLOP x FLOP per second
 
 # %%
 # %%ranks
 PARTS = (0.25, 0.5, 1, 2, 8)
 
 
-def sweep(stage, speed):
-    zero, adam, step = build(stage)
-    step(0)
-    step(1)
-    found = {}
-    for part in PARTS:
-        with linked(f"{part * speed / 1e6:.3f} MB/s, 20 us"):
-            seconds, record = timed(zero, adam, step, times=2 if part < 1 else 3)
-        found[part * speed] = (seconds, score(record))
+def sweep(stage):
+    built, found = paced(stage), {}
+    for part in (None, *PARTS):
+        with linked(f"{part * knee / 1e6:.3f} MB/s, 20 us" if part else None):
+            found[part] = timed(*built)[:2]
     return found
 
 
-knee = 9 * 867_072 / alone
-swept = {stage.__name__: sweep(stage, knee) for stage in (DDP, Zero1, Zero2, Zero3)}
+swept = {stage.__name__: sweep(stage) for stage in (DDP, Zero1, Zero2, Zero3)}
 
 # %%
 from zerolab.lab.plots import Phase
 
-swept = lab.pull("swept")
-times = {stage: {speed: seconds for speed, (seconds, _) in found.items()} for stage, found in swept[0].items()}
-share = {"forward": alone / 3, "backward": 2 * alone / 3}  # of the FLOP, and so of the time
-phases = {stage: {phase: Phase(share[phase], sent[stage][phase]) for phase in share} for stage in sent}
+swept, knee = lab.pull("swept", rank=0), need["DDP"] * SPEED
+times, phases = {}, {}
+for stage, found in swept.items():
+    times[stage] = {part * knee: seconds for part, (seconds, _) in found.items() if part}
+    of_stage = sent[stage]
+    phases[stage] = {phase: Phase(flop[phase] / SPEED, of_stage[phase]) for phase in flop}
 title = "How much bandwidth is enough to hide communication?"
+subtitle = "4 ranks, 256 tokens on each; emulated: links of 20 µs, processors of 6 GFLOP/s"
 if lab.predicted("09.3"):
-    plots.show(plots.link_sweep(times, phases, title, "4 ranks, 256 tokens on each; emulated links of 20 µs"))
+    plots.show(plots.link_sweep(times, phases, title, subtitle))
 
 # %%
-slow, *_, fast = sorted(times["DDP"])
 if lab.predicted("09.3"):
-    print(f"knee: {plots.knee(phases['DDP']) / 1e6:.0f} MB/s = 9Ψ/C for C = {1000 * alone:.0f} ms")
-    for stage, of_stage in times.items():
-        scores = [sum(rank[stage][speed][1] for rank in swept) / 4 for speed in (slow, fast)]
-        line = f"{stage:5} {1000 * of_stage[slow]:4.0f} ms and score {scores[0]:.2f} at a quarter of the knee"
-        print(f"{line}, {1000 * of_stage[fast]:4.0f} ms at eight times the knee")
-    for stage, of_stage in times.items():
-        assert of_stage[slow] > 0.99 * sum(sent[stage].values()) / slow  # nothing is faster than the link
-    assert times["Zero3"][slow] > times["DDP"][fast]
+    print(f"knee: {knee / 1e6:.0f} MB/s = 9Ψ/C for C = {1000 * computing:.0f} ms")
+    for stage, found in swept.items():
+        slow, fast = found[0.25][0], found[8][0]
+        print(f"{stage:5} {1000 * slow:4.0f} ms at a quarter of the knee,", end=" ")
+        latest = max(late for _, late in found.values())
+        print(f"{1000 * fast:4.0f} ms at eight times the knee{noise(latest)}")
+        assert slow > 0.99 * sum(sent[stage].values()) / (0.25 * knee)  # the link's time
 
 # %% [markdown]
-# To the right of the knee the lines of all four meet, whatever they send. To the left each follows the link, and ZeRO-3 is
-# the highest. Most dots lie above their lines, more so on a busy machine: four ranks share its cores, and every
-# collective takes some of their time. ZeRO-3, which issues the most, pays the most. (DDP pays a little too: each unit's
-# all-reduce is two collectives, one after the other.) No line was fitted to its dots: it comes from the bytes, from the
-# FLOP, and from one step that was timed without a link.
+# To the right of the knee all four take as long as computing takes, whatever they send. To the left each follows the link,
+# and ZeRO-3 is the highest. The dots lie a little above their lines: the lines hide everything that fits, but the first gather
+# of a step and the last reduction have nothing to hide behind, and what is outside the linear layers takes time as well. (On
+# a busy machine that is more.) No line was fitted to its dots: it comes from the bytes, the FLOP, and the two speeds.
 #
 # ## Launched asynchronously, updated asynchronously
 #
 # "Asynchronous" is used for two things that have little in common. *Launched* asynchronously: a collective is started and
-# waited for later, before its result is used. Everything above is of this kind. *Updated* asynchronously: the optimizer does
-# not wait, and steps with gradients of an earlier step. Train 8 steps with DDP in three ways: waiting for each reduction at
-# once, overlapping them, and stepping with the gradients of the step before.
-
-# %%
-# %%ranks
-
-
-def train(overlap, late=False):
-    zero, adam, _ = build(DDP)
-    zero.overlap = overlap  # False: wait for each reduction before backward goes on
-    before = None
-    for number in range(8):
-        loss = zero.model(*batches[number])
-        loss.backward()
-        fresh = [param.grad.clone() for param in zero.model.parameters()]
-        if late and before:
-            for param, grad in zip(zero.model.parameters(), before, strict=True):
-                param.grad.copy_(grad)
-        if before or not late:
-            adam.step()
-        before = fresh
-        adam.zero_grad()
-    return [param.detach().clone() for param in zero.model.parameters()], loss.item()
-
-
-waiting, overlapping, stale = train(overlap=False), train(overlap=True), train(overlap=True, late=True)
-equal = {
-    "launched": all(map(torch.equal, waiting[0], overlapping[0])),
-    "updated": all(map(torch.equal, waiting[0], stale[0])),
-}
-last = [found[1] for found in (waiting, overlapping, stale)]
-
-# %% tags=["nbval-check-output"]
-equal = lab.pull("equal")
-print("launched asynchronously, the weights are the same to the bit:", all(of["launched"] for of in equal))
-print("updated asynchronously, they are the same:", all(of["updated"] for of in equal))
-
-# %%
-print("rank 0's last loss: waiting {:.3f}, overlapping {:.3f}, stale {:.3f}".format(*lab.pull("last", rank=0)))
-
-# %% [markdown]
-# The first kind is free. The second is another algorithm, which may train more slowly or not at all; lesson 12 measures it.
-# When somebody says that ZeRO is asynchronous, ask which one is meant. All three stages launch asynchronously, and all three
-# update synchronously.
+# waited for later, before its result is used. Everything above is of this kind, and as you saw, the weights are the same to
+# the bit. *Updated* asynchronously: the optimizer does not wait, and steps with gradients of an earlier step. That is another
+# algorithm, which may train more slowly or not at all; lesson 12 measures it. When somebody says that ZeRO is asynchronous,
+# ask which one is meant. All three stages launch asynchronously, and all three update synchronously.
 #
 # ## In production
 #
-# FSDP2 prefetches too. In backward it does so by itself. In forward it relies on the host: Python issues the next gather
+# FSDP2 prefetches too (here in torch 2.13). In backward it does so by itself. In forward it relies on the host: Python issues the next gather
 # long before the GPU has finished the block at work. Where the host is not that far ahead, you name the next modules
 # yourself, with `set_modules_to_forward_prefetch`. To see it, count how many gathers have been started when each block
 # begins to compute. (Our step: the package's `Recorded` with your schedule and `ahead = 1`.)
@@ -478,22 +466,17 @@ from zerolab.lab import calls
 
 
 def gathers_before(model, count):
-    """(phase, block, gathers started so far) whenever a block begins to compute, in one step."""
-    seen, hooks = [], []
-    for number, block in enumerate(model.blocks):
+    """How many gathers were started whenever a block begins to compute, in one step."""
+    seen = []
 
-        def look(*_, number=number, phase="forward"):
-            seen.append((phase, number, count()))
+    def look(*_):
+        seen.append(count())
 
-        def look_back(*_, look=look):
-            look(phase="backward")
-
-        hooks.append(block.norm1.register_forward_pre_hook(look))
-        hooks.append(block.mlp.down.register_full_backward_pre_hook(look_back))
+    for block in model.blocks:
+        block.norm1.register_forward_pre_hook(look)
+        block.mlp.down.register_full_backward_pre_hook(look)
     model(*batches[0]).backward()
-    for hook in hooks:
-        hook.remove()
-    return [seen[i][2] for i in range(len(seen))]
+    return seen
 
 
 def fsdp2(explicit):
@@ -505,14 +488,18 @@ def fsdp2(explicit):
             block.set_modules_to_forward_prefetch([following])
     model(*batches[0]).backward()
     with calls() as book:
-        return gathers_before(model, lambda: sum("allgather" in call.op for call in book.calls))
+        return gathers_before(model, lambda: sum("allgather" in of.op for of in book.calls))
 
 
 def ours():
     zero, _, step = build(MyPrefetch)
     step()
+
+    def gathers():
+        return sum(call.op == "all_gather" and not call.control for call in book.calls)
+
     with ledger(zero) as book:
-        return gathers_before(zero.model, lambda: sum(c.op == "all_gather" and not c.control for c in book.calls))
+        return gathers_before(zero.model, gathers)
 
 
 gathers = {"FSDP2": fsdp2(False), "FSDP2, named": fsdp2(True), "yours": ours()}
@@ -521,7 +508,8 @@ gathers = {"FSDP2": fsdp2(False), "FSDP2, named": fsdp2(True), "yours": ours()}
 gathers = lab.pull("gathers", rank=0)
 print(f"{'':14}forward of blocks 0 1 2 3    backward of blocks 3 2 1 0")
 for name, counts in gathers.items():
-    print(f"{name:14}{'':18}{' '.join(map(str, counts[:4]))}{'':23}{' '.join(map(str, counts[4:]))}")
+    forward, backward = (" ".join(map(str, half)) for half in (counts[:4], counts[4:]))
+    print(f"{name:14}{'':18}{forward}{'':23}{backward}")
 
 # %% [markdown]
 # Block 0 cannot begin before two gathers, the root's and its own. FSDP2 by itself has started just these two. With the next
@@ -536,35 +524,40 @@ for name, counts in gathers.items():
 #
 # > "Larger buckets are always faster."
 #
-# Lesson 05 timed three sizes of unit. Here is what torch's own DDP does with three sizes of bucket, in the order in which
-# the buckets leave:
+# Lesson 05 compared three sizes of unit. Here is what torch's own DDP does with sizes of bucket, in the order in which the
+# buckets leave:
 
 # %%
 # %%ranks
 from torch.nn.parallel import DistributedDataParallel
 
 
-def buckets(megabytes):
-    model = DistributedDataParallel(make_model(), bucket_cap_mb=megabytes, gradient_as_bucket_view=True)
+def buckets(**size):
+    model = DistributedDataParallel(make_model(), gradient_as_bucket_view=True, **size)
     for number in range(3):  # it puts its buckets in order after the first step
         with calls() as book:
             model(*batches[number]).backward()
-    grads = {param.grad.untyped_storage()._cdata for param in model.parameters()}
-    return [call.payload for call in book.calls], len(grads)
+    storages = {param.grad.untyped_storage()._cdata for param in model.parameters()}
+    return [call.payload for call in book.calls], len(storages)
 
 
-by_cap = {megabytes: buckets(megabytes) for megabytes in (25, 1, 0.25)}
+sizes = {f"{size} MB": buckets(bucket_cap_mb=size) for size in (25, 1, 0.25)}
+by_cap = {"default": buckets()} | sizes
 
 # %% tags=["nbval-check-output"]
-for megabytes, (sizes, storages) in lab.pull("by_cap", rank=0).items():
+for name, (sizes, storages) in lab.pull("by_cap", rank=0).items():
     many = f"{len(sizes)} bucket{'s' * (len(sizes) > 1)}"
-    print(f"{megabytes:5} MB: {many:10} the last one has {sizes[-1]:>9,} of {sum(sizes):,} bytes")
-    assert storages == len(sizes)  # gradient_as_bucket_view: gradients are views of the buckets, not copies
+    print(f"{name:>7}: {many:10} the last one has {sizes[-1]:>9,} of {sum(sizes):,} bytes")
+    assert storages == len(sizes)  # gradient_as_bucket_view: gradients are views of them
 
 # %% [markdown]
-# The last bucket is complete when backward is over, so nothing of it can hide. With one bucket, that is everything.
-# With many it is little, but every bucket costs its latency. To see both, run our DDP with three sizes of unit on a
-# link with half the bandwidth of the knee and 0.2 ms of latency:
+# The last bucket is complete when backward is over, so nothing of it can hide. With one bucket, that is everything. DDP's
+# default avoids it: the first bucket has 1 MiB, so that something leaves early, and all others 25 MiB. If you pass
+# `bucket_cap_mb=25` yourself, the first has 25 as well (torch 2.13, `_BucketCapacityConfig` in
+# [`distributed.py`](https://github.com/pytorch/pytorch/blob/v2.13.0/torch/nn/parallel/distributed.py)).
+#
+# With many buckets little is left for the end, but every bucket costs its latency. To see both, run our DDP with three
+# sizes of unit on a link with half the bandwidth of the knee and 1 ms of latency:
 
 # %%
 # %%ranks
@@ -572,53 +565,65 @@ SIZES = {"one unit": (GPT,), "blocks": (Block,), "linear layers": (torch.nn.Line
 
 
 def by_size(units):
-    built = build(DDP, units)
-    built[2]()
-    with linked(f"{knee / 2e6:.3f} MB/s, 200 us"):
-        seconds, record = timed(*built, times=3)
-    return len(built[0].units), seconds, score(record)
+    built = paced(DDP, units)
+    with linked(f"{knee / 2e6:.3f} MB/s, 1 ms"):
+        seconds, late, record = timed(*built)
+    return len(built[0].units), seconds, late, score(record)
 
 
 sizes = {name: by_size(units) for name, units in SIZES.items()}
 
 # %%
 found = lab.pull("sizes")
-for name, (units, seconds, _) in found[0].items():
-    mean = sum(rank[name][2] for rank in found) / len(found)
-    print(f"{name:14} {units:>2} units, {6 * units:>3} messages: {1000 * seconds:4.0f} ms a step, score {mean:.2f}")
-assert sum(rank["one unit"][2] for rank in found) / len(found) < 0.5
+for name, (units, seconds, late, _) in found[0].items():
+    mean = sum(rank[name][3] for rank in found) / len(found)
+    line = f"{name:14} {units:>2} units, {6 * units:>3} messages: score {mean:.2f}"
+    print(f"{line}, {1000 * seconds:3.0f} ms a step{noise(late)}")
+assert sum(rank["one unit"][3] for rank in found) / len(found) < 0.2
 
 # %% [markdown]
-# **Verdict: false.** One unit has the least latency and hides nothing: its bytes leave when backward is over, so its
-# step is the sum of computing and sending. Linear layers hide some, and pay for it with more than a hundred messages.
-# (On a busy machine the times change places from run to run; the score of one unit stays 0.) And a bucket takes memory:
-# what waits to be complete is held in full. `gradient_as_bucket_view=True` at least keeps no second copy: the gradients
-# are views of the buckets, as in lesson 02. The best size depends on latency, bandwidth and model. Measure it; it takes
-# three runs.
+# **Verdict: false.** One unit has the least latency and hides nothing: its bytes leave when backward is over, so its step is
+# the sum of computing and sending. Linear layers can begin to send before a block is through, and pay for it with more than
+# a hundred messages, 1 ms each. Here the middle is best. And a bucket takes memory: what waits to be complete is held in
+# full. `gradient_as_bucket_view=True` at least keeps no second copy: the gradients are views of the buckets, as in lesson 02.
+# The best size depends on latency, bandwidth and model. Measure it; it takes three runs.
 #
 # > "overlap_comm hides communication."
 
 # %%
 if lab.predicted("09.3"):
-    for speed, seconds in list(times["DDP"].items())[:4]:  # beyond, it sends for too short a time to tell
-        transfer = sum(sent["DDP"].values()) / speed
-        hidden = min(1.0, max(0.0, (alone + transfer - seconds) / transfer))
-        part = speed / plots.knee(phases["DDP"])
-        print(f"DDP at {part:4.2f} x the knee: sends for {1000 * transfer:3.0f} ms, of which {hidden:4.0%} is hidden")
+    alone, _ = swept["DDP"][None]
+    for part in (0.25, 0.5, 1, 2):  # beyond, it sends for too short a time to tell
+        seconds, late = swept["DDP"][part]
+        transfer = sum(sent["DDP"].values()) / (part * knee)
+        hidden = (alone + transfer - seconds) / transfer
+        said = f"DDP at {part:4.2f} x the knee: sends for {1000 * transfer:3.0f} ms,"
+        if late < 0.05 and 0 <= hidden <= min(1, part):  # no more than computing can hide
+            print(f"{said} {hidden:.0%} of it hidden")
+        else:
+            print(f"{said} too noisy to judge what is hidden")
 
 # %% [markdown]
-# **Verdict: true under a condition.** Overlap hides at most what fits behind computing. To the right of the knee that
-# is everything but the first gather and the last reduction (and, on a busy laptop, what four ranks on two cores cost
-# each other). At a quarter of the knee, three quarters cannot be hidden, in any order. The condition is FLOP per byte:
-# *tokens on each rank*. In practice, when the score is low, first look at the order of calls (are the gathers started
-# early?), then at the batch, and only then at the price of a network.
+# **Verdict: true under a condition.** Overlap hides at most what fits behind computing. To the right of the knee that is
+# everything but what leaves last: here the root and one block of four, 31 % of the bytes, and far less with a hundred blocks.
+# At a quarter of the knee, three quarters cannot be hidden, in any order. The condition is FLOP per byte: *tokens on
+# each rank*. In practice, when the score is low, first look at the order of calls (are the gathers started early?), then at
+# the batch, and only then at the price of a network.
 #
 # > "A fast interconnect is a condition for ZeRO."
 #
 # **Verdict: false.** Stages 1 and 2 send what DDP sends, and have DDP's knee. ZeRO-3 sends 1.5 times as much and has the same
-# knee, as measured above. So where DDP hides its communication, all stages do. What ZeRO frees is memory for a
-# larger batch, and with more tokens the knee moves to slower networks. Below the knee a slow network does cost ZeRO-3 more
-# than DDP, and there it is worth a look at the package's option `mesh=`, which gathers within a node only.
+# knee, as measured above. So where DDP hides its communication, all stages can, provided that each unit is gathered around
+# its own forward, as here and in FSDP2. Not everyone does that. DeepSpeed's stages 1 and 2 gather all parameters at the end of
+# the optimizer's step (0.19.8, `all_gather_dp_groups` in `step` of
+# [`stage_1_and_2.py`](https://github.com/deepspeedai/DeepSpeed/blob/v0.19.8/deepspeed/runtime/zero/stage_1_and_2.py)), and
+# torch's `ZeroRedundancyOptimizer` broadcasts them there (2.13, `_sync_params` in
+# [`step`](https://github.com/pytorch/pytorch/blob/v2.13.0/torch/distributed/optim/zero_redundancy_optimizer.py)). In the
+# step no forward or backward is left to hide them.
+#
+# What ZeRO frees is memory for a larger batch, and with more tokens the knee moves to slower networks. Below the knee a slow
+# network does cost ZeRO-3 more than DDP, and there it is worth a look at the package's option `mesh=`, which gathers within a
+# node only.
 #
 # ## Questions
 #

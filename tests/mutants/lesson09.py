@@ -121,7 +121,7 @@ OVERLAP_MUTANTS = {
     "divides by zero": (edit(OVERLAP, _RATIO, "    return hidden / total\n"), "nothing travels"),
     "zero where nothing travels": (edit(OVERLAP, "else 1.0", "else 0.0"), "the score is 1.0"),
     "the first pairs only": (
-        edit(OVERLAP, "for a in computing for b in travelling)", "for a, b in zip(computing, travelling))"),
+        edit(OVERLAP, "for a in computing for b in travelling", "for a, b in zip(computing, travelling)"),
         "add up over all pairs",
     ),
     "negative where they are apart": (
@@ -184,8 +184,8 @@ OVERLAP_MUTANTS = {
     "only those that lie inside": (
         edit(
             OVERLAP,
-            "sum(max(0, min(a[1], b[1]) - max(a[0], b[0])) for a in computing for b in travelling)",
-            "sum(b[1] - b[0] for a in computing for b in travelling if a[0] <= b[0] and b[1] <= a[1])",
+            "max(0, min(a[1], b[1]) - max(a[0], b[0])) for a in computing for b in travelling",
+            "b[1] - b[0] for a in computing for b in travelling if a[0] <= b[0] and b[1] <= a[1]",
         ),
         "a fraction from 0 to 1: the time that is hidden",
     ),

@@ -43,6 +43,7 @@ _HOME = {
     "zerolab.lab.host": ("HostLink",),
     "zerolab.lab.recorded": ("Recorded",),
     "zerolab.lab.pipeline": ("Pipeline", "Paced"),
+    "zerolab.lab.processor": ("Processor",),
     "zerolab.lab.activations": ("saved",),
     "zerolab.lab.scripts": ("torchrun",),
     "zerolab.lab.clinic": ("admit", "uncover"),

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from itertools import cycle
 from typing import NamedTuple
 
 from matplotlib.figure import Figure
@@ -21,6 +20,11 @@ class Phase(NamedTuple):
 
 
 Phases = Mapping[str, Phase]  # by name: "forward", "backward"
+
+OVERLAPPED: Look = {"color": INK, "linewidth": 1.3, "zorder": 2}
+SERIAL: Look = {"color": GREY, "linewidth": 1.0, "linestyle": "--", "zorder": 2}
+COLOUR = COLOURS["communication"]
+MEASURED: Look = {"color": COLOUR, "marker": "o", "markersize": 6.5, "linestyle": "", "zorder": 3}
 
 
 def overlapped(phases: Phases, bandwidth: float) -> float:
@@ -43,42 +47,44 @@ def link_sweep(
 ) -> tuple[Figure, str]:
     """`measured[stage][bytes per second]` in seconds, as dots, beside what `phases[stage]` predicts.
 
-    Solid: overlapped; dashed: one after the other. A dotted rule marks each knee. The last stage is drawn in colour.
+    A panel for each stage, all on one scale. Solid: overlapped; dashed: one after the other; a dotted rule: the knee.
     """
     if not measured or any(not times for times in measured.values()):
         raise ValueError("no measurements to draw")
     knees = {stage: knee(phases[stage]) for stage in measured}
     sentence = _sentence(measured, knees)
-    figure = frame(title, subtitle, sentence, (9.0, 5.4))
-    axes = figure.add_axes((0.09, 0.27, 0.88, 0.49))
-    plain(axes, grid="y")
+    figure = frame(title, subtitle, sentence, (9.0, 4.9))
     speeds = sorted({speed for times in measured.values() for speed in times})
-    low, high = 0.85 * speeds[0], 1.2 * speeds[-1]
+    low, high = 0.8 * speeds[0], 1.25 * speeds[-1]
     smooth = [low * (high / low) ** (k / 120) for k in range(121)]
-    handles = []
-    for (stage, times), marker in zip(measured.items(), cycle("osD^")):
-        colour = COLOURS["communication"] if stage == list(measured)[-1] else INK
-        look: Look = {"color": colour, "linewidth": 1.2, "zorder": 2}
-        axes.plot(smooth, [1e3 * overlapped(phases[stage], speed) for speed in smooth], **look)
-        serial = [1e3 * one_after_the_other(phases[stage], speed) for speed in smooth]
-        axes.plot(smooth, serial, linestyle="--", **(look | {"linewidth": 0.8}))
-        axes.axvline(knees[stage], color=colour, linewidth=0.8, linestyle=":")
-        filled = colour if stage == list(measured)[-1] else "white"
-        dots: Look = {"markerfacecolor": filled, "markeredgecolor": colour, "markersize": 7, "linestyle": ""}
-        axes.plot(list(times), [1e3 * seconds for seconds in times.values()], marker, zorder=3, **dots)
-        handles.append(Line2D([], [], marker=marker, label=stage, **dots))
-    handles.append(Line2D([], [], color=GREY, linewidth=1.2, label="predicted: overlapped"))
-    handles.append(Line2D([], [], color=GREY, linewidth=0.8, linestyle="--", label="one after the other"))
-    handles.append(Line2D([], [], color=GREY, linewidth=0.8, linestyle=":", label="knee"))
-    axes.set_xscale("log")
-    axes.set_xlim(low, high)
-    axes.set_ylim(0, 1.12e3 * max(max(times.values()) for times in measured.values()))
-    axes.set_xticks(speeds, [f"{in_bytes(speed)}/s" for speed in speeds], fontsize=9)
-    axes.minorticks_off()
-    axes.set_ylabel("milliseconds a step", color=GREY)
-    axes.set_xlabel("bandwidth of the link", color=GREY)
-    place: Look = {"loc": "upper center", "bbox_to_anchor": (0.53, 1 - 0.85 / 5.4), "ncols": len(handles)}
-    legend(figure, handles, columnspacing=1.0, fontsize=9, borderpad=0.0, handletextpad=0.4, **place)
+    highest = max(max(times.values()) for times in measured.values())
+    width = 0.89 / len(measured)
+    for number, (stage, times) in enumerate(measured.items()):
+        axes = figure.add_axes((0.09 + number * width, 0.32, 0.9 * width, 0.4))
+        plain(axes, grid="y")
+        axes.set_title(stage, fontsize=11, color=INK, loc="left")
+        axes.axvline(knees[stage], color=GREY, linewidth=1.0, linestyle=":")
+        axes.plot(smooth, [1e3 * overlapped(phases[stage], speed) for speed in smooth], **OVERLAPPED)
+        axes.plot(smooth, [1e3 * one_after_the_other(phases[stage], speed) for speed in smooth], **SERIAL)
+        axes.plot(list(times), [1e3 * seconds for seconds in times.values()], **MEASURED)
+        axes.set_xscale("log")
+        axes.set_xlim(low, high)
+        axes.set_ylim(0, 1.12e3 * highest)
+        axes.set_xticks(speeds, [f"{speed / 1e6:.3g}" for speed in speeds], fontsize=8.5)
+        axes.minorticks_off()
+        if number:
+            axes.set_yticklabels([])
+        else:
+            axes.set_ylabel("milliseconds a step", color=GREY)
+    figure.text(0.53, 0.225, "bandwidth of the link, MB/s", color=GREY, fontsize=10, ha="center")
+    handles = [
+        Line2D([], [], label="measured", **MEASURED),
+        Line2D([], [], label="predicted: overlapped", **OVERLAPPED),
+        Line2D([], [], label="one after the other", **SERIAL),
+        Line2D([], [], color=GREY, linewidth=1.0, linestyle=":", label="knee"),
+    ]
+    place: Look = {"loc": "upper center", "bbox_to_anchor": (0.53, 1 - 0.85 / 4.9), "ncols": len(handles)}
+    legend(figure, handles, columnspacing=1.4, fontsize=9.5, borderpad=0.0, **place)
     return figure, sentence
 
 

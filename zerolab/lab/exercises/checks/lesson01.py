@@ -251,11 +251,14 @@ from torch import Tensor
 from zerolab.lab.exercises import Todo
 
 
-def ring_reduce_scatter(chunks: list[Tensor], rank: int, world_size: int, exchange) -> Tensor:
+def ring_reduce_scatter(
+    chunks: list[Tensor], rank: int, world_size: int, exchange
+) -> Tensor:
     """The sum over all ranks of chunk number `rank`.
 
     chunks: this rank's contribution to each of the N chunks.
-    exchange(tensor, to, source): sends `tensor` to rank `to` and returns what rank `source` sends in this round.
+    exchange(tensor, to, source): sends `tensor` to rank `to` and returns what rank `source`
+        sends in this round.
 
     Each rank talks to its two neighbours only, in N-1 rounds of one chunk each.
     """
@@ -266,7 +269,9 @@ REDUCE_SCATTER = '''\
 from torch import Tensor
 
 
-def ring_reduce_scatter(chunks: list[Tensor], rank: int, world_size: int, exchange) -> Tensor:
+def ring_reduce_scatter(
+    chunks: list[Tensor], rank: int, world_size: int, exchange
+) -> Tensor:
     """The sum over all ranks of chunk number `rank`."""
     right, left = (rank + 1) % world_size, (rank - 1) % world_size
     partial = chunks[(rank - 1) % world_size]  # the chunk that has the longest way to go

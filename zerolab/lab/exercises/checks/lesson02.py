@@ -215,8 +215,9 @@ from zerolab.lab.exercises import Todo
 def flat_buffer(params: list[Tensor], world_size: int) -> tuple[Tensor, list[Tensor]]:
     """One flat buffer that holds all of `params`, and a view into it for each parameter.
 
-    flat: (size,), all elements of the parameters in order, then zeros up to the next multiple of `world_size`.
-        Same dtype and device as the parameters; needs no gradient.
+    flat: (size,), all elements of the parameters in order, then zeros up to the next
+        multiple of `world_size`. Same dtype and device as the parameters.
+        It needs no gradient.
     views: one for each parameter, in its shape and in the memory of `flat`.
     """
     raise Todo("02.1")

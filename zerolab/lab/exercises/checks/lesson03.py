@@ -213,9 +213,10 @@ from zerolab.lab.exercises import Todo
 
 
 def average(params: list[Tensor]) -> None:
-    """Replace each parameter's gradient with its mean over all ranks. One all-reduce per parameter will do.
+    """Replace each parameter's gradient with its mean over all ranks.
 
-    A parameter that nobody used has no gradient, and must have none afterwards.
+    One all-reduce per parameter will do. A parameter that nobody used has no gradient, and
+    must have none afterwards.
     """
     raise Todo("03.1")
 '''
@@ -440,7 +441,10 @@ class Bucket:
         raise Todo("03.2")
 
     def write_back(self) -> None:
-        """Give every parameter its mean gradient, even if it had none here: another rank may have had one."""
+        """Give every parameter its mean gradient, even if it had none here.
+
+        Another rank may have had one.
+        """
         raise Todo("03.2")
 '''
 
@@ -453,7 +457,8 @@ from torch import Tensor
 class Bucket:
     def __init__(self, params: list[Tensor]) -> None:
         self.params = params
-        self.flat = torch.zeros(sum(param.numel() for param in params), dtype=params[0].dtype)
+        numel = sum(param.numel() for param in params)
+        self.flat = torch.zeros(numel, dtype=params[0].dtype)
         self.views, offset = [], 0
         for param in params:
             self.views.append(self.flat[offset : offset + param.numel()].view_as(param))
@@ -724,17 +729,19 @@ class MyDDP(zerolab.DDP):
     def post_backward(self, unit: Unit) -> None:
         """All gradients of `unit` are complete. Start its reduction, if self.reduces(unit).
 
-        Put what reduce() returns into unit.bucket.reduction: the engine waits for it before anyone sees the gradient.
+        Put what reduce() returns into unit.bucket.reduction: the engine waits for it before
+        anyone sees the gradient.
         """
         raise Todo("03.3")
 
     def reduce(self, unit: Unit):
-        """Average unit.bucket.full, a flat tensor, over the ranks and leave the mean in unit.bucket.grad.
+        """Average unit.bucket.full, a flat tensor, over the ranks.
 
-        Return None if the mean is there already, or something whose wait() returns when it is.
-        self.comm.all_reduce(tensor, unit.name) starts a mean, in place, and enters it in the engine's ledger.
-        The ranks that share the model need not be all: self.world_size counts them, and for functions of dist there
-        is group=self.comm.group.
+        Leave the mean in unit.bucket.grad. Return None if it is there already, or something
+        whose wait() returns when it is.
+        self.comm.all_reduce(tensor, unit.name) starts a mean, in place, and enters it in
+        the engine's ledger. The ranks that share the model need not be all: self.world_size
+        counts them, and for functions of dist there is group=self.comm.group.
         """
         raise Todo("03.3")
 '''

@@ -203,10 +203,11 @@ from zerolab.lab.exercises import Todo
 
 
 def reduce_scatter_mean(flat: Tensor, rank: int, world_size: int) -> Tensor:
-    """The mean over all ranks of this rank's shard of `flat`: (N * S,) -> (S,). `flat` stays as it is.
+    """The mean over all ranks of this rank's shard of `flat`: (N * S,) -> (S,).
 
-    Shard r is elements r * S to (r + 1) * S.
-    dist.all_to_all_single(received, flat) sends shard r to rank r, and stores what rank r sends in place r.
+    `flat` stays as it is. Shard r is elements r * S to (r + 1) * S.
+    dist.all_to_all_single(received, flat) sends shard r to rank r, and stores what rank r
+    sends in place r.
     """
     raise Todo("04.1")
 '''
@@ -565,24 +566,28 @@ class MyZero1(zerolab.DDP):
     stage = 1
 
     def optimizer_params(self, unit: Unit) -> list[Tensor]:
-        """What the optimizer updates: this rank's slice of each parameter, and nothing else.
+        """What the optimizer updates: this rank's slice of each parameter, nothing else.
 
-        unit.keep_shard() makes this rank's shard of the flat parameters, (S,), the unit.master, and returns it.
-        unit.layout.slices(shard, rank) returns a view for each parameter, of the part that `rank` owns.
+        unit.keep_shard() makes this rank's shard of the flat parameters, (S,), the
+        unit.master, and returns it. unit.layout.slices(shard, rank) returns a view for each
+        parameter, of the part that `rank` owns.
         """
         raise Todo("04.2")
 
     def reduce(self, unit: Unit):
-        """Leave in unit.bucket.grad, (S,), the mean over the ranks of this rank's shard of unit.bucket.full, (N * S,).
+        """Leave in unit.bucket.grad, (S,), the mean of this rank's shard over the ranks.
 
-        unit.layout.shard(flat, self.rank) is a view of the shard. self.comm.reduce_scatter(output, input, unit.name)
-        starts what you wrote in 04.1: return it, since it has a wait(), or None if the mean is already there.
+        The gradients are in unit.bucket.full, (N * S,); unit.layout.shard(flat, self.rank)
+        is a view of the shard. self.comm.reduce_scatter(output, input, unit.name) starts
+        what you wrote in 04.1: return it, since it has a wait(), or None if the mean is
+        already there.
         """
         raise Todo("04.2")
 
     def after_step(self, unit: Unit) -> None:
-        """The optimizer has changed unit.master, (S,), which differs on every rank. Forward reads unit.full, (N * S,).
+        """The optimizer has changed unit.master, (S,), which differs on every rank.
 
+        Forward reads unit.full, (N * S,).
         self.comm.all_gather(output, input, unit.name) starts an all-gather.
         """
         raise Todo("04.2")

@@ -161,11 +161,13 @@ class MyZero2(zerolab.Zero1):
     stage = 2
 
     def post_backward(self, unit: Unit) -> None:
-        """All gradients of `unit` are complete. Reduce them as stage 1 does, then keep only this rank's shard.
+        """All gradients of `unit` are there. Reduce them, then keep only this rank's shard.
 
-        super().post_backward(unit) starts the reduction, if self.reduces(unit). Then unit.bucket.reduction is what to
-        wait for, and unit.bucket.grad is a view of unit.bucket.full, which it keeps alive.
-        unit.bucket.release() copies the shard as soon as the reduction has finished, and lets the rest go.
+        super().post_backward(unit) starts the reduction as stage 1 does, if
+        self.reduces(unit). Then unit.bucket.reduction is what to wait for, and
+        unit.bucket.grad is a view of unit.bucket.full, which it keeps alive.
+        unit.bucket.release() copies the shard as soon as the reduction has finished, and
+        lets the rest go.
         """
         raise Todo("05.1")
 '''

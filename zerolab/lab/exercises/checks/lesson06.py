@@ -183,14 +183,16 @@ from zerolab.lab.exercises import Todo
 
 
 def release(full: Tensor) -> None:
-    """Let the memory of `full` go. The tensor and its views stay, without memory until gather()."""
+    """Let the memory of `full` go. It and its views stay, without memory until gather()."""
     raise Todo("06.1")
 
 
 def gather(full: Tensor, shard: Tensor) -> None:
-    """Fill `full` with the shards of all ranks, in rank order. If its memory was released, allocate it again first.
+    """Fill `full` with the shards of all ranks, in rank order.
 
-    full: flat, N times as long as `shard`, which is this rank's part. Views of `full` must see the values.
+    If its memory was released, allocate it again first.
+    full: flat, N times as long as `shard`, which is this rank's part. Views of `full` must
+        see the values.
     """
     raise Todo("06.1")
 '''
@@ -500,8 +502,8 @@ class MyZero3Forward(zerolab.Zero2):
     def optimizer_params(self, unit: Unit) -> list[Tensor]:
         """Runs once, when the engine is built: from here on this rank keeps only its shard.
 
-        So far unit.shard is a view of unit.full. Give it its own memory, release the full parameters, then return
-        what ZeRO-2 returns: slices of the shard.
+        So far unit.shard is a view of unit.full. Give it its own memory, release the full
+        parameters, then return what ZeRO-2 returns: slices of the shard.
         """
         raise Todo("06.2")
 
@@ -510,7 +512,10 @@ class MyZero3Forward(zerolab.Zero2):
         raise Todo("06.2")
 
     def post_forward(self, unit: Unit) -> None:
-        """Runs after it: release them, unless `unit` is in self.root and a backward can follow."""
+        """Runs after it: release them.
+
+        Not if `unit` is in self.root and a backward can follow.
+        """
         raise Todo("06.2")
 '''
 

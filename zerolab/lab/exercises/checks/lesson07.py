@@ -210,14 +210,14 @@ class MyZero3(zerolab.Zero2):
         raise Todo("07.1")
 
     def post_backward(self, unit: Unit) -> None:
-        """Backward has passed `unit`: release its parameters, and do what ZeRO-2 does with the gradient.
+        """Backward has passed `unit`: release its parameters, and do what ZeRO-2 does.
 
         In which order? The reduction needs memory.
         """
         raise Todo("07.1")
 
     def after_step(self, unit: Unit) -> None:
-        """The optimizer has changed the shards: whatever is still gathered is out of date."""
+        """The optimizer has changed the shards: what is still gathered is out of date."""
         raise Todo("07.1")
 '''
 

@@ -530,18 +530,21 @@ def train(zero: Engine, optimizer: Optimizer, scaler: Any, world: World) -> list
 
 
 GIVEN = '''\
-    def __init__(self, zero: Engine, init_scale: float = 2.0**16, growth_interval: int = 2000) -> None:
+    def __init__(
+        self, zero: Engine, init_scale: float = 2.0**16, growth_interval: int = 2000
+    ) -> None:
         self.zero, self.factor, self.growth_interval = zero, init_scale, growth_interval
         self.good_steps = 0  # made since the scale last changed
-        self.overflow: bool | None = None  # of this step, on any rank; None: unscale_() has not run yet
+        self.overflow: bool | None = None  # in this step, on any rank; None: not looked yet
 
     def scale(self, loss: Tensor) -> Tensor:
         return loss * self.factor
 
     def gradients(self) -> list[Tensor]:
-        """This rank's slices of the mean gradients, turned to float32. Change them in place."""
+        """This rank's slices of the mean gradients, in float32. Change them in place."""
         self.zero.promote_grads(self.zero.units)
-        return [to_local(param.grad) for param in self.zero.model.parameters() if param.grad is not None]
+        params = self.zero.model.parameters()
+        return [to_local(param.grad) for param in params if param.grad is not None]
 '''
 
 SCALER_STUB = f'''\
@@ -556,15 +559,24 @@ from zerolab.lab.exercises import Todo
 class MyScaler:
 {GIVEN}
     def unscale_(self, optimizer: Optimizer) -> None:
-        """Divide every gradient by self.factor, and set self.overflow: is a gradient of ANY rank not finite?"""
+        """Divide every gradient by self.factor, and set self.overflow.
+
+        It is true if a gradient of ANY rank is not finite.
+        """
         raise Todo("08.1")
 
     def step(self, optimizer: Optimizer) -> None:
-        """optimizer.step(), unless there is an overflow. Unscale first, if the loop has not called unscale_()."""
+        """optimizer.step(), unless there is an overflow.
+
+        Unscale first, if the loop has not called unscale_().
+        """
         raise Todo("08.1")
 
     def update(self) -> None:
-        """Halve the scale after an overflow; double it after growth_interval good steps in a row."""
+        """Halve the scale after an overflow.
+
+        Double it after growth_interval good steps in a row.
+        """
         raise Todo("08.1")
 '''
 

@@ -168,17 +168,22 @@ def _which_slip(got: float, want: float, computing: Intervals, travelling: Inter
 OVERLAP_STUB = '''\
 from zerolab.lab.exercises import Todo
 
+Pairs = list[tuple[float, float]]  # of (start, end), in seconds
 
-def overlap(computing: list[tuple[float, float]], travelling: list[tuple[float, float]]) -> float:
-    """Of the time in which something travels, the fraction during which this rank computes: 0 to 1.
 
-    Both lists hold (start, end) pairs, in seconds and in any order. Pairs of one list may overlap, touch, or lie inside
-    one another, and every moment counts once. 1.0 if nothing travels. The lists stay as they are.
+def overlap(computing: Pairs, travelling: Pairs) -> float:
+    """Of the time in which something travels, the part in which this rank computes: 0 to 1.
+
+    Both lists are in any order. Pairs of one list may overlap, touch, or lie inside one
+    another, and every moment counts once. 1.0 if nothing travels. The lists stay unchanged.
     """
     raise Todo("09.1")
 '''
 
 OVERLAP = """\
+Pairs = list[tuple[float, float]]  # of (start, end), in seconds
+
+
 def merged(spans):
     found = []
     for start, end in sorted(spans):
@@ -189,10 +194,12 @@ def merged(spans):
     return found
 
 
-def overlap(computing: list[tuple[float, float]], travelling: list[tuple[float, float]]) -> float:
+def overlap(computing: Pairs, travelling: Pairs) -> float:
     computing, travelling = merged(computing), merged(travelling)
     total = sum(end - start for start, end in travelling)
-    hidden = sum(max(0, min(a[1], b[1]) - max(a[0], b[0])) for a in computing for b in travelling)
+    hidden = sum(
+        max(0, min(a[1], b[1]) - max(a[0], b[0])) for a in computing for b in travelling
+    )
     return hidden / total if total else 1.0
 """
 
@@ -575,10 +582,11 @@ from zerolab.lab.exercises import Todo
 class MyPrefetch(Recorded):
     """ZeRO-3 with a prefetch schedule.
 
-    self.coming: the units that come next in this pass, in order, as the previous pass of the same kind (forward,
-        backward) came to them; empty where that is not known.
-    self.ahead: how many units may be gathered, or on their way, before the pass comes to them.
-    unit.start_gather() returns at once, and does nothing if the unit is there or on its way. unit.gather() waits.
+    self.coming: the units that come next in this pass, in order, as the previous pass of
+        the same kind (forward, backward) came to them; empty where that is not known.
+    self.ahead: how many units may be there, or on their way, before the pass comes to them.
+    unit.start_gather() returns at once, and does nothing if the unit is there or on its
+    way. unit.gather() waits.
     """
 
     def pre_forward(self, unit: Unit) -> None:

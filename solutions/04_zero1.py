@@ -334,7 +334,7 @@ for rank, (full, own) in enumerate(zip(lab.pull("full_state"), lab.pull("state")
 
 # %% [markdown]
 # The state is shared out as evenly as whole matrices allow. It works in every stage, and for Shampoo, SOAP and LAMB as
-# well: see [Muon](../docs/muon.md). Lesson 18 counts what it sends. From here on the optimizer is Adam again.
+# well: see [Muon](../docs/muon.md). From here on the optimizer is Adam again.
 #
 # ## Where the peak is
 #

@@ -282,6 +282,14 @@ def test_lessons_import_the_lab_the_engine_and_its_measurements_only() -> None:
     assert len(build.sources(ROOT)) > 8 and found == []
 
 
+def test_code_fits_a_laptop_s_window() -> None:
+    """At 1280 pixels with the file browser open, JupyterLab shows 92 columns."""
+    for lesson in sorted((ROOT / "lessons").glob("*.ipynb")):
+        for cell in nbformat.read(lesson, 4).cells:
+            if cell.cell_type == "code" and cell.id != "install":
+                assert max(map(len, cell.source.splitlines()), default=0) <= 92, f"{lesson.name}: {cell.id}"
+
+
 def test_every_link_of_a_learner_s_copies_leads_somewhere(tmp_path: Path) -> None:
     """In JupyterLab, whose root is the folder of the copies: `..` there leads nowhere else."""
     copy_docs(tmp_path)

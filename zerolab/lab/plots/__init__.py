@@ -2,7 +2,6 @@
 
 from zerolab.lab.plots.addresses import address_map
 from zerolab.lab.plots.against import tradeoff
-from zerolab.lab.plots.bands import bands
 from zerolab.lab.plots.bandwidth import Phase, knee, link_sweep
 from zerolab.lab.plots.bars import stacks
 from zerolab.lab.plots.bench import step_times
@@ -23,6 +22,7 @@ from zerolab.lab.plots.reads import who_reads_what
 from zerolab.lab.plots.ring import ring_against_root
 from zerolab.lab.plots.scrubber import moment_picture
 from zerolab.lab.plots.shards import Piece, largest_share, shard_map
+from zerolab.lab.plots.spread import bands
 from zerolab.lab.plots.stages import ladder
 from zerolab.lab.plots.step_growth import scaling
 from zerolab.lab.plots.style import COLOURS, HATCHES, LABELS

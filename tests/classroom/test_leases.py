@@ -248,7 +248,7 @@ def test_live_ranks_have_a_lease_and_lose_it(tmp_path, monkeypatch, capsys) -> N
                     break
             notebook.kill()  # as closing a notebook does at the worst: its kernel has no say
             notebook.wait(10.0)
-            wait_until(lambda: not any(psutil.pid_exists(pid) for pid in pids))
+            wait_until(lambda: all(map(gone, pids)))
             wait_until(lambda: not broker.table())
         finally:
             finish(notebook)

@@ -139,7 +139,6 @@ class Classroom:
         except BlockingIOError:
             raise Refused(f"another classroom is running in {self.folder}: end it, or name another --folder") from None
         self.folder.chmod(0o700)
-        ctypes.CDLL(None).prctl(36, 1)  # PR_SET_CHILD_SUBREAPER: processes that students leave behind become ours
         self.solutions.mkdir(exist_ok=True)
         if solutions is not None:
             for solution in solutions.glob("*.ipynb"):
@@ -167,6 +166,7 @@ class Classroom:
             for lab in self.labs:
                 self.broker.open(lab.student, self._scratch / lab.student)
             self.broker.start()
+        _adopt(True)
 
     # -- files ---------------------------------------------------------------------------------------------------------
 
@@ -388,11 +388,17 @@ class Classroom:
             psutil.wait_procs(left, 2.0)
         for process in living:
             process.wait(STOP_TIMEOUT)
+        _adopt(False)
         self.broker.close()
         if self._scratch_folder is not None:
             shutil.rmtree(self._scratch_folder, ignore_errors=True)
         if self._lock is not None:
             os.close(self._lock)
+
+
+def _adopt(orphans: bool) -> None:
+    """Whether processes that students leave behind become ours, to be ended and reaped by us."""
+    ctypes.CDLL(None).prctl(36, int(orphans))  # PR_SET_CHILD_SUBREAPER
 
 
 def _without_answers(lesson: Path) -> bytes:

@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import apply_activation_checkpointing
 from torch.nn.utils import clip_grad_norm_, clip_grad_value_, clip_grads_with_norm_, get_total_norm
@@ -70,9 +71,10 @@ class Script:
     def shard(self, stage: int, **options: Any) -> None:
         self.zero = zerolab.shard(self.model, stage, units=[Block], **options)
 
-    def loss(self) -> Tensor:
+    def loss(self, more: Callable[[Tensor], Tensor] | None = None) -> Tensor:
         self.steps += 1
-        losses = [self.model(batch(rank, self.steps)).square().mean() for rank in self.ranks]
+        batches = [batch(rank, self.steps) for rank in self.ranks]
+        losses = [self.model(x).square().mean() + (more(x) if more else 0) for x in batches]
         loss = sum(losses) / len(losses)
         return loss * float("inf") if self.steps == self.overflow_at else loss
 
@@ -642,6 +644,60 @@ def gradients_by_themselves(script: Script) -> None:
     torch.autograd.grad(script.loss(), list(script.model.parameters()))
 
 
+@habit(
+    "Refused, at the line: stage 3 has released parameters that the second backward needs.",
+    refused="stage 3 has released them",
+    stages=(3,),
+    instead="the same with `zerolab.Zero2`",
+)
+def gradient_penalty(script: Script) -> None:
+    """Penalise the gradient at the input"""
+
+    def penalty(x: Tensor) -> Tensor:
+        x.requires_grad_()
+        (grad,) = torch.autograd.grad(script.model(x).sum(), x, create_graph=True)
+        return (grad.norm(dim=1) - 1).square().mean()
+
+    for _ in range(3):
+        script.loss(penalty).backward()
+        script.step()
+
+
+_MEAN = "`loss.backward()` alone: `p.grad` is the average over the ranks, which start from the first rank's parameters"
+
+
+@habit("Refused, at the line.", refused="would pair each rank's slice", stages=(1, 2, 3), instead=_MEAN)
+def average_by_hand(script: Script) -> None:
+    """Average gradients by hand"""
+    script.backward()
+    for p in script.model.parameters():
+        dist.all_reduce(p.grad)
+        p.grad /= dist.get_world_size()
+    script.step()
+
+
+@habit("Refused, at the line.", refused="would pair each rank's slice", stages=(1, 2, 3), instead=_MEAN)
+def broadcast_by_hand(script: Script) -> None:
+    """Send the first rank's parameters to all"""
+    for p in script.model.parameters():
+        dist.broadcast(p.data, 0)
+    script.backward()
+    script.step()
+
+
+@habit("Refused, at the line.", refused="is not done element by element", stages=(1, 2, 3), instead=_MEAN)
+def flat_by_hand(script: Script) -> None:
+    """Average all gradients in one message"""
+    script.backward()
+    grads = [p.grad for p in script.model.parameters()]
+    flat = torch._utils._flatten_dense_tensors(grads)
+    dist.all_reduce(flat)
+    flat /= dist.get_world_size()
+    for grad, mean in zip(grads, torch._utils._unflatten_dense_tensors(flat, grads), strict=True):
+        grad.copy_(mean)
+    script.step()
+
+
 # -- the page --------------------------------------------------------------------------------------------------------
 
 
@@ -658,6 +714,7 @@ def code_of(run: Callable[[Script], None]) -> str:
         "script.seen.append(": "print(",
         "script.loss()": "model(x).square().mean()",
         "script.broadcast(script.optimizer.state_dict())": 'torch.load("optimizer.pt")  # saved by rank 0',
+        "script.loss(penalty)": "(model(x).square().mean() + penalty(x))",
         "script.": "",
         "batch(0, 99)": "x",
         "batch(0, 0)": "x",
@@ -688,7 +745,8 @@ def page() -> str:
                 if entry.before is not None and not entry.before.__name__.startswith("_"):
                     code = f"{code_of(entry.before)}\nzero = zerolab.Zero3(model)  # or another stage\n{code}"
                 lines += [f"### {entry.title}", "", "```python", *code.splitlines(), "```", ""]
-                where = "" if len(entry.stages) == 4 or not refused else " That is in stages 1 to 3; stage 0 is right."
+                right = {(1, 2, 3): " That is in stages 1 to 3; stage 0 is right.", (3,): " That is in stage 3 alone."}
+                where = right.get(entry.stages, "") if refused else ""
                 instead = f" Write instead: {entry.instead}." if entry.instead else ""
                 lines += textwrap.wrap(entry.says + where + instead, 119) + [""]
     return "\n".join(lines + BLIND.strip().splitlines()) + "\n"
@@ -700,8 +758,9 @@ BLIND = """
 - The shape of a slice. `p.shape` and `len(p)` are those of this rank's slice, (k, 1, ...), since `p.dim()` must tell
   matrices from biases and optimizers build their state by it. `zerolab.full_shape(p)` is the whole's, and `p.numel()`
   counts the elements of the whole.
-- Collectives of your own: `dist.all_reduce(p.grad)` mixes slices of different places. torch shows nobody what goes into
-  a collective. `p.grad` is the average over the ranks already.
+- Collectives that go past the functions of torch.distributed, as `group.allreduce([p.grad])` does: they mix slices of
+  different places. Torch before 2.13 may show nobody what goes into a collective; with it, `dist.all_reduce` does so
+  too. In objects (`dist.all_gather_object`) a slice travels as a plain tensor.
 - What is done with `zerolab.to_local(t)`, with `t.data_ptr()` and with numpy's memory. `torch.tensor(p)` and
   `p.set_(...)`, of which torch tells no subclass, are about this rank's slice too.
 - The state that torch's optimizers keep: `optimizer.state[p]["exp_avg"].norm()` is that of a slice.

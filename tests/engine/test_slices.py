@@ -3,19 +3,25 @@
 from __future__ import annotations
 
 import gc
+import inspect
 import math
+import re
 import warnings
 from collections import Counter
 from collections.abc import Callable, Iterator
+from types import FunctionType
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
+import torch.distributed._functional_collectives as functional
 from torch import Tensor, nn
 from torch.overrides import get_overridable_functions, resolve_name
 from torch.utils._pytree import tree_leaves, tree_map
 
 import zerolab
+from tests.jobs_common import worlds
 from zerolab import Ranks
 from zerolab.engine.slices import Place, place_of, to_local
 
@@ -189,6 +195,75 @@ def test_functions_of_torch(n: int, every: int) -> None:
 
 
 # -- the way to the whole, and to this rank's part ---------------------------------------------------------------------
+
+
+# -- collectives of torch.distributed --------------------------------------------------------------------------------
+
+
+def collectives() -> dict[str, Callable[..., Any]]:
+    """Those of torch.distributed that take tensors, and those of its functional collectives that take a group too."""
+    found = {}
+    for module in (dist.distributed_c10d, functional):
+        for name, function in vars(module).items():
+            if isinstance(function, FunctionType) and not name.startswith(("_", "legacy_")):
+                named = set(inspect.signature(function).parameters)
+                tensors = any(re.match("(tensor|input|output|self$)", one) for one in named)
+                if "group" in named and tensors and not name.endswith("_inplace"):  # those are for torch.compile
+                    found[f"{module.__name__}.{name}"] = function
+    return found
+
+
+def filled(function: Callable[..., Any], one: Tensor) -> dict[str, Any]:
+    """Arguments with which `function` gets `one` wherever it takes a tensor."""
+    size, rank = dist.get_world_size(), dist.get_rank()
+    others = {"group": dist.group.WORLD, "gather_dim": 0, "reduceOp": "sum", "src_dst": list(range(size))}
+    given: dict[str, Any] = {}
+    for name, parameter in inspect.signature(function).parameters.items():
+        if name in others:
+            given[name] = others[name]
+        elif name in ("src", "dst"):
+            given[name] = (rank + 1) % size if function.__name__.endswith(("send", "recv")) else rank
+        elif name == "scatter_dim":
+            given[name] = [0] * size if "coalesced" in function.__name__ else 0
+        elif name.endswith("split_sizes"):
+            given[name] = None
+        elif name == "output_tensor_lists":
+            given[name] = [[one] * size]
+        elif name.endswith(("_list", "tensors", "inputs")) or "list" in str(parameter.annotation):
+            given[name] = [one] * size
+        elif re.match("(tensor|input|output|self$)", name):
+            given[name] = one
+    return given
+
+
+def collectives_by_hand(stage: int) -> list[str]:
+    """What is not refused, of all collectives with a parameter, its data, its gradient and a copy."""
+    torch.manual_seed(0)
+    model = Odd()
+    zerolab.shard(model, stage)
+    model().backward()
+    wrong = []
+    for key, function in collectives().items():
+        for one in (model.b, model.b.data, model.b.grad, model.b.detach().clone()):
+            try:
+                function(**filled(function, one))
+                wrong.append(key)
+            except (AssertionError, RuntimeError) as error:
+                if not re.search("would pair each rank's slice with another|must be a multiple of", str(error)):
+                    wrong.append(f"{key}: {error}")
+    return wrong
+
+
+@pytest.mark.skipif(not hasattr(dist.distributed_c10d, "has_torch_function"), reason="this torch tells no subclass")
+@pytest.mark.parametrize("n", worlds(2, others=(3,)))
+@pytest.mark.filterwarnings("ignore::FutureWarning")  # of the names that torch gives up
+def test_collectives_by_hand(ranks: Any, n: int) -> None:
+    assert len(collectives()) > 25
+    for stage in (1, 2, 3):
+        assert ranks.run(collectives_by_hand, stage, ranks=n) == [[]] * n
+
+
+# -- the whole, and who asks -----------------------------------------------------------------------------------------
 
 
 def the_whole(stage: int, mesh: tuple[int, int] | None) -> None:

@@ -70,11 +70,20 @@ class Backward:
 
     # -- while autograd runs -----------------------------------------------------------------------------------------
 
-    def _begin(self) -> None:
+    def _begin(self) -> bool:
+        """A gradient shows up. False if autograd builds a graph of it, to go through in a later backward.
+
+        Such a gradient is on its way to an input, and nothing is reduced: in stages 0 to 2 all it needs is there.
+        """
         if self.under_way:
-            return
+            return True
         if torch.is_grad_enabled():
-            raise NotImplementedError("backward(create_graph=True) through a sharded model is not supported")
+            if self._stage.stage == 3:
+                raise NotImplementedError(
+                    f"rank {self._comm.rank}: gradients with create_graph=True need the parameters again in the next "
+                    "backward, and stage 3 has released them by then; take stage 2, or 0 or 1"
+                )
+            return False
         Variable._execution_engine.queue_callback(self._end)
         self.under_way, self._reduces = True, self.sync
         if self._step.frame is not None:  # a closure
@@ -89,10 +98,12 @@ class Backward:
             for kept_back in self._kept_back.values():
                 kept_back.resume()
         self.turns.set_turns(self.sync)
+        return True
 
     def at_outputs(self, units: list[Unit], ended: int, unwatched: ForwardCall | None, grad: Tensor) -> None:
         """A gradient reached the outputs of a call of `units` that ended when the clock showed `ended`."""
-        self._begin()
+        if not self._begin():
+            return
         for unit in units:
             if not self.turns.progress[unit].opened:
                 self.turns.progress[unit].opened = True
@@ -102,7 +113,13 @@ class Backward:
 
     def on_gradient(self, unit: Unit, i: int) -> None:
         """Autograd has completed the gradient of parameter `i` of `unit`."""
-        self._begin()
+        if not self._begin():
+            unit.full_params[i].grad = None
+            raise NotImplementedError(
+                f"rank {self._comm.rank}: backward(create_graph=True) would leave gradients with a graph in "
+                f"{unit.names[i]}, and their average over the ranks has none. Take torch.autograd.grad(..., inputs, "
+                "create_graph=True) for the gradients of inputs, and backward() for the loss that you make of them"
+            )
         unit.bucket.collect(i)
         self.turns.at_parameter(unit, i)
 
@@ -183,7 +200,7 @@ class Backward:
         for unit in self._stage.units:
             unit.bucket.drop()
         self._close()
-        self.turns.reset()
+        self.turns.end()
 
     def _close(self) -> None:
         for unit in self._stage.units:
@@ -261,9 +278,10 @@ class Progress:
 
 
 class Turns:
-    """`begin()` is called whenever a gradient shows up, `passed(unit)` when backward has passed a unit."""
+    """`begin()` is called whenever a gradient shows up, and says whether it counts; `passed(unit)` when backward has
+    passed a unit."""
 
-    def __init__(self, units: list[Unit], begin: Callable[[], None], passed: Callable[[Unit], None]) -> None:
+    def __init__(self, units: list[Unit], begin: Callable[[], bool], passed: Callable[[Unit], None]) -> None:
         self._begin, self._on_passed = begin, passed
         self.progress = {unit: Progress() for unit in units}
         self._clock = 0  # ticks when a call begins and when it ends
@@ -315,8 +333,8 @@ class Turns:
             self._pass(unit)
 
     def _at_input(self, call: ForwardCall, grad: Tensor) -> None:
-        self._begin()
-        self._end_call(call)
+        if self._begin():
+            self._end_call(call)
 
     def _end_call(self, call: ForwardCall) -> None:
         for unit in call.units:
@@ -345,15 +363,11 @@ class Turns:
                 return
             yield self._turns.popleft()
 
-    def end(self, keep_graph: bool) -> None:
-        """Backward is over. keep_graph: its graph was kept, so the same forward may have another backward."""
+    def end(self, keep_graph: bool = False) -> None:
+        """Backward is over, or broke off. keep_graph: it kept its graph, so the same forward may have another one."""
         for call in self._unwatched:
             for unit in call.units:
                 self.progress[unit].calls.discard(call)
-        self.reset(keep_graph)
-
-    def reset(self, keep_graph: bool = False) -> None:
-        """Backward is over, or an error broke it off."""
         self._unwatched = []
         for progress in self.progress.values():
             progress.passed = False

@@ -6,6 +6,7 @@ with whatever is computed from it, is judged by the operations of torch that it 
     element by element, all operands cut alike    done; the result is a slice, cut alike
     a question about the whole                    answered for the whole, alike on all ranks, which all must ask
     random numbers                                refused: each rank would draw its own
+    collectives of torch.distributed              refused: the ranks have different places of it
     anything else                                 refused
 
 Which operations work element by element torch itself knows: they carry the tag `pointwise`. So this file lists no
@@ -48,6 +49,7 @@ HANDED_OUT = {"numpy", "tolist", "__array__", "__dlpack__"}
 NUMBERS = {"item", "__bool__", "__complex__", "__float__", "__index__", "__int__"}
 BACKWARDS = (torch.autograd.backward, torch.autograd.grad)
 UNSEEN = "hands out what is this rank's slice alone"
+COLLECTIVE = "would pair each rank's slice with another place's (gradients are the average over the ranks already)"
 VALUES = {"H", "T", "imag", "mH", "mT", "real"}  # attributes that are computed
 
 
@@ -319,6 +321,8 @@ class _Rule(TorchDispatchMode):
         name = op._overloadpacket.__name__
         if torch.Tag.nondeterministic_seeded in op.tags:
             raise refuse_random(str(place))
+        if op.namespace in ("c10d", "_c10d_functional"):
+            raise _refusal(self.call, place, COLLECTIVE)
         if name == "_amp_foreach_non_finite_check_and_unscale_":  # GradScaler's
             return self._unscale(op, *args)
         if name in WHOLE or name in NORMS:

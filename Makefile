@@ -75,13 +75,13 @@ bench: $(STAMP) ## step times and peaks beside torch and DeepSpeed
 demo: $(STAMP) ## train a small GPT at every stage and compare
 	@$(BIN)/zerolab demo $(ARGS)
 
-test: lint ## lint, types, every room's tests and each lesson: 13 minutes
+test: lint ## lint, types, every room's tests and each lesson: 11 minutes
 	$(TESTS) $(NOTEBOOKS) -m 'not exhaustive' $(or $(ARGS),--ignore tests/integrations tests lessons)
 
 test-fast: lint ## what an edit breaks first: 2 minutes
 	$(TESTS) -p no:nbval -m 'not exhaustive and not slow' $(or $(ARGS),--ignore tests/integrations)
 
-test-all: lint ## everything, other people's systems and both folders of lessons too: 45 minutes
+test-all: lint ## everything, other people's systems and both folders of lessons too: 40 minutes
 	$(TESTS) $(NOTEBOOKS) $(or $(ARGS),tests lessons solutions)
 	$(if $(ARGS),,@$(MAKE) --no-print-directory test-planted ARGS="--sample 5")
 

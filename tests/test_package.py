@@ -103,6 +103,7 @@ def course() -> set[str]:
 
 
 @pytest.mark.slow
+@pytest.mark.slow
 def test_wheel_holds_the_whole_package(wheel):
     inside = {name for name in zipfile.ZipFile(wheel).namelist() if ".dist-info/" not in name}
     modules = {str(path.relative_to(ROOT)) for path in PACKAGE.rglob("*.py")}
@@ -112,6 +113,7 @@ def test_wheel_holds_the_whole_package(wheel):
     assert {name.partition("/")[0] for name in inside} == {"zerolab", "zerolab_command.py"}
 
 
+@pytest.mark.slow
 def test_wheel_says_what_it_is(wheel):
     with zipfile.ZipFile(wheel) as file:
         (folder,) = {name.partition("/")[0] for name in file.namelist() if ".dist-info/" in name}
@@ -144,6 +146,7 @@ def runtime_distributions() -> set[str]:
     return found
 
 
+@pytest.mark.slow
 @pytest.mark.slow
 def test_wheel_imports_with_torch_and_safetensors_only(wheel, tmp_path):
     site, needs = tmp_path / "site", tmp_path / "needs"

@@ -54,6 +54,7 @@ def accumulate_alone(ranks: int) -> dict[str, torch.Tensor]:
 
 
 @pytest.mark.parametrize("n", [1, 3])
+@pytest.mark.slow
 def test_accumulation_under_no_sync(ranks, n):
     expected = ranks.run(accumulate_alone, n, ranks=1)[0]
     for results in ranks.run(accumulate, None, ranks=n):

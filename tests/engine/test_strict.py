@@ -188,6 +188,7 @@ def owned_on_both() -> None:
                 assert torch.equal(got, wanted), stage
 
 
+@pytest.mark.slow
 def test_owners_of_whole_matrices(ranks):
     ranks.run(owned_on_both, ranks=2)
 

@@ -52,6 +52,7 @@ def kept_books(stage):
 
 
 @pytest.mark.parametrize("n", worlds(3, others=(1,)))
+@pytest.mark.slow
 def test_the_ledger_adds_up(ranks, n):
     from rich.console import Console
 

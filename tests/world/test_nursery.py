@@ -73,6 +73,7 @@ def test_how_it_ended() -> None:
 
 
 @pytest.mark.usefixtures("kind")
+@pytest.mark.slow
 def test_it_hears_an_interrupt_whenever_the_nursery_began(monkeypatch: pytest.MonkeyPatch) -> None:
     """A check of an answer starts ranks with SIGINT blocked; ranks of the notebook that came later were deaf."""
     monkeypatch.setattr(nursery, "_nursery", None)
@@ -152,6 +153,7 @@ def test_a_fork_has_a_nursery_of_its_own_that_ends_with_it(tmp_path: Path) -> No
 
 
 @pytest.mark.skipif(not nursery.FORKS, reason="forks are for Linux")
+@pytest.mark.slow
 def test_a_dead_nursery_takes_its_forks_along_and_is_followed_by_another() -> None:
     first = start("hang")
     before = psutil.Process(first.pid).ppid()

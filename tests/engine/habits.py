@@ -566,6 +566,126 @@ def prune_by_size(script: Script) -> None:
 _WHOLE = "it with `zerolab.full_tensor(p.grad)` on all ranks, or inside `with zero.full_parameters():`"
 
 
+@habit("Right: a rank that has none of a parameter takes part.")
+def surgery(script: Script) -> None:
+    """Project one task's gradients off the other's (PCGrad)"""
+    script.backward()
+    first = [p.grad.clone() for p in script.model.parameters()]
+    script.optimizer.zero_grad()
+    script.backward()
+    for p, other in zip(script.model.parameters(), first):
+        overlap = (p.grad * other).sum()
+        if overlap < 0:
+            p.grad -= overlap / other.square().sum() * other
+        p.grad += other
+    script.step()
+
+
+@habit("Right: p.dim() and names are as before sharding.")
+def groups(script: Script) -> None:
+    """Decay matrices alone, and give each layer a rate of its own"""
+    every = [
+        {"params": [p], "lr": 0.05 * 0.9**depth, "weight_decay": 0.1 if p.dim() > 1 and "head" not in name else 0.0}
+        for depth, (name, p) in enumerate(script.model.named_parameters())
+    ]
+    script.optimizer = torch.optim.AdamW(every)
+    for _ in range(2):
+        script.backward()
+        script.step()
+
+
+@habit("Right, on all ranks alike.")
+def thaw(script: Script) -> None:
+    """Freeze a block, and thaw it later"""
+    script.model.blocks[0].requires_grad_(False)
+    script.backward()
+    script.step()
+    script.model.blocks[0].requires_grad_(True)
+    script.backward()
+    script.step()
+
+
+@habit("Right: the copies are slices, and so is the sum of squares.")
+def anchored(script: Script) -> None:
+    """Hold weights near where they were (L2-SP, EWC)"""
+    start = {p: p.detach().clone() for p in script.model.parameters()}
+    importance = {p: torch.zeros_like(p) for p in script.model.parameters()}
+    for _ in range(3):
+        script.backward()
+        for p in script.model.parameters():
+            importance[p] += p.grad.detach() ** 2
+            p.grad += 0.1 * importance[p] * (p.detach() - start[p])
+        script.step()
+    script.seen.append(sum((p.detach() - start[p]).square().sum() for p in script.model.parameters()))
+
+
+@habit("Right.")
+def momentum(script: Script) -> None:
+    """Keep momentum by hand, and step by its sign"""
+    state: dict[Any, Any] = {}
+    for _ in range(3):
+        script.backward()
+        with torch.no_grad():
+            for p in script.model.parameters():
+                mean = state.setdefault(p, torch.zeros_like(p))
+                mean.lerp_(p.grad, 0.1)
+                p.add_(mean.sign(), alpha=-0.01)
+        script.optimizer.zero_grad()
+
+
+@habit("Right: both norms are those of the whole.")
+def update_ratio(script: Script) -> None:
+    """Log how far a step went"""
+    script.backward()
+    before = [p.detach().clone() for p in script.model.parameters()]
+    script.step()
+    for p, old in zip(script.model.parameters(), before):
+        script.seen.append((p.detach() - old).norm() / old.norm())
+
+
+@habit("Right.")
+def forget_state(script: Script) -> None:
+    """Begin again with an empty optimizer"""
+    for _ in range(2):
+        script.backward()
+        script.step()
+        script.optimizer.state.clear()
+
+
+@habit("Right.")
+def standardise(script: Script) -> None:
+    """Standardise each weight by its mean and mean square"""
+    for p in script.model.parameters():
+        p.data.sub_(p.data.mean())
+        p.data.div_(p.data.square().mean().sqrt() + 1e-6)
+    script.backward()
+    script.step()
+
+
+@habit("Refused, at the line.", refused="is not done element by element", stages=(1, 2, 3), instead=_WHOLE)
+def median(script: Script) -> None:
+    """Clip at a multiple of the median"""
+    script.backward()
+    for p in script.model.parameters():
+        p.grad.clamp_(max=3 * p.grad.abs().median())
+
+
+@habit("Refused, at the line.", refused="is not done element by element", stages=(1, 2, 3), instead=_WHOLE)
+def largest(script: Script) -> None:
+    """Keep the largest tenth of a gradient"""
+    script.backward()
+    weight = script.model.blocks[0].up.weight
+    weight.grad.mul_(weight.grad.abs() >= weight.grad.abs().flatten().topk(3).values.min())
+
+
+@habit("Refused, at the line.", refused="is not done element by element", stages=(1, 2, 3), instead=_WHOLE)
+def cosine(script: Script) -> None:
+    """Compare the directions of two gradients"""
+    script.backward()
+    for p in script.model.parameters():
+        torch.cosine_similarity(p.grad.flatten(), p.detach().flatten(), dim=0)
+
+
 @habit("Refused, at the line.", refused="goes over a dimension", stages=(1, 2, 3), instead=_WHOLE)
 def centralise(script: Script) -> None:
     """Centralise gradients"""
@@ -707,7 +827,7 @@ def code_of(run: Callable[[Script], None]) -> str:
     tree = ast.parse(source).body[0]
     assert isinstance(tree, ast.FunctionDef)
     lines = source.splitlines()[tree.body[1].lineno - 1 :]
-    code = textwrap.dedent("\n".join(line for line in lines if "script.seen" not in line or "norm_(" in line))
+    code = textwrap.dedent("\n".join(line for line in lines if not re.search(r"script\.seen\.append\(\w+\)$", line)))
     code = re.sub(r"^( *)script\.step\(\)", r"\1optimizer.step()\n\1optimizer.zero_grad()", code, flags=re.MULTILINE)
     for written, read in {
         "script.backward()": "loss.backward()",

@@ -212,8 +212,21 @@ def _stamp(optimizer: Optimizer, state: dict[str, Any]) -> None:
     """After `optimizer.state_dict()`."""
     for engine in owners_of(optimizer):
         if slices := _slices(optimizer, engine):
+            _refuse_names(optimizer, engine, sys._getframe(1))
             for group in state["param_groups"]:
                 group[STAMP] = slices
+
+
+def _refuse_names(optimizer: Optimizer, engine: Stage, frame: Any) -> None:
+    """torch's get_optimizer_state_dict gives the states names of parameters, and calls them full."""
+    while frame is not None and frame.f_globals.get("__name__") != "torch.distributed.checkpoint.state_dict":
+        frame = frame.f_back
+    if frame is not None:
+        raise RuntimeError(
+            f"rank {engine.comm.rank}: torch.distributed.checkpoint would take what {type(optimizer).__name__} keeps "
+            "on this rank for the state of whole parameters; use zerolab.save(path, zero, optimizer) and zerolab.load. "
+            "For the model, dcp.save({'model': zero.full_state_dict()}, ...) will do"
+        )
 
 
 def _check_state(optimizer: Optimizer, engine: Stage) -> None:

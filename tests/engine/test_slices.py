@@ -16,12 +16,12 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed._functional_collectives as functional
+from jobs_common import worlds
 from torch import Tensor, nn
 from torch.overrides import get_overridable_functions, resolve_name
 from torch.utils._pytree import tree_leaves, tree_map
 
 import zerolab
-from tests.jobs_common import worlds
 from zerolab import Ranks
 from zerolab.engine.slices import Place, place_of, to_local
 
@@ -194,9 +194,6 @@ def test_functions_of_torch(n: int, every: int) -> None:
         assert not wrong, "\n".join(wrong)
 
 
-# -- the way to the whole, and to this rank's part ---------------------------------------------------------------------
-
-
 # -- collectives of torch.distributed --------------------------------------------------------------------------------
 
 
@@ -263,7 +260,7 @@ def test_collectives_by_hand(ranks: Any, n: int) -> None:
         assert ranks.run(collectives_by_hand, stage, ranks=n) == [[]] * n
 
 
-# -- the whole, and who asks -----------------------------------------------------------------------------------------
+# -- the way to the whole, and to this rank's part ---------------------------------------------------------------------
 
 
 def the_whole(stage: int, mesh: tuple[int, int] | None) -> None:

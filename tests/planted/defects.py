@@ -223,6 +223,20 @@ DEFECTS = [
         "engine/test_bytes.py",
     ),
     Defect(
+        "a gradient with a graph of its own counts as the backward",
+        "engine/backward.py",
+        "                )\n            return False\n",
+        "                )\n",
+        "engine/test_double_backward.py",
+    ),
+    Defect(
+        "slices of optimizer state get the names of parameters",
+        "engine/step.py",
+        "            _refuse_names(optimizer, engine, sys._getframe(1))\n",
+        "",
+        "checkpoint/test_dcp.py",
+    ),
+    Defect(
         "three units are gathered at a time",
         "engine/prefetch.py",
         "AT_ONCE = 2",

@@ -845,6 +845,13 @@ def code_of(run: Callable[[Script], None]) -> str:
     return code
 
 
+WHERE = {
+    (0, 1, 2, 3): "",
+    (1, 2, 3): " That is in stages 1 to 3; stage 0 is right.",
+    (3,): " That is in stage 3; the others are right.",
+}
+
+
 def page() -> str:
     lines = [
         "# Habits",
@@ -865,8 +872,7 @@ def page() -> str:
                 if entry.before is not None and not entry.before.__name__.startswith("_"):
                     code = f"{code_of(entry.before)}\nzero = zerolab.Zero3(model)  # or another stage\n{code}"
                 lines += [f"### {entry.title}", "", "```python", *code.splitlines(), "```", ""]
-                right = {(1, 2, 3): " That is in stages 1 to 3; stage 0 is right.", (3,): " That is in stage 3 alone."}
-                where = right.get(entry.stages, "") if refused else ""
+                where = WHERE[entry.stages] if refused else ""
                 instead = f" Write instead: {entry.instead}." if entry.instead else ""
                 lines += textwrap.wrap(entry.says + where + instead, 119) + [""]
     return "\n".join(lines + BLIND.strip().splitlines()) + "\n"

@@ -283,7 +283,7 @@ KINDS = ("parameters", "exp_avg", "exp_avg_sq")
 def slices_of(unit, adam, kind):  # this rank's slice of each parameter, or of its average
     if kind == "parameters":
         return [zerolab.to_local(param).detach() for param in unit.params]
-    return [adam.state[param][kind] for param in unit.params]
+    return [zerolab.to_local(adam.state[param][kind]) for param in unit.params]
 
 
 def my_shards(zero, adam):

@@ -361,6 +361,8 @@ lab.check("18.1")
 #
 # The other way, each rank has slices, and torch expects whole tensors. Fill a shard with your slices, let
 # `zero.comm.all_gather(flat, shard, unit.name).wait()` put everybody's shard in its place, and cut `flat` by names.
+# Between steps the averages in `adam.state[param]` are marked as slices. `to_local(t)` is the same memory as a plain tensor,
+# which you can copy to its place in the shard.
 
 # %%
 # %%exercise 18.2

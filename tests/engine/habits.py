@@ -643,6 +643,17 @@ def update_ratio(script: Script) -> None:
         script.seen.append((p.detach() - old).norm() / old.norm())
 
 
+@habit("Right: what an optimizer keeps for a slice is a slice.")
+def look_at_state(script: Script) -> None:
+    """Log and damp what the optimizer keeps"""
+    for _ in range(3):
+        script.backward()
+        script.step()
+        for state in script.optimizer.state.values():
+            script.seen.append((state["exp_avg"] / (state["exp_avg_sq"].sqrt() + 1e-8)).norm())
+            state["exp_avg"].mul_(0.5)
+
+
 @habit("Right.")
 def forget_state(script: Script) -> None:
     """Begin again with an empty optimizer"""
@@ -889,7 +900,6 @@ BLIND = """
   too. In objects (`dist.all_gather_object`) a slice travels as a plain tensor.
 - What is done with `zerolab.to_local(t)`, with `t.data_ptr()` and with numpy's memory. `torch.tensor(p)` and
   `p.set_(...)`, of which torch tells no subclass, are about this rank's slice too.
-- The state that torch's optimizers keep: `optimizer.state[p]["exp_avg"].norm()` is that of a slice.
 - In stage 0, edits of parameters on one rank only. In stages 1 to 3 every rank edits its own slices anyway.
 - Writes through `.data` inside forward, where in stage 3 and with a `Precision` the model shows a copy that does not
   last (other writes there are refused).

@@ -126,7 +126,6 @@ TO_MUTANTS = {
 
 FROM_BY_WEIGHTS = """\
 import torch
-from zerolab import to_local
 
 
 @torch.no_grad()
@@ -136,7 +135,7 @@ def from_zerolab(zero, adam):  # the averages take the place of the weights for 
     kept = {names[param]: {"step": values["step"].clone()} for param, values in adam.state.items()}
     for kind in ("exp_avg", "exp_avg_sq"):
         for param in names:
-            to_local(param).copy_(adam.state[param][kind]) if param in adam.state else param.zero_()
+            param.copy_(adam.state[param][kind]) if param in adam.state else param.zero_()
         for unit in zero.units:
             zero.master_changed(unit)
         full = zero.full_state_dict()
@@ -150,6 +149,7 @@ def from_zerolab(zero, adam):  # the averages take the place of the weights for 
 FROM_BY_TORCH = """\
 import torch
 import torch.distributed as dist
+from zerolab import to_local
 
 
 @torch.no_grad()
@@ -164,13 +164,26 @@ def from_zerolab(zero, adam):
                 state[name] = {"step": torch.tensor(float(kept["step"]))}
                 for kind in ("exp_avg", "exp_avg_sq"):
                     parts = [None] * N
-                    dist.all_gather_object(parts, kept[kind].flatten())
+                    dist.all_gather_object(parts, to_local(kept[kind]).flatten())
                     state[name][kind] = torch.cat(parts).view(slot.shape)
     keys = ("lr", "betas", "eps", "weight_decay")
     groups = [{k: group[k] for k in keys} for group in adam.param_groups]
     for saved, group in zip(groups, adam.param_groups):
         saved["params"] = [names[p] for p in group["params"]]
     return dict(weights=zero.full_state_dict(), state=state, groups=groups)
+"""
+
+FROM_BY_ASKING = """\
+import torch
+from zerolab import full_tensor
+
+
+def from_zerolab(zero, adam):  # each slice leads to the whole
+    names = {param: name for name, param in zero.model.named_parameters()}
+    state = {name: {key: full_tensor(t).clone() for key, t in adam.state[param].items()}
+             for param, name in names.items() if param in adam.state}
+    groups = [{**group, "params": [names[param] for param in group["params"]]} for group in adam.param_groups]
+    return {"weights": zero.full_state_dict(), "state": state, "groups": groups}
 """
 
 _FROM_STEP = 'adam.state[param]["step"].clone()'
@@ -267,5 +280,5 @@ FROM_MUTANTS = {
     ),
 }
 
-RIGHT = {"18.1": (TO_BY_BOUNDS, TO_BY_WEIGHTS), "18.2": (FROM_BY_TORCH, FROM_BY_WEIGHTS)}
+RIGHT = {"18.1": (TO_BY_BOUNDS, TO_BY_WEIGHTS), "18.2": (FROM_BY_TORCH, FROM_BY_WEIGHTS, FROM_BY_ASKING)}
 WRONG = {"18.1": TO_MUTANTS, "18.2": FROM_MUTANTS}

@@ -32,6 +32,7 @@ from zerolab.checkpoint.state import (
 )
 from zerolab.engine.ema import EMA
 from zerolab.engine.engine import Engine
+from zerolab.engine.step import show_states, watch
 
 
 def load(
@@ -109,6 +110,9 @@ class _Loading:
             param = held.param
             flat(param, param).copy_(values)
             self.optimizer.set_state(param, self._placed(held, state, id(param) not in step_on_device))
+        for optimizer in self.optimizer.each:
+            watch(optimizer)
+            show_states(optimizer)
         for group, saved in zip(self.optimizer.param_groups, self.groups, strict=True):
             set_group_values(group, saved["values"])
         if self.ema:

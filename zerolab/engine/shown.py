@@ -254,9 +254,10 @@ def become_shown(params: list[nn.Parameter]) -> None:
     for param in params:
         if type(param) is nn.Parameter and hasattr(param, "full_name"):
             grad: Any = param.grad
+            shown: Any = param
             param.__class__ = ShownSlice if getattr(param, "place", None) else ShownParameter
             if type(grad) is Tensor:
-                show_grad(param, grad)
+                shown.mark(grad)
 
 
 # torch's optimizers and its clipping take their quick path for these as well, as for DTensor.

@@ -1,7 +1,7 @@
 """The rule for slices: what a program does with one is right for the whole tensor, or refused by name.
 
-Outside forward, stages 1 to 3 show this rank's slice of each parameter and gradient. What is called with a slice, and
-with whatever is computed from it, is judged by the operations of torch that it comes to:
+Outside forward, stages 1 to 3 show this rank's slice of each parameter, each gradient and what an optimizer keeps. What
+is called with a slice, and with whatever is computed from it, is judged by the operations of torch that it comes to:
 
     element by element, all operands cut alike    done; the result is a slice, cut alike
     a question about the whole                    answered for the whole, alike on all ranks, which all must ask

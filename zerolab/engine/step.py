@@ -4,8 +4,8 @@ An optimizer is elementwise if the update of an element depends on that element'
 updated exactly as it would be inside the full parameter. Muon (matrix sign), Adafactor (row and column means), LBFGS
 (inner products) and LAMB (norms per layer) are not, and on slices would give other numbers without an error.
 
-It sees plain parameters, and gradients in the masters' dtype. A closure runs forward and backward inside the step; for
-their time the model shows what it shows outside of a step.
+It sees plain parameters and states, and gradients in the masters' dtype. A closure runs forward and backward inside the
+step; for their time the model shows what it shows outside of a step.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import zlib
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.optim import ASGD, SGD, Adadelta, Adagrad, Adam, Adamax, AdamW, NAdam, Optimizer, RAdam, RMSprop, Rprop
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
@@ -25,6 +25,7 @@ from zerolab.engine.hyperparameters import Hyperparameters
 from zerolab.engine.shown import become_plain, become_shown
 from zerolab.engine.slices import plainly
 from zerolab.engine.stage import Stage
+from zerolab.engine.states import make_plain, make_shown, mark_states, marked_states
 from zerolab.engine.unit import Unit
 
 MARK = "_zerolab_mark"  # the attribute of a parameter: who updates it, or why no optimizer may
@@ -49,6 +50,7 @@ class Step:
         self.hyperparameters = Hyperparameters(stage.comm)
         self.frame: Any = None  # of optimizer.step(), inside of it
         self._counted = False  # a step since the last forward
+        self._states: dict[Optimizer, list[Tensor]] = {}  # of those that step: what they keep for slices
 
     def begin(self, optimizer: Optimizer, units: list[Unit], frame: Any) -> None:
         """`optimizer` is about to update `units`, in the call that `frame` is of."""
@@ -63,13 +65,14 @@ class Step:
         finally:
             comm.progress.steps -= 1
         self.frame = frame
+        self._states[optimizer] = [*self._states.get(optimizer, []), *marked_states(optimizer)]
         self.become_plain(units)
 
-    def end(self, units: list[Unit]) -> None:
-        """The optimizer has updated `units`."""
+    def end(self, optimizer: Optimizer, units: list[Unit]) -> None:
+        """`optimizer` has updated `units`."""
         comm = self._stage.comm
-        self.frame = None
-        self.become_shown()
+        self._states.setdefault(optimizer, [])  # if it wraps another, whose step has ended
+        self._over()
         with plainly():
             for unit in units:
                 unit.bucket.demote()
@@ -81,9 +84,15 @@ class Step:
 
     def forward_begins(self) -> None:
         if self.frame is not None and not on_stack(self.frame):  # the step failed
-            self.frame = None
-            self.become_shown()
+            self._over()
         self._counted = False
+
+    def _over(self) -> None:
+        self.frame = None
+        self.become_shown()
+        for optimizer in self._states:
+            show_states(optimizer)
+        self._states.clear()
 
     def become_plain(self, units: list[Unit]) -> None:
         self._stage.plain = True
@@ -91,12 +100,16 @@ class Step:
             for unit in units:
                 become_plain(unit.params)
                 unit.bucket.promote()
+        for states in self._states.values():
+            make_plain(states)
 
     def become_shown(self) -> None:
         self._stage.plain = False
         with plainly():
             for unit in self._stage.units:
                 become_shown(unit.params)
+        for states in self._states.values():
+            make_shown(states)
 
 
 def on_stack(frame: Any) -> bool:
@@ -161,12 +174,7 @@ def _before_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
             f"{type(optimizer).__name__} was to step inside average_parameters() of an EMA, whose end takes back what "
             "is done to parameters inside: step before it or after it"
         )
-    if optimizer not in _watched:
-        _watched.add(optimizer)
-        optimizer.register_state_dict_post_hook(_stamp)
-        optimizer.register_load_state_dict_post_hook(_unchecked.add)
-        if optimizer.state or isinstance(optimizer, SeesSlices):  # of which a rank may have none where others have some
-            _unchecked.add(optimizer)
+    watch(optimizer)
     if optimizer in _unchecked:
         for engine in owners:
             _check_state(optimizer, engine)
@@ -186,15 +194,36 @@ def _before_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
 def _after_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
     with torch.no_grad():
         for engine, units in owners_of(optimizer).items():
-            engine.after_optimizer(units)
+            engine.after_optimizer(optimizer, units)
 
 
-# -- state dicts ----------------------------------------------------------------------------------------------------
+# -- states, and state dicts -------------------------------------------------------------------------------------------
 
 STAMP = "zerolab_slices"  # the entry of a state dict's parameter groups that says whose slices the state is of
 
 _watched: weakref.WeakSet[Optimizer] = weakref.WeakSet()
 _unchecked: weakref.WeakSet[Optimizer] = weakref.WeakSet()  # their state has come from elsewhere
+
+
+def watch(optimizer: Optimizer) -> None:
+    """From now on, what `optimizer` keeps for slices is known as slices."""
+    if optimizer not in _watched:
+        _watched.add(optimizer)
+        optimizer.register_state_dict_post_hook(_stamp)
+        optimizer.register_load_state_dict_post_hook(_loaded)
+        if optimizer.state or isinstance(optimizer, SeesSlices):  # of which a rank may have none where others have some
+            _loaded(optimizer)
+
+
+def _loaded(optimizer: Optimizer) -> None:
+    """Its state has come from elsewhere."""
+    _unchecked.add(optimizer)
+    show_states(optimizer)
+
+
+def show_states(optimizer: Optimizer) -> None:
+    if not isinstance(optimizer, SeesSlices):  # which keeps states of full parameters
+        mark_states(optimizer)
 
 
 def _slices(optimizer: Optimizer, engine: Stage) -> str | None:

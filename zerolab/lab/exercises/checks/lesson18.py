@@ -412,7 +412,7 @@ def carry(checkpoint: Checkpoint, zero: Engine, adam: torch.optim.Optimizer, ran
 
 def snapshot(zero: Engine, adam: torch.optim.Optimizer) -> list[Tensor]:
     held = [unit.master.detach().clone() for unit in zero.units]
-    return held + [t.clone() for kept in adam.state.values() for t in kept.values() if isinstance(t, Tensor)]
+    return held + [to_local(t).clone() for kept in adam.state.values() for t in kept.values() if isinstance(t, Tensor)]
 
 
 def check_back(
@@ -484,6 +484,7 @@ def check_whole(
         tensor = got[name]
         if not isinstance(tensor, Tensor):
             raise Wrong(f"{what}: {name} is a {type(tensor).__name__}", "")
+        tensor = to_local(tensor)
         if tensor.shape != expected.shape:
             seen = f"{what}: {name} has the shape {tuple(tensor.shape)}, not {tuple(expected.shape)}"
             raise Wrong(seen, ONE_RANK if tensor.numel() <= expected.numel() else "without padding: layout.views(flat)")
@@ -600,6 +601,7 @@ def to_zerolab(checkpoint: dict, zero, adam) -> None:
 
 FROM_STUB = '''\
 import torch
+from zerolab import to_local
 from zerolab.lab.exercises import Todo
 
 
@@ -615,6 +617,7 @@ def from_zerolab(zero, adam) -> dict:
 
 FROM = """\
 import torch
+from zerolab import to_local
 
 
 @torch.no_grad()
@@ -626,7 +629,7 @@ def from_zerolab(zero, adam) -> dict:
             shard = unit.master.new_zeros(unit.layout.shard_size)
             for param, part in zip(unit.params, unit.layout.slices(shard, zero.rank)):
                 if param in adam.state:
-                    part.copy_(adam.state[param][kind])
+                    part.copy_(to_local(adam.state[param][kind]))
             flat = shard.new_empty(unit.layout.size)
             zero.comm.all_gather(flat, shard, unit.name).wait()
             for name, param, view in zip(unit.names, unit.params, unit.layout.views(flat)):
@@ -675,8 +678,9 @@ EXERCISES = [
             'zero.full_state_dict() is "weights". For each unit and each kind of average: fill a shard with this '
             "rank's slices, all-gather it, and cut the flat tensor into whole parameters.",
             "shard = unit.master.new_zeros(unit.layout.shard_size); the places of the slices in it are "
-            "unit.layout.slices(shard, zero.rank), in the order of unit.params. Then flat = "
-            "shard.new_empty(unit.layout.size) and zero.comm.all_gather(flat, shard, unit.name).wait().",
+            "unit.layout.slices(shard, zero.rank), in the order of unit.params; copy to_local(adam.state[param][kind]) "
+            "to each. Then flat = shard.new_empty(unit.layout.size) and "
+            "zero.comm.all_gather(flat, shard, unit.name).wait().",
             "unit.layout.views(flat) are whole parameters in the order of unit.names: clone() each. `param in "
             "adam.state` says whether a parameter has state; every rank takes part in every gather all the same.",
         ),

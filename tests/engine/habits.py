@@ -137,6 +137,40 @@ def clip(script: Script) -> None:
         script.step()
 
 
+@habit("Right: a closure sees what the loop would see.")
+def clip_in_closure(script: Script) -> None:
+    """Clip in a closure"""
+
+    def closure() -> Tensor:
+        script.optimizer.zero_grad()
+        loss = script.loss()
+        loss.backward()
+        script.seen.append(clip_grad_norm_(script.model.parameters(), 0.1))
+        return loss
+
+    for _ in range(2):
+        script.optimizer.step(closure)
+
+
+@habit("Right: hooks of the optimizer see what the loop would see before the step and after it.")
+def clip_in_hook(script: Script) -> None:
+    """Clip and log in hooks of the optimizer"""
+
+    def before(optimizer: Any, *args: Any) -> None:
+        clip_grad_norm_(script.model.parameters(), 0.1)
+
+    def after(optimizer: Any, *args: Any) -> None:
+        for p in script.model.parameters():
+            script.seen.append(p.grad.norm() / p.detach().norm())
+            script.seen.append(optimizer.state[p]["exp_avg"].norm())
+
+    script.optimizer.register_step_pre_hook(before)
+    script.optimizer.register_step_post_hook(after)
+    for _ in range(2):
+        script.backward()
+        script.step()
+
+
 @habit("Right, with any norm and with or without foreach.")
 def clip_variants(script: Script) -> None:
     """Clip by another norm"""

@@ -20,8 +20,10 @@ A gradient, from autograd to the optimizer, in Zero2 (a -> b: a calls b):
     shown.py              receive, show_grad        it becomes `.grad`
     shown.py          deliver                   or now, if hooks of the user's are to see it first
     step.py       _before_step ->               the optimizer is about to step
-    step.py           begin, become_plain ->
+    step.py           begin ->
     bucket.py             promote               in the dtype of the masters
+    step.py       _enter, enter ->
+    shown.py          become_plain              as plain tensors
 
 What a program does with them in between, it does with slices: slices.py.
 
@@ -41,7 +43,9 @@ A parameter of Zero3, through one step:
     zero3.py          pre_backward              gathered as before forward
     backward.py   _finish ->                    backward has passed the unit, and it is its turn
     zero3.py          post_backward             released, then reduced as in Zero2
-    step.py       _after_step ->                the optimizer has updated the slice
+    step.py       _leave, leave ->              the optimizer has updated the slice
+    shown.py          become_shown              it is a slice again
+    step.py       _after_step ->                hooks of the user's have run
     step.py           end ->
     stage.py              master_changed ->
     zero3.py                  after_step        what is gathered is stale, so it is released

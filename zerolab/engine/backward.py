@@ -86,8 +86,8 @@ class Backward:
             return False
         Variable._execution_engine.queue_callback(self._end)
         self.under_way, self._reduces = True, self.sync
-        if self._step.frame is not None:  # a closure
-            self._step.become_shown()
+        if self._stage.plain:  # the optimizer calls it by itself, or its step has failed
+            self._step.pause()
         for param in self._stage.listeners.values():
             param.drop()
         self._comm.phase = "backward"
@@ -182,8 +182,6 @@ class Backward:
         self.turns.end(keep_graph=torch._C._autograd._get_current_graph_task_keep_graph())
         for param in list(self._stage.listeners.values()):  # a hook may register another
             param.deliver()
-        if self._step.frame is not None:  # a closure: the optimizer goes on to use the gradients at once
-            self._step.become_plain(self._stage.units)
 
     def drop(self) -> None:
         """An error broke backward off: its gradients are incomplete, and none is shown."""

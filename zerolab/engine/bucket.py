@@ -141,8 +141,8 @@ class Bucket:
 
     def promote(self) -> None:
         """Show gradients in the dtype of the masters, as optimizers want them."""
-        grads = [(param, param.grad) for param in self.unit.params if param.grad is not None]
-        low = {param: grad.dtype for param, grad in grads if grad.dtype != param.dtype}
+        grads = [(param, grad) for param in self.unit.params if (grad := param.grad) is not None]
+        low = {param: grad.dtype for param, grad in grads if grad.dtype != self.unit.dtypes.master}
         self._promoted |= low
         show_cast({param: param.dtype for param in low})
 

@@ -96,7 +96,8 @@ class Engine(Stage):
         self._backward = Backward(self, self._step)
         self._forward = Forward(self, self.precision, self._step, self._backward, self._structure)
         self.is_idle, self.check_grads_final = self._forward.is_idle, self._backward.check_grads_final
-        self.after_optimizer = self._step.end
+        self.enter_optimizer, self.pause_optimizer = self._step.enter, self._step.pause
+        self.leave_optimizer, self.after_optimizer = self._step.leave, self._step.end
         self.full_model = FullModel(self, self._forward, self._backward, self._structure)
 
         for unit, part in zip(self.units, parts, strict=True):

@@ -8,6 +8,7 @@ parameter and stays plain.
 
 from __future__ import annotations
 
+from itertools import chain
 from typing import Any
 
 from torch import Tensor
@@ -21,18 +22,18 @@ CONTAINERS = {dict, list, tuple}
 
 def mark_states(optimizer: Optimizer) -> None:
     """Let what `optimizer` keeps for slices be slices, as far as it is not yet."""
-    with plainly():
-        for param, kept in optimizer.state.items():
-            if (place := place_of(param)) is not None:
-                for value in _values(kept):
-                    if type(value) is Tensor and value.dim() and value.shape == param.shape:
-                        if value.numel() != 1 or not _one_for_all(optimizer, kept, value):
+    if any(type(value) is Tensor and value.dim() for value in _values(optimizer.state)):
+        with plainly():
+            for param, kept in optimizer.state.items():
+                for value in _values({param: kept}):
+                    if type(value) is Tensor and (place := place_of(param)) is not None:
+                        if value.shape == param.shape and not _one_for_all(optimizer, kept, value):
                             marked(value, place)
 
 
 def marked_states(optimizer: Optimizer) -> list[Tensor]:
     """The slices among what `optimizer` keeps."""
-    return [value for kept in optimizer.state.values() for value in _values(kept) if type(value) is Slice]
+    return [value for value in _values(optimizer.state) if type(value) is Slice]
 
 
 def make_plain(states: list[Tensor]) -> None:
@@ -45,13 +46,19 @@ def make_shown(states: list[Tensor]) -> None:
         value.__class__ = Slice  # type: ignore[assignment]
 
 
-def _values(kept: Any) -> list[Any]:
-    values = list(kept.values()) if isinstance(kept, dict) else [kept]
-    return values if CONTAINERS.isdisjoint(map(type, values)) else tree_leaves(kept)
+def _values(state: dict[Any, Any]) -> list[Any]:
+    """Twice in each step, so it must be quick where optimizers keep what torch's do: dictionaries of tensors."""
+    if {*map(type, state.values())} == {dict}:
+        values = list(chain.from_iterable(map(dict.values, state.values())))
+        if CONTAINERS.isdisjoint(map(type, values)):
+            return values
+    return tree_leaves(list(state.values()))
 
 
 def _one_for_all(optimizer: Optimizer, kept: dict[str, Any], value: Tensor) -> bool:
-    """Whether `value`, of one element as the slice, is one for the whole parameter: slices of other lengths tell."""
+    """Whether `value`, cut as the slice, is one number for the whole parameter. Slices of other lengths tell."""
+    if value.numel() != 1:
+        return False
     key = next((key for key, other in kept.items() if other is value), None)
     others = ((param, other.get(key)) for param, other in optimizer.state.items() if place_of(param))
     return any(isinstance(other, Tensor) and other.shape != param.shape for param, other in others)

@@ -4,12 +4,13 @@ An optimizer is elementwise if the update of an element depends on that element'
 updated exactly as it would be inside the full parameter. Muon (matrix sign), Adafactor (row and column means), LBFGS
 (inner products) and LAMB (norms per layer) are not, and on slices would give other numbers without an error.
 
-It sees plain parameters and states, and gradients in the masters' dtype. A closure runs forward and backward inside the
-step; for their time the model shows what it shows outside of a step.
+It sees plain parameters and states, and gradients in the masters' dtype. Closures and hooks of the optimizer are the
+script's own: they see what a script sees outside of the step, so they may clip, or log a norm.
 """
 
 from __future__ import annotations
 
+import functools
 import sys
 import weakref
 import zlib
@@ -65,14 +66,13 @@ class Step:
         finally:
             comm.progress.steps -= 1
         self.frame = frame
-        self._states[optimizer] = [*self._states.get(optimizer, []), *marked_states(optimizer)]
-        self.become_plain(units)
+        with plainly():
+            for unit in units:
+                unit.bucket.promote()
 
-    def end(self, optimizer: Optimizer, units: list[Unit]) -> None:
-        """`optimizer` has updated `units`."""
+    def end(self, units: list[Unit]) -> None:
+        """The optimizer has updated `units`, and hooks of the script's have run."""
         comm = self._stage.comm
-        self._states.setdefault(optimizer, [])  # if it wraps another, whose step has ended
-        self._over()
         with plainly():
             for unit in units:
                 unit.bucket.demote()
@@ -84,32 +84,35 @@ class Step:
 
     def forward_begins(self) -> None:
         if self.frame is not None and not on_stack(self.frame):  # the step failed
-            self._over()
+            self.leave()
         self._counted = False
 
-    def _over(self) -> None:
-        self.frame = None
-        self.become_shown()
-        for optimizer in self._states:
-            show_states(optimizer)
-        self._states.clear()
-
-    def become_plain(self, units: list[Unit]) -> None:
+    def enter(self, optimizer: Optimizer, units: list[Unit]) -> None:
+        """What runs now is the optimizer's own."""
         self._stage.plain = True
         with plainly():
             for unit in units:
                 become_plain(unit.params)
-                unit.bucket.promote()
-        for states in self._states.values():
-            make_plain(states)
+        states = marked_states(optimizer)
+        make_plain(states)
+        self._states.setdefault(optimizer, []).extend(states)
 
-    def become_shown(self) -> None:
+    def pause(self) -> None:
+        """What runs now is the script's: a closure."""
         self._stage.plain = False
         with plainly():
             for unit in self._stage.units:
                 become_shown(unit.params)
         for states in self._states.values():
             make_shown(states)
+
+    def leave(self, *optimizers: Optimizer) -> None:
+        """They are done, or have failed."""
+        self.frame = None
+        self.pause()
+        for optimizer in {*self._states, *optimizers}:  # if one wraps another, the inner one has left already
+            show_states(optimizer)
+        self._states.clear()
 
 
 def on_stack(frame: Any) -> bool:
@@ -167,8 +170,11 @@ def owners_of(optimizer: Optimizer) -> dict[Any, list[Unit]]:
     return {engine: [u for u in engine.units if id(u) in ids] for engine, ids in touched.items()}
 
 
-def _before_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+def _before_step(optimizer: Optimizer, args: Any, kwargs: Any) -> Any:
+    """Before the script's own hooks. Returns the arguments of the step, with closures that see what the script sees."""
     owners = owners_of(optimizer)
+    if not owners:
+        return None
     if not averaged.isdisjoint(owners):
         raise RuntimeError(
             f"{type(optimizer).__name__} was to step inside average_parameters() of an EMA, whose end takes back what "
@@ -189,26 +195,69 @@ def _before_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
                 f"call zerolab.declare_elementwise({name})"
             )
         engine.before_optimizer(optimizer, units, sys._getframe(1))
+    _under_way[optimizer] = owners
+    for handle, last in zip(_watched[optimizer], (True, False), strict=True):
+        handle.hooks_dict_ref().move_to_end(handle.id, last)
+    args = tuple(_paused(optimizer, one) for one in args)
+    return args, {key: _paused(optimizer, one) for key, one in kwargs.items()}
+
+
+def _enter(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+    """After the script's own hooks, and before the step."""
+    for engine, units in _owners(optimizer).items():
+        engine.enter_optimizer(optimizer, units)
+
+
+def _leave(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+    """After the step, and before the script's own hooks."""
+    for engine in _owners(optimizer):
+        engine.leave_optimizer(optimizer)
 
 
 def _after_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
     with torch.no_grad():
-        for engine, units in owners_of(optimizer).items():
-            engine.after_optimizer(optimizer, units)
+        for engine, units in _owners(optimizer).items():
+            engine.after_optimizer(units)
+    _under_way.pop(optimizer, None)
 
+
+def _owners(optimizer: Optimizer) -> dict[Any, list[Unit]]:
+    """As `owners_of`, in a step. If that called `super().step()`, an inner one has ended already."""
+    return _under_way.get(optimizer) or owners_of(optimizer)
+
+
+def _paused(optimizer: Optimizer, argument: Any) -> Any:
+    """`argument` of a step; if it is a closure, so that the script sees in it what it sees outside of a step."""
+    if not callable(argument) or argument is optimizer:
+        return argument
+
+    @functools.wraps(argument)
+    def closure(*args: Any, **kwargs: Any) -> Any:
+        for engine in _owners(optimizer):
+            engine.pause_optimizer()
+        result = argument(*args, **kwargs)
+        for engine, units in _owners(optimizer).items():
+            engine.promote_grads(engine.units)
+            engine.enter_optimizer(optimizer, units)
+        return result
+
+    return closure
+
+
+_under_way: weakref.WeakKeyDictionary[Optimizer, dict[Any, list[Unit]]] = weakref.WeakKeyDictionary()  # of steps
 
 # -- states, and state dicts -------------------------------------------------------------------------------------------
 
 STAMP = "zerolab_slices"  # the entry of a state dict's parameter groups that says whose slices the state is of
 
-_watched: weakref.WeakSet[Optimizer] = weakref.WeakSet()
+_watched: weakref.WeakKeyDictionary[Optimizer, Any] = weakref.WeakKeyDictionary()  # the handles of our hooks
 _unchecked: weakref.WeakSet[Optimizer] = weakref.WeakSet()  # their state has come from elsewhere
 
 
 def watch(optimizer: Optimizer) -> None:
     """From now on, what `optimizer` keeps for slices is known as slices."""
     if optimizer not in _watched:
-        _watched.add(optimizer)
+        _watched[optimizer] = optimizer.register_step_pre_hook(_enter), optimizer.register_step_post_hook(_leave)
         optimizer.register_state_dict_post_hook(_stamp)
         optimizer.register_load_state_dict_post_hook(_loaded)
         if optimizer.state or isinstance(optimizer, SeesSlices):  # of which a rank may have none where others have some

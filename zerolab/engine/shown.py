@@ -9,6 +9,7 @@ without a word. So what the model shows is a subclass, as a DTensor is, which do
     nn.init.normal_(p)       refused: each rank would draw its own numbers, and look at the shape of its slice
     copy.deepcopy(p)         in stage 0 a plain `nn.Parameter`, else a slice
     p.device                 refused to torch's DistributedDataParallel, which would average slices
+    p.is_leaf                tells us of the optimizer that it is given to
     p, p.grad, p.data        in stages 1 to 3 slices, which follow the rule of slices.py
 
 During the optimizer's step they are plain, so there they cost nothing.
@@ -32,6 +33,7 @@ from torch.utils.hooks import RemovableHandle
 from zerolab.engine.layout import Layout, Slot
 from zerolab.engine.slices import Place, Settled, Sharded, Slice, marked, plainly, refuse_inputs, run
 
+watch: Callable[[Any], None] | None = None  # step.py's
 Hooks = dict[int, Callable[[Tensor], Any]]  # as torch keeps them: number of the handle -> hook
 
 
@@ -93,6 +95,14 @@ class ShownParameter(Settled, nn.Parameter):  # type: ignore[misc, override]
                 "For Hugging Face's Trainer, which adds it, take zerolab.integrations.transformers.ZeroTrainer"
             )
         return super().device
+
+    @property
+    def is_leaf(self) -> bool:  # type: ignore[override]
+        """An optimizer asks it when it is given this parameter: from then on, step.py knows the optimizer."""
+        frame = sys._getframe(1)
+        if watch is not None and frame.f_globals.get("__name__") == "torch.optim.optimizer":
+            watch(frame.f_locals["self"])
+        return super().is_leaf
 
     def register_hook(self, hook: Callable[[Tensor], Any]) -> RemovableHandle:
         """`hook` gets the averaged gradient of what this parameter shows, once in every backward that reduces.

@@ -22,6 +22,7 @@ from torch.optim import ASGD, SGD, Adadelta, Adagrad, Adam, Adamax, AdamW, NAdam
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from zerolab.comm.waiting import CommError
+from zerolab.engine import shown
 from zerolab.engine.hyperparameters import Hyperparameters
 from zerolab.engine.shown import become_plain, become_shown
 from zerolab.engine.slices import plainly
@@ -181,6 +182,10 @@ def _before_step(optimizer: Optimizer, args: Any, kwargs: Any) -> Any:
             "is done to parameters inside: step before it or after it"
         )
     watch(optimizer)
+    if optimizer not in _stepped:
+        _stepped.add(optimizer)
+        if optimizer.state or isinstance(optimizer, SeesSlices):  # of which a rank may have none where others have some
+            _loaded(optimizer)
     if optimizer in _unchecked:
         for engine in owners:
             _check_state(optimizer, engine)
@@ -251,6 +256,7 @@ _under_way: weakref.WeakKeyDictionary[Optimizer, dict[Any, list[Unit]]] = weakre
 STAMP = "zerolab_slices"  # the entry of a state dict's parameter groups that says whose slices the state is of
 
 _watched: weakref.WeakKeyDictionary[Optimizer, Any] = weakref.WeakKeyDictionary()  # the handles of our hooks
+_stepped: weakref.WeakSet[Optimizer] = weakref.WeakSet()
 _unchecked: weakref.WeakSet[Optimizer] = weakref.WeakSet()  # their state has come from elsewhere
 
 
@@ -260,8 +266,6 @@ def watch(optimizer: Optimizer) -> None:
         _watched[optimizer] = optimizer.register_step_pre_hook(_enter), optimizer.register_step_post_hook(_leave)
         optimizer.register_state_dict_post_hook(_stamp)
         optimizer.register_load_state_dict_post_hook(_loaded)
-        if optimizer.state or isinstance(optimizer, SeesSlices):  # of which a rank may have none where others have some
-            _loaded(optimizer)
 
 
 def _loaded(optimizer: Optimizer) -> None:
@@ -291,7 +295,7 @@ def _stamp(optimizer: Optimizer, state: dict[str, Any]) -> None:
     for engine in owners_of(optimizer):
         if slices := _slices(optimizer, engine):
             _refuse_names(optimizer, engine, sys._getframe(1))
-            for group in state["param_groups"]:
+            for group in state["param_groups"] if state["state"] else []:
                 group[STAMP] = slices
 
 
@@ -338,5 +342,6 @@ def _misfit(optimizer: Optimizer, engine: Stage) -> str | None:
     return None
 
 
+shown.watch = watch
 register_optimizer_step_pre_hook(_before_step)
 register_optimizer_step_post_hook(_after_step)

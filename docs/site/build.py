@@ -4,7 +4,8 @@
     python docs/site/build.py --out FOLDER
 
 README gives the start page; `docs/*.md`, `lessons/*.ipynb` and `solutions/*.ipynb` are a page each, whatever their
-number; the reference comes from docstrings. A link to a file of the repository becomes a link to its page, a source
+number; the reference comes from docstrings. `explorables/*.md` are pages too, with the script of the same name in them,
+which some lessons show as well. A link to a file of the repository becomes a link to its page, a source
 file that is linked gets a page, and a link that leads nowhere ends the build.
 
 "Open in Colab" needs the repository's address: `ZEROLAB_REPOSITORY` in the environment (site.yml sets it to the
@@ -28,9 +29,12 @@ import notebook
 
 ROOT = Path(__file__).resolve().parents[2]
 HERE = Path(__file__).parent
+EXPLORABLES = HERE / "explorables"
 # The order of pages in the menu; a page that is not named here comes after these.
+EXPLORE = ["step", "ring", "fits"]
 COURSE = ["paths", "glossary", "formulas", "questions", "claims", "teachers", "administrators"]
 PACKAGE = ["using", "habits", "measuring", "performance", "first-gpu-run", "tested"]
+SHOWN_IN = {"01": "ring", "02": "fits", "07": "step"}  # explorables that a lesson ends with
 LINK = re.compile(r"(```.*?^ *```|`[^`\n]+`)|(?<=\]\()([^)\s]+)(?=\))", re.DOTALL | re.MULTILINE)
 COLAB = "https://colab.research.google.com/github/"
 
@@ -41,6 +45,7 @@ class Site:
         self.readme = (ROOT / "README.md").read_text()
         self.docs = sorted(path.stem for path in (ROOT / "docs").glob("*.md"))
         self.lessons = sorted((ROOT / "lessons").glob("*.ipynb"))
+        self.explorables = [name for name in EXPLORE if (EXPLORABLES / f"{name}.md").exists()]
         self.sources: set[Path] = set()
 
     # ------------------------------------------------------------------ links
@@ -62,6 +67,8 @@ class Site:
             page = f"{name}/index.md"
         elif name.endswith(".ipynb"):
             page = name.replace(".ipynb", ".md")
+        elif file.parent == EXPLORABLES:
+            page = f"explore/{file.name}"
         elif name.endswith(".md"):
             page = name
         elif name.endswith(".py"):
@@ -96,6 +103,8 @@ class Site:
         for stem in self.docs:
             origin = f"docs/{stem}.md"
             self.write(f"docs/{stem}", self.rewrite((ROOT / origin).read_text(), origin))
+        for name in self.explorables:
+            self.write_explorable(name)
         self.write("contributing", self.rewrite((ROOT / "CONTRIBUTING.md").read_text(), "CONTRIBUTING.md"))
         for number, lesson in enumerate(self.lessons):
             self.write_lesson(lesson, self.lessons[number + 1] if number + 1 < len(self.lessons) else None)
@@ -117,6 +126,7 @@ class Site:
     def menu(self) -> str:
         others = [stem for stem in self.docs if stem not in COURSE]
         groups = {
+            "Explore": [f"explore/{name}" for name in self.explorables],
             "The course": ["lessons/index", *(f"docs/{stem}" for stem in COURSE if stem in self.docs)],
             "The package": [
                 *(f"docs/{stem}" for stem in sorted(others, key=lambda s: (PACKAGE + [s]).index(s))),
@@ -125,6 +135,11 @@ class Site:
             "Reference": ["api/*"],
         }
         return "\n\n".join(toctree(pages, f":caption: {name}\n:hidden:") for name, pages in groups.items() if pages)
+
+    def write_explorable(self, name: str) -> None:
+        file = EXPLORABLES / f"{name}.md"
+        text = self.rewrite(file.read_text(), file.relative_to(ROOT).as_posix())
+        self.write(f"explore/{name}", text.replace("{{explorable}}", explorable(name, "..")))
 
     def write_lesson(self, lesson: Path, following: Path | None) -> None:
         origin, solved = f"lessons/{lesson.name}", ROOT / "solutions" / lesson.name
@@ -140,6 +155,8 @@ class Site:
         answers = notebook.references(solved) if solved.exists() else {}
         text = notebook.to_markdown(lesson, page, top, lambda text: self.rewrite(text, origin), answers)
         ending = []
+        if (name := SHOWN_IN.get(lesson.stem[:2])) in self.explorables:
+            text += f"\n## See it move\n\n{explorable(name, '..')}\n"
         if solved.exists():
             ending.append(f"[This lesson, solved](/solutions/{lesson.stem}.md): every answer, with its outputs.")
         if following:
@@ -177,6 +194,26 @@ class Site:
         (self.folder / name).parent.mkdir(parents=True, exist_ok=True)
         shutil.copy(file, self.folder / name)
         return name
+
+
+def explorable(name: str, root: str) -> str:
+    """The place that a script fills, and the scripts; `root` leads from the page to the site's folder."""
+    files = f"{root}/_static/explorables"
+    scripts = "".join(f'<script defer src="{files}/{file}.js"></script>\n' for file in ("shared", name))
+    return notebook.fenced(
+        f'<link rel="stylesheet" href="{files}/explorables.css">\n'
+        f'<div class="explorable" data-explorable="{name}" data-page="{root}/explore/{name}.html">\n'
+        f"<noscript>This picture moves, and needs JavaScript for it.</noscript>\n</div>\n{scripts}",
+        "{raw} html",
+    )
+
+
+def copy_scripts(out: Path) -> None:
+    """What the explorables load, as it is in the repository."""
+    folder = out / "_static" / "explorables"
+    folder.mkdir(parents=True)
+    for file in [*EXPLORABLES.glob("*.js"), *EXPLORABLES.glob("*.css")]:
+        shutil.copy(file, folder)
 
 
 def section(text: str, heading: str) -> str:
@@ -221,6 +258,7 @@ def main() -> int:
             [sys.executable, "-m", "sphinx", *options, "-d", f"{folder}/.doctrees", folder, str(out)], check=False
         )
     if done.returncode == 0:
+        copy_scripts(out)
         (out / ".nojekyll").touch()  # or GitHub Pages leaves out folders that begin with _
         print(f"open {out / 'index.html'}")
     return done.returncode

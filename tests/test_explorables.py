@@ -1,0 +1,227 @@
+"""The website's explorables: what they compute is the package's formula, and they stay locked until a prediction.
+
+Each is opened from a file, in Chromium, without the site around it. tests/test_site.py opens the pages themselves.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from zerolab.lab.plots.style import COLOURS, LABELS
+from zerolab.measure import formulas
+from zerolab.measure.planning import OPTIMIZERS, OWNED, PRECISIONS, in_parameters, plan, read_parameters
+from zerolab.measure.units import in_bytes, read_bytes
+
+pytest.importorskip("griffe")  # build.py imports it
+playwright = pytest.importorskip("playwright.sync_api")
+expect = playwright.expect
+
+ROOT = Path(__file__).resolve().parents[1]
+SITE = ROOT / "docs" / "site"
+NAMES = sorted(path.stem for path in (SITE / "explorables").glob("*.md"))
+CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser")
+# Without these Chromium looks for hosts of its maker's at every start.
+QUIET = ["--no-sandbox", "--disable-gpu", "--disable-background-networking", "--disable-component-update"]
+
+pytestmark = [
+    pytest.mark.skipif(CHROMIUM is None, reason="needs Chromium (Debian's package chromium)"),
+    pytest.mark.slow,
+]
+
+
+@pytest.fixture(scope="module")
+def files(tmp_path_factory) -> dict[str, Path]:
+    """A page for each explorable with nothing else on it, and the scripts beside it as the site has them."""
+    folder = tmp_path_factory.mktemp("explorables")
+    program = f"""
+import json, pathlib, build
+build.copy_scripts(pathlib.Path({str(folder)!r}))
+print(json.dumps({{name: build.explorable(name, ".") for name in {NAMES}}}))
+"""
+    env = os.environ | {"PYTHONPATH": os.pathsep.join([str(SITE), str(ROOT)])}
+    done = subprocess.run([sys.executable, "-c", program], env=env, capture_output=True, text=True, timeout=600)
+    assert done.returncode == 0, done.stderr
+    pages = {}
+    for name, block in json.loads(done.stdout).items():
+        html = block.partition("{raw} html\n")[2].removesuffix("```")
+        pages[name] = folder / f"{name}.html"
+        pages[name].write_text(f'<!doctype html><html lang="en"><meta charset="utf-8"><title>{name}</title>{html}')
+    return pages
+
+
+@pytest.fixture(scope="module")
+def browser() -> Iterator[Any]:
+    with playwright.sync_playwright() as play:
+        expect.set_options(timeout=600_000)  # a busy machine may take its time
+        chromium = play.chromium.launch(executable_path=CHROMIUM, args=QUIET)
+        yield chromium
+        chromium.close()
+
+
+@pytest.fixture
+def visit(browser, files) -> Iterator[Callable[..., Any]]:
+    """visit(name, hash=""): the page as wide as a phone, locked. At the end, nothing has gone wrong on it."""
+    complaints: list[str] = []
+    context = browser.new_context(viewport={"width": 360, "height": 700}, reduced_motion="reduce")
+    context.set_default_timeout(600_000)
+
+    def go(name: str, hash: str = "") -> Any:
+        page = context.new_page()
+        page.on("console", lambda said: complaints.append(said.text))
+        page.on("pageerror", lambda error: complaints.append(str(error)))
+        page.on("request", lambda asked: asked.url.startswith("file:") or complaints.append(asked.url))
+        page.goto(files[name].as_uri() + hash)
+        return page
+
+    yield go
+    context.close()
+    assert complaints == []
+
+
+def unlock(page: Any) -> Any:
+    page.get_by_role("button", name="Skip").click()
+    page.locator(".opened").wait_for()
+    return page
+
+
+# ---------------------------------------------------------------- all of them
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_prediction_unlocks_it(name, visit):
+    page = visit(name)
+    place, answer = page.locator(".explorable"), page.locator(".prediction input")
+    expect(place.locator(".opened")).to_have_count(0)
+    answer.fill("no idea")
+    answer.press("Enter")
+    expect(place.get_by_role("status")).to_contain_text("or skip")
+    expect(place.locator(".opened")).to_have_count(0)
+    answer.fill("1,5")
+    answer.press("Enter")
+    expect(place.get_by_role("status").first).to_contain_text("You said 1,5; it is ")
+    expect(place.locator(".opened")).to_be_focused()
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_it_fits_a_phone_and_every_control_has_a_name(name, visit):
+    page = unlock(visit(name))
+    assert page.evaluate("document.documentElement.scrollWidth") <= 360
+    for control in page.locator(".explorable").locator("input, select, button").all():
+        named = control.evaluate("e => e.labels?.length || e.getAttribute('aria-label') || e.textContent.trim()")
+        assert named, control.evaluate("e => e.outerHTML")
+
+
+def test_kinds_look_as_in_the_pictures(visit):
+    page = visit("fits")
+    assert page.evaluate("zerolab.COLOURS") == COLOURS
+    assert page.evaluate("zerolab.LABELS") == LABELS
+
+
+# ---------------------------------------------------------------- does it fit?
+
+
+def some_settings(choose: random.Random) -> dict[str, Any]:
+    replicas = choose.choice([1, 1, 1, 2, 3, 8])
+    memory = choose.choice([24e9, 80e9, 141e9, choose.uniform(1e9, 1e12)])
+    optimizer = choose.choice(list(OPTIMIZERS))
+    return {
+        "parameters": choose.choice([round(10 ** choose.uniform(0, 14)), choose.randrange(1, 10**14), 7_500_000_000]),
+        "ranks": replicas * choose.choice([1, 2, 3, 7, 64, round(10 ** choose.uniform(0, 5))]),
+        "replicas": replicas,
+        "memory": memory,
+        "activations": choose.choice([0, 0, memory * choose.random()]),
+        "precision": choose.choice(list(PRECISIONS)),
+        "optimizer": optimizer,
+        "offload": optimizer not in OWNED and choose.random() < 0.3,
+    }
+
+
+def by_the_package(settings: dict[str, Any]) -> list[dict[str, Any] | None]:
+    """What `plan` says for the ranks that share a model; the formulas, for what it does not know."""
+    parameters, memory, activations = settings["parameters"], settings["memory"], settings["activations"]
+    precision, kept = PRECISIONS[settings["precision"]], OPTIMIZERS[settings["optimizer"]]
+    rows: list[dict[str, Any] | None] = []
+    for stage in range(4):
+        replicas = settings["replicas"] if stage else 1
+        size = settings["ranks"] // replicas
+        row = plan(parameters, size, memory, settings["precision"], settings["optimizer"], activations)[stage]
+        host = 0
+        if settings["offload"]:
+            if stage == 0:
+                rows.append(None)
+                continue
+            on_device = {"optimizer_bytes": kept, "offload": True}
+            row.states = formulas.state_bytes(stage, size, parameters, precision, **on_device)
+            row.fits = row.total <= memory
+            many = formulas.state_bytes(stage, size, 10**15, precision, **on_device)
+            row.largest = int((memory - activations) / (sum(many.values()) / 10**15))
+            host = sum(formulas.host_state_bytes(size, parameters, precision, optimizer_bytes=kept).values())
+        between = formulas.between_bytes((replicas, size), parameters, precision) if stage else 0
+        more = {"total": row.total, "host": host, "between": between}
+        rows.append(vars(row) | more)
+    return rows
+
+
+def test_bytes_are_those_of_the_formulas(visit):
+    page, choose = visit("fits"), random.Random(36)
+    asked = [some_settings(choose) for _ in range(300)]
+    told = page.evaluate("asked => asked.map(zerolab.fits.plan)", asked)
+    for settings, rows in zip(asked, told, strict=True):
+        assert rows == by_the_package(settings), settings
+    assert sum(settings["offload"] for settings in asked) > 30
+    assert sum(settings["replicas"] > 1 for settings in asked) > 30
+
+
+def test_numbers_are_read_and_written_as_in_python(visit):
+    page, choose = visit("fits"), random.Random(36)
+    counts = [10 ** choose.uniform(-1, 17) for _ in range(200)]
+    counts += [0, 0.125, 2.5, 999.5, 1000, 1125, 12_250, 122_500, 999_499, 999_500, 1e18]  # ties, and the next unit
+    assert page.evaluate("counts => counts.map(zerolab.fits.inBytes)", counts) == [in_bytes(c) for c in counts]
+    assert page.evaluate("counts => counts.map(zerolab.fits.inParameters)", counts) == [
+        in_parameters(c) for c in counts
+    ]
+    texts = ["7.5B", "124M", "1T", "7.5e9", "350", "1.5k"]
+    assert page.evaluate("texts => texts.map(zerolab.fits.readParameters)", texts) == [
+        read_parameters(t) for t in texts
+    ]
+    texts = ["80GB", "512 MB", "24 GiB", "1e9", "1.5tb", "0"]
+    assert page.evaluate("texts => texts.map(zerolab.fits.readBytes)", texts) == [read_bytes(t) for t in texts]
+
+
+@pytest.mark.parametrize(
+    "label, value, said",
+    [
+        ("parameters", "many", '"many" is not a number of parameters'),
+        ("memory of a GPU", "a lot", '"a lot" is not a number of bytes'),
+        ("activations per rank", "90 GB", "activations of 90.0 GB leave nothing of 80.0 GB"),
+        ("ranks", "", "ranks must be a whole number"),
+        ("replicas (mesh)", "3", "3 replicas do not divide 64 ranks"),
+    ],
+)
+def test_what_makes_no_sense_is_refused_in_words(label, value, said, visit):
+    page = unlock(visit("fits"))
+    page.get_by_label(label).fill(value)
+    expect(page.locator(".opened").get_by_role("status")).to_contain_text(said)
+    expect(page.locator("svg.fits")).to_be_visible()  # the last good picture
+
+
+def test_a_link_keeps_the_settings(visit):
+    page = unlock(visit("fits"))
+    page.get_by_label("parameters").fill("70B")
+    page.get_by_label("stage").select_option("3")
+    page.get_by_label("offload").select_option("yes")
+    said = page.locator(".opened").get_by_role("status")
+    expect(said).to_contain_text("With Zero3 a rank holds 2.19 GB")
+    link = page.get_by_role("link", name="Link to these settings").get_attribute("href")
+    again = unlock(visit("fits", "#" + link.partition("#")[2]))
+    assert again.locator(".opened").get_by_role("status").text_content() == said.text_content()

@@ -17,6 +17,7 @@ from typing import Any
 
 import pytest
 
+from zerolab.comm.recording import bytes_sent
 from zerolab.lab.plots.style import COLOURS, LABELS
 from zerolab.measure import formulas
 from zerolab.measure.planning import OPTIMIZERS, OWNED, PRECISIONS, in_parameters, plan, read_parameters
@@ -225,3 +226,79 @@ def test_a_link_keeps_the_settings(visit):
     link = page.get_by_role("link", name="Link to these settings").get_attribute("href")
     again = unlock(visit("fits", "#" + link.partition("#")[2]))
     assert again.locator(".opened").get_by_role("status").text_content() == said.text_content()
+
+
+# ---------------------------------------------------------------- a ring
+
+
+def replay(course: dict[str, Any]) -> None:
+    """Send every message again: in a round each rank sends one and gets one, and holds what the page says."""
+    held = course["held"][0]
+    for messages, after in zip(course["messages"], course["held"][1:], strict=True):
+        for way in ("from", "to"):
+            ranks = [message[way] for message in messages]
+            assert len(ranks) == len(set(ranks))
+        arrived = [(message, [held[message["from"]][chunk] for chunk in message["chunks"]]) for message in messages]
+        held = [list(values) for values in held]
+        for message, values in arrived:
+            for chunk, value in zip(message["chunks"], values, strict=True):
+                held[message["to"]][chunk] = value + (held[message["to"]][chunk] if message["add"] else 0)
+        assert held == after
+
+
+def test_numbers_add_up_and_bytes_are_counted(visit):
+    page, choose = visit("ring"), random.Random(36)
+    asked = [
+        (choose.choice(["root", "tree", "ring", "all-to-all"]), choose.randint(2, 8), choose.randrange(4, 10**10))
+        for _ in range(300)
+    ]
+    told = page.evaluate(
+        """asked => asked.map(([method, ranks, bytes]) => {
+            const course = zerolab.ring.run(method, ranks, bytes);
+            return [course, zerolab.ring.totals(course)];
+        })""",
+        asked,
+    )
+    for (method, ranks, size), (course, totals) in zip(asked, told, strict=True):
+        replay(course)
+        sums = [sum(column) for column in zip(*course["held"][0], strict=True)]
+        assert course["held"][-1] == [sums] * ranks
+        payload = ranks * course["chunk"]
+        assert 0 <= payload - size < 4 * ranks + 4
+        sent = [sum(row) for row in course["sent"]]
+        assert course["sent"] == count(course, ranks)
+        if method in ("ring", "all-to-all"):
+            assert sent == [bytes_sent("all_reduce", payload, ranks)] * ranks
+        else:  # every other rank's gradient goes up once, and the sum comes down once for each of them
+            assert sum(sent) == 2 * (ranks - 1) * payload
+        if method == "root":
+            assert sent == [(ranks - 1) * payload] + [payload] * (ranks - 1)
+        rounds = {"root": ranks - 1, "tree": (ranks - 1).bit_length()}.get(method, ranks - 1)
+        assert totals["rounds"] == 2 * rounds
+        assert totals["out"] == max(sent)
+
+
+def count(course: dict[str, Any], ranks: int) -> list[list[int]]:
+    """Bytes from each rank to each other, from the messages."""
+    sent = [[0] * ranks for _ in range(ranks)]
+    for message in (message for messages in course["messages"] for message in messages):
+        sent[message["from"]][message["to"]] += course["chunk"] * len(message["chunks"])
+    return sent
+
+
+def test_it_goes_step_by_step_with_the_keyboard(visit):
+    page = unlock(visit("ring"))
+    said, slider = page.locator(".opened").get_by_role("status"), page.get_by_role("slider")
+    slider.focus()
+    slider.press("ArrowRight")
+    expect(said).to_contain_text("Round 1 of 6. Rank 0 sends chunk 0 (2.00 MB) to rank 1")
+    slider.press("End")
+    expect(said).to_contain_text("Every rank has the sum.")
+    expect(page.get_by_role("button", name="Next")).to_be_disabled()
+    page.get_by_label("way", exact=True).select_option("tree")
+    expect(said).to_contain_text("Before the first round")
+    page.get_by_role("button", name="Next").click()
+    expect(said).to_contain_text("Round 1 of 4. Rank 1 sends all its chunks (8.00 MB) to rank 0")
+    page.get_by_role("button", name="Play").click()
+    expect(said).to_contain_text("Every rank has the sum.")  # it stops at the end by itself
+    expect(page.get_by_role("button", name="Play")).to_be_visible()

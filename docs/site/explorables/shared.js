@@ -54,6 +54,11 @@ const zerolab = (() => {
 
   // What a picture says, spoken when it changes.
   const status = () => html("p", { class: "said", role: "status" });
+  // While something plays, a screen reader is not told of every step.
+  function speak(said, text, playing) {
+    said.setAttribute("aria-live", playing ? "off" : "polite");
+    said.textContent = text;
+  }
 
   // ---------------------------------------------------------------- kinds of memory
 
@@ -99,8 +104,9 @@ const zerolab = (() => {
 
   // ---------------------------------------------------------------- a prediction first
 
-  // question: {ask, unit, answer (a number or a function), because}. `open` is called once, by a prediction or a skip.
+  // question: {ask, unit, answer (a number), because}. `open` is called once, by a prediction or a skip.
   function lock(place, question, open) {
+    const { answer, unit, because } = question;
     const input = html("input", { type: "text", inputmode: "decimal", autocomplete: "off", size: 8 });
     const said = html("p", { class: "said", role: "status" });
     const unlock = (text) => {
@@ -113,15 +119,14 @@ const zerolab = (() => {
       event.preventDefault();
       const guess = readNumber(input.value);
       if (!Number.isFinite(guess)) {
-        said.textContent = `Write a number of ${question.unit}, or skip.`;
+        said.textContent = `Write a number of ${unit}, or skip.`;
         input.focus();
         return;
       }
-      const { answer, unit, because } = question;
       unlock(`You said ${input.value.trim()}; it is ${answer} ${unit}: ${howFar(guess, answer)}. ${because}`);
     };
-    const skip = html("button", { type: "button", onclick: () => unlock("Skipped.") }, "Skip");
-    const line = html("div", { class: "answer" }, input, html("span", {}, question.unit), html("button", {}, "Predict"), skip);
+    const skip = html("button", { type: "button", onclick: () => unlock(`It is ${answer} ${unit}. ${because}`) }, "Skip");
+    const line = html("div", { class: "answer" }, input, html("span", {}, unit), html("button", {}, "Predict"), skip);
     input.id = newId();
     const form = html("form", { onsubmit: predict }, html("label", { for: input.id }, question.ask), line);
     place.append(html("div", { class: "prediction" }, html("strong", {}, "First a prediction"), form, said));
@@ -154,9 +159,53 @@ const zerolab = (() => {
     }
   }
 
+  // ---------------------------------------------------------------- moving through steps
+
+  // A slider from 0 to last, buttons, and play. move(step, playing) is called after each change. `speed`: ms a step.
+  // Keys: the slider's own (arrows, Home, End). Nothing plays by itself, and nothing goes on in a hidden tab.
+  function player(name, move, speed = 900) {
+    const slider = html("input", { type: "range", min: 0, max: 0, value: 0, "aria-label": name, oninput: () => go(at()) });
+    const button = (text, act) => html("button", { type: "button", onclick: act }, text);
+    const back = button("Back", () => go(at() - 1));
+    const next = button("Next", () => go(at() + 1));
+    const play = button("Play", () => (timer ? stop() : start()));
+    let timer = 0;
+    const at = () => Number(slider.value);
+    const last = () => Number(slider.max);
+    function go(step) {
+      stop();
+      set(step);
+    }
+    function set(step) {
+      slider.value = step;
+      back.disabled = at() === 0;
+      next.disabled = at() === last();
+      slider.setAttribute("aria-valuetext", move(at(), timer !== 0) || "");
+    }
+    function start() {
+      if (at() === last()) slider.value = 0;
+      play.textContent = "Pause";
+      timer = setInterval(() => {
+        if (document.hidden) return;
+        set(at() + 1);
+        if (at() === last()) stop();
+      }, speed);
+    }
+    function stop() {
+      if (!timer) return;
+      clearInterval(timer);
+      timer = 0;
+      play.textContent = "Play";
+      set(at()); // says where it stands
+    }
+    const element = html("div", { class: "player" }, slider, html("div", { class: "row" }, back, play, next));
+    return { element, go, at, resize: (steps, step = 0) => ((slider.max = steps), go(step)) };
+  }
+
   const still = () => matchMedia("(prefers-reduced-motion: reduce)").matches;
 
   return {
     COLOURS, LABELS, html, svg, field, select, status, kindFill, legend, fixed, roundEven, inBytes, withCommas, show, still, newId,
+    player, speak,
   };
 })();

@@ -19,7 +19,7 @@ import pytest
 
 from zerolab.comm.recording import bytes_sent
 from zerolab.lab.plots.style import COLOURS, LABELS
-from zerolab.measure import formulas
+from zerolab.measure import KINDS, formulas
 from zerolab.measure.planning import OPTIMIZERS, OWNED, PRECISIONS, in_parameters, plan, read_parameters
 from zerolab.measure.units import in_bytes, read_bytes
 
@@ -63,7 +63,7 @@ print(json.dumps({{name: build.explorable(name, ".") for name in {NAMES}}}))
 @pytest.fixture(scope="module")
 def browser() -> Iterator[Any]:
     with playwright.sync_playwright() as play:
-        expect.set_options(timeout=600_000)  # a busy machine may take its time
+        expect.set_options(timeout=100_000)  # a busy machine may take its time
         chromium = play.chromium.launch(executable_path=CHROMIUM, args=QUIET)
         yield chromium
         chromium.close()
@@ -74,7 +74,7 @@ def visit(browser, files) -> Iterator[Callable[..., Any]]:
     """visit(name, hash=""): the page as wide as a phone, locked. At the end, nothing has gone wrong on it."""
     complaints: list[str] = []
     context = browser.new_context(viewport={"width": 360, "height": 700}, reduced_motion="reduce")
-    context.set_default_timeout(600_000)
+    context.set_default_timeout(100_000)
 
     def go(name: str, hash: str = "") -> Any:
         page = context.new_page()
@@ -302,3 +302,83 @@ def test_it_goes_step_by_step_with_the_keyboard(visit):
     page.get_by_role("button", name="Play").click()
     expect(said).to_contain_text("Every rank has the sum.")  # it stops at the end by itself
     expect(page.get_by_role("button", name="Play")).to_be_visible()
+
+
+# ---------------------------------------------------------------- a step
+
+RECORDING = json.loads((SITE / "explorables" / "step.json").read_text())
+
+
+def recorded_again() -> dict[str, Any]:
+    """What docs/site/record.py would write."""
+    program = "import record; print(record.written(record.record(record.NAMES)))"
+    env = os.environ | {"PYTHONPATH": os.pathsep.join([str(SITE), str(ROOT)]), "OMP_NUM_THREADS": "1"}
+    done = subprocess.run([sys.executable, "-c", program], env=env, capture_output=True, text=True, timeout=600)
+    assert done.returncode == 0, done.stderr
+    return json.loads(done.stdout)
+
+
+def spelled_out(recording: dict[str, Any]) -> dict[str, Any]:
+    """The courses with the lines of code in them, as the numbers of the lines depend on what was recorded with them."""
+    lines = [*recording["lines"], None]
+    return {
+        name: course | {"moments": [[*m[:2], lines[-1 if m[2] is None else m[2]], m[3]] for m in course["moments"]]}
+        for name, course in recording["courses"].items()
+    }
+
+
+@pytest.mark.exhaustive
+def test_a_step_is_as_it_was_recorded():
+    """The same bytes in the same order. If the package has changed: `python docs/site/record.py`."""
+    again, kept = spelled_out(recorded_again()), spelled_out(RECORDING)
+    for name, course in kept.items():
+        assert again[name] == course
+
+
+@pytest.mark.parametrize("name", RECORDING["courses"])
+def test_what_was_recorded_agrees_with_the_formulas(name):
+    stage, precision = int(name[0]), PRECISIONS[name[2:]]
+    course, parameters = RECORDING["courses"][name], RECORDING["parameters"]
+    ends = [number for number, moment in enumerate(course["moments"]) if moment[0] == "step"]
+    before_step = dict(zip(RECORDING["kinds"], course["moments"][ends[0] - 1][3], strict=True))
+    assert tuple(RECORDING["kinds"]) == KINDS
+    for kind, size in formulas.state_bytes(stage, 4, parameters, precision).items():
+        assert before_step[kind] == pytest.approx(size, rel=0.001)  # Adam's step counters, and a loss
+    root = next(payload for op, unit, payload, *_ in course["calls"] if unit == "root")
+    root //= 4 if name.endswith("fp32") else 2
+    sent = sum(call[3] for call in course["calls"])
+    assert sent == formulas.moved_bytes(stage, 4, parameters, root if stage == 3 else 0, precision)
+
+
+def test_every_moment_has_its_place_in_every_stage(visit):
+    page = visit("step")
+    for precision in PRECISIONS:
+        courses = [f"{stage} {precision}" for stage in range(4)]
+        passages = page.evaluate(
+            "names => names.map(name => zerolab.step.passages(zerolab.recording.courses[name]))", courses
+        )
+        assert len({tuple(dict.fromkeys(names)) for names in passages}) == 1
+    found = page.evaluate("zerolab.step.lines.map(line => ({...zerolab.step.method(line), text: line[2]}))")
+    assert all(method["lines"][method["at"]].strip() == method["text"] for method in found)
+
+
+def test_the_stage_changes_and_the_moment_stays(visit):
+    page = unlock(visit("step"))
+    said, slider = page.locator(".opened").get_by_role("status"), page.get_by_role("slider")
+    slider.focus()
+    slider.press("ArrowRight")
+    expect(said).to_contain_text("Moment 2 of ")
+    calls = RECORDING["courses"]["3 fp32"]["calls"]
+    slider.fill(next(str(first) for op, unit, *_, first, _ in calls if (op, unit) == ("reduce_scatter", "blocks.2")))
+    expect(said).to_contain_text("post_backward of blocks.2")
+    expect(page.locator("mark")).to_contain_text("return self.comm.reduce_scatter")
+    expect(page.locator(".units .at-work .call")).to_contain_text("reduce-scatter 793 kB")
+    for stage, name in enumerate(["DDP", "Zero1", "Zero2"]):
+        button = page.get_by_role("button", name=name)
+        shown = button.text_content().removeprefix(f"{stage} {name} ")
+        button.click()
+        expect(button).to_have_attribute("aria-pressed", "true")
+        expect(said).to_contain_text("post_backward of blocks.2")
+        expect(said).to_contain_text(f"Rank 0 holds {shown}.")
+    page.get_by_label("precision").select_option("bf16")
+    expect(said).to_contain_text("post_backward of blocks.2")

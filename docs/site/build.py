@@ -15,6 +15,7 @@ repository it runs in), else `Repository` in `[project.urls]` of pyproject.toml.
 from __future__ import annotations
 
 import argparse
+import json
 import os
 import re
 import shutil
@@ -34,6 +35,7 @@ EXPLORABLES = HERE / "explorables"
 EXPLORE = ["step", "ring", "fits"]
 COURSE = ["paths", "glossary", "formulas", "questions", "claims", "teachers", "administrators"]
 PACKAGE = ["using", "habits", "measuring", "performance", "first-gpu-run", "tested"]
+SCRIPTS = {"step": ("shared", "recording", "step")}  # the others need shared.js and their own
 SHOWN_IN = {"01": "ring", "02": "fits", "07": "step"}  # explorables that a lesson ends with
 LINK = re.compile(r"(```.*?^ *```|`[^`\n]+`)|(?<=\]\()([^)\s]+)(?=\))", re.DOTALL | re.MULTILINE)
 COLAB = "https://colab.research.google.com/github/"
@@ -199,7 +201,9 @@ class Site:
 def explorable(name: str, root: str) -> str:
     """The place that a script fills, and the scripts; `root` leads from the page to the site's folder."""
     files = f"{root}/_static/explorables"
-    scripts = "".join(f'<script defer src="{files}/{file}.js"></script>\n' for file in ("shared", name))
+    scripts = "".join(
+        f'<script defer src="{files}/{file}.js"></script>\n' for file in SCRIPTS.get(name, ("shared", name))
+    )
     return notebook.fenced(
         f'<link rel="stylesheet" href="{files}/explorables.css">\n'
         f'<div class="explorable" data-explorable="{name}" data-page="{root}/explore/{name}.html">\n'
@@ -214,6 +218,11 @@ def copy_scripts(out: Path) -> None:
     folder.mkdir(parents=True)
     for file in [*EXPLORABLES.glob("*.js"), *EXPLORABLES.glob("*.css")]:
         shutil.copy(file, folder)
+    sources = {
+        f"{name}.py": (ROOT / "zerolab" / f"{name}.py").read_text() for name in ("ddp", "zero1", "zero2", "zero3")
+    }
+    recording = json.loads((EXPLORABLES / "step.json").read_text()) | {"sources": sources}
+    (folder / "recording.js").write_text(f"zerolab.recording = {json.dumps(recording, separators=(',', ':'))};\n")
 
 
 def section(text: str, heading: str) -> str:

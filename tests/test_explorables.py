@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 import os
 import random
+import re
 import shutil
 import subprocess
 import sys
@@ -47,7 +48,7 @@ def files(tmp_path_factory) -> dict[str, Path]:
     program = f"""
 import json, pathlib, build
 build.copy_scripts(pathlib.Path({str(folder)!r}))
-print(json.dumps({{name: build.explorable(name, ".") for name in {NAMES}}}))
+print(json.dumps({{name: build.explorable(name, ".") for name in {[*NAMES, "ladder"]}}}))
 """
     env = os.environ | {"PYTHONPATH": os.pathsep.join([str(SITE), str(ROOT)])}
     done = subprocess.run([sys.executable, "-c", program], env=env, capture_output=True, text=True, timeout=600)
@@ -327,7 +328,6 @@ def spelled_out(recording: dict[str, Any]) -> dict[str, Any]:
     }
 
 
-@pytest.mark.exhaustive
 def test_a_step_is_as_it_was_recorded():
     """The same bytes in the same order. If the package has changed: `python docs/site/record.py`."""
     again, kept = spelled_out(recorded_again()), spelled_out(RECORDING)
@@ -382,3 +382,32 @@ def test_the_stage_changes_and_the_moment_stays(visit):
         expect(said).to_contain_text(f"Rank 0 holds {shown}.")
     page.get_by_label("precision").select_option("bf16")
     expect(said).to_contain_text("post_backward of blocks.2")
+
+
+# ---------------------------------------------------------------- the front page
+
+
+def test_the_ladder_stands_still_for_those_who_ask(visit):
+    page = visit("ladder")
+    expect(page.get_by_role("button", name="Play")).to_be_visible()  # `visit` asks for less motion
+    said = page.get_by_role("img").get_attribute("aria-label")
+    held = re.findall(r"([\d.]+) MB with (\w+)", said)
+    assert [name for _, name in held] == ["DDP", "Zero1", "Zero2", "Zero3"]
+    for stage, (size, _) in enumerate(held):
+        states = formulas.state_bytes(stage, 4, RECORDING["parameters"])
+        assert float(size) == pytest.approx(sum(states.values()) / 1e6, rel=0.005)
+    assert page.evaluate("document.documentElement.scrollWidth") <= 360
+    moment = page.locator(".moment")
+    stood = moment.text_content()
+    page.get_by_role("button", name="Play").click()
+    expect(moment).not_to_have_text(stood)
+    page.get_by_role("button", name="Pause").click()
+    expect(page.get_by_role("button", name="Play")).to_be_visible()
+
+
+def test_the_ladder_moves_by_itself(browser, files):
+    page = browser.new_page(reduced_motion="no-preference")
+    page.goto(files["ladder"].as_uri())
+    expect(page.get_by_role("button", name="Pause")).to_be_visible()
+    expect(page.locator(".moment")).to_contain_text("after-step")  # it begins before the optimizer's step
+    page.close()

@@ -3,10 +3,10 @@
     python docs/site/build.py                   # into build/site (make site)
     python docs/site/build.py --out FOLDER
 
-README gives the start page; `docs/*.md`, `lessons/*.ipynb` and `solutions/*.ipynb` are a page each, whatever their
-number; the reference comes from docstrings. `explorables/*.md` are pages too, with the script of the same name in them,
-which some lessons show as well. A link to a file of the repository becomes a link to its page, a source
-file that is linked gets a page, and a link that leads nowhere ends the build.
+README gives the start page, below the ladder in motion; `docs/*.md`, `lessons/*.ipynb` and `solutions/*.ipynb` are a
+page each, whatever their number; the reference comes from docstrings. `explorables/*.md` are pages too, each with the
+script of its name, which a lesson may show as well. A link to a file of the repository becomes a link to its page, a
+source file that is linked gets a page, and a link that leads nowhere ends the build.
 
 "Open in Colab" needs the repository's address: `ZEROLAB_REPOSITORY` in the environment (site.yml sets it to the
 repository it runs in), else `Repository` in `[project.urls]` of pyproject.toml. Without either there is no such link.
@@ -35,7 +35,14 @@ EXPLORABLES = HERE / "explorables"
 EXPLORE = ["step", "ring", "fits"]
 COURSE = ["paths", "glossary", "formulas", "questions", "claims", "teachers", "administrators"]
 PACKAGE = ["using", "habits", "measuring", "performance", "first-gpu-run", "tested"]
-SCRIPTS = {"step": ("shared", "recording", "step")}  # the others need shared.js and their own
+SCRIPTS = {  # what needs more than shared.js and a script of its name
+    "step": ("shared", "recording", "step"),
+    "ladder": ("shared", "recording", "step", "ladder"),
+}
+IN_A_SENTENCE = (
+    "Write data parallelism and the three stages of ZeRO yourself, on four real processes, and measure what each saves "
+    "and costs."
+)
 SHOWN_IN = {"01": "ring", "02": "fits", "07": "step"}  # explorables that a lesson ends with
 LINK = re.compile(r"(```.*?^ *```|`[^`\n]+`)|(?<=\]\()([^)\s]+)(?=\))", re.DOTALL | re.MULTILINE)
 COLAB = "https://colab.research.google.com/github/"
@@ -118,12 +125,16 @@ class Site:
             self.write_source(file)
 
     def write_readme(self) -> None:
+        """What it is in a sentence, the ladder in motion, where to start; README comes below."""
         first = f"/{self.lessons[0].relative_to(ROOT).with_suffix('.md')}"
-        actions = [f"[Read the first lesson]({first})"]
+        actions = [f"[Start here: the first lesson]({first})"]
+        if "step" in self.explorables:
+            actions.append("[Move through a step](/explore/step.md)")
         if "paths" in self.docs:
             actions.append("[Choose a path](/docs/paths.md)")
-        head, fence, rest = self.rewrite(self.readme, "README.md").partition("\n```")  # before the first commands
-        self.write("index", f"{head}\n{buttons(actions)}{fence}{rest}\n\n{self.menu()}")
+        title, _, rest = self.rewrite(self.readme, "README.md").partition("\n")
+        top = f"{title}\n\n{IN_A_SENTENCE}\n\n{explorable('ladder', '.')}\n\n{buttons(actions)}"
+        self.write("index", f"{top}\n## What it is\n{rest}\n\n{self.menu()}")
 
     def menu(self) -> str:
         others = [stem for stem in self.docs if stem not in COURSE]

@@ -89,7 +89,7 @@
     return html("ul", { class: "units" }, names.map((name) => {
       const calls = under(chosen, moment).filter(([, of]) => of === name);
       const said = calls.map(([op, , payload]) => html("span", { class: "call" }, `${op.replace("_", "-")} ${inBytes(payload)}`));
-      return html("li", { class: name === unit ? "at-work" : null }, html("strong", {}, name), html("span", {}, name === unit ? phase : ""), said);
+      return html("li", { class: name === unit ? "at-work" : null }, html("strong", {}, name), html("span", {}, name === unit ? phase.replace("_", " ") : ""), said);
     }));
   }
 

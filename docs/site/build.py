@@ -169,7 +169,8 @@ class Site:
         text = notebook.to_markdown(lesson, page, top, lambda text: self.rewrite(text, origin), answers)
         ending = []
         if (name := SHOWN_IN.get(lesson.stem[:2])) in self.explorables:
-            text += f"\n## See it move\n\n{explorable(name, '..')}\n"
+            more = f"It has [a page of its own](/explore/{name}.md), which says more."
+            text += f"\n## See it move\n\n{explorable(name, '..')}\n\n{more}\n"
         if solved.exists():
             ending.append(f"[This lesson, solved](/solutions/{lesson.stem}.md): every answer, with its outputs.")
         if following:

@@ -5,7 +5,7 @@
   const { course, held, sum, sameMoment, ORDER, STAGES } = zerolab.step;
   const RANKS = zerolab.recording.ranks;
   const SHARDS = ["everything in full", "optimizer ÷ 4", "gradients ÷ 4, too", "parameters ÷ 4, too"];
-  const [WIDTH, HEIGHT, TOP, FOOT] = [640, 250, 26, 46];
+  const [WIDTH, HEIGHT, TOP, FOOT] = [640, 300, 26, 46];
 
   const courses = STAGES.map((_, stage) => course(stage, "fp32"));
   const lead = courses[3]; // it has the most moments; the others stand at the same one

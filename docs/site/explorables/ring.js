@@ -95,7 +95,7 @@
   // ---------------------------------------------------------------- the picture
 
   // Ranks in a circle. Links are as thick as the bytes that went over them; the messages of this round are arrows.
-  function circle(n, { messages, chunk, sent }, step) {
+  function circle(n, { messages, chunk }, step) {
     const place = (rank, radius) => {
       const angle = (2 * Math.PI * rank) / n - Math.PI / 2;
       return [200 + radius * Math.cos(angle), 160 + radius * Math.sin(angle)];
@@ -114,10 +114,13 @@
     drawing.append(svg("defs", {}, svg("marker", arrow, svg("path", { d: "M0 0L8 4L0 8z" }))));
     const gone = range(n).map(() => range(n).map(() => 0));
     for (const round of messages.slice(0, step)) for (const { from, to, chunks } of round) gone[from][to] += chunks.length * chunk;
-    const most = Math.max(...sent.flat());
+    const most = 2 * (n - 1) * chunk; // what a link of the ring carries, and no link carries more
     for (const from of range(n))
       for (const to of range(n))
-        if (gone[from][to]) drawing.append(svg("line", { ...line(from, to), class: "link", "stroke-width": 1 + (7 * gone[from][to]) / most }));
+        if (gone[from][to]) {
+          const carried = svg("title", {}, `rank ${from} to rank ${to}: ${inBytes(gone[from][to])}`);
+          drawing.append(svg("line", { ...line(from, to), class: "link", "stroke-width": 1 + (7 * gone[from][to]) / most }, carried));
+        }
     for (const { from, to } of step ? messages[step - 1] : [])
       drawing.append(svg("line", { ...line(from, to), class: "message", "marker-end": "url(#ring-arrow)" }));
     for (const rank of range(n)) {

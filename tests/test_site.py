@@ -86,7 +86,8 @@ def test_every_page_is_there(pages):
     docs = {f"docs/{path.stem}.html" for path in (ROOT / "docs").glob("*.md")}
     notebooks = {f"{kind}/{stem}.html" for kind in ("lessons", "solutions") for stem in LESSONS}
     reference = {f"api/{name}.html" for name in ("zerolab", "zerolab.lab", "zerolab.lab.plots", "zerolab.measure")}
-    assert pages.keys() >= {"index.html", "contributing.html", *docs, *notebooks, *reference}
+    explorables = {f"explore/{path.stem}.html" for path in (BUILD.parent / "explorables").glob("*.md")}
+    assert pages.keys() >= {"index.html", "contributing.html", *docs, *notebooks, *reference, *explorables}
 
 
 def test_every_link_leads_somewhere(site, pages):
@@ -225,3 +226,29 @@ def test_in_a_browser(site, pages):
         server.server_close()
     assert (foreign, missing, wide) == ([], [], [])
     assert found
+
+
+@pytest.mark.skipif(CHROMIUM is None, reason="needs Chromium (Debian's package chromium)")
+def test_explorables_work_from_files(site, pages):
+    """On pages that are opened as files, on a small phone: no complaint, nothing sticks out, light and dark."""
+    playwright = pytest.importorskip("playwright.sync_api")
+    names = [name for name, page in pages.items() if "data-explorable=" in page.text]
+    assert {"index.html", "explore/fits.html", "explore/ring.html", "explore/step.html"} < set(names)
+    complaints: list[str] = []
+    quiet = ["--no-sandbox", "--disable-gpu", "--disable-background-networking", "--disable-component-update"]
+    with playwright.sync_playwright() as play:
+        browser = play.chromium.launch(executable_path=CHROMIUM, args=quiet)
+        for scheme in ("light", "dark"):
+            page = browser.new_page(viewport={"width": 360, "height": 700}, color_scheme=scheme)
+            page.on("console", lambda said: complaints.append(said.text))
+            page.on("pageerror", lambda error: complaints.append(str(error)))
+            page.on("request", lambda r: r.url.startswith(("file:", "data:")) or complaints.append(f"asks for {r.url}"))
+            for name in names:
+                page.goto((site / name).as_uri())
+                for skip in page.get_by_role("button", name="Skip", exact=True).all():
+                    skip.click()
+                    page.locator(".opened").wait_for()
+                if page.evaluate("document.documentElement.scrollWidth > innerWidth"):
+                    complaints.append(f"{name} is too wide")
+        browser.close()
+    assert complaints == []

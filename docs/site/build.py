@@ -3,9 +3,10 @@
     python docs/site/build.py                   # into build/site (make site)
     python docs/site/build.py --out FOLDER
 
-README gives the start page; `docs/*.md`, `lessons/*.ipynb` and `solutions/*.ipynb` are a page each, whatever their
-number; the reference comes from docstrings. A link to a file of the repository becomes a link to its page, a source
-file that is linked gets a page, and a link that leads nowhere ends the build.
+README gives the start page, below the ladder in motion; `docs/*.md`, `lessons/*.ipynb` and `solutions/*.ipynb` are a
+page each, whatever their number; the reference comes from docstrings. `explorables/*.md` are pages too, each with the
+script of its name, which a lesson may show as well. A link to a file of the repository becomes a link to its page, a
+source file that is linked gets a page, and a link that leads nowhere ends the build.
 
 "Open in Colab" needs the repository's address: `ZEROLAB_REPOSITORY` in the environment (site.yml sets it to the
 repository it runs in), else `Repository` in `[project.urls]` of pyproject.toml. Without either there is no such link.
@@ -14,6 +15,7 @@ repository it runs in), else `Repository` in `[project.urls]` of pyproject.toml.
 from __future__ import annotations
 
 import argparse
+import json
 import os
 import re
 import shutil
@@ -28,9 +30,20 @@ import notebook
 
 ROOT = Path(__file__).resolve().parents[2]
 HERE = Path(__file__).parent
+EXPLORABLES = HERE / "explorables"
 # The order of pages in the menu; a page that is not named here comes after these.
+EXPLORE = ["step", "ring", "fits"]
 COURSE = ["paths", "glossary", "formulas", "questions", "claims", "teachers", "administrators"]
 PACKAGE = ["using", "habits", "measuring", "performance", "first-gpu-run", "tested"]
+SCRIPTS = {  # what needs more than shared.js and a script of its name
+    "step": ("shared", "recording", "step"),
+    "ladder": ("shared", "recording", "step", "ladder"),
+}
+IN_A_SENTENCE = (
+    "Write data parallelism and the three stages of ZeRO yourself, on four real processes, and measure what each saves "
+    "and costs."
+)
+SHOWN_IN = {"01": "ring", "02": "fits", "07": "step"}  # explorables that a lesson ends with
 LINK = re.compile(r"(```.*?^ *```|`[^`\n]+`)|(?<=\]\()([^)\s]+)(?=\))", re.DOTALL | re.MULTILINE)
 COLAB = "https://colab.research.google.com/github/"
 
@@ -41,6 +54,7 @@ class Site:
         self.readme = (ROOT / "README.md").read_text()
         self.docs = sorted(path.stem for path in (ROOT / "docs").glob("*.md"))
         self.lessons = sorted((ROOT / "lessons").glob("*.ipynb"))
+        self.explorables = [name for name in EXPLORE if (EXPLORABLES / f"{name}.md").exists()]
         self.sources: set[Path] = set()
 
     # ------------------------------------------------------------------ links
@@ -62,6 +76,8 @@ class Site:
             page = f"{name}/index.md"
         elif name.endswith(".ipynb"):
             page = name.replace(".ipynb", ".md")
+        elif file.parent == EXPLORABLES:
+            page = f"explore/{file.name}"
         elif name.endswith(".md"):
             page = name
         elif name.endswith(".py"):
@@ -96,6 +112,8 @@ class Site:
         for stem in self.docs:
             origin = f"docs/{stem}.md"
             self.write(f"docs/{stem}", self.rewrite((ROOT / origin).read_text(), origin))
+        for name in self.explorables:
+            self.write_explorable(name)
         self.write("contributing", self.rewrite((ROOT / "CONTRIBUTING.md").read_text(), "CONTRIBUTING.md"))
         for number, lesson in enumerate(self.lessons):
             self.write_lesson(lesson, self.lessons[number + 1] if number + 1 < len(self.lessons) else None)
@@ -107,16 +125,21 @@ class Site:
             self.write_source(file)
 
     def write_readme(self) -> None:
+        """What it is in a sentence, the ladder in motion, where to start; README comes below."""
         first = f"/{self.lessons[0].relative_to(ROOT).with_suffix('.md')}"
-        actions = [f"[Read the first lesson]({first})"]
+        actions = [f"[Start here: the first lesson]({first})"]
+        if "step" in self.explorables:
+            actions.append("[Move through a step](/explore/step.md)")
         if "paths" in self.docs:
             actions.append("[Choose a path](/docs/paths.md)")
-        head, fence, rest = self.rewrite(self.readme, "README.md").partition("\n```")  # before the first commands
-        self.write("index", f"{head}\n{buttons(actions)}{fence}{rest}\n\n{self.menu()}")
+        title, _, rest = self.rewrite(self.readme, "README.md").partition("\n")
+        top = f"{title}\n\n{IN_A_SENTENCE}\n\n{explorable('ladder', '.')}\n\n{buttons(actions)}"
+        self.write("index", f"{top}\n## What it is\n{rest}\n\n{self.menu()}")
 
     def menu(self) -> str:
         others = [stem for stem in self.docs if stem not in COURSE]
         groups = {
+            "Explore": [f"explore/{name}" for name in self.explorables],
             "The course": ["lessons/index", *(f"docs/{stem}" for stem in COURSE if stem in self.docs)],
             "The package": [
                 *(f"docs/{stem}" for stem in sorted(others, key=lambda s: (PACKAGE + [s]).index(s))),
@@ -125,6 +148,11 @@ class Site:
             "Reference": ["api/*"],
         }
         return "\n\n".join(toctree(pages, f":caption: {name}\n:hidden:") for name, pages in groups.items() if pages)
+
+    def write_explorable(self, name: str) -> None:
+        file = EXPLORABLES / f"{name}.md"
+        text = self.rewrite(file.read_text(), file.relative_to(ROOT).as_posix())
+        self.write(f"explore/{name}", text.replace("{{explorable}}", explorable(name, "..")))
 
     def write_lesson(self, lesson: Path, following: Path | None) -> None:
         origin, solved = f"lessons/{lesson.name}", ROOT / "solutions" / lesson.name
@@ -140,6 +168,9 @@ class Site:
         answers = notebook.references(solved) if solved.exists() else {}
         text = notebook.to_markdown(lesson, page, top, lambda text: self.rewrite(text, origin), answers)
         ending = []
+        if (name := SHOWN_IN.get(lesson.stem[:2])) in self.explorables:
+            more = f"It has [a page of its own](/explore/{name}.md), which says more."
+            text += f"\n## See it move\n\n{explorable(name, '..')}\n\n{more}\n"
         if solved.exists():
             ending.append(f"[This lesson, solved](/solutions/{lesson.stem}.md): every answer, with its outputs.")
         if following:
@@ -177,6 +208,33 @@ class Site:
         (self.folder / name).parent.mkdir(parents=True, exist_ok=True)
         shutil.copy(file, self.folder / name)
         return name
+
+
+def explorable(name: str, root: str) -> str:
+    """The place that a script fills, and the scripts; `root` leads from the page to the site's folder."""
+    files = f"{root}/_static/explorables"
+    scripts = "".join(
+        f'<script defer src="{files}/{file}.js"></script>\n' for file in SCRIPTS.get(name, ("shared", name))
+    )
+    return notebook.fenced(
+        f'<link rel="stylesheet" href="{files}/explorables.css">\n'
+        f'<div class="explorable" data-explorable="{name}" data-page="{root}/explore/{name}.html">\n'
+        f"<noscript>This picture moves, and needs JavaScript for it.</noscript>\n</div>\n{scripts}",
+        "{raw} html",
+    )
+
+
+def copy_scripts(out: Path) -> None:
+    """What the explorables load, as it is in the repository."""
+    folder = out / "_static" / "explorables"
+    folder.mkdir(parents=True)
+    for file in [*EXPLORABLES.glob("*.js"), *EXPLORABLES.glob("*.css")]:
+        shutil.copy(file, folder)
+    sources = {
+        f"{name}.py": (ROOT / "zerolab" / f"{name}.py").read_text() for name in ("ddp", "zero1", "zero2", "zero3")
+    }
+    recording = json.loads((EXPLORABLES / "step.json").read_text()) | {"sources": sources}
+    (folder / "recording.js").write_text(f"zerolab.recording = {json.dumps(recording, separators=(',', ':'))};\n")
 
 
 def section(text: str, heading: str) -> str:
@@ -221,6 +279,7 @@ def main() -> int:
             [sys.executable, "-m", "sphinx", *options, "-d", f"{folder}/.doctrees", folder, str(out)], check=False
         )
     if done.returncode == 0:
+        copy_scripts(out)
         (out / ".nojekyll").touch()  # or GitHub Pages leaves out folders that begin with _
         print(f"open {out / 'index.html'}")
     return done.returncode

@@ -1,0 +1,413 @@
+"""The website's explorables: what they compute is the package's formula, and they stay locked until a prediction.
+
+Each is opened from a file, in Chromium, without the site around it. tests/test_site.py opens the pages themselves.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import re
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from zerolab.comm.recording import bytes_sent
+from zerolab.lab.plots.style import COLOURS, LABELS
+from zerolab.measure import KINDS, formulas
+from zerolab.measure.planning import OPTIMIZERS, OWNED, PRECISIONS, in_parameters, plan, read_parameters
+from zerolab.measure.units import in_bytes, read_bytes
+
+pytest.importorskip("griffe")  # build.py imports it
+playwright = pytest.importorskip("playwright.sync_api")
+expect = playwright.expect
+
+ROOT = Path(__file__).resolve().parents[1]
+SITE = ROOT / "docs" / "site"
+NAMES = sorted(path.stem for path in (SITE / "explorables").glob("*.md"))
+CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser")
+# Without these Chromium looks for hosts of its maker's at every start.
+QUIET = ["--no-sandbox", "--disable-gpu", "--disable-background-networking", "--disable-component-update"]
+
+pytestmark = [
+    pytest.mark.skipif(CHROMIUM is None, reason="needs Chromium (Debian's package chromium)"),
+    pytest.mark.slow,
+]
+
+
+@pytest.fixture(scope="module")
+def files(tmp_path_factory) -> dict[str, Path]:
+    """A page for each explorable with nothing else on it, and the scripts beside it as the site has them."""
+    folder = tmp_path_factory.mktemp("explorables")
+    program = f"""
+import json, pathlib, build
+build.copy_scripts(pathlib.Path({str(folder)!r}))
+print(json.dumps({{name: build.explorable(name, ".") for name in {[*NAMES, "ladder"]}}}))
+"""
+    env = os.environ | {"PYTHONPATH": os.pathsep.join([str(SITE), str(ROOT)])}
+    done = subprocess.run([sys.executable, "-c", program], env=env, capture_output=True, text=True, timeout=600)
+    assert done.returncode == 0, done.stderr
+    pages = {}
+    for name, block in json.loads(done.stdout).items():
+        html = block.partition("{raw} html\n")[2].removesuffix("```")
+        pages[name] = folder / f"{name}.html"
+        pages[name].write_text(f'<!doctype html><html lang="en"><meta charset="utf-8"><title>{name}</title>{html}')
+    return pages
+
+
+@pytest.fixture(scope="module")
+def browser() -> Iterator[Any]:
+    with playwright.sync_playwright() as play:
+        expect.set_options(timeout=100_000)  # a busy machine may take its time
+        chromium = play.chromium.launch(executable_path=CHROMIUM, args=QUIET)
+        yield chromium
+        chromium.close()
+
+
+@pytest.fixture
+def visit(browser, files) -> Iterator[Callable[..., Any]]:
+    """visit(name, hash=""): the page as wide as a phone, locked. At the end, nothing has gone wrong on it."""
+    complaints: list[str] = []
+    context = browser.new_context(viewport={"width": 360, "height": 700}, reduced_motion="reduce")
+    context.set_default_timeout(100_000)
+
+    def go(name: str, hash: str = "") -> Any:
+        page = context.new_page()
+        page.on("console", lambda said: complaints.append(said.text))
+        page.on("pageerror", lambda error: complaints.append(str(error)))
+        page.on("request", lambda asked: asked.url.startswith("file:") or complaints.append(asked.url))
+        page.goto(files[name].as_uri() + hash)
+        return page
+
+    yield go
+    context.close()
+    assert complaints == []
+
+
+def unlock(page: Any) -> Any:
+    page.get_by_role("button", name="Skip").click()
+    page.locator(".opened").wait_for()
+    return page
+
+
+# ---------------------------------------------------------------- all of them
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_prediction_unlocks_it(name, visit):
+    page = visit(name)
+    place, answer = page.locator(".explorable"), page.locator(".prediction input")
+    expect(place.locator(".opened")).to_have_count(0)
+    answer.fill("no idea")
+    answer.press("Enter")
+    expect(place.get_by_role("status")).to_contain_text("or skip")
+    expect(place.locator(".opened")).to_have_count(0)
+    answer.fill("1,5")
+    answer.press("Enter")
+    expect(place.get_by_role("status").first).to_contain_text("You said 1,5; it is ")
+    expect(place.locator(".opened")).to_be_focused()
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_it_fits_a_phone_and_every_control_has_a_name(name, visit):
+    page = unlock(visit(name))
+    assert page.evaluate("document.documentElement.scrollWidth") <= 360
+    for control in page.locator(".explorable").locator("input, select, button").all():
+        named = control.evaluate("e => e.labels?.length || e.getAttribute('aria-label') || e.textContent.trim()")
+        assert named, control.evaluate("e => e.outerHTML")
+
+
+def test_kinds_look_as_in_the_pictures(visit):
+    page = visit("fits")
+    assert page.evaluate("zerolab.COLOURS") == COLOURS
+    assert page.evaluate("zerolab.LABELS") == LABELS
+
+
+# ---------------------------------------------------------------- does it fit?
+
+
+def some_settings(choose: random.Random) -> dict[str, Any]:
+    replicas = choose.choice([1, 1, 1, 2, 3, 8])
+    memory = choose.choice([24e9, 80e9, 141e9, choose.uniform(1e9, 1e12)])
+    optimizer = choose.choice(list(OPTIMIZERS))
+    return {
+        "parameters": choose.choice([round(10 ** choose.uniform(0, 14)), choose.randrange(1, 10**14), 7_500_000_000]),
+        "ranks": replicas * choose.choice([1, 2, 3, 7, 64, round(10 ** choose.uniform(0, 5))]),
+        "replicas": replicas,
+        "memory": memory,
+        "activations": choose.choice([0, 0, memory * choose.random()]),
+        "precision": choose.choice(list(PRECISIONS)),
+        "optimizer": optimizer,
+        "offload": optimizer not in OWNED and choose.random() < 0.3,
+    }
+
+
+def by_the_package(settings: dict[str, Any]) -> list[dict[str, Any] | None]:
+    """What `plan` says for the ranks that share a model; the formulas, for what it does not know."""
+    parameters, memory, activations = settings["parameters"], settings["memory"], settings["activations"]
+    precision, kept = PRECISIONS[settings["precision"]], OPTIMIZERS[settings["optimizer"]]
+    rows: list[dict[str, Any] | None] = []
+    for stage in range(4):
+        replicas = settings["replicas"] if stage else 1
+        size = settings["ranks"] // replicas
+        row = plan(parameters, size, memory, settings["precision"], settings["optimizer"], activations)[stage]
+        host = 0
+        if settings["offload"]:
+            if stage == 0:
+                rows.append(None)
+                continue
+            on_device = {"optimizer_bytes": kept, "offload": True}
+            row.states = formulas.state_bytes(stage, size, parameters, precision, **on_device)
+            row.fits = row.total <= memory
+            many = formulas.state_bytes(stage, size, 10**15, precision, **on_device)
+            row.largest = int((memory - activations) / (sum(many.values()) / 10**15))
+            host = sum(formulas.host_state_bytes(size, parameters, precision, optimizer_bytes=kept).values())
+        between = formulas.between_bytes((replicas, size), parameters, precision) if stage else 0
+        more = {"total": row.total, "host": host, "between": between}
+        rows.append(vars(row) | more)
+    return rows
+
+
+def test_bytes_are_those_of_the_formulas(visit):
+    page, choose = visit("fits"), random.Random(36)
+    asked = [some_settings(choose) for _ in range(300)]
+    told = page.evaluate("asked => asked.map(zerolab.fits.plan)", asked)
+    for settings, rows in zip(asked, told, strict=True):
+        assert rows == by_the_package(settings), settings
+    assert sum(settings["offload"] for settings in asked) > 30
+    assert sum(settings["replicas"] > 1 for settings in asked) > 30
+
+
+def test_numbers_are_read_and_written_as_in_python(visit):
+    page, choose = visit("fits"), random.Random(36)
+    counts = [10 ** choose.uniform(-1, 17) for _ in range(200)]
+    counts += [0, 0.125, 2.5, 999.5, 1000, 1125, 12_250, 122_500, 999_499, 999_500, 1e18]  # ties, and the next unit
+    assert page.evaluate("counts => counts.map(zerolab.fits.inBytes)", counts) == [in_bytes(c) for c in counts]
+    assert page.evaluate("counts => counts.map(zerolab.fits.inParameters)", counts) == [
+        in_parameters(c) for c in counts
+    ]
+    texts = ["7.5B", "124M", "1T", "7.5e9", "350", "1.5k"]
+    assert page.evaluate("texts => texts.map(zerolab.fits.readParameters)", texts) == [
+        read_parameters(t) for t in texts
+    ]
+    texts = ["80GB", "512 MB", "24 GiB", "1e9", "1.5tb", "0"]
+    assert page.evaluate("texts => texts.map(zerolab.fits.readBytes)", texts) == [read_bytes(t) for t in texts]
+
+
+@pytest.mark.parametrize(
+    "label, value, said",
+    [
+        ("parameters", "many", '"many" is not a number of parameters'),
+        ("memory of a GPU", "a lot", '"a lot" is not a number of bytes'),
+        ("activations per rank", "90 GB", "activations of 90.0 GB leave nothing of 80.0 GB"),
+        ("ranks", "", "ranks must be a whole number"),
+        ("replicas (mesh)", "3", "3 replicas do not divide 64 ranks"),
+    ],
+)
+def test_what_makes_no_sense_is_refused_in_words(label, value, said, visit):
+    page = unlock(visit("fits"))
+    page.get_by_label(label).fill(value)
+    expect(page.locator(".opened").get_by_role("status")).to_contain_text(said)
+    expect(page.locator("svg.fits")).to_be_visible()  # the last good picture
+
+
+def test_a_link_keeps_the_settings(visit):
+    page = unlock(visit("fits"))
+    page.get_by_label("parameters").fill("70B")
+    page.get_by_label("stage").select_option("3")
+    page.get_by_label("offload").select_option("yes")
+    said = page.locator(".opened").get_by_role("status")
+    expect(said).to_contain_text("With Zero3 a rank holds 2.19 GB")
+    link = page.get_by_role("link", name="Link to these settings").get_attribute("href")
+    again = unlock(visit("fits", "#" + link.partition("#")[2]))
+    assert again.locator(".opened").get_by_role("status").text_content() == said.text_content()
+
+
+# ---------------------------------------------------------------- a ring
+
+
+def replay(course: dict[str, Any]) -> None:
+    """Send every message again: in a round each rank sends one and gets one, and holds what the page says."""
+    held = course["held"][0]
+    for messages, after in zip(course["messages"], course["held"][1:], strict=True):
+        for way in ("from", "to"):
+            ranks = [message[way] for message in messages]
+            assert len(ranks) == len(set(ranks))
+        arrived = [(message, [held[message["from"]][chunk] for chunk in message["chunks"]]) for message in messages]
+        held = [list(values) for values in held]
+        for message, values in arrived:
+            for chunk, value in zip(message["chunks"], values, strict=True):
+                held[message["to"]][chunk] = value + (held[message["to"]][chunk] if message["add"] else 0)
+        assert held == after
+
+
+def test_numbers_add_up_and_bytes_are_counted(visit):
+    page, choose = visit("ring"), random.Random(36)
+    asked = [
+        (choose.choice(["root", "tree", "ring", "all-to-all"]), choose.randint(2, 8), choose.randrange(4, 10**10))
+        for _ in range(300)
+    ]
+    told = page.evaluate(
+        """asked => asked.map(([method, ranks, bytes]) => {
+            const course = zerolab.ring.run(method, ranks, bytes);
+            return [course, zerolab.ring.totals(course)];
+        })""",
+        asked,
+    )
+    for (method, ranks, size), (course, totals) in zip(asked, told, strict=True):
+        replay(course)
+        sums = [sum(column) for column in zip(*course["held"][0], strict=True)]
+        assert course["held"][-1] == [sums] * ranks
+        payload = ranks * course["chunk"]
+        assert 0 <= payload - size < 4 * ranks + 4
+        sent = [sum(row) for row in course["sent"]]
+        assert course["sent"] == count(course, ranks)
+        if method in ("ring", "all-to-all"):
+            assert sent == [bytes_sent("all_reduce", payload, ranks)] * ranks
+        else:  # every other rank's gradient goes up once, and the sum comes down once for each of them
+            assert sum(sent) == 2 * (ranks - 1) * payload
+        if method == "root":
+            assert sent == [(ranks - 1) * payload] + [payload] * (ranks - 1)
+        rounds = {"root": ranks - 1, "tree": (ranks - 1).bit_length()}.get(method, ranks - 1)
+        assert totals["rounds"] == 2 * rounds
+        assert totals["out"] == max(sent)
+
+
+def count(course: dict[str, Any], ranks: int) -> list[list[int]]:
+    """Bytes from each rank to each other, from the messages."""
+    sent = [[0] * ranks for _ in range(ranks)]
+    for message in (message for messages in course["messages"] for message in messages):
+        sent[message["from"]][message["to"]] += course["chunk"] * len(message["chunks"])
+    return sent
+
+
+def test_it_goes_step_by_step_with_the_keyboard(visit):
+    page = unlock(visit("ring"))
+    said, slider = page.locator(".opened").get_by_role("status"), page.get_by_role("slider")
+    slider.focus()
+    slider.press("ArrowRight")
+    expect(said).to_contain_text("Round 1 of 6. Rank 0 sends chunk 0 (2.00 MB) to rank 1")
+    slider.press("End")
+    expect(said).to_contain_text("Every rank has the sum.")
+    expect(page.get_by_role("button", name="Next")).to_be_disabled()
+    page.get_by_label("way", exact=True).select_option("tree")
+    expect(said).to_contain_text("Before the first round")
+    page.get_by_role("button", name="Next").click()
+    expect(said).to_contain_text("Round 1 of 4. Rank 1 sends all its chunks (8.00 MB) to rank 0")
+    page.get_by_role("button", name="Play").click()
+    expect(said).to_contain_text("Every rank has the sum.")  # it stops at the end by itself
+    expect(page.get_by_role("button", name="Play")).to_be_visible()
+
+
+# ---------------------------------------------------------------- a step
+
+RECORDING = json.loads((SITE / "explorables" / "step.json").read_text())
+
+
+def recorded_again() -> dict[str, Any]:
+    """What docs/site/record.py would write."""
+    program = "import record; print(record.written(record.record(record.NAMES)))"
+    env = os.environ | {"PYTHONPATH": os.pathsep.join([str(SITE), str(ROOT)]), "OMP_NUM_THREADS": "1"}
+    done = subprocess.run([sys.executable, "-c", program], env=env, capture_output=True, text=True, timeout=600)
+    assert done.returncode == 0, done.stderr
+    return json.loads(done.stdout)
+
+
+def spelled_out(recording: dict[str, Any]) -> dict[str, Any]:
+    """The courses with the lines of code in them, as the numbers of the lines depend on what was recorded with them."""
+    lines = [*recording["lines"], None]
+    return {
+        name: course | {"moments": [[*m[:2], lines[-1 if m[2] is None else m[2]], m[3]] for m in course["moments"]]}
+        for name, course in recording["courses"].items()
+    }
+
+
+def test_a_step_is_as_it_was_recorded():
+    """The same bytes in the same order. If the package has changed: `python docs/site/record.py`."""
+    again, kept = spelled_out(recorded_again()), spelled_out(RECORDING)
+    for name, course in kept.items():
+        assert again[name] == course
+
+
+@pytest.mark.parametrize("name", RECORDING["courses"])
+def test_what_was_recorded_agrees_with_the_formulas(name):
+    stage, precision = int(name[0]), PRECISIONS[name[2:]]
+    course, parameters = RECORDING["courses"][name], RECORDING["parameters"]
+    ends = [number for number, moment in enumerate(course["moments"]) if moment[0] == "step"]
+    before_step = dict(zip(RECORDING["kinds"], course["moments"][ends[0] - 1][3], strict=True))
+    assert tuple(RECORDING["kinds"]) == KINDS
+    for kind, size in formulas.state_bytes(stage, 4, parameters, precision).items():
+        assert before_step[kind] == pytest.approx(size, rel=0.001)  # Adam's step counters, and a loss
+    root = next(payload for op, unit, payload, *_ in course["calls"] if unit == "root")
+    root //= 4 if name.endswith("fp32") else 2
+    sent = sum(call[3] for call in course["calls"])
+    assert sent == formulas.moved_bytes(stage, 4, parameters, root if stage == 3 else 0, precision)
+
+
+def test_every_moment_has_its_place_in_every_stage(visit):
+    page = visit("step")
+    for precision in PRECISIONS:
+        courses = [f"{stage} {precision}" for stage in range(4)]
+        passages = page.evaluate(
+            "names => names.map(name => zerolab.step.passages(zerolab.recording.courses[name]))", courses
+        )
+        assert len({tuple(dict.fromkeys(names)) for names in passages}) == 1
+    found = page.evaluate("zerolab.step.lines.map(line => ({...zerolab.step.method(line), text: line[2]}))")
+    assert all(method["lines"][method["at"]].strip() == method["text"] for method in found)
+
+
+def test_the_stage_changes_and_the_moment_stays(visit):
+    page = unlock(visit("step"))
+    said, slider = page.locator(".opened").get_by_role("status"), page.get_by_role("slider")
+    slider.focus()
+    slider.press("ArrowRight")
+    expect(said).to_contain_text("Moment 2 of ")
+    calls = RECORDING["courses"]["3 fp32"]["calls"]
+    slider.fill(next(str(first) for op, unit, *_, first, _ in calls if (op, unit) == ("reduce_scatter", "blocks.2")))
+    expect(said).to_contain_text("post_backward of blocks.2")
+    expect(page.locator("mark")).to_contain_text("return self.comm.reduce_scatter")
+    expect(page.locator(".units .at-work .call")).to_contain_text("reduce-scatter 793 kB")
+    for stage, name in enumerate(["DDP", "Zero1", "Zero2"]):
+        button = page.get_by_role("button", name=name)
+        shown = button.text_content().removeprefix(f"{stage} {name} ")
+        button.click()
+        expect(button).to_have_attribute("aria-pressed", "true")
+        expect(said).to_contain_text("post_backward of blocks.2")
+        expect(said).to_contain_text(f"Rank 0 holds {shown}.")
+    page.get_by_label("precision").select_option("bf16")
+    expect(said).to_contain_text("post_backward of blocks.2")
+
+
+# ---------------------------------------------------------------- the front page
+
+
+def test_the_ladder_stands_still_for_those_who_ask(visit):
+    page = visit("ladder")
+    expect(page.get_by_role("button", name="Play")).to_be_visible()  # `visit` asks for less motion
+    said = page.get_by_role("img").get_attribute("aria-label")
+    held = re.findall(r"([\d.]+) MB with (\w+)", said)
+    assert [name for _, name in held] == ["DDP", "Zero1", "Zero2", "Zero3"]
+    for stage, (size, _) in enumerate(held):
+        states = formulas.state_bytes(stage, 4, RECORDING["parameters"])
+        assert float(size) == pytest.approx(sum(states.values()) / 1e6, rel=0.005)
+    assert page.evaluate("document.documentElement.scrollWidth") <= 360
+    moment = page.locator(".moment")
+    stood = moment.text_content()
+    page.get_by_role("button", name="Play").click()
+    expect(moment).not_to_have_text(stood)
+    page.get_by_role("button", name="Pause").click()
+    expect(page.get_by_role("button", name="Play")).to_be_visible()
+
+
+def test_the_ladder_moves_by_itself(browser, files):
+    page = browser.new_page(reduced_motion="no-preference")
+    page.goto(files["ladder"].as_uri())
+    expect(page.get_by_role("button", name="Pause")).to_be_visible()
+    expect(page.locator(".moment")).to_contain_text("after-step")  # it begins before the optimizer's step
+    page.close()

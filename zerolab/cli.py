@@ -219,6 +219,48 @@ def add_bench(commands: argparse._SubParsersAction) -> None:
     parser.set_defaults(run=run)
 
 
+def add_trial(commands: argparse._SubParsersAction) -> None:
+    parser = commands.add_parser(
+        "trial",
+        help="put any sharded engine on trial: its numbers, its bytes, its errors; zerolab's, torch's, or your own",
+        description="Runs an engine through more than a hundred cases on real ranks of this machine: numbers against "
+        "one process in float64, bytes against the formulas, and what happens when ranks disagree. Exit status: 1 if "
+        "it breaks a promise.",
+    )
+    parser.add_argument(
+        "engine",
+        nargs="?",
+        metavar="ENGINE",
+        help="ddp, zero1, zero2, zero3, torch-ddp, torch-zero1, fsdp2, fsdp2-keep, deepspeed0 to deepspeed3, "
+        "accelerate, or FILE.py:CLASS, a zerolab.trial.Adapter",
+    )
+    parser.add_argument("--ranks", type=numbers, default=[2], help="one after the other, such as 1,2,3 (default 2)")
+    parser.add_argument(
+        "--only", action="append", metavar="NAME", help="this case, or all that begin so; may be given several times"
+    )
+    parser.add_argument("--list", action="store_true", help="show the cases, and run none")
+    parser.add_argument("--json", type=output, metavar="FILE", help="write the verdicts")
+    parser.add_argument("--report", type=output, metavar="FILE.md", help="write them as tables in Markdown")
+
+    def run(args: argparse.Namespace) -> int:
+        _need(parser, "rich", "tqdm")
+        from zerolab.apps import trial
+
+        if args.list:
+            trial.print_cases()
+            return 0
+        if args.engine is None:
+            parser.error("which ENGINE? zerolab trial --help lists them")
+        if bad := [size for size in args.ranks if not 1 <= size <= 64]:
+            parser.error(f"argument --ranks: must be from 1 to 64, not {bad[0]}")
+        try:
+            return trial.run(args.engine, args.ranks, args.only, args.json, args.report)
+        except trial.Refused as why:
+            return parser.error(str(why))
+
+    parser.set_defaults(run=run)
+
+
 def add_scaling(commands: argparse._SubParsersAction) -> None:
     parser = commands.add_parser(
         "scaling",
@@ -353,7 +395,18 @@ def _classroom_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--plot", type=picture, metavar="FILE.png", help="the same, and draw what the class predicted")
 
 
-COMMANDS = (add_lab, add_demo, add_plan, add_simulate, add_bench, add_scaling, add_train, add_doctor, add_classroom)
+COMMANDS = (
+    add_lab,
+    add_demo,
+    add_plan,
+    add_simulate,
+    add_bench,
+    add_scaling,
+    add_trial,
+    add_train,
+    add_doctor,
+    add_classroom,
+)
 
 
 def _drawing(args: argparse.Namespace) -> list[str]:

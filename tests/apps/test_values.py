@@ -31,6 +31,7 @@ COMMANDS = {
     "simulate": "--model 7.5B",
     "bench": "--ranks 2",
     "scaling": "",
+    "trial": "zero3",
     "train": TINY,
     "doctor": "--ranks 2",
     "classroom": "--students 1 --folder {0}/class",
@@ -45,6 +46,7 @@ NAMES = {"text", "negative", "zero", "huge", "nan", "lines"}  # of a file or a f
 FILES = {"file", "empty file", "junk file"}
 LEGAL = {  # the bad values that an option takes; all others are refused
     "--json": NAMES | FILES,
+    "--report": NAMES | FILES,
     "--plot": FILES,
     "--work": NAMES | {"folder", "missing folder"},
     "--folder": NAMES | {"folder", "missing folder"},

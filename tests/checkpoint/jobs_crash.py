@@ -21,9 +21,9 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from zoo import CASES
 
 import zerolab
+from zerolab.trial.zoo import CASES
 
 EVENTS = {"open", "os.mkdir", "os.rename", "os.remove", "os.rmdir", "shutil.rmtree", "os.listdir", "os.scandir"}
 

@@ -23,10 +23,12 @@ from hypothesis import strategies as st
 from jobs_common import PYTHONPATH, worlds
 from safetensors.torch import load_file, load_model
 from torch import Tensor, nn
-from zoo import CASES, WORDS, Block, Case, Stack, alone, noise, words
 
 import zerolab
 from zerolab import CheckpointError, to_local
+from zerolab.trial.numbers import WORDS, Block, Stack, alone, noise, words
+from zerolab.trial.numbers import Numbers as Case
+from zerolab.trial.zoo import CASES
 
 
 class Everything(Stack):

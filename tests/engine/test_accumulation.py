@@ -9,10 +9,11 @@ import torch
 from jobs_common import worlds
 from reference import BF16
 from torch import Tensor, optim
-from zoo import CASES, Block, Checkpointed, build
 
 import zerolab
 from zerolab import Precision
+from zerolab.trial.numbers import Block, build
+from zerolab.trial.zoo import CASES, Checkpointed
 
 
 def accumulate(precision: zerolab.Precision | None) -> list[Any]:

@@ -8,9 +8,10 @@ import pytest
 import torch
 from jobs_common import worlds
 from torch import Tensor, nn, optim
-from zoo import CASES, Block, Plain, build
 
 import zerolab
+from zerolab.trial.numbers import Block, build
+from zerolab.trial.zoo import CASES, Plain
 
 PLAIN = CASES["plain"]
 
@@ -154,3 +155,27 @@ def test_float16_kept_back_unscaled_and_clipped(ranks, n):
             assert calls == [1 if stage else 0] * 3 and scale == 1024.0, "at most one all-reduce"
             for name, value in state.items():
                 torch.testing.assert_close(got[name], value, rtol=1e-3, atol=1e-5, msg=f"stage {stage}: {name}")
+
+
+# -- clipping on one rank alone, and what it costs that this is noticed ------------------------------------------------
+
+
+def control_messages(stage: int, clips: bool) -> list[int]:
+    zero = zerolab.shard(build(PLAIN), stage, units=[Block])
+    optimizer = PLAIN.optimizer(zero.model)
+    counts = []
+    for step in range(4):
+        with zero.comm.record() as calls:
+            PLAIN.loss(zero.model, zero.rank, step).backward()
+            if clips:
+                zero.clip_grad_norm_(0.5)
+            optimizer.step()
+        counts.append(sum(call.control for call in calls))
+        optimizer.zero_grad()
+    return counts
+
+
+@pytest.mark.parametrize("stage", [0, 3])
+def test_every_step_clipped_alike_needs_no_message_about_it(ranks, stage):
+    with_clips, without = (ranks.run(control_messages, stage, clips, ranks=2)[0] for clips in (True, False))
+    assert with_clips[2:] == [count + (stage > 0) for count in without[2:]]  # the all-reduce of the norm

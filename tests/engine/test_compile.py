@@ -7,9 +7,10 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
-from zoo import CASES, Plain, alone, build
 
 import zerolab
+from zerolab.trial.numbers import alone, build
+from zerolab.trial.zoo import CASES, Plain
 
 
 def compiled(how: str, inner: str, stages: tuple[int, ...]) -> dict[int, Any]:

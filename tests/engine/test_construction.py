@@ -9,11 +9,13 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from cases_common import attempt
 from torch import nn
-from zoo import CASES, Block, Stack, attempt, build
 
 import zerolab
 from zerolab.engine.partition import device_of
+from zerolab.trial.numbers import Block, Stack, build
+from zerolab.trial.zoo import CASES
 
 PLAIN = CASES["plain"]
 

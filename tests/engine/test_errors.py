@@ -11,12 +11,14 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from cases_common import attempt
 from jobs_common import Caught, all_say, worlds
 from jobs_common import attempt as attempt_timed
 from torch import nn
-from zoo import CASES, Block, Stack, alone, attempt, build, words
 
 import zerolab
+from zerolab.trial.numbers import Block, Stack, alone, build, words
+from zerolab.trial.zoo import CASES
 
 PLAIN = CASES["plain"]
 

@@ -8,9 +8,10 @@ import pytest
 import torch
 from jobs_common import worlds
 from torch import Tensor, nn
-from zoo import CASES, Block, Plain, Stack, alone, build, words
 
 import zerolab
+from zerolab.trial.numbers import Block, Stack, alone, build, words
+from zerolab.trial.zoo import CASES, Plain
 
 PLAIN = CASES["plain"]
 

@@ -8,12 +8,14 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from cases_common import attempt
 from jobs_common import same, worlds
 from torch import nn
 from torch.nn.utils import prune
-from zoo import CASES, WIDTH, Block, Stack, attempt, build, words
 
 import zerolab
+from zerolab.trial.numbers import WIDTH, Block, Stack, build, words
+from zerolab.trial.zoo import CASES
 
 PLAIN = CASES["plain"]
 

@@ -6,10 +6,12 @@ from typing import Any
 
 import pytest
 import torch
+from cases_common import sharded
 from reference import EACH, train_alone, train_sharded
-from zoo import CASES, Expert, Mixture, MixtureBlock, alone, build, sharded
 
 import zerolab
+from zerolab.trial.numbers import alone, build
+from zerolab.trial.zoo import CASES, Expert, Mixture, MixtureBlock
 
 
 @pytest.mark.parametrize(("n", "precision"), EACH)

@@ -7,12 +7,15 @@ from typing import Any
 
 import pytest
 import torch
+from cases_common import sharded
 from jobs_common import all_say, attempt
 from torch import nn, optim
-from zoo import CASES, Block, Case, Plain, alone, build, noise, sharded
 
 import zerolab
 from zerolab import Precision
+from zerolab.trial.numbers import Block, alone, build, noise
+from zerolab.trial.numbers import Numbers as Case
+from zerolab.trial.zoo import CASES, Plain
 
 PLAIN = CASES["plain"]
 

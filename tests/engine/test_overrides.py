@@ -7,9 +7,11 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from zoo import CASES, Block, attempt, build, sharded
+from cases_common import attempt, sharded
 
 import zerolab
+from zerolab.trial.numbers import Block, build
+from zerolab.trial.zoo import CASES
 
 PLAIN = CASES["plain"]
 

@@ -6,10 +6,11 @@ from typing import Any
 
 import torch
 from torch import optim
-from zoo import CASES, Block, build
 
 import zerolab
 from zerolab import Precision
+from zerolab.trial.numbers import Block, build
+from zerolab.trial.zoo import CASES
 
 PLAIN = CASES["plain"]
 

@@ -10,11 +10,12 @@ import torch
 import torch.nn.functional as F
 from test_timeline import build, train
 from torch import Tensor
-from zoo import Case, Stack, words
-from zoo import build as build_case
 
 import zerolab
 from zerolab.measure import ledger, trace
+from zerolab.trial.numbers import Numbers as Case
+from zerolab.trial.numbers import Stack, words
+from zerolab.trial.numbers import build as build_case
 
 BLOCKS = 4
 

@@ -23,15 +23,16 @@ from typing import Any, NamedTuple
 import pytest
 import strict
 import torch.distributed as dist
+from cases_common import sharded as sharded_case
 from jobs_common import ROOT
 from test_strict import everything, owned
 from torch import Tensor
-from zoo import CASES, Stack, words
-from zoo import Block as ZooBlock
-from zoo import sharded as sharded_case
 
 import zerolab
 from zerolab.comm.recording import Observer, observers
+from zerolab.trial.numbers import Block as ZooBlock
+from zerolab.trial.numbers import Stack, words
+from zerolab.trial.zoo import CASES
 
 NAMES = {"wait", "_wait", "wait_for", "finished_within", "_finish_gather", "_advance_reductions", "advance"}
 FILES = [

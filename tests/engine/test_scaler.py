@@ -10,10 +10,12 @@ import torch
 import torch.nn.functional as F
 from jobs_common import worlds
 from torch import Tensor, nn
-from zoo import CASES, Block, Case, Stack, build, words
 
 import zerolab
 from zerolab import LossScaler, Precision, to_local
+from zerolab.trial.numbers import Block, Stack, build, words
+from zerolab.trial.numbers import Numbers as Case
+from zerolab.trial.zoo import CASES
 
 HALF = Precision(torch.float16)
 SCALER = {"init_scale": 2.0**20, "growth_interval": 2}  # overflows at first, and grows soon

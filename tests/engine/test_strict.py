@@ -13,15 +13,17 @@ import pytest
 import strict
 import torch
 import torch.distributed as dist
+from cases_common import sharded
 from reference import BF16, Block, Model, batch
 from test_numbers import ExpertUnits
 from torch import Tensor, nn
-from zoo import CASES, alone, sharded
 
 import zerolab
 from zerolab import to_local
 from zerolab.comm import Comm
 from zerolab.measure import ledger, trace
+from zerolab.trial.numbers import alone
+from zerolab.trial.zoo import CASES
 
 # -- the backend itself -----------------------------------------------------------------------------------------------
 

@@ -11,12 +11,14 @@ from pathlib import Path
 
 import pytest
 import torch
+from cases_common import attempt
 from torch import Tensor, nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import apply_activation_checkpointing
 from torch.optim.swa_utils import AveragedModel
-from zoo import CASES, Block, Stack, attempt, words
 
 import zerolab
+from zerolab.trial.numbers import Block, Stack, words
+from zerolab.trial.zoo import CASES
 
 PLAIN = CASES["plain"]
 

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from cases_common import attempt
 from jobs_common import worlds
 from torch import Tensor, nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import (
@@ -17,9 +18,10 @@ from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import (
     apply_activation_checkpointing,
     checkpoint_wrapper,
 )
-from zoo import CASES, Block, Stack, attempt, words
 
 import zerolab
+from zerolab.trial.numbers import Block, Stack, words
+from zerolab.trial.zoo import CASES
 
 PLAIN = CASES["plain"]
 

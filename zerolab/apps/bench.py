@@ -28,12 +28,11 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 
 import zerolab
 from zerolab.lab.ladder import PRECISIONS
 from zerolab.measure import peak_of
+from zerolab.measure.sent import Sent
 from zerolab.tasks.data import batch, text
 from zerolab.tasks.models import GPT, Block
 
@@ -166,45 +165,6 @@ def _deepspeed_step(gpt: GPT, stage: int, precision: str, inputs: Callable[[int]
         return loss.item()
 
     return step
-
-
-class Sent(TorchDispatchMode):
-    """Counts the bytes that this rank sends in the block if collectives run as rings; `bytes` is the sum.
-
-    All ranks but one pass a broadcast on, so it counts as (N-1)/N of its size on each. `bytes` is None if something was
-    called whose traffic we cannot tell.
-    """
-
-    TIMES = {
-        "allreduce_": 2,
-        "broadcast_": 1,
-        "_allgather_base_": 1,
-        "allgather_": 1,
-        "allgather_into_tensor_coalesced_": 1,
-        "_reduce_scatter_base_": 1,
-        "reduce_scatter_": 1,
-        "reduce_scatter_tensor_coalesced_": 1,
-        "alltoall_base_": 1,
-        "barrier": 0,
-    }
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.bytes: float | None = 0.0
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func.namespace == "c10d":
-            times = self.TIMES.get(func._opname)
-            if times is None or self.bytes is None:
-                self.bytes = None
-            else:
-                sizes = [sum(t.nbytes for t in tree_leaves(arg) if isinstance(t, Tensor)) for arg in args[:2]]
-                size = sizes[0] if func._opname in ("allreduce_", "broadcast_") else max(sizes)
-                share = 1 / dist.get_world_size()  # the part that stays on this rank
-                if func._opname == "alltoall_base_" and (splits := args[4]):
-                    size, share = sizes[1], splits[dist.get_rank()] / max(1, sum(splits))
-                self.bytes += times * size * (1 - share)
-        return func(*args, **(kwargs or {}))
 
 
 # -- on the ranks ----------------------------------------------------------------------------------------------------

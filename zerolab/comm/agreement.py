@@ -200,7 +200,9 @@ class Agreement:
             nonlocal seen, sure
             if not seen:
                 waits = [entry.log.name, entry.number, entry.op, entry.unit]
-                _post({"waits": waits, "what": what, "phase": entry.phase, "comm": self._name})
+                _post(
+                    {"waits": waits, "what": what, "phase": entry.phase, "comm": self._name, "was": entry.log.recent()}
+                )
             posts, store = _store().add("posts", 0), _store()
             if posts == seen and sure is None:
                 return None
@@ -236,9 +238,20 @@ class Agreement:
                 gathers = "gather" in entry.op + note["what"]
                 advice = self._out_of_step(notes) or self._advice({entry.phase, note["phase"]}, gathers)
                 return f"rank {rank} waits in {note['what']} ({note['phase']}) instead.\n{advice}"
+            if group == here[0] and (parted := self._parted(entry, note["was"])):
+                was, mine_was = parted
+                return f"rank {rank} was in {was} where this rank was in {mine_was}.\n{_PROGRAM}"
             if missing and "finished" in note:
                 advice = self._out_of_step(notes)
                 return f"rank {rank} {_FINISHED}. {advice}" if advice else f"rank {rank} {_FINISHED}.\n{_PROGRAM}"
+        return None
+
+    def _parted(self, entry: Entry, was: dict[str, list[str]]) -> tuple[str, str] | None:
+        """The first collective that another rank, which says what its last ones were, knows as a different one."""
+        for number, kind in entry.log.recent().items():
+            if was.get(number, kind) != kind:
+                theirs, mine = (" of ".join(filter(None, each)).replace("_", "-") for each in (was[number], kind))
+                return theirs, mine
         return None
 
     def _out_of_step(self, notes: dict[int, dict[str, Any]]) -> str:

@@ -37,6 +37,7 @@ KEPT = 64  # collectives of a process
 TURN = 0.3  # seconds between two looks for the question
 PATIENCE = 2.0  # seconds that the others have to answer
 PAUSE = 0.05  # seconds between two looks for their answers
+TOLD = 32  # collectives of which a rank that waits tells the others
 LIMIT = 4.0  # seconds until a failure is reported without the others
 
 Row = dict[str, Any]  # a rank's answer, see _row
@@ -72,6 +73,11 @@ class Log:
         entry = Entry(self, self.count, op, unit, phase, payload.shape, payload.dtype, time.time())
         self._recent.append(entry)
         return entry
+
+    def recent(self) -> dict[str, list[str]]:
+        """What the last collectives were, by their numbers: operation and unit. JSON."""
+        last = [entry for entry in self._recent if entry.log is self][-TOLD:]
+        return {str(entry.number): [entry.op, entry.unit] for entry in last}
 
 
 class _World:

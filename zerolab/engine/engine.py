@@ -145,6 +145,7 @@ class Engine(Stage):
         The norm is float64 if a gradient is, else float32.
         """
         self.promote_grads(self.units)
+        self._step.hyperparameters.clip(max_norm, norm_type)
         with plainly():  # gradients as they are: this one knows of the other ranks
             return clip_to_norm(self, max_norm, norm_type)
 

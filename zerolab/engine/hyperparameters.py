@@ -2,6 +2,7 @@
 
 They are compared without a message of their own. What ranks exchange when a backward ends says what they have, and a
 step with that asks nobody. A step with anything else (the first; a rate that was set after backward) asks all ranks.
+How the gradients were clipped counts as one of them. A backward foresees that it will be as it was for the last step.
 """
 
 from __future__ import annotations
@@ -32,13 +33,19 @@ class Hyperparameters:
         self._stepped: list[weakref.ref[Optimizer]] = []  # in the order of their first steps, as on every rank
         self._agreed: weakref.WeakKeyDictionary[Optimizer, Described] = weakref.WeakKeyDictionary()
         self._offered: weakref.WeakKeyDictionary[Optimizer, Described] = weakref.WeakKeyDictionary()
+        self._clipped: list[tuple[float, float]] = []  # since the last backward: the largest norms, and their p
+        self._usually: list[tuple[float, float]] = []  # for the last step
+
+    def clip(self, max_norm: float, norm_type: float) -> None:
+        """Gradients are clipped."""
+        self._clipped.append((float(max_norm), float(norm_type)))
 
     def offer(self) -> bytes:
         """What this rank has now, in `DIGEST` bytes."""
-        everything = []
+        everything, self._clipped = [], []
         for number, reference in enumerate(self._stepped):
             if (optimizer := reference()) is not None:
-                self._offered[optimizer] = _of(optimizer)
+                self._offered[optimizer] = _of(optimizer, self._usually)
                 everything.append((number, self._offered[optimizer]))
         return _digest(everything)
 
@@ -50,7 +57,8 @@ class Hyperparameters:
 
     def check(self, optimizer: Optimizer) -> None:
         """`optimizer` is about to step. Raises `RuntimeError` on every rank if they differ."""
-        mine = _of(optimizer)
+        self._usually = list(self._clipped)
+        mine = _of(optimizer, self._clipped)
         if self._agreed.get(optimizer) == mine:
             return
         what = "comparison of hyperparameters"
@@ -87,10 +95,11 @@ def first_difference(one: list[Any], other: list[Any]) -> tuple[Any, Any]:
     return next((a, b) for a, b in zip(one, other, strict=True) if a != b)
 
 
-def _of(optimizer: Optimizer) -> Described:
+def _of(optimizer: Optimizer, clipped: list[tuple[float, float]]) -> Described:
     """What its class knows as hyperparameters. A script may keep other things in a group, of one rank alone."""
-    known = optimizer.defaults
-    return [described({key: value for key, value in group.items() if key in known}) for group in optimizer.param_groups]
+    known, clips = optimizer.defaults, described({"gradients clipped by": clipped})
+    groups = [{key: value for key, value in group.items() if key in known} for group in optimizer.param_groups]
+    return [*(described(group) for group in groups), clips]
 
 
 def _words(one: Any, other: Any) -> str:

@@ -1,12 +1,13 @@
-"""Models and ways of using them that a sharding engine gets wrong if it can.
+"""Models, and ways of using them, that a sharding engine gets wrong if it can.
 
-A `Case` says how to build a model and how a rank gets a loss from it; `alone` and `sharded` train it, in one process
-without zerolab and on ranks with it.
+Each is a case whose docstring is the promise: the numbers of one process.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -14,155 +15,32 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-import zerolab
-
-WIDTH, WORDS = 8, 13
-
-
-def noise(rank: int, step: int, *shape: int) -> Tensor:
-    return torch.randn(*shape, generator=torch.Generator().manual_seed(1000 * step + rank))
-
-
-def words(rank: int, step: int, *shape: int) -> Tensor:
-    return torch.randint(0, WORDS, shape, generator=torch.Generator().manual_seed(1000 * step + rank))
-
-
-class Block(nn.Module):
-    def __init__(self, width: int = WIDTH) -> None:
-        super().__init__()
-        self.norm = nn.LayerNorm(width)
-        self.up = nn.Linear(width, 2 * width + 1)
-        self.down = nn.Linear(2 * width + 1, width)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return x + self.down(F.gelu(self.up(self.norm(x))))
-
-
-class Stack(nn.Module):
-    """Embedding, blocks, head: words in, logits out."""
-
-    def __init__(self, make: Any = Block, blocks: int = 3) -> None:
-        super().__init__()
-        self.emb = nn.Embedding(WORDS, WIDTH)
-        self.blocks = nn.ModuleList(make() for _ in range(blocks))
-        self.norm = nn.LayerNorm(WIDTH)
-        self.head = nn.Linear(WIDTH, WORDS)
-
-    def body(self, x: Tensor) -> Tensor:
-        for block in self.blocks:
-            x = block(x)
-        return x
-
-    def forward(self, tokens: Tensor) -> Tensor:
-        return self.head(self.norm(self.body(self.emb(tokens))))
-
-
-class Case:
-    units: Any = (Block,)
-    exact = True  # bit for bit; else within a tolerance, where a gradient is reduced in two parts
-    steps = 3
-    every_size = False  # also at 1 and 4 ranks
-    stages: tuple[int, ...] = (0, 1, 2, 3)
-
-    def model(self) -> nn.Module:
-        return Stack()
-
-    def loss(self, model: nn.Module, rank: int, step: int) -> Tensor:
-        tokens = words(rank, step, 2, 5)
-        return F.cross_entropy(model(tokens).flatten(0, 1), tokens.flatten())
-
-    def backward(self, loss: Tensor) -> None:
-        loss.backward()
-
-    def optimizer(self, model: nn.Module) -> torch.optim.Optimizer:
-        return torch.optim.AdamW(model.parameters(), lr=1e-2)
-
-    def before(self, model: nn.Module, rank: int, step: int) -> None:
-        """Something done before each step."""
-
-
-def build(case: Case) -> nn.Module:
-    torch.manual_seed(0)
-    return case.model()
-
-
-def alone(case: Case, ranks: int) -> tuple[dict[str, Tensor], list[list[float]]]:
-    """One process: the mean of the ranks' gradients, in rank order; each rank has its own buffers."""
-    model = build(case)
-    optimizer = case.optimizer(model)
-    buffers = [{name: b.clone() for name, b in model.named_buffers()} for _ in range(ranks)]
-    losses = []
-    for step in range(case.steps):
-        grads = []
-        losses.append([])
-        for rank in range(ranks):
-            for name, buffer in model.named_buffers():
-                buffer.data.copy_(buffers[rank][name])
-            case.before(model, rank, step)
-            model.zero_grad()
-            loss = case.loss(model, rank, step)
-            case.backward(loss)
-            losses[-1].append(loss.item())
-            grads.append([p.grad for p in model.parameters()])
-            buffers[rank] = {name: b.clone() for name, b in model.named_buffers()}
-        for param, own in zip(model.parameters(), zip(*grads, strict=True), strict=True):
-            param.grad = None
-            if any(g is not None for g in own):
-                total = torch.zeros_like(param) if own[0] is None else own[0].clone()
-                for grad in own[1:]:
-                    total += 0 if grad is None else grad
-                param.grad = total / ranks
-        optimizer.step()
-    for name, buffer in model.named_buffers():
-        buffer.data.copy_(buffers[0][name])
-    return model.state_dict(), losses
-
-
-def sharded(case: Case, stage: int, **options: Any) -> tuple[dict[str, Tensor], list[float]]:
-    """On ranks, with zerolab."""
-    zero = zerolab.shard(build(case), stage, units=case.units, **options)
-    optimizer = case.optimizer(zero.model)
-    losses = []
-    for step in range(case.steps):
-        case.before(zero.model, zero.rank, step)
-        loss = case.loss(zero.model, zero.rank, step)
-        case.backward(loss)
-        optimizer.step()
-        optimizer.zero_grad()
-        losses.append(loss.item())
-        if stage == 3:  # nothing stays gathered
-            assert not any(unit.full.untyped_storage().size() for unit in zero.units)
-    return zero.full_state_dict(), losses
-
-
-def attempt(function: Any) -> str:
-    """The error that `function` ends with: class and message."""
-    try:
-        function()
-    except Exception as error:
-        return f"{type(error).__name__}: {error}"
-    return "no error"
-
+from zerolab.trial.case import Adapter, right_or_refused
+from zerolab.trial.numbers import WIDTH, WORDS, Block, Numbers, Stack, noise, words
 
 # -- models ---------------------------------------------------------------------------------------------------------
 
 
-class Plain(Case):
+class Plain(Numbers):
+    """A small model of blocks has the numbers of one process."""
+
     every_size = True
 
 
-class DefaultUnits(Case):
+class DefaultUnits(Numbers):
+    """So it has where the engine chooses the units."""
+
     units = None
 
 
-class BatchNorm(Case):
-    """Buffers, and convolution weights in channels_last."""
+class BatchNorm(Numbers):
+    """Convolutions in channels_last; batch norms, where each rank keeps statistics and the first rank's are saved."""
 
     units = (nn.Conv2d,)
 
-    def model(self) -> nn.Module:
+    def model(self) -> Any:
         layers = [nn.Conv2d(3, 6, 3), nn.BatchNorm2d(6), nn.ReLU(), nn.Conv2d(6, 5, 3), nn.BatchNorm2d(5), nn.ReLU()]
-        net = nn.Sequential(*layers, nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(5, 4))
+        net: Any = nn.Sequential(*layers, nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(5, 4))
         return net.to(memory_format=torch.channels_last)
 
     def loss(self, model, rank, step):
@@ -170,31 +48,37 @@ class BatchNorm(Case):
         return F.cross_entropy(model(images), torch.arange(4))
 
 
-class TiedInRoot(Case):
-    def model(self) -> nn.Module:
-        model = Stack()
+class TiedInRoot(Numbers):
+    """A head that shares the embedding's weight gets both gradients."""
+
+    def model(self) -> Any:
+        model: Any = Stack()
         model.head.weight = model.emb.weight
         return model
 
 
-class TiedAcrossUnits(Case):
-    def model(self) -> nn.Module:
-        model = Stack()
+class TiedAcrossUnits(Numbers):
+    """Blocks that share a weight train it together."""
+
+    def model(self) -> Any:
+        model: Any = Stack()
         model.blocks[2].up.weight = model.blocks[0].up.weight
         return model
 
 
-class UsedTwice(Case):
-    def model(self) -> nn.Module:
-        model = Stack()
+class UsedTwice(Numbers):
+    """A block that is called twice in a forward gets both gradients."""
+
+    def model(self) -> Any:
+        model: Any = Stack()
         model.blocks.append(model.blocks[0])
         return model
 
 
-class NoGradientFromInputs(Case):
+class NoGradientFromInputs(Numbers):
     """Raw numbers in: the first unit's inputs need no gradient."""
 
-    def model(self) -> nn.Module:
+    def model(self) -> Any:
         return nn.Sequential(Block(), Block(), Block())
 
     def loss(self, model, rank, step):
@@ -234,14 +118,17 @@ class OddBlock(Block):
         return makers[self.kind]()
 
 
-class OddOutputs(Case):
+class OddOutputs(Numbers):
+    """Blocks may return data classes, dicts or objects, and be called without the model."""
+
+    needs = frozenset({"parts"})
     units = (OddBlock,)
 
     def __init__(self, kind: str) -> None:
         self.kind = kind
 
-    def model(self) -> nn.Module:
-        model = Stack(OddBlock)
+    def model(self) -> Any:
+        model: Any = Stack(OddBlock)
         for block in model.blocks:
             block.kind = self.kind
         model.body = None  # the blocks are called below, the root is not
@@ -269,23 +156,27 @@ class AuxiliaryBlock(Block):
         return y
 
 
-class AuxiliaryLoss(Case):
+class AuxiliaryLoss(Numbers):
+    """A loss that a block keeps beside its output reaches the weights that made it."""
+
     units = (AuxiliaryBlock,)
 
-    def model(self) -> nn.Module:
+    def model(self) -> Any:
         return Stack(AuxiliaryBlock)
 
     def loss(self, model, rank, step):
         return super().loss(model, rank, step) + sum(block.auxiliary for block in model.blocks)
 
 
-class HuggingFace(Case):
+class HuggingFace(Numbers):
+    """A model of transformers, as it is."""
+
     units = None
 
     def __init__(self, kind: str) -> None:
         self.kind = kind
 
-    def model(self) -> nn.Module:
+    def model(self) -> Any:
         import transformers as hf
 
         small = {"vocab_size": WORDS, "num_hidden_layers": 2, "num_attention_heads": 2, "hidden_size": 16}
@@ -325,14 +216,17 @@ class MixtureBlock(nn.Module):
         return x + self.experts[self.route](self.norm(x))
 
 
-class Mixture(Case):
+class Mixture(Numbers):
+    """Experts in a block, of which each rank uses another: all get the mean over all ranks."""
+
+    needs = frozenset({"some"})
     steps = 4
     every_size = True
 
     def __init__(self, units: Any = (MixtureBlock,)) -> None:
         self.units = units
 
-    def model(self) -> nn.Module:
+    def model(self) -> Any:
         return Stack(MixtureBlock)
 
     def before(self, model, rank, step):
@@ -353,19 +247,23 @@ class LowRank(nn.Module):
         return x + self.base(x.to(torch.bfloat16)).float() + self.up(self.down(x))
 
 
-class LoRA(Case):
+class LoRA(Numbers):
+    """Frozen bfloat16 and trained float32 in one unit."""
+
     units = (LowRank,)
 
-    def model(self) -> nn.Module:
-        model = Stack(LowRank)
+    def model(self) -> Any:
+        model: Any = Stack(LowRank)
         model.emb.requires_grad_(False)
         return model
 
 
-class Recurrent(Case):
+class Recurrent(Numbers):
+    """An LSTM, whose weights are in a list of its own."""
+
     units = (nn.LSTM,)
 
-    def model(self) -> nn.Module:
+    def model(self) -> Any:
         class Net(nn.Module):
             def __init__(self) -> None:
                 super().__init__()
@@ -389,20 +287,24 @@ class AttentionBlock(nn.Module):
         return self.layer(x + self.attention(x, x, x, need_weights=False)[0])
 
 
-class Attention(Case):
+class Attention(Numbers):
+    """Attention modules as units, with modules inside that are never called."""
+
     def __init__(self, units: Any) -> None:
         self.units = units
 
-    def model(self) -> nn.Module:
+    def model(self) -> Any:
         return Stack(AttentionBlock)
 
 
-class WeightNorm(Case):
+class WeightNorm(Numbers):
+    """Parametrised weights."""
+
     def __init__(self, old: bool) -> None:
         self.old = old
 
-    def model(self) -> nn.Module:
-        model = Stack()
+    def model(self) -> Any:
+        model: Any = Stack()
         for block in model.blocks:
             if self.old:
                 block.up = nn.utils.weight_norm(block.up)
@@ -411,13 +313,13 @@ class WeightNorm(Case):
         return model
 
 
-class OddShapes(Case):
+class OddShapes(Numbers):
     """A scalar, an empty parameter, fewer elements than ranks, lists and dicts of parameters, modules without any."""
 
     every_size = True
     units = (Block,)
 
-    def model(self) -> nn.Module:
+    def model(self) -> Any:
         class Net(nn.Module):
             def __init__(self) -> None:
                 super().__init__()
@@ -442,8 +344,10 @@ class OddShapes(Case):
 # -- ways of using a model ------------------------------------------------------------------------------------------
 
 
-class PartsCalled(Case):
+class PartsCalled(Numbers):
     """The root is never called: its modules and the units are, one by one."""
+
+    needs = frozenset({"parts"})
 
     def loss(self, model, rank, step):
         tokens = words(rank, step, 2, 5)
@@ -453,20 +357,29 @@ class PartsCalled(Case):
         return F.cross_entropy(model.head(model.norm(x)).flatten(0, 1), tokens.flatten())
 
 
-class PartOfUnitCalled(Case):
+class PartOfUnitCalled(Numbers):
     """Modules inside a unit are called from outside of it, as well as the unit."""
+
+    needs = frozenset({"parts"})
 
     def loss(self, model, rank, step):
         extra = model.blocks[1].down(F.gelu(model.blocks[1].up(noise(rank, step, 3, WIDTH)))).square().mean()
         return super().loss(model, rank, step) + extra
 
 
-class TwoForwards(Case):
+class TwoForwards(Numbers):
+    """Two forwards, and one backward through both."""
+
+    needs = frozenset({"several"})
+
     def loss(self, model, rank, step):
         return super().loss(model, rank, step) + super().loss(model, rank, step + 50)
 
 
-class TwoBackwards(Case):
+class TwoBackwards(Numbers):
+    """Two backwards through one graph add up."""
+
+    needs = frozenset({"several"})
     exact = False
 
     def backward(self, loss):
@@ -474,9 +387,10 @@ class TwoBackwards(Case):
         (0.5 * loss).backward()
 
 
-class TwoLosses(Case):
+class TwoLosses(Numbers):
     """Two forwards, then a backward for each: the first must not take for unused what the second needs."""
 
+    needs = frozenset({"several"})
     exact = False
 
     def loss(self, model, rank, step):
@@ -489,7 +403,7 @@ class TwoLosses(Case):
         loss.backward()
 
 
-class RawInputTwice(Case):
+class RawInputTwice(Numbers):
     """A unit used twice, first with inputs that have no gradient."""
 
     def model(self):
@@ -509,13 +423,14 @@ class HalfUsed(nn.Module):
         return self.always(x) + (self.at_times(x) if both else 0)
 
 
-class RawBranches(Case):
+class RawBranches(Numbers):
     """Units beside the others, on inputs that have no gradient, of which some ranks use only a part."""
 
+    needs = frozenset({"some"})
     units = (Block, HalfUsed)
 
     def model(self):
-        model = Stack()
+        model: Any = Stack()
         model.first, model.last = HalfUsed(), HalfUsed()
         return model
 
@@ -534,13 +449,14 @@ class Positions(nn.Module):
         return self.table[:n]
 
 
-class ViewOfOwnWeight(Case):
+class ViewOfOwnWeight(Numbers):
     """A unit whose result is a part of its parameter."""
 
+    needs = frozenset({"parts"})
     units = (Positions, Block)
 
     def model(self):
-        model = Stack()
+        model: Any = Stack()
         model.positions = Positions()
         return model
 
@@ -550,21 +466,26 @@ class ViewOfOwnWeight(Case):
         return F.cross_entropy(model.head(x).flatten(0, 1), tokens.flatten())
 
 
-class Frozen(Case):
-    def model(self) -> nn.Module:
-        model = Stack()
+class Frozen(Numbers):
+    """Frozen parameters, alone and in a block, stay as they are."""
+
+    def model(self) -> Any:
+        model: Any = Stack()
         model.blocks[1].requires_grad_(False)
         model.emb.requires_grad_(False)
         model.blocks[0].up.bias.requires_grad_(False)
         return model
 
 
-class FreezingAndThawing(Case):
+class FreezingAndThawing(Numbers):
+    """Parameters are frozen and thawed between the steps, on all ranks alike."""
+
+    needs = frozenset({"some"})
     steps = 6
     every_size = True
 
-    def model(self) -> nn.Module:
-        model = Stack()
+    def model(self) -> Any:
+        model: Any = Stack()
         model.blocks[2].requires_grad_(False)
         return model
 
@@ -574,9 +495,11 @@ class FreezingAndThawing(Case):
         model.blocks[1].requires_grad_(step not in (3, 4))
 
 
-class Unused(Case):
-    """A block that only some ranks use (which stage 3 refuses), one whose output comes to nothing, a norm at times."""
+class Unused(Numbers):
+    """A block that only some ranks use, one whose output comes to nothing, a norm at times: right, or an error on
+    every rank."""
 
+    needs = frozenset({"some", "parts"})
     steps = 4
     stages = (0, 1, 2)
 
@@ -590,10 +513,14 @@ class Unused(Case):
             return F.cross_entropy(model.head(x).flatten(0, 1), tokens.flatten())
         return model.head(model.norm(x)).square().mean()
 
+    def run(self, make: Callable[[], Adapter], part: int, folder: Path) -> str:
+        return right_or_refused(super().run, make, part, folder)
 
-class SkippedByAll(Case):
+
+class SkippedByAll(Numbers):
     """Every rank leaves out the same block, another one in each step."""
 
+    needs = frozenset({"some", "parts"})
     steps = 4
 
     def loss(self, model, rank, step):
@@ -636,22 +563,25 @@ class InnerCheckpoint(Block):
         return x + checkpoint(mlp, self.norm(x), use_reentrant=self.reentrant)
 
 
-class Checkpointed(Case):
+class Checkpointed(Numbers):
+    """Activations that are computed again in backward."""
+
     units = (Block,)
 
     def __init__(self, reentrant: bool, where: str) -> None:
         self.reentrant, self.where = reentrant, where
 
-    def model(self) -> nn.Module:
-        model = CheckpointedStack(self.reentrant, self.where, InnerCheckpoint if self.where == "inside" else Block)
+    def model(self) -> Any:
+        model: Any = CheckpointedStack(self.reentrant, self.where, InnerCheckpoint if self.where == "inside" else Block)
         for block in model.blocks:
             block.reentrant = self.reentrant
         return model
 
 
-class SharedAcrossCheckpoints(Case):
+class SharedAcrossCheckpoints(Numbers):
     """One block in two re-entrant checkpoints: its gradients come in two backwards inside the backward."""
 
+    needs = frozenset({"parts"})
     exact = False
 
     def loss(self, model, rank, step):
@@ -662,8 +592,10 @@ class SharedAcrossCheckpoints(Case):
         return F.cross_entropy(model.head(x).flatten(0, 1), tokens.flatten())
 
 
-class LooksBetween(Case):
+class LooksBetween(Numbers):
     """Passes without gradients, in eval mode, in inference mode and over parts of the model, between the steps."""
+
+    needs = frozenset({"parts"})
 
     def before(self, model, rank, step):
         tokens = words(rank, step + 70, 2, 3)
@@ -677,7 +609,7 @@ class LooksBetween(Case):
         model.train()
 
 
-CASES: dict[str, Case] = {
+CASES: dict[str, Numbers] = {
     "plain": Plain(),
     "default units": DefaultUnits(),
     "batch norm, channels_last": BatchNorm(),

@@ -1,0 +1,51 @@
+"""The trial on trial: an engine that is right passes; each of many with one bug is found by the case that names it."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from patients import PATIENTS
+
+import zerolab
+from zerolab.trial.cases import CASES
+from zerolab.trial.hearing import HOLDS, UNSUPPORTED, hear
+
+HERE = Path(__file__).parent
+SMALL = f"{HERE / 'small.py'}:Small"
+
+
+@pytest.fixture(scope="module")
+def pool() -> Iterator[zerolab.Ranks]:
+    """Of its own: torch's flight recorder, which takes memory for each collective, is off in it."""
+    before = os.environ.get("TORCH_FR_BUFFER_SIZE")
+    os.environ["TORCH_FR_BUFFER_SIZE"] = "0"
+    try:
+        with zerolab.Ranks(4, threads=1, forked=True) as ranks:
+            ranks.run(os.getpid)
+            yield ranks
+    finally:
+        os.environ.pop("TORCH_FR_BUFFER_SIZE")
+        if before is not None:
+            os.environ["TORCH_FR_BUFFER_SIZE"] = before
+
+
+def engine(name: str) -> str:
+    return f"{HERE / 'patients.py'}:{name}"
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("n", [1, 2, 3])
+def test_the_right_engine_passes(pool, n):
+    found = [verdict for verdict in hear(SMALL, n, pool=pool) if verdict.verdict not in (HOLDS, UNSUPPORTED)]
+    assert not found
+
+
+@pytest.mark.parametrize("name", PATIENTS)
+def test_the_case_that_names_its_bug_finds_it(pool, name):
+    patient = PATIENTS[name]
+    assert patient.__doc__ and "#" in patient.issue and set(patient.found_by) <= CASES.keys()
+    (verdict,) = hear(engine(name), 2, patient.found_by[:1], pool)
+    assert verdict.verdict not in (HOLDS, UNSUPPORTED), verdict.what

@@ -54,7 +54,7 @@ def test_the_same_function_runs_under_torchrun(tmp_path):
     (end,) = [block for block in blocks("docs/using.md") if block.startswith("if __name__")]
     script.write_text(program().partition("if __name__")[0] + end)
     said = run("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", str(script))
-    assert len(re.findall(r"\b\d\.\d{4,}", said)) == 2  # a loss on each rank
+    assert len(re.findall(r"\d\.\d{4}", said)) == 2  # a loss on each rank, perhaps on one line
 
 
 @pytest.mark.exhaustive

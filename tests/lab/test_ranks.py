@@ -369,9 +369,9 @@ def test_a_link_delays_real_collectives(four: Session, capsys: pytest.CaptureFix
 import time
 import urllib.error
 import urllib.request
-def seconds(function):
+def moments(function):
     dist.barrier(); network.sleep_until(max(network._free.values())); begin = time.perf_counter()
-    function(); return time.perf_counter() - begin
+    function(); return begin, time.perf_counter()
 from zerolab.lab.ranks import network
 def chain():  # each rank passes on what it got
     if rank: dist.recv(x, rank - 1)
@@ -385,25 +385,36 @@ def two():
 def forward(): return model(torch.ones(1, 500))
 x = torch.ones(250_000)                                         # 1 MB: 100 ms of bandwidth
 model = torch.nn.Linear(500, 500, bias=False); zero = zerolab.Zero3(model)       # 1 MB, too
-times = [seconds(f) for f in (lambda: dist.all_reduce(x), two, chain, root, forward)]
+found = [moments(f) for f in (lambda: dist.all_reduce(x), two, chain, root, forward)]
 """
-    four.run(IMPORT + code)
-    times = lab.pull("times")
+
+    def times() -> list[list[float]]:
+        """For each rank, from when the first rank began: ranks leave a barrier one after the other."""
+        found = lab.pull("found")
+        return [[end - min(row[i][0] for row in found) for i, (_, end) in enumerate(mine)] for mine in found]
+
     each = 3 * (0.010 + 0.025)  # of a ring: N - 1 messages, each of 1/N of the bytes
-    for rank, (reduced, twice, chain, root, gather) in enumerate(times):
-        assert 2 * each <= reduced < 2 * each + 0.5
-        assert 4 * each <= twice < 4 * each + 0.5
-        assert chain >= 0.110 * min(rank + 1, 3) - 0.02  # ranks leave a barrier one after the other
-        assert root >= 0.110 * (3 if rank == 0 else 1) - 0.02
-        assert gather >= each
+    four.run(IMPORT + code)
+    # A busy machine adds time, and never takes any away: nothing may be early, and all is in time at last.
+    for _ in range(10):
+        for rank, (reduced, twice, chain, root, gather) in enumerate(times()):
+            assert reduced >= 2 * each and twice >= 4 * each and gather >= each
+            assert chain >= 0.110 * min(rank + 1, 3) and root >= 0.110 * (3 if rank == 0 else 1)
+        if in_time := all(reduced < 2 * each + 0.5 and twice < 4 * each + 0.5 for reduced, twice, *_ in times()):
+            break
+        four.run(code)
+    assert in_time
     four.reset()  # keeps the link
     assert four.run("print(network.on())")[0].text == "True\n"
     lab.link(None)
     lab.link()
     assert capsys.readouterr().out.count("no emulated link") == 2
     assert lab.link.current() is None
-    four.run(code.replace("import time", IMPORT + "import time"))
-    assert max(max(row) for row in lab.pull("times")) < 0.1 * len(times)
+    for _ in range(10):
+        four.run(IMPORT + code)
+        if quick := max(map(max, times())) < 0.4:
+            break
+    assert quick
 
 
 # ---------------------------------------------------------------------- what is asked for

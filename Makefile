@@ -82,7 +82,7 @@ test-fast: lint ## what an edit breaks first: 2 minutes
 	$(TESTS) -p no:nbval -m 'not exhaustive and not slow' $(or $(ARGS),--ignore tests/integrations)
 
 test-all: lint ## everything, other people's systems and both folders of lessons too: 40 minutes
-	$(TESTS) $(NOTEBOOKS) $(or $(ARGS),tests lessons solutions)
+	$(TESTS) $(NOTEBOOKS) $(if $(MISTAKES),--mistakes $(MISTAKES)) $(or $(ARGS),tests lessons solutions)
 	$(if $(ARGS),,@$(MAKE) --no-print-directory test-planted ARGS="--sample 5")
 
 test-planted: $(STAMP) ## plant defects in a copy, and see which test of make test notices each

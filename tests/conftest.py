@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 import signal
 import subprocess
 import sys
@@ -14,7 +15,7 @@ from typing import Any
 
 import pytest
 import torch
-from jobs_common import ROOMS, copy_checkout
+from jobs_common import ROOMS, ROOT, copy_checkout
 
 import zerolab
 
@@ -72,7 +73,19 @@ def release(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return built
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--mistakes", type=int, default=1, metavar="N", help="one in N of them, drawn by the commit")
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    if (share := config.getoption("--mistakes")) > 1:
+        more = [item for item in items if "mutants" in item.path.parts and item.get_closest_marker("exhaustive")]
+        commit = subprocess.run(
+            ["git", "rev-parse", "HEAD"], cwd=ROOT, capture_output=True, text=True, check=True
+        ).stdout
+        left = set(random.Random(commit).sample(more, len(more) - len(more) // share))
+        config.hook.pytest_deselected(items=list(left))
+        items[:] = [item for item in items if item not in left]
     if not torch.cuda.is_available():
         for item in items:
             if item.get_closest_marker("gpu"):
@@ -99,7 +112,21 @@ def clock() -> Callable[[], float]:
     return lambda: RAN[0]
 
 
-def pytest_configure() -> None:
+class AtOnce:
+    """Prints a failure when it happens: a run that a limit ends would keep to itself what had failed."""
+
+    def __init__(self, terminal: pytest.TerminalReporter) -> None:
+        self.terminal = terminal
+
+    def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
+        if report.failed:
+            self.terminal.section(f"{report.when} of {report.nodeid}", sep="_")
+            self.terminal.line(report.longreprtext)
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    if terminal := config.pluginmanager.get_plugin("terminalreporter"):  # a worker of xdist's has none
+        config.pluginmanager.register(AtOnce(terminal), "failures at once")
     if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # as in a job in the background; tests send it
         signal.signal(signal.SIGINT, signal.default_int_handler)
     threading.Thread(target=_feel_the_pulse, daemon=True, name="pulse").start()

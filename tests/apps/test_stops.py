@@ -59,24 +59,24 @@ def test_sigterm_to_the_command(tmp_path):
     while (not path.exists() or not path.read_text()) and process.poll() is None and time.monotonic() < deadline:
         time.sleep(0.05)
     process.send_signal(signal.SIGTERM)
-    code, out, err = finish(process, 60)
+    code, out, err = finish(process, 600)
     step = max(lines(path, "loss"))
     assert code == 0 and f"stopped after step {step} of 100000; saved {tmp_path}/run/step-{step:06};" in out, out + err
     assert read_manifest(tmp_path / f"run/step-{step:06}")[1]["extra"]["step"] == step
 
 
-KILLS = 20
+KILLS = 10
 
 
 @pytest.mark.exhaustive
-def test_twenty_kills(tmp_path):
-    """SIGKILL to a rank, at random moments and within saves, twenty times: the same bits as without."""
+def test_ten_kills(tmp_path):
+    """SIGKILL to a rank, at random moments and within saves, ten times: the same bits as without."""
     killed, whole, diary = tmp_path / "killed", tmp_path / "whole", tmp_path / "diary"
     killed.mkdir()
     # --resume never is for the start: a restart by torchrun goes on all the same.
     words = f"{SMALL} --steps 400 --save-every 4 --validate-every 400 --resume never --metrics".split()
     job = [str(Path(__file__).with_name("jobs_killed.py")), str(KILLS), str(diary), str(killed)]
-    code, out, err = finish(torchrun(KILLS, *job, *words, f"{killed}.jsonl"), 350)
+    code, out, err = finish(torchrun(KILLS, *job, *words, f"{killed}.jsonl"), 800)
     assert code == 0, out + err
     deaths = [json.loads(line) for line in diary.read_text().splitlines()]
     assert [death["life"] for death in deaths] == list(range(KILLS))  # so no life ended otherwise
@@ -85,7 +85,7 @@ def test_twenty_kills(tmp_path):
     assert "skipping" not in out  # no save left a checkpoint that is not whole
 
     command = ["-m", "zerolab.train", *words, f"{whole}.jsonl", "--checkpoint", str(whole)]
-    code, out, err = finish(torchrun(0, *command), 60)
+    code, out, err = finish(torchrun(0, *command), 600)
     assert code == 0, out + err
     assert read_manifest(killed / "step-000400")[1] == read_manifest(whole / "step-000400")[1]  # with all checksums
     losses = lines(Path(f"{killed}.jsonl"), "loss")

@@ -179,7 +179,7 @@ def expected(ranks: zerolab.Ranks) -> dict[int, dict[str, Any]]:
 
 
 @pytest.mark.parametrize(
-    ("m", "every"), [(3, 5), *(pytest.param(m, 1, marks=pytest.mark.exhaustive) for m in range(1, 5))]
+    ("m", "every"), [(3, 5), *(pytest.param(m, 3, marks=pytest.mark.exhaustive) for m in range(1, 5))]
 )
 def test_saved_at_n_loaded_at_m(ranks, saved, expected, m, every):
     """Every stage into every stage, or one of `every` pairs: each number of ranks and each stage is among them."""
@@ -206,15 +206,16 @@ def five(folder: str, jobs: list[tuple[str, int]]) -> list[Held]:
 
 @pytest.mark.exhaustive
 def test_five_ranks(ranks, saved, expected, tmp_path):
-    """Saved at 1 to 5 and loaded at 5, saved at 5 and loaded at 1 to 4; every stage into every stage."""
+    """Saved at 1 to 5 and loaded at 5, saved at 5 and loaded at 1 to 4; each stage into each, at one of these."""
     folder = str(shutil.copytree(saved.folder, tmp_path / "five"))
     truths = expected | {5: ranks.run(truth, Mixed(), 5, ranks=1)[0]}
-    jobs = [(f"{n}-{stage}", target) for n in range(1, 6) for stage in range(4) for target in range(4)]
+    jobs = [(f"{n}-{stage}", target) for n in range(1, 6) for stage in range(4) for target in range(4)][::3]
     parts = zerolab.launch(five, 5, folder, jobs, threads=1)
     for i, (name, stage) in enumerate(jobs):
         assert_holds([part[i] for part in parts], truths[int(name[0])], stage)
-    jobs = [(f"5-{stage}", target) for stage in range(4) for target in range(4)]
+    pairs = [(f"5-{stage}", target) for stage in range(4) for target in range(4)]
     for m in range(1, 5):
+        jobs = pairs[m - 1 :: 3]
         results = ranks.run(load_all, Mixed(), folder, jobs, ranks=m)
         for i, (_, stage) in enumerate(jobs):
             assert_holds([result[i][0] for result in results], truths[5], stage)
@@ -901,7 +902,7 @@ def load_damaged(good: str, other: str, folder: str, examples: int) -> dict[str,
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("examples", worlds(150, others=[600]))
+@pytest.mark.parametrize("examples", [150])
 def test_damaged_checkpoints(ranks, saved, tmp_path, examples):
     """None loads with wrong numbers, none crashes the process, and nothing in them is executed."""
     good, other = f"{saved.folder}/2-3", f"{saved.folder}/2-0"

@@ -29,6 +29,7 @@ TEMPLATES = ROOT / "zerolab" / "lab" / "slurm"
 ENV = {"PYTHONPATH": PYTHONPATH, "OMP_NUM_THREADS": "1", "RANKS_PER_NODE": "1", "TORCH_CPP_LOG_LEVEL": "ERROR"}
 SMALLER = ("--ntasks-per-node=1", "--cpus-per-task=1")
 ENDLESS = 10**6  # steps
+LIMIT = 600.0  # seconds for what comes as soon as the machine lets it
 
 
 @pytest.fixture(scope="module")
@@ -94,7 +95,7 @@ def trains(slurm: Slurm, folder: Path, log: Path, lives: int) -> None:
         *_, last, _ = ["", *metrics.read_text().split("\n")]
         return last.startswith("{") and json.loads(last)["step"] >= int(begun[-1])
 
-    slurm.wait_until(there, 120.0, f"life {lives}", log)
+    slurm.wait_until(there, LIMIT, f"life {lives}", log)
 
 
 def cancelled_it_has_the_bits_of_one_process(slurm: Slurm, job: int, folder: Path, log: Path, lives: int) -> None:
@@ -124,7 +125,7 @@ def test_arrays_train_every_stage_bit_for_bit_and_the_doctor_says_what_slurm_gav
         "--nodes=2", "--gpus-per-node=4", "--output", tmp_path / "doctor", "--wrap", doctor, cwd=tmp_path, **ENV
     )
     logs = [log for _, log in jobs]
-    slurm.wait_until(lambda: not slurm.run("squeue", "-h"), 120.0, "the end of the arrays", *logs)
+    slurm.wait_until(lambda: not slurm.run("squeue", "-h"), LIMIT, "the end of the arrays", *logs)
     losses, expected = one_process(words.replace("%a", "0"), 4)
     for stage in range(4):
         assert (tmp_path / f"{stage}.jsonl").exists(), [log.read_text() for log in logs]
@@ -161,7 +162,7 @@ def test_time_that_is_up_and_a_preemption_requeue_a_job_of_torchrun_that_goes_on
 def test_a_node_that_dies_requeues_a_job_of_srun_that_goes_on(slurm, tmp_path):
     words = endless(tmp_path).replace(f"--save-every {ENDLESS}", "--save-every 20")
     job, log = submit(slurm, "srun", tmp_path, words=words)
-    slurm.wait_until(lambda: list(tmp_path.glob("run/step-*")), 120.0, "a checkpoint", log)
+    slurm.wait_until(lambda: list(tmp_path.glob("run/step-*")), LIMIT, "a checkpoint", log)
 
     slurm.end(NODES[1])
     slurm.wait_until(lambda: slurm.state(job) == "PENDING", 100.0, "the job in the queue again", log)
@@ -183,7 +184,7 @@ def test_a_notebook_on_the_engines_of_a_job(slurm, tmp_path):
     command = [*SMALLER, "--output", tmp_path / "log", TEMPLATES / "ipyparallel.sbatch"]
     slurm.submit(*command, cwd=tmp_path, **ENV, **where)
     file = tmp_path / "cluster/security/ipcontroller-client.json"
-    slurm.wait_until(file.exists, 120.0, "the controller", tmp_path / "log")
+    slurm.wait_until(file.exists, LIMIT, "the controller", tmp_path / "log")
     live = lab.start(2, backend="ipyparallel", connection=file)
     try:
         live.run("import os; told = [rank, os.environ['SLURM_NODEID'], os.environ['SLURMD_NODENAME']]")

@@ -44,11 +44,10 @@ def test_the_same_result_on_any_number_of_ranks(capsys, tmp_path, monkeypatch):
         said = scripts.torchrun("13.1", ranks, "--stage", stage, *arguments)
         return [json.loads(line) for line in said.splitlines() if line.startswith("{")]
 
-    one, *others = run(1, 0), run(2, 2), run(4, 3)
+    one, other = run(1, 0), run(4, 3)
     assert [each["seed"] for each in one] == [0, 1] and len(one[0]["losses"]) == 6
     assert one[0]["losses"] != one[1]["losses"]
-    for other in others:
-        for a, b in zip(one, other, strict=True):
-            assert a["losses"] == pytest.approx(b["losses"], rel=1e-9)
-            assert a["accuracy"] == pytest.approx(b["accuracy"], abs=1e-6)
+    for a, b in zip(one, other, strict=True):
+        assert a["losses"] == pytest.approx(b["losses"], rel=1e-9)
+        assert a["accuracy"] == pytest.approx(b["accuracy"], abs=1e-6)
     assert "torchrun --nproc-per-node 4 ex_13_1.py --stage 3" in capsys.readouterr().out

@@ -32,13 +32,12 @@ def test_the_same_result_on_any_number_of_ranks(capsys, tmp_path):
     (tmp_path / "train.tsv").write_text(head + "".join(rows))
     (tmp_path / "dev.tsv").write_text(head + "".join(rows[:11]))
     arguments = ("--steps", 3, "--seeds", 0, 1, "--data", tmp_path)  # 3 x 50 samples of 37: it goes round
-    one, *others = (run(ranks, "--stage", stage, *arguments) for ranks, stage in ((1, 0), (2, 2), (4, 3)))
+    one, other = (run(ranks, "--stage", stage, *arguments) for ranks, stage in ((1, 0), (4, 3)))
     assert [each["seed"] for each in one] == [0, 1] and len(one[0]["losses"]) == 3
     assert one[0]["losses"] != one[1]["losses"]
-    for other in others:
-        for a, b in zip(one, other, strict=True):
-            assert a["losses"] == pytest.approx(b["losses"], rel=1e-4)
-            assert a["accuracy"] == pytest.approx(b["accuracy"], abs=1e-6)
+    for a, b in zip(one, other, strict=True):
+        assert a["losses"] == pytest.approx(b["losses"], rel=1e-4)
+        assert a["accuracy"] == pytest.approx(b["accuracy"], abs=1e-6)
     assert "torchrun --nproc-per-node 4 ex_14_2.py --stage 3" in capsys.readouterr().out
 
 

@@ -37,7 +37,7 @@ def engine(name: str) -> str:
 
 
 @pytest.mark.exhaustive
-@pytest.mark.parametrize("n", [1, 2, 3])
+@pytest.mark.parametrize("n", [1, 3])
 def test_the_right_engine_passes(pool, n):
     found = [verdict for verdict in hear(SMALL, n, pool=pool) if verdict.verdict not in (HOLDS, UNSUPPORTED)]
     assert not found

@@ -69,14 +69,14 @@ class Room:
         self.processes()
         self.process.send_signal(how)
         try:
-            self.process.wait(30.0)
+            self.process.wait(300.0)
             with suppress(AssertionError):
                 wait_until(lambda: not self.processes())
             return self.processes()
         finally:
             for process in [self.process, *self.processes()]:
                 process.kill()
-            self.process.wait(10.0)
+            self.process.wait(120.0)
             self.log.close()
 
 

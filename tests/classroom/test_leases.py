@@ -72,7 +72,7 @@ def learner(folder: Path, student: int, rounds: int) -> None:
         time.sleep(chance.random() * 0.02)
         if how != "release":
             os.kill(os.getpid(), signal.SIGKILL)
-        process.wait(10.0)
+        process.wait(120.0)
         for file in files:
             os.close(file)
         lent.release()
@@ -186,12 +186,12 @@ def test_who_does_not_let_go_loses_the_ranks(tmp_path: Path) -> None:
         other = subprocess.Popen(["sleep", "600"], pass_fds=[first.fd])  # not a rank of the lease
         try:
             second = ask(tmp_path, 1, 1)
-            assert [rank.wait(60) for rank in ranks] == [-signal.SIGKILL] * 2 and other.poll() is None
+            assert [rank.wait(300) for rank in ranks] == [-signal.SIGKILL] * 2 and other.poll() is None
             second.release()
         finally:
             for process in [*ranks, other]:
                 process.kill()
-                process.wait(5.0)
+                process.wait(120.0)
             first.release()
 
 
@@ -199,7 +199,7 @@ def test_rubbish_is_refused_and_harms_nobody(tmp_path: Path) -> None:
     with lending(tmp_path, 2, 2):
         for rubbish in (b"no JSON\n", b"[" * 3000 + b"\n", b"3\n", b'{"want": "all"}\n', b"x" * 20_000):
             with socket.socket(socket.AF_UNIX) as connection:
-                connection.settimeout(5.0)
+                connection.settimeout(60.0)
                 connection.connect(str(tmp_path / "0"))
                 with suppress(BrokenPipeError):
                     connection.sendall(rubbish)
@@ -209,7 +209,7 @@ def test_rubbish_is_refused_and_harms_nobody(tmp_path: Path) -> None:
         for _ in range(CONNECTIONS + 1):
             many.append(socket.socket(socket.AF_UNIX))
             many[-1].connect(str(tmp_path / "0"))
-        many[-1].settimeout(5.0)
+        many[-1].settimeout(60.0)
         assert b"already in the queue" in many[-1].recv(1000)
         for connection in many:
             connection.close()
@@ -247,7 +247,7 @@ def test_live_ranks_have_a_lease_and_lose_it(tmp_path, monkeypatch, capsys) -> N
                     pids = json.loads(line)
                     break
             notebook.kill()  # as closing a notebook does at the worst: its kernel has no say
-            notebook.wait(10.0)
+            notebook.wait(120.0)
             wait_until(lambda: all(map(gone, pids)))
             wait_until(lambda: not broker.table())
         finally:
@@ -335,7 +335,7 @@ def test_ranks_start_in_turns_and_a_notebook_that_dies_blocks_nobody(tmp_path: P
 def say(path: Path, *messages: bytes) -> dict:
     """What is answered first."""
     with socket.socket(socket.AF_UNIX) as connection:
-        connection.settimeout(20.0)
+        connection.settimeout(60.0)
         connection.connect(str(path))
         connection.sendall(b"".join(messages))
         return json.loads(connection.makefile().readline())
@@ -410,10 +410,10 @@ def test_the_broker_of_a_hub_that_was_killed_makes_way_for_the_next(tmp_path: Pa
         wait_until(lambda: gone(first.pid))
         wait_until(serves)
         second.terminate()
-        assert hubs[1].wait(20.0) == 0 and not (tmp_path / SOCKET).exists()
+        assert hubs[1].wait(300.0) == 0 and not (tmp_path / SOCKET).exists()
     finally:
         for process in [*hubs, *brokers]:
             with suppress(psutil.NoSuchProcess):
                 process.kill()
         for each in hubs:
-            each.wait(10.0)
+            each.wait(120.0)

@@ -571,6 +571,27 @@ DEFECTS = [
         "mutants/test_lesson03.py",
     ),
     Defect(
+        "an input that an answer has changed is not looked at again",
+        "lab/exercises/observing.py",
+        "            event.see(kept, value)\n",
+        "            event.clues[kept] = str(value)\n",
+        "lab/test_battery.py",
+    ),
+    Defect(
+        "an answer may send what it likes",
+        "lab/exercises/differences.py",
+        "    if sent > most + 1e-9:",
+        "    if sent < most - 1e-9:",
+        "lab/test_battery.py",
+    ),
+    Defect(
+        "no answer is like a known mistake",
+        "lab/exercises/mistakes.py",
+        "NEAR = 0.62 ",
+        "NEAR = 6.2 ",
+        "lab/test_battery.py",
+    ),
+    Defect(
         "names that an answer lacks are not missed",
         "lab/exercises/judge.py",
         "missing = [name for name in asked.exports if not hasattr(answer, name)]",

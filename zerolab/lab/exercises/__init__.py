@@ -4,12 +4,18 @@
     predictions    predict, reveal, skip
     store          the folder with answers and progress
     judge          runs a check on ranks of its own and words the verdict
+    battery        plays an exercise's scenes with the course's answer and the learner's, side by side
+    observing      what a scene is, and what is seen of a program in it
+    differences    the differences of two programs that went through the same scenes
+    mistakes       known mistakes, and which of them an answer is most like
+    signatures     tries every known mistake, and stores how it is recognised
     spy            what a check sees of the answer's calls
     exercise       what an exercise is, and what a check gets and raises
-    checks/        for each lesson: checks, stubs, references, hints
+    lessons/       the rooms: for each lesson its exercises, and the mistakes that learners make in them
+    checks/        for each lesson that has no room yet: checks, stubs, references, hints
     catalogue      the list of all exercises
 
-The mistakes that the checks must name are in tests/mutants/.
+The mistakes of the lessons in checks/ are in tests/mutants/.
 """
 
 from zerolab.lab.exercises.learner import Todo, check, exchange, hint, mine, passed, progress

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 from zerolab.lab.exercises.checks import (
-    lesson01,
-    lesson02,
     lesson03,
     lesson04,
     lesson05,
@@ -24,6 +22,7 @@ from zerolab.lab.exercises.checks import (
     lesson19,
 )
 from zerolab.lab.exercises.exercise import Exercise
+from zerolab.lab.exercises.lessons import lesson01, lesson02
 from zerolab.lab.ranks.report import Plain
 
 _LESSONS = (

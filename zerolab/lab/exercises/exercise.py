@@ -44,6 +44,7 @@ DIFFICULTIES = ("one idea", "several steps", "parts that depend on each other")
 class Exercise:
     """One exercise of the course.
 
+    battery, or check: the scenes in which an answer is compared with the reference, or a function that looks at it.
     stub, reference: the cell as the learner finds it, and the course's own answer.
     exports: the names that the answer defines; `mine(id)` returns the first.
     extends: the class of zerolab whose methods the answer overrides ("DDP"), for `mine(DDP)`.
@@ -54,12 +55,13 @@ class Exercise:
     id: str
     title: str
     section: str
-    check: Callable[[Any, World], None]
     stub: str
     reference: str
     hints: tuple[str, ...]
     exports: tuple[str, ...]
     difficulty: int
+    check: Callable[[Any, World], None] | None = None
+    battery: tuple[Any, ...] = ()  # of Scenes
     extends: str = ""
     first_rank_only: str = ""
     errors: dict[str, str] = field(default_factory=dict)  # part of a Python error -> the mistake behind it

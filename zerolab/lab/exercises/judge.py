@@ -6,26 +6,27 @@ import atexit
 import contextlib
 import hashlib
 import io
-import itertools
-import linecache
+import re
 import signal
-import sys
 import traceback
 import warnings
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
-from types import FrameType, ModuleType
+from types import FrameType
 
 import torch
 import torch.distributed as dist
 
 from zerolab.comm.waiting import CommError
+from zerolab.lab.exercises.battery import OthersDiffer, load, play_battery
 from zerolab.lab.exercises.catalogue import find_exercise
 from zerolab.lab.exercises.exercise import SUMMED, Exercise, Todo, World, Wrong
+from zerolab.lab.exercises.mistakes import Mistake, nearest
 from zerolab.lab.exercises.spy import GLOO, PATIENCE, GaveUp, Spy
 from zerolab.world.processes import RankError, Ranks
 
 WORLD_SIZES = (1, 2, 3, 4)
+APART = 3  # with so many ranks the left neighbour is not the right one: a wrong answer is looked at there too
 UNKNOWN = "a mistake that this check does not know; this is the smallest case that fails"
 RAISED = "an error in the code, at the line shown"
 CALLED = "the `def` line was changed, and the function can no longer be called: its arguments must stay as they were"
@@ -35,7 +36,6 @@ WALL = 60.0  # seconds for one number of ranks, for loops that sleep: the others
 PRINTED = 2000  # characters of the answer's own output that are shown
 
 _pool: Ranks | None = None
-_versions = itertools.count(1)
 
 
 @dataclass
@@ -49,6 +49,8 @@ class Report:
     tip: str = ""
     values_differ: bool = False
     printed: str = ""
+    marks: list[str] = field(default_factory=list)  # by which a known mistake is recognised
+    about: str = ""  # what to look at if it is none
     blocks: int = 0  # how far the check got on this rank
     notes: list[str] = field(default_factory=list)  # what a right answer should know
 
@@ -63,28 +65,11 @@ class Verdict:
     seen: str = ""
     likely: str = ""
     reports: list[Report] = field(default_factory=list)
+    marks: set[str] = field(default_factory=set)  # by which a known mistake is recognised
 
     @property
     def passed(self) -> bool:
         return self.kind == "right"
-
-
-def load(source: str, filename: str, name: str) -> ModuleType:
-    """`source` as a fresh module, whose lines tracebacks show and inspect finds.
-
-    Lines count as in the notebook, where `%%exercise` is the first.
-    """
-    module = ModuleType(f"{name}_v{next(_versions)}")
-    module.__file__ = filename
-    source = f"# %%exercise\n{source}"
-    linecache.cache[filename] = (len(source), None, source.splitlines(keepends=True), filename)
-    sys.modules[module.__name__] = module
-    try:
-        exec(compile(source, filename, "exec"), vars(module))
-    except BaseException:
-        del sys.modules[module.__name__]
-        raise
-    return module
 
 
 def digest(source: str) -> str:
@@ -146,27 +131,40 @@ def _judge(asked: Exercise, source: str, filename: str, world: World, computes: 
             missing = [name for name in asked.exports if not hasattr(answer, name)]
             if missing:
                 raise Wrong(f"the cell does not define {missing[0]}", f"the name was changed: it must be {missing[0]}")
-            asked.check(answer, world)
-    except Todo:
-        return Report(world.rank, "todo")
-    except Wrong as wrong:
-        return Report(world.rank, "wrong", wrong.seen, wrong.likely, wrong.tip, wrong.values_differ)
-    except Endless as error:
-        return Report(world.rank, "late", f"{error}{_line_of(error, filename)}", ENDLESS)
-    except (GaveUp, CommError) as error:  # another rank's mistake, seen from here
-        first = str(error).splitlines()[0].removeprefix(f"rank {world.rank}, ")
-        engines = first.removeprefix(f"rank {world.rank} of {world.world_size}: ")
-        seen = engines if engines != first else f"stuck in {first}"
-        return Report(world.rank, "waits", f"{seen}{_line_of(error, filename)}", getattr(error, "likely", ""))
+            if asked.check is None:
+                play_battery(asked, answer, world)
+            else:
+                asked.check(answer, world)
+    except KeyboardInterrupt:
+        raise
     except BaseException as error:  # SystemExit too
-        if isinstance(error, KeyboardInterrupt):
-            raise
-        if _is_todo(error):
-            return Report(world.rank, "todo")
-        what = traceback.format_exception_only(type(error), error)[-1].strip().splitlines()[0]
-        likely = getattr(error, "likely", "")  # exercise.blamed()
-        return Report(world.rank, "raised", f"{what}{_line_of(error, filename)}", likely)
+        report = _report(error, filename, world.rank)
+        report.marks, report.about = getattr(error, "marks", []), getattr(error, "about", "")
+        if scene := getattr(error, "scene", ""):
+            report.seen = f"{scene}: {report.seen}"
+        return report
     return Report(world.rank, "right")
+
+
+def _report(error: BaseException, filename: str, rank: int) -> Report:
+    if isinstance(error, Todo):
+        return Report(rank, "todo")
+    if isinstance(error, OthersDiffer):
+        return Report(rank, "right")
+    if isinstance(error, Wrong):
+        return Report(rank, "wrong", error.seen, error.likely, error.tip, error.values_differ)
+    if isinstance(error, Endless):
+        return Report(rank, "late", f"{error}{_line_of(error, filename)}", ENDLESS)
+    likely = getattr(error, "likely", "")  # exercise.blamed()
+    if isinstance(error, (GaveUp, CommError)):  # another rank's mistake, seen from here
+        first = str(error).splitlines()[0].removeprefix(f"rank {rank}, ")
+        engines = re.sub(rf"^rank {rank} of \d+: ", "", first)
+        seen = engines if engines != first else f"stuck in {first}"
+        return Report(rank, "waits", f"{seen}{_line_of(error, filename)}", likely)
+    if _is_todo(error):
+        return Report(rank, "todo")
+    what = traceback.format_exception_only(type(error), error)[-1].strip().splitlines()[0]
+    return Report(rank, "raised", f"{what}{_line_of(error, filename)}", likely)
 
 
 def _is_todo(error: BaseException | None) -> bool:
@@ -223,39 +221,28 @@ def try_answer(
     filename: str = "answer.py",
     patience: float = PATIENCE,
     tell: Callable[[str], None] = lambda line: None,
+    told: bool = True,
 ) -> Verdict:
     """The verdict on `source` as the answer to exercise `id`.
 
     A rank gives up when all others have stood still for `patience` seconds. On gloo's clock nothing depends: it runs
     on while a machine sleeps.
-    tell: is told how far the check has come.
+    tell: is told how far the check has come. told: whether known mistakes are looked for.
     """
     asked = find_exercise(id)
     good: list[int] = []  # the world sizes that passed
     notes: list[str] = []
     for world_size in WORLD_SIZES:
-        ranks = pool()
         tell(f"○ {id} {asked.title}    checking with {world_size} of {max(WORLD_SIZES)} ranks ...")
-        try:
-            reports = ranks.run(
-                on_rank,
-                *(id, source, filename, patience, 4 * patience),
-                ranks=world_size,
-                timeout=WALL,
-                group_timeout=GLOO.total_seconds(),
-            )
-        except RankError as error:
-            lines = [line for line in error.traceback.splitlines() if filename in line]
-            where = f" · {lines[0].strip()}" if lines else ""
-            first = str(error).splitlines()[0].removeprefix("time is up: ").split(", in zerolab")[0]
-            first = first.removeprefix(f"rank {error.rank} of {world_size} ")
-            known = [mistake for part, mistake in asked.errors.items() if part in first]
-            likely = known[0] if known else "the process itself died: look for exit() or endless recursion"
-            if "time is up" in str(error):
-                likely = ENDLESS
-            return _verdict(asked, good, world_size, [Report(error.rank, "late", f"{first}{where}", likely)])
-        if any(report.kind != "right" for report in reports):
-            return _verdict(asked, good, world_size, reports)
+        reports = _reports(asked, source, filename, patience, world_size)
+        kinds = {report.kind for report in reports}
+        if kinds != {"right"}:
+            marks = _marks(reports)
+            if asked.battery and world_size < APART and not kinds & {"late", "todo"}:
+                marks |= _marks(_reports(asked, source, filename, patience, APART))
+            verdict = _verdict(asked, good, world_size, reports, nearest(id, marks) if told and asked.battery else None)
+            verdict.marks = marks
+            return verdict
         good.append(world_size)
         notes += [note for report in reports for note in report.notes]
     lines = [f"✓ {id} {asked.title}    N={', '.join(map(str, good))} ok"]
@@ -263,7 +250,36 @@ def try_answer(
     return Verdict(id, "right", "\n".join(lines))
 
 
-def _verdict(asked: Exercise, good: list[int], world_size: int, reports: list[Report]) -> Verdict:
+def _reports(asked: Exercise, source: str, filename: str, patience: float, world_size: int) -> list[Report]:
+    """Each rank's, or that of the one which died or did not end."""
+    try:
+        return pool().run(
+            on_rank,
+            *(asked.id, source, filename, patience, 4 * patience),
+            ranks=world_size,
+            timeout=WALL,
+            group_timeout=GLOO.total_seconds(),
+        )
+    except RankError as error:
+        lines = [line for line in error.traceback.splitlines() if filename in line]
+        where = f" · {lines[0].strip()}" if lines else ""
+        first = str(error).splitlines()[0].removeprefix("time is up: ").split(", in zerolab")[0]
+        first = first.removeprefix(f"rank {error.rank} of {world_size} ")
+        known = [mistake for part, mistake in asked.errors.items() if part in first]
+        likely = known[0] if known else "the process itself died: look for exit() or endless recursion"
+        if "time is up" in str(error):
+            likely = ENDLESS
+        return [Report(error.rank, "late", f"{first}{where}", likely)]
+
+
+def _marks(reports: list[Report]) -> set[str]:
+    """Of all ranks, and how the reports end."""
+    return {f"{report.kind}/{len(reports)}" for report in reports}.union(*(report.marks for report in reports))
+
+
+def _verdict(
+    asked: Exercise, good: list[int], world_size: int, reports: list[Report], mistake: Mistake | None
+) -> Verdict:
     order = ["late", "raised", "wrong", "waits", "todo", "right"]
     worst = min(reports, key=lambda report: (order.index(report.kind), report.rank))
     waiting = [report for report in reports if report.kind == "waits"]
@@ -286,7 +302,7 @@ def _verdict(asked: Exercise, good: list[int], world_size: int, reports: list[Re
         signature = "positional argument" in worst.seen or "keyword argument" in worst.seen
         otherwise = CALLED if signature and "later in the engine" not in worst.seen else RAISED_LATER
         likely = likely or (known[0] if known else RAISED if at_a_line else otherwise)
-    likely = likely or UNKNOWN
+    likely = mistake.says if mistake else likely or worst.about or UNKNOWN
     lines = [
         f"✗ {asked.id} {asked.title}    " + " · ".join([*(f"N={n} ok" for n in good), f"N={world_size} wrong"]),
         f"  seen     {where}, {worst.seen}" + (f" ({_list(rights)} right)" if rights else ""),

@@ -1,10 +1,9 @@
-"""Lesson 01: other right answers, and the mistakes that the checks must name."""
+"""Lesson 01: other right answers, and known mistakes with what a learner is told."""
 
 from __future__ import annotations
 
-from zerolab.lab.exercises.checks.lesson01 import ALL_GATHER, REDUCE_SCATTER
-
-from .sources import edit
+from zerolab.lab.exercises.lessons.lesson01 import ALL_GATHER, REDUCE_SCATTER
+from zerolab.lab.exercises.mistakes import Mistake, edit
 
 # ---------------------------------------------------------------------- 01.1
 
@@ -30,40 +29,72 @@ def ring_reduce_scatter(chunks, rank, world_size, exchange):
     return full[rank].clone()
 """
 
-REDUCE_SCATTER_MUTANTS = {
-    "the other way round, numbers kept": (
+REPLACED = (
+    "only one rank's part of a chunk is in the result: what comes in replaces your own; add your own to it, and pass "
+    "on the sum"
+)
+
+REDUCE_SCATTER_MISTAKES = {
+    "the other way round, numbers kept": Mistake(
         edit(REDUCE_SCATTER, "to=right, source=left", "to=left, source=right"),
-        "but the chunk numbers are for a ring to the right",
+        (
+            "contributions to different chunks were added up: you send to the left, but the chunk numbers are for"
+            " a ring to the right"
+        ),
     ),
-    "returns another chunk": (
+    "returns another chunk": Mistake(
         edit(REDUCE_SCATTER_INTO_CHUNKS, "return chunks[rank]", "return chunks[rank - 1]"),
-        "owns chunk",
+        "the ring is right, but what you return is another rank's chunk: rank r owns chunk r, `chunks[rank]`",
     ),
-    "off by one chunk": (
+    "off by one chunk": Mistake(
         edit(REDUCE_SCATTER, "chunks[(rank - 1) % world_size]", "chunks[rank]", "rank - 2 - step", "rank - 1 - step"),
-        "off by one chunk",
+        (
+            "off by one chunk: the ring is sound, but it starts with your own chunk, so another rank's sum is "
+            "finished here; rank r owns chunk r, so send chunk r-1 first"
+        ),
     ),
-    "passes on without adding": (
+    "passes on without adding": Mistake(
         edit(REDUCE_SCATTER, "received + chunks[(rank - 2 - step) % world_size]", "received"),
-        "only rank",
+        REPLACED,
     ),
-    "one round too few": (edit(REDUCE_SCATTER, "range(world_size - 1)", "range(world_size - 2)"), "one round too few"),
-    "one round too many": (edit(REDUCE_SCATTER, "range(world_size - 1)", "range(world_size)"), "one round too many"),
-    "averages": (edit(REDUCE_SCATTER, "return partial", "return partial / world_size"), "averaged"),
-    "adds the own chunk twice": (
+    "one round too few": Mistake(
+        edit(REDUCE_SCATTER, "range(world_size - 1)", "range(world_size - 2)"),
+        "one round too few: a ring of N ranks needs N-1 rounds, so that every chunk is home at the end",
+    ),
+    "one round too many": Mistake(
+        edit(REDUCE_SCATTER, "range(world_size - 1)", "range(world_size)"),
+        (
+            "one round too many: after N-1 rounds every chunk is at home, and another round adds a part twice or "
+            "sends for nothing"
+        ),
+    ),
+    "averages": Mistake(
+        edit(REDUCE_SCATTER, "return partial", "return partial / world_size"),
+        "averaged: the result is divided by N, but the exercise asks for the sum",
+    ),
+    "adds the own chunk twice": Mistake(
         edit(REDUCE_SCATTER, "received + chunks", "received + 2 * chunks"),
-        "it should hold every rank's exactly once",
+        "your own part is in the sum more than once: each rank's part belongs in it exactly once",
     ),
-    "adds to another chunk": (
+    "adds to another chunk": Mistake(
         edit(REDUCE_SCATTER, "rank - 2 - step", "rank - 3 - step"),
-        "different chunks were added",
+        (
+            "contributions to different chunks were added up: what comes in belongs to another chunk than the one"
+            " you add; in round s rank r receives chunk r-2-s"
+        ),
     ),
-    "wrong neighbour": (edit(REDUCE_SCATTER, "source=left", "source=right"), "neighbours are mixed up"),
-    "skips the modulo": (
+    "wrong neighbour": Mistake(
+        edit(REDUCE_SCATTER, "source=left", "source=right"),
+        (
+            "the neighbours are mixed up: if rank r sends to rank s, then rank s must receive from r; send to the"
+            " right, receive from the left"
+        ),
+    ),
+    "skips the modulo": Mistake(
         edit(REDUCE_SCATTER, "right, left = (rank + 1) % world_size", "right, left = rank + 1"),
-        "did you take % N?",
+        "the last rank's right neighbour is rank 0: did you take the rank % N?",
     ),
-    "sends everything in every round": (
+    "sends everything in every round": Mistake(
         """\
 import torch
 
@@ -76,9 +107,9 @@ def ring_reduce_scatter(chunks, rank, world_size, exchange):
         total += passing
     return total.view(world_size, -1)[rank]
 """,
-        "extra traffic",
+        "extra traffic: one round moves one chunk, 1/N of the tensor, not everything",
     ),
-    "straight to the owners, no ring": (
+    "straight to the owners, no ring": Mistake(
         """\
 def ring_reduce_scatter(chunks, rank, world_size, exchange):
     total = chunks[rank].clone()
@@ -87,9 +118,12 @@ def ring_reduce_scatter(chunks, rank, world_size, exchange):
         total += exchange(chunks[to], to, source)
     return total
 """,
-        "talks to",
+        (
+            "in a ring a rank talks to its two neighbours only; you send each chunk straight to its owner, which "
+            "on a cluster crosses every link"
+        ),
     ),
-    "a collective instead": (
+    "a collective instead": Mistake(
         """\
 import torch
 import torch.distributed as dist
@@ -102,13 +136,16 @@ def ring_reduce_scatter(chunks, rank, world_size, exchange):
         exchange(full[0], (rank + 1) % world_size, (rank - 1) % world_size)
     return full[rank]
 """,
-        "a collective did the work",
+        "a collective did the work that the ring is meant to do: use exchange() only",
     ),
-    "sends its own chunk first": (
+    "sends its own chunk first": Mistake(
         edit(REDUCE_SCATTER_INTO_CHUNKS, "rank - step - 1", "rank - step", "rank - step - 2", "rank - step - 1"),
-        "the ring is sound, but rank 0 sent chunk 0 first",
+        (
+            "off by one chunk: the ring is sound, but it starts with your own chunk, so another rank's sum is "
+            "finished here; rank r owns chunk r, so send chunk r-1 first"
+        ),
     ),
-    "asks the process group": (
+    "asks the process group": Mistake(
         edit(
             REDUCE_SCATTER_INTO_CHUNKS,
             "    for step",
@@ -116,19 +153,28 @@ def ring_reduce_scatter(chunks, rank, world_size, exchange):
             "    rank, world_size = dist.get_rank(), dist.get_world_size()\n"
             "    for step",
         ),
-        "use the arguments rank and world_size",
+        (
+            "right when all ranks take part, but not when some do: use the arguments rank and world_size, not "
+            "what dist.get_rank() and dist.get_world_size() say"
+        ),
     ),
-    "keeps the first call's chunks": (
+    "keeps the first call's chunks": Mistake(
         "kept = []\n"
         + edit(REDUCE_SCATTER_INTO_CHUNKS, "    for step", "    kept.extend(chunks)\n    chunks = kept\n    for step"),
-        "keep nothing from an earlier call",
+        (
+            "right the first time, but a second call still works with the first one's chunks: keep nothing from "
+            "an earlier call"
+        ),
     ),
-    "writes over its own chunk": (edit(REDUCE_SCATTER_INTO_CHUNKS, "+= exchange", "= exchange"), "add your own chunk"),
-    "returns all chunks": (
+    "writes over its own chunk": Mistake(
+        edit(REDUCE_SCATTER_INTO_CHUNKS, "+= exchange", "= exchange"),
+        REPLACED,
+    ),
+    "returns all chunks": Mistake(
         edit(REDUCE_SCATTER_INTO_CHUNKS, "return chunks[rank]", "return chunks"),
-        "return one chunk only",
+        "the result is the whole list: return one chunk only, the one with this rank's number",
     ),
-    "messages past exchange": (
+    "messages past exchange": Mistake(
         """\
 import torch
 import torch.distributed as dist
@@ -144,9 +190,12 @@ def ring_reduce_scatter(chunks, rank, world_size, exchange):
         chunks[(rank - step - 2) % world_size] += received
     return chunks[rank]
 """,
-        "send with exchange() only",
+        "send with exchange() only: the messages of other functions are not those that the exercise counts",
     ),
-    "returns nothing": (edit(REDUCE_SCATTER, "return partial", "chunks[rank] = partial"), "`return` is missing"),
+    "returns nothing": Mistake(
+        edit(REDUCE_SCATTER, "return partial", "chunks[rank] = partial"),
+        "the function returns nothing: `return` is missing",
+    ),
 }
 
 # ---------------------------------------------------------------------- 01.2
@@ -194,12 +243,12 @@ def ring_all_gather(chunk, rank, world_size, exchange):
     return chunks
 """
 
-ALL_GATHER_MUTANTS = {
-    "never stores its own": (
+ALL_GATHER_MISTAKES = {
+    "never stores its own": Mistake(
         edit(ALL_GATHER, "chunks[rank] = passing = chunk", "passing = chunk"),
-        "your own chunk is missing",
+        "your own chunk is missing: the list must hold it in place `rank`",
     ),
-    "leaves its own place empty": (
+    "leaves its own place empty": Mistake(
         edit(
             ALL_GATHER,
             "[None] * world_size",
@@ -207,10 +256,13 @@ ALL_GATHER_MUTANTS = {
             "chunks[rank] = passing = chunk",
             "passing = chunk",
         ),
-        "your own chunk is missing",
+        "your own chunk is missing: the memory in place `rank` of the list was never written to",
     ),
-    "adds up in place": (_ADDS, "an all-gather adds nothing"),
-    "copies into its argument": (
+    "adds up in place": Mistake(
+        _ADDS,
+        "chunks were added up, but an all-gather adds nothing: it passes on what came in as it is",
+    ),
+    "copies into its argument": Mistake(
         edit(
             _ADDS,
             "chunk += exchange(",
@@ -218,9 +270,9 @@ ALL_GATHER_MUTANTS = {
             "% world_size)\n        chunks",
             "% world_size))\n        chunks",
         ),
-        "one tensor, N times in the list",
+        ("one tensor is N times in the list, and `chunk` was written over: give what comes in a place of its own"),
     ),
-    "changes its argument": (
+    "changes its argument": Mistake(
         edit(
             _ADDS,
             "chunk += exchange(",
@@ -230,26 +282,29 @@ ALL_GATHER_MUTANTS = {
             "= chunk\n",
             "= chunk.clone()\n",
         ),
-        "leave it as it is",
+        "`chunk` has changed: what comes in was copied into the argument; leave it as it is",
     ),
-    "asks the process group": (
+    "asks the process group": Mistake(
         "import torch.distributed as dist\n\n\n"
         + edit(
             ALL_GATHER,
             "    right, left",
             "    rank, world_size = dist.get_rank(), dist.get_world_size()\n    right, left",
         ),
-        "use the arguments rank and world_size",
+        (
+            "right when all ranks take part, but not when some do: use the arguments rank and world_size, not "
+            "what dist.get_rank() and dist.get_world_size() say"
+        ),
     ),
-    "sends what has not come yet": (
+    "sends what has not come yet": Mistake(
         edit(
             ALL_GATHER,
             "passing = exchange(passing",
             "passing = exchange(chunks[(rank - 1 - step) % world_size]",
         ),
-        "still empty",
+        "that place of the list is still empty: send your own chunk first, then what came in last",
     ),
-    "keeps the list of an earlier call": (
+    "keeps the list of an earlier call": Mistake(
         """\
 def ring_all_gather(chunk, rank, world_size, exchange, arrived=[]):
     arrived.append(chunk)
@@ -257,35 +312,65 @@ def ring_all_gather(chunk, rank, world_size, exchange, arrived=[]):
         arrived.append(exchange(arrived[-1], (rank + 1) % world_size, (rank - 1) % world_size))
     return [arrived[(rank - other) % world_size] for other in range(world_size)]
 """,
-        "keep nothing from an earlier call",
+        (
+            "right the first time, but a second call still holds the first one's chunks: keep nothing from an "
+            "earlier call (a default argument is made once)"
+        ),
     ),
-    "joined together": (
+    "joined together": Mistake(
         "import torch\n\n\n" + edit(ALL_GATHER, "return chunks", "return torch.cat(chunks)"),
-        "not the chunks joined together",
+        "the chunks are joined into one tensor: return a list with one tensor per rank",
     ),
-    "shifted by one": (edit(ALL_GATHER, "return chunks", "return chunks[1:] + chunks[:1]"), "in the wrong places"),
-    "adds": (edit(ALL_GATHER, "= passing\n    return", "= passing + chunk\n    return"), "adds nothing"),
-    "sends the own chunk every round": (
+    "shifted by one": Mistake(
+        edit(ALL_GATHER, "return chunks", "return chunks[1:] + chunks[:1]"),
+        ("all chunks are there, but one place away from where they belong: the chunk of rank r belongs in place r"),
+    ),
+    "adds": Mistake(
+        edit(ALL_GATHER, "= passing\n    return", "= passing + chunk\n    return"),
+        "your own chunk was added to one that came in, but an all-gather adds nothing",
+    ),
+    "sends the own chunk every round": Mistake(
         edit(ALL_GATHER, "passing = exchange(passing", "passing = exchange(chunk"),
-        "each round sent your own chunk again",
+        "each round sent your own chunk again: pass on what came in the round before",
     ),
-    "order of arrival": (
+    "order of arrival": Mistake(
         edit(ALL_GATHER, "chunks[rank] =", "chunks[0] =", "(rank - 1 - step) % world_size", "step + 1"),
-        "in order of arrival",
+        (
+            "all chunks are there, but in order of arrival, your own first: put them in rank order, the chunk of "
+            "rank r in place r"
+        ),
     ),
-    "off by one place": (edit(ALL_GATHER, "rank - 1 - step", "rank - step"), "off by one place"),
-    "one round too few": (edit(ALL_GATHER, "range(world_size - 1)", "range(world_size - 2)"), "one round too few"),
-    "one round too many": (edit(ALL_GATHER, "range(world_size - 1)", "range(world_size)"), "one round too many"),
-    "the same tensor in every place": (
+    "off by one place": Mistake(
+        edit(ALL_GATHER, "rank - 1 - step", "rank - step"),
+        (
+            "off by one place: what comes in first is the left neighbour's chunk, rank-1, and it was stored as "
+            "another rank's"
+        ),
+    ),
+    "one round too few": Mistake(
+        edit(ALL_GATHER, "range(world_size - 1)", "range(world_size - 2)"),
+        "one round too few: a ring of N ranks needs N-1 rounds, so that every chunk has come by",
+    ),
+    "one round too many": Mistake(
+        edit(ALL_GATHER, "range(world_size - 1)", "range(world_size)"),
+        "one round too many: after N-1 rounds every chunk is there, and another one only brings back your own",
+    ),
+    "the same tensor in every place": Mistake(
         edit(ALL_GATHER, "return chunks", "return [passing] * world_size"),
-        "the same chunk",
+        "the same chunk is in every place of the list: keep each one that comes in",
     ),
-    "forgets its own": (
+    "forgets its own": Mistake(
         edit(ALL_GATHER, "return chunks", "return chunks[:rank] + chunks[rank + 1 :]"),
-        "your own included",
+        "the list needs one chunk per rank, your own included",
     ),
-    "wrong neighbour": (edit(ALL_GATHER, "source=left", "source=right"), "neighbours are mixed up"),
-    "straight to everyone, no ring": (
+    "wrong neighbour": Mistake(
+        edit(ALL_GATHER, "source=left", "source=right"),
+        (
+            "the neighbours are mixed up: if rank r sends to rank s, then rank s must receive from r; send to the"
+            " right, receive from the left"
+        ),
+    ),
+    "straight to everyone, no ring": Mistake(
         """\
 def ring_all_gather(chunk, rank, world_size, exchange):
     chunks = [chunk] * world_size
@@ -294,9 +379,12 @@ def ring_all_gather(chunk, rank, world_size, exchange):
         chunks[source] = exchange(chunk, (rank + d) % world_size, source)
     return chunks
 """,
-        "talks to",
+        (
+            "in a ring a rank talks to its two neighbours only; you send to every rank, which on a cluster "
+            "crosses every link"
+        ),
     ),
-    "sends everything in every round": (
+    "sends everything in every round": Mistake(
         """\
 import torch
 
@@ -309,9 +397,9 @@ def ring_all_gather(chunk, rank, world_size, exchange):
         full = torch.maximum(full, received)
     return list(full)
 """,
-        "extra traffic",
+        "extra traffic: one round moves one chunk, not all of them",
     ),
-    "a collective instead": (
+    "a collective instead": Mistake(
         """\
 import torch
 import torch.distributed as dist
@@ -322,7 +410,7 @@ def ring_all_gather(chunk, rank, world_size, exchange):
     dist.all_gather(chunks, chunk)
     return chunks
 """,
-        "a collective did the work",
+        "a collective did the work that the ring is meant to do: use exchange() only",
     ),
 }
 
@@ -331,7 +419,7 @@ RIGHT = {
     "01.2": (ALL_GATHER_LEFTWARDS, ALL_GATHER_INTO_ONE, ALL_GATHER_BY_OWNER),
 }
 
-WRONG = {
-    "01.1": REDUCE_SCATTER_MUTANTS,
-    "01.2": ALL_GATHER_MUTANTS,
+MISTAKES = {
+    "01.1": REDUCE_SCATTER_MISTAKES,
+    "01.2": ALL_GATHER_MISTAKES,
 }

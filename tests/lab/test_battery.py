@@ -1,0 +1,66 @@
+"""What a battery sees without being told to look, in an exercise that says nothing about it."""
+
+from __future__ import annotations
+
+import pytest
+
+from zerolab.lab.exercises import judge
+from zerolab.lab.exercises.catalogue import EXERCISES
+from zerolab.lab.exercises.differences import KINDS
+from zerolab.lab.exercises.mistakes import edit, mistakes_of, nearest, signatures_of
+
+REFERENCE = EXERCISES["01.2"].reference
+BEGIN = "    right, left"
+
+SEEN = {
+    "random": (f"    torch.rand(1)\n{BEGIN}", "the random state has changed"),
+    "grad mode": (f"    torch.set_grad_enabled(False)\n{BEGIN}", "torch.is_grad_enabled() is False, expected True"),
+    "default dtype": (
+        f"    torch.set_default_dtype(torch.float64)\n{BEGIN}",
+        "torch.get_default_dtype() is torch.float64",
+    ),
+    "input": (f"    chunk, mine = chunk.clone(), chunk\n    mine[0] = 7\n{BEGIN}", "`chunk`: 1 of 4 are wrong"),
+}
+RETURNED = {
+    "dtype": ("[one.double() for one in chunks]", "the result[0] is torch.float64, not torch.float32"),
+    "gradient": ("[one.requires_grad_() for one in chunks]", "the result[0] requires a gradient"),
+    "parameter": ("[torch.nn.Parameter(one, False) for one in chunks]", "the result[0] is a Parameter, not a Tensor"),
+    "shape": ("[one[None] for one in chunks]", "the result[0] has the shape (1, 4), not (4,)"),
+    "type": ("[one.tolist() for one in chunks]", "the result[0] is a list, not a Tensor"),
+    "length": ("chunks + chunks", "the result has 2 items, not 1"),
+    "nothing": ("None", "the result is None"),
+    "fresh": ("[torch.empty_like(one) for one in chunks]", "the result[0]: all 4 elements are wrong"),
+    "bytes": ("(exchange(chunk, rank, rank), chunks)[1]", "this rank sent 16 bytes, and 0 are enough"),
+}
+
+
+@pytest.mark.parametrize("name", SEEN)
+def test_what_is_left_behind_is_seen(name: str) -> None:
+    line, seen = SEEN[name]
+    verdict = judge.try_answer("01.2", "import torch\n" + edit(REFERENCE, BEGIN, line))
+    assert not verdict.passed and seen in verdict.seen, verdict.text
+    assert judge.try_answer("01.2", REFERENCE).passed  # nothing of it is left on the ranks
+
+
+@pytest.mark.parametrize("kind", RETURNED)
+def test_each_kind_of_difference_is_seen_and_has_its_sentence(kind: str) -> None:
+    returned, seen = RETURNED[kind]
+    verdict = judge.try_answer("01.2", "import torch\n" + edit(REFERENCE, "return chunks", f"return {returned}"))
+    assert not verdict.passed and seen in verdict.seen, verdict.text
+    known = {mistake.says for mistake in mistakes_of("01.2").values()}
+    assert verdict.likely in {KINDS[kind], *known}
+
+
+def test_a_rank_that_is_wrong_alone_is_named_and_the_others_are_right() -> None:
+    source = edit(REFERENCE, "return chunks", "return [c + (rank == 1) for c in chunks]")
+    verdict = judge.try_answer("01.2", source)
+    assert "N=1 ok · N=2 wrong" in verdict.text and "rank 1, the result[0]: all 4 elements are wrong" in verdict.text
+    assert "(rank 0 is right)" in verdict.text
+
+
+@pytest.mark.parametrize("id", [id for id, asked in EXERCISES.items() if asked.battery])
+def test_every_mistake_has_its_signature_and_no_other_has(id: str) -> None:
+    known, kept = mistakes_of(id), signatures_of(id)
+    assert known.keys() == kept.keys(), f"run python -m zerolab.lab.exercises.signatures {id[:2]}"
+    for name, marks in kept.items():
+        assert (told := nearest(id, marks)) and told.says == known[name].says, name

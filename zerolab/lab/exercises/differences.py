@@ -1,0 +1,291 @@
+"""What differs between two tapes, that of the reference and that of an answer: in words, and as marks.
+
+The first difference is what a learner reads. All of them together, as marks, tell which mistake an answer is like:
+marks speak of ranks as "mine", "one to the left", so that the same mistake leaves the same marks on every rank.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from zerolab.lab.exercises.observing import Container, Event, Plain, Play, Seen, TensorSeen
+
+# By dtype: how far sums in another order may lie apart, relative to the value.
+TOLERANCE = {torch.float64: 1e-12, torch.float32: 1e-6, torch.bfloat16: 1e-2, torch.float16: 2e-3}
+# What to look at when an answer is like no known mistake.
+KINDS = {
+    "nothing": "the function returns nothing: `return` is missing",
+    "empty": "nothing was put in this place: follow by hand which place is filled when",
+    "type": "the result is another kind of thing than the docstring says",
+    "shape": "compare the shape with the one in the docstring",
+    "length": "compare the number of items with what the docstring says",
+    "dtype": "the dtype must be that of the inputs, unless the text says otherwise",
+    "device": "what is made anew belongs on the device of the inputs: torch.zeros(..., device=...)",
+    "gradient": "autograd was recording, or was not: look for detach(), torch.no_grad() and nn.Parameter",
+    "parameter": "a plain tensor and an nn.Parameter are not the same thing: see the docstring",
+    "fresh": "this memory was never written to: torch.empty() leaves whatever was there",
+    "parts": "see whose parts are in it and whose should be: that tells where the wrong one came in",
+    "values": "follow one element by hand through the smallest case that fails, on this rank",
+    "fact": "the text asks for this: read it again with this case in mind",
+    "bytes": "count what the reference sends, call by call: something is sent that nobody needs",
+    "calls": "the exercise says which functions may send something: use those",
+    "waiting": "a collective with async_op=True is not over when it returns: keep what it returns, and wait()",
+    "meddling": "between the start of a collective and its wait, its tensors belong to it: change them before or after",
+    "state": "the answer leaves something behind that was not there before: put it back, or do not touch it",
+    "bound": "this is more than the exercise needs: see the text",
+}
+
+
+Part = tuple[str, int | None, list[float]]  # a base's name and number, and how often each rank's part of it is there
+
+
+@dataclass(frozen=True)
+class Difference:
+    kind: str  # of KINDS
+    where: str  # the event and what was looked at, as in a mark
+    seen: str  # in words
+    detail: str = ""  # relative to the rank, and the same on all
+
+    @property
+    def marks(self) -> list[str]:
+        """From coarse to fine: two answers that share the fine one share the coarse ones."""
+        coarse = [f"{self.kind}", f"{self.where} {self.kind}"]
+        return [*coarse, f"{self.where} {self.kind} {self.detail}"] if self.detail else coarse
+
+
+def compared(reference: Play, answer: Play) -> Iterator[Difference]:
+    """The differences in the order in which they came about."""
+    for right, ours in zip(reference.tape, answer.tape, strict=False):
+        yield from _values(right, ours, answer)
+        yield from _sending(right, ours, answer)
+        for name, most in right.bounds.items():
+            if (found := ours.bounds.get(name, math.inf)) > most:
+                yield Difference("bound", f"{right.name} {name}", f"{name}: {found:,.15g}, at most {most:,.15g}")
+
+
+def clues(reference: Play, answer: Play) -> list[str]:
+    """Marks of what an answer may choose, and may tell one mistake from another."""
+    found = []
+    for right, ours in zip(reference.tape, answer.tape, strict=False):
+        found += [f"{ours.name} {name} {clue}" for name, clue in ours.clues.items() if clue != right.clues.get(name)]
+        if (more := len(ours.traffic) - len(right.traffic)) != 0:
+            found.append(f"{ours.name} calls {more:+}")
+    return found
+
+
+# ---------------------------------------------------------------------- what is there
+
+
+def _values(right: Event, ours: Event, play: Play) -> Iterator[Difference]:
+    for name, want in right.seen.items():
+        where = f"{right.name} {name}"
+        if name in ours.seen:
+            yield from _of(want, ours.seen[name], where, name, play)
+
+
+def _of(want: Seen, got: Seen, where: str, name: str, play: Play) -> Iterator[Difference]:
+    if isinstance(want, TensorSeen) and isinstance(got, TensorSeen):
+        yield from _of_tensors(want, got, where, name, play)
+    elif isinstance(want, Container) and isinstance(got, Container) and want.kind == got.kind:
+        if len(want.items) != len(got.items):
+            seen = f"{name} has {_counted(len(got.items), 'item')}, not {len(want.items)}"
+            yield Difference("length", where, seen, f"{len(got.items) - len(want.items):+}")
+        elif want.items.keys() != got.items.keys():
+            key = next(key for key in want.items if key not in got.items)
+            yield Difference("length", where, f"{name} has no {key!r}", repr(key))
+        for key in want.items:
+            if key in got.items:
+                place = f"{name}[{key!r}]"
+                relative = (key - play.rank) % play.size if isinstance(key, int) else key
+                yield from _of(want.items[key], got.items[key], f"{where} [{relative}]", place, play)
+    elif isinstance(want, Plain) and isinstance(got, Plain) and want.kind == got.kind:
+        close = want.value == got.value
+        if isinstance(want.value, float) and isinstance(got.value, float):
+            close = math.isclose(want.value, got.value, rel_tol=1e-6) or (want.value != want.value != got.value)
+        if not close:
+            if "random state" in name:
+                yield Difference("state", where, f"{name} has changed")
+            elif want.kind == "bool" and not name.startswith("torch."):
+                yield Difference("fact", where, f"not so: {name}" if want.value else f"it should not be so: {name}")
+            else:
+                kind = "state" if name.startswith("torch.") else "values"
+                said = f"{name} is {got.value!r}, expected {want.value!r}"
+                yield Difference(kind, where, said, repr(got.value))
+    else:
+        nothing = isinstance(got, Plain) and got.kind == "NoneType"
+        seen = f"{name} is a {got.kind}, not a {want.kind}" if not nothing else f"{name} is None"
+        kind = "type" if not nothing else "nothing" if name == "the result" else "empty"
+        yield Difference(kind, where, seen, got.kind)
+
+
+def _of_tensors(want: TensorSeen, got: TensorSeen, where: str, name: str, play: Play) -> Iterator[Difference]:
+    if want.kind != got.kind:
+        yield Difference("parameter", where, f"{name} is a {got.kind}, not a {want.kind}", got.kind)
+    if want.shape != got.shape:
+        yield Difference("shape", where, f"{name} has the shape {got.shape}, not {want.shape}", _shape(want, got))
+    if want.dtype != got.dtype:
+        yield Difference("dtype", where, f"{name} is {got.dtype}, not {want.dtype}", str(got.dtype))
+    if want.device != got.device:
+        yield Difference("device", where, f"{name} is on the device {got.device!r}, not {want.device!r}")
+    if want.requires_grad != got.requires_grad:
+        does = "requires a gradient" if got.requires_grad else "requires no gradient"
+        yield Difference("gradient", where, f"{name} {does}", does)
+    if want.data is None or got.data is None or want.shape != got.shape:
+        return
+    tolerance = max(TOLERANCE.get(dtype, 0.0) for dtype in (want.dtype, got.dtype))
+    a, b = got.data.double(), want.data.double()
+    wrong = ~torch.isclose(a, b, rtol=tolerance, atol=0.0, equal_nan=True)
+    if wrong.any():
+        fresh = bool(got.data.isnan().any())
+        how, detail = _made_of(a, b, play)
+        seen = f"{name}: {_which(wrong, got, want)}{how}"
+        yield Difference("fresh" if fresh else "parts" if " of " in detail else "values", where, seen, detail)
+
+
+def _shape(want: TensorSeen, got: TensorSeen) -> str:
+    numels = math.prod(got.shape), math.prod(want.shape)
+    return "as many elements" if numels[0] == numels[1] else "more" if numels[0] > numels[1] else "fewer"
+
+
+def _which(wrong: Tensor, got: TensorSeen, want: TensorSeen) -> str:
+    assert got.data is not None and want.data is not None
+    many, of = int(wrong.sum()), wrong.numel()
+    digits = ".17g" if got.dtype == torch.float64 else "g"
+    at = tuple(torch.nonzero(wrong)[0].tolist())
+    place = f", the first at [{', '.join(map(str, at))}]" if at else ""
+    all_of = (
+        "its only element is" if of == 1 else f"all {of:,} elements are" if many == of else f"{many:,} of {of:,} are"
+    )
+    return f"{all_of} wrong{place}: {got.data[at]:{digits}}, expected {want.data[at]:{digits}}"
+
+
+# ---------------------------------------------------------------------- what values are made of
+
+
+def _made_of(got: Tensor, want: Tensor, play: Play) -> tuple[str, str]:
+    """What the values say about how they came about: in words, and relative to the rank."""
+    if got.isnan().any():
+        return "", "NaN" if got.isnan().all() else "some NaN"
+    if not got.any():
+        return "", "zero"
+    if got.isinf().any():
+        return "", "infinite"
+    if (parts := _parts(got, play)) is not None:
+        mine, size, marks = play.rank, play.size, []
+        for _, number, shares in parts:
+            relative = [f"{k:g} of {(r - mine) % size}" for r, k in enumerate(shares) if k]
+            marks.append(f"{'' if number is None else (number - mine) % size}: {', '.join(sorted(relative))}")
+        wanted = f", not {_in_words(right)}" if (right := _parts(want, play)) else ""
+        return f"; that is {_in_words(parts)}{wanted}", " + ".join(sorted(marks))
+    if (k := _factor(got, want)) is not None:
+        return f"; that is {k:.4g} times what is expected", f"times {k * play.size:.3g}/N"
+    if torch.equal(got.flatten().sort().values, want.flatten().sort().values):
+        return "; the elements are there, in another order", "another order"
+    return "", ""
+
+
+def _in_words(parts: list[Part]) -> str:
+    """ "rank 0's and twice rank 2's parts of chunk 1"."""
+    words = []
+    for name, _, shares in parts:
+        ranks = [f"{_times(k)}rank {rank}'s" for rank, k in enumerate(shares) if k]
+        words.append(f"{_and(ranks)} part{'s' * (len(ranks) > 1)} of {name}")
+    return _and(words)
+
+
+def contributions(tensor: Tensor, play: Play) -> str:
+    """Which ranks' parts of what `tensor` is the sum of, relative to this rank: for a clue. "" if it is no such sum."""
+    return _made_of(tensor.double(), tensor.double().clone().fill_(math.nan), play)[1]
+
+
+def _factor(got: Tensor, want: Tensor) -> float | None:
+    if not want.all() or want.isnan().any():
+        return None
+    ratio = got / want
+    first = ratio.flatten()[0]
+    return first.item() if torch.allclose(ratio, first.expand_as(ratio), rtol=1e-4, atol=0.0) else None
+
+
+def _parts(got: Tensor, play: Play) -> list[Part] | None:
+    """What `got` is the sum of, or None if it is no such sum."""
+    bases = [(name, *found) for name, found in play.bases.items() if found[1].shape == got.shape]
+    if not bases or got.numel() == 0 or not got.isfinite().all():
+        return None
+    columns = torch.stack([base.flatten().double() for _, _, base in bases], 1)  # (elements, bases)
+    singles = [(i, column) for i, column in enumerate(columns.unbind(1))]
+    for i, column in singles:
+        ratio = got.flatten() / column
+        if torch.allclose(ratio, ratio[0].expand_as(ratio), rtol=1e-6, atol=0.0):
+            shares = _shares(ratio[0].item(), play.size)
+            return None if shares is None else [(bases[i][0], bases[i][1], shares)]
+    if len(bases) >= got.numel():
+        return None
+    solution = torch.linalg.lstsq(columns, got.flatten()[:, None]).solution.flatten()
+    if not torch.allclose(columns @ solution, got.flatten(), rtol=1e-6, atol=0.0):
+        return None
+    found = []
+    for (name, number, _), ratio in zip(bases, solution.tolist(), strict=True):
+        if abs(ratio) < 1e-6:
+            continue
+        if (shares := _shares(ratio, play.size)) is None:
+            return None
+        found.append((name, number, shares))
+    return found
+
+
+def _shares(ratio: float, size: int) -> list[float] | None:
+    """The digits of `ratio` in base 16: how often each rank's part is in it."""
+    for scale in dict.fromkeys((1, size, size**2)):
+        number = round(ratio * scale)
+        if number <= 0 or abs(ratio * scale - number) > 1e-3 + 1e-6 * number:
+            continue
+        digits = [(number >> (4 * rank)) & 15 for rank in range(size)]
+        if number < 16**size and max(digits) <= 4 * scale:  # nobody adds the same thing more than four times
+            return [digit / scale for digit in digits]
+    return None
+
+
+def _times(k: float) -> str:
+    return {1.0: "", 2.0: "twice ", 3.0: "three times ", 4.0: "four times "}.get(k, f"{k:.3g} times ")
+
+
+def _and(words: list[str]) -> str:
+    *others, last = words
+    return f"{', '.join(others)} and {last}" if others else last
+
+
+def _counted(number: int, thing: str) -> str:
+    return f"{number:,} {thing}{'s' * (number != 1)}"
+
+
+# ---------------------------------------------------------------------- what was sent
+
+
+def _sending(right: Event, ours: Event, play: Play) -> Iterator[Difference]:
+    allowed = set(right.uses) if right.uses is not None else None
+    name = ours.name
+    foreign = [call for call in ours.traffic if allowed is not None and call.op not in allowed]
+    if foreign:
+        yield Difference("calls", name, f"in {name}: {foreign[0].in_words} was called", foreign[0].op)
+    if play.group is not None and (stray := [call for call in ours.traffic if call.on_world]):
+        seen = f"in {name}: {stray[0].in_words} of all processes, not of the group"
+        yield Difference("calls", name, seen, "all processes")
+    if lost := [call for call in ours.traffic if not call.waited]:
+        yield Difference("waiting", name, f"in {name}: {lost[0].in_words} was started, and not waited for", lost[0].op)
+    if any(call.touched or call.meddled for call in ours.traffic):
+        call = next(call for call in ours.traffic if call.touched or call.meddled)
+        what = "result" if call.touched else "input"
+        yield Difference("meddling", name, f"in {name}: the {what} of {call.in_words} was changed while it ran", what)
+    if any(call.freed for call in ours.traffic):
+        yield Difference("meddling", name, f"in {name}: memory was given back while a collective used it", "freed")
+    most, sent = sum(call.sent for call in right.traffic) + right.slack, sum(call.sent for call in ours.traffic)
+    if sent > most + 1e-9:
+        calls = f"{_counted(len(ours.traffic), 'call')}, the reference's are {len(right.traffic)}"
+        seen = f"in {name}: this rank sent {sent:,.15g} bytes, and {most:,.15g} are enough ({calls})"
+        more = len(ours.traffic) - len(right.traffic)
+        yield Difference("bytes", name, seen, f"{'more' if more > 0 else 'fewer' if more < 0 else 'as many'} calls")

@@ -1,0 +1,208 @@
+"""What a battery sees of a program: the scenes it goes through, and a tape of all that could be observed.
+
+A scene is an act, a function that puts a program in a situation and calls it. The reference and the answer go through
+the same act; `Play` is what the act gets. What can be observed is on the tape after every event without being asked
+for: what was returned, what was kept, what was sent, what was left running, the random state and torch's modes. An act
+says only what differs between exercises: the situation, and what the text leaves open.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from zerolab.lab.exercises.checks.values import nan_in_fresh_memory
+from zerolab.lab.exercises.exercise import World
+from zerolab.lab.exercises.spy import Traffic
+
+# Which ranks play together, of N. A rank that is in no list stands by.
+GROUPS: dict[str, Callable[[int], list[list[int]]]] = {
+    "all": lambda N: [list(range(N))],
+    "tail": lambda N: [list(range(1, N))],  # numbers that are not those of the processes
+    "strided": lambda N: [list(range(0, N, 2)), list(range(1, N, 2))],  # several at once
+    "alone": lambda N: [[rank] for rank in range(N)],
+}
+OTHERS = {"tail": (2, 3, 4), "strided": (3, 4), "alone": (3,)}  # the numbers of ranks at which they are worth a scene
+
+
+@dataclass(frozen=True)
+class Scene:
+    """One situation. `title`: what is said before a difference in it, "" for the plain case.
+
+    about: what to look at, if the answer differs here and is like no known mistake.
+    """
+
+    title: str
+    act: Callable[[Play], None]
+    about: str = ""
+    sizes: tuple[int, ...] = (1, 2, 3, 4)
+    groups: str = "all"
+    process_groups: bool = False  # whether the act uses `Play.group`
+
+
+def in_groups(act: Callable[[Play], None], about: str, process_groups: bool = False) -> list[Scene]:
+    """The scenes in which some of the ranks play `act` among themselves."""
+    titles = {
+        "tail": "among all ranks but rank 0",
+        "strided": "in two groups, of the even ranks and of the odd ones",
+        "alone": "in groups of a single rank",
+    }
+    return [Scene(titles[name], act, about, sizes, name, process_groups) for name, sizes in OTHERS.items()]
+
+
+# ---------------------------------------------------------------------- what was seen
+
+
+@dataclass
+class TensorSeen:
+    kind: str  # Tensor, Parameter, or the name of another class
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    device: str
+    requires_grad: bool
+    data: Tensor | None  # a copy; None on the meta device
+
+
+@dataclass
+class Container:
+    kind: str  # "list", which a tuple is too, "dict", or an iterator's class
+    items: dict[Any, Seen]
+
+
+@dataclass
+class Plain:
+    """Anything else: equal or not."""
+
+    kind: str
+    value: Any
+
+
+Seen = TensorSeen | Container | Plain
+
+
+def snapshot(value: Any) -> Seen:
+    """What can be seen of `value` now, with copies of its tensors."""
+    if isinstance(value, Tensor):
+        kind = "Parameter" if isinstance(value, nn.Parameter) else type(value).__name__
+        data = None if value.is_meta else value.detach().clone().as_subclass(Tensor)
+        return TensorSeen(kind, tuple(value.shape), value.dtype, str(value.device), value.requires_grad, data)
+    if isinstance(value, (list, tuple)) and not isinstance(value, torch.Size):
+        return Container("list", {i: snapshot(item) for i, item in enumerate(value)})
+    if isinstance(value, dict):
+        return Container("dict", {key: snapshot(item) for key, item in value.items()})
+    if isinstance(value, (bool, int, float, complex, str, bytes, torch.dtype, torch.device, torch.Size, type(None))):
+        return Plain(type(value).__name__, tuple(value) if isinstance(value, torch.Size) else value)
+    return Plain(type(value).__name__, None)
+
+
+@dataclass
+class Event:
+    """One thing that was done, and what was seen after it. `slack`: bytes more than the reference that may be sent."""
+
+    name: str
+    uses: tuple[str, ...] | None
+    slack: float
+    seen: dict[str, Seen] = field(default_factory=dict)  # must be as the reference's
+    bounds: dict[str, float] = field(default_factory=dict)  # must not be more than the reference's
+    clues: dict[str, str] = field(default_factory=dict)  # may differ, and tell mistakes apart
+    traffic: list[Traffic] = field(default_factory=list)
+
+    def see(self, name: str, value: Any) -> None:
+        self.seen[name] = snapshot(value)
+
+
+def _state_of_random() -> str:
+    return hashlib.sha256(torch.random.get_rng_state().numpy().tobytes()).hexdigest()[:8]
+
+
+def _modes() -> dict[str, Any]:
+    return {
+        "torch.is_grad_enabled()": torch.is_grad_enabled(),
+        "torch.is_inference_mode_enabled()": torch.is_inference_mode_enabled(),
+        "torch.get_default_dtype()": torch.get_default_dtype(),
+        "torch.is_autocast_enabled('cpu')": torch.is_autocast_enabled("cpu"),
+    }
+
+
+class Play:
+    """One program in one scene, on one rank. `code`: the module that the cell makes.
+
+    members: the processes that play together; rank, size: this one's number among them, and how many they are.
+    """
+
+    def __init__(self, code: Any, world: World, members: Sequence[int], group: dist.ProcessGroup | None) -> None:
+        self.code, self.world, self.members, self.group = code, world, list(members), group
+        self.rank, self.size = self.members.index(world.rank), len(self.members)
+        self.tape: list[Event] = []
+        self.bases: dict[str, tuple[int | None, Tensor]] = {}  # what values are sums of; a number that ranks count by
+        self._kept: dict[str, Any] = {}
+        self._numbers = torch.Generator().manual_seed(1)
+
+    # ------------------------------------------------------------------ inputs
+
+    def base(self, *shape: int, name: str = "", number: int | None = None, times: float = 12.0) -> Tensor:
+        """Whole numbers, the same on every rank; those of two calls are no multiples of each other.
+
+        12 makes means over 2, 3 and 4 ranks exact. name: what is said when a result is found to be made of it.
+        number: if ranks count by it ("chunk 3"), so that rank r's chunk r and rank s's chunk s are told alike.
+        """
+        made = times * torch.randint(1, 250, shape, generator=self._numbers).float()
+        if name:
+            self.bases[name] = (number, made)
+        return made
+
+    @staticmethod
+    def share(base: Tensor, rank: int) -> Tensor:
+        """What `rank` contributes: `16**rank * base`, so that a sum tells how often each rank's part is in it."""
+        return base * 16.0**rank
+
+    # ------------------------------------------------------------------ events
+
+    def keep(self, name: str, value: Any) -> Any:
+        """Look at `value` after every event from now on: an input that must stay as it is, a state."""
+        self._kept[name] = value
+        return value
+
+    @contextmanager
+    def event(self, name: str, uses: tuple[str, ...] | None = None, slack: float = 0.0) -> Iterator[Event]:
+        """Something is done; afterwards everything is looked at. uses: what may be called of torch.distributed."""
+        event = Event(name, uses, slack)
+        self.tape.append(event)
+        asked = set(self.world.spy.asked)
+        with self.world.record() as calls, nan_in_fresh_memory():
+            event.traffic = calls
+            yield event
+        for kept, value in self._kept.items():
+            event.see(kept, value)
+        event.see("the random state", _state_of_random())
+        for mode, value in _modes().items():
+            event.see(mode, value)
+        event.clues["asked of all processes"] = " ".join(sorted(self.world.spy.asked - asked))
+
+    def call(
+        self, name: str, function: Callable, *args: Any, uses: tuple[str, ...] | None = None, **kwargs: Any
+    ) -> Any:
+        """An event that is one call, and its result, which is looked at and returned."""
+        with self.event(name, uses) as event:
+            result = function(*args, **kwargs)
+            event.see("the result", result)
+        return result
+
+    def see(self, name: str, value: Any) -> None:
+        """Of the event before: `value` must be as with the reference."""
+        self.tape[-1].see(name, value)
+
+    def at_most(self, name: str, value: float) -> None:
+        """Of the event before: `value` must not be more than with the reference."""
+        self.tape[-1].bounds[name] = value
+
+    def clue(self, name: str, value: Any) -> None:
+        """Of the event before: `value` may differ, and tells mistakes apart."""
+        self.tape[-1].clues[name] = str(value)

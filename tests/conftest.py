@@ -124,6 +124,7 @@ class AtOnce:
             self.terminal.line(report.longreprtext)
 
 
+@pytest.hookimpl(trylast=True)  # the terminal's own comes first
 def pytest_configure(config: pytest.Config) -> None:
     if terminal := config.pluginmanager.get_plugin("terminalreporter"):  # a worker of xdist's has none
         config.pluginmanager.register(AtOnce(terminal), "failures at once")

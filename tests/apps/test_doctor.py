@@ -237,7 +237,7 @@ def test_a_class_that_does_not_start_or_does_not_fit(tmp_path, monkeypatch, cloc
     assert seen is None and late.state == "fix" and clock() - begin < 15
     assert "2 ranks in 2 notebooks: 2 of 2 notebooks had no live ranks when time ran out" in late.says
     monkeypatch.setenv("PYTHONHASHSEED", "x")
-    seen, (broken,) = room.hold_class(2, 4, timeout=60.0)
+    seen, (broken,) = room.hold_class(2, 4, timeout=600.0)
     assert seen is None and broken.state == "fix" and "notebook 0 ended while starting: " in broken.says
     assert survivors(tmp_path) == []
 
@@ -256,8 +256,8 @@ def test_a_probe_that_hangs_is_given_up(tmp_path, clock):
     begin = clock()
     file = tmp_path / "lives"
     hang = f"import time\nwhile True: open({str(file)!r}, 'w').write(str(time.time())); time.sleep(0.05)"
-    assert machine._in_a_process([sys.executable, "-c", hang], 1.0) == ("", "no answer within 1 s")
-    assert clock() - begin < 8
+    assert machine._in_a_process([sys.executable, "-c", hang], 5.0) == ("", "no answer within 5 s")
+    assert clock() - begin < 12
     last = file.read_text()
     time.sleep(0.3)
     assert file.read_text() == last

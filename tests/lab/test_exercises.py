@@ -53,6 +53,8 @@ def test_the_catalogue_is_what_the_course_promises() -> None:
         sources = [asked.reference, *right, *(source for source, _ in wrong.values())]
         assert len(set(sources)) == len(sources), f"{asked.id}: the same answer twice"
         assert (asked.check is None) == bool(asked.battery), asked.id
+        if asked.check:
+            assert asked.check.__module__.startswith("zerolab.lab.exercises.checks.lesson" + asked.id[:2])
 
 
 @pytest.mark.parametrize("id", EXERCISES)
@@ -119,7 +121,7 @@ def test_an_unknown_mistake_shows_the_case() -> None:
     source = "import torch\n\ndef ring_all_gather(chunk, rank, N, exchange):\n    return [torch.full((4,), 7.0)] * N\n"
     verdict = judge.try_answer("01.2", source)
     assert verdict.likely == KINDS["values"] and "N=1 wrong" in verdict.text
-    assert "the first at [0]: 7, expected " in verdict.seen
+    assert "the first at [0]: 7, expected 24" in verdict.seen
 
 
 def test_an_answer_that_takes_all_processes_for_its_group_is_told_at_last() -> None:

@@ -10,9 +10,8 @@ import sys
 from types import ModuleType
 
 import torch
-import torch.distributed as dist
 
-from zerolab.lab.exercises.differences import KINDS, clues, compared
+from zerolab.lab.exercises.differences import KINDS, Difference, clues, compared
 from zerolab.lab.exercises.exercise import Exercise, World, Wrong
 from zerolab.lab.exercises.observing import GROUPS, Play, Scene
 
@@ -67,28 +66,25 @@ def play_battery(asked: Exercise, answer: ModuleType, world: World) -> None:
 
 
 def _play_scene(scene: Scene, reference: ModuleType, answer: ModuleType, world: World) -> Differs | None:
-    teams = GROUPS[scene.groups](world.world_size)
-    groups = [dist.new_group(team) if scene.process_groups else None for team in teams]
-    for team, group in zip(teams, groups, strict=True):
-        if world.rank not in team:
-            continue
-        right, ours = (Play(code, world, team, group) for code in (reference, answer))
-        _act(scene, right)
-        try:
-            _act(scene, ours)
-        except BaseException as error:
-            event = ours.tape[-1].name if ours.tape else "the start"
-            said = re.sub(r"[\d\W]+", " ", str(error).split("\n")[0])[:40]
-            raised = [f"{event} raised {type(error).__name__}", f"{event} raised {type(error).__name__} {said}"]
-            error.marks = hashed(scene, raised + _marks(right, ours))  # type: ignore[attr-defined]
-            error.scene = scene.title  # type: ignore[attr-defined]
-            raise
-        if found := list(compared(right, ours)):
-            first = found[0]
-            seen = f"{scene.title}: {first.seen}" if scene.title else first.seen
-            marks = hashed(scene, _marks(right, ours))
-            return Differs(seen, scene.about or KINDS[first.kind], marks, first.kind in ("values", "parts"))
-    return None
+    team = next((team for team in GROUPS[scene.groups](world.world_size) if world.rank in team), None)
+    if team is None:
+        return None
+    right, ours = (Play(code, world, team) for code in (reference, answer))
+    _act(scene, right)
+    try:
+        _act(scene, ours)
+    except BaseException as error:
+        event = ours.tape[-1].name if ours.tape else "the start"
+        said = re.sub(r"[\d\W]+", " ", str(error).split("\n")[0])[:40]
+        raised = [f"{event} raised {type(error).__name__}", f"{event} raised {type(error).__name__} {said}"]
+        error.marks = hashed(scene, raised + _marks(list(compared(right, ours)), right, ours))  # type: ignore[attr-defined]
+        error.scene = scene.title  # type: ignore[attr-defined]
+        raise
+    if not (found := list(compared(right, ours))):
+        return None
+    first, marks = found[0], hashed(scene, _marks(found, right, ours))
+    seen = f"{scene.title}: {first.seen}" if scene.title else first.seen
+    return Differs(seen, scene.about or KINDS[first.kind], marks, first.kind in ("values", "parts"))
 
 
 def _act(scene: Scene, play: Play) -> None:
@@ -102,8 +98,8 @@ def _act(scene: Scene, play: Play) -> None:
         torch.set_default_dtype(dtype)
 
 
-def _marks(right: Play, ours: Play) -> list[str]:
-    return [mark for found in compared(right, ours) for mark in found.marks] + clues(right, ours)
+def _marks(found: list[Difference], right: Play, ours: Play) -> list[str]:
+    return [mark for difference in found for mark in difference.marks] + clues(right, ours)
 
 
 def hashed(scene: Scene, marks: list[str]) -> list[str]:

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from zerolab.lab.exercises.checks.values import counted, factor, in_words, shares_in
 from zerolab.lab.exercises.observing import Container, Event, Plain, Play, Seen, TensorSeen
 
 # By dtype: how far sums in another order may lie apart, relative to the value.
@@ -62,7 +63,7 @@ def compared(reference: Play, answer: Play) -> Iterator[Difference]:
     """The differences in the order in which they came about."""
     for right, ours in zip(reference.tape, answer.tape, strict=False):
         yield from _values(right, ours, answer)
-        yield from _sending(right, ours, answer)
+        yield from _sending(right, ours)
         for name, most in right.bounds.items():
             if (found := ours.bounds.get(name, math.inf)) > most:
                 yield Difference("bound", f"{right.name} {name}", f"{name}: {found:,.15g}, at most {most:,.15g}")
@@ -93,7 +94,7 @@ def _of(want: Seen, got: Seen, where: str, name: str, play: Play) -> Iterator[Di
         yield from _of_tensors(want, got, where, name, play)
     elif isinstance(want, Container) and isinstance(got, Container) and want.kind == got.kind:
         if len(want.items) != len(got.items):
-            seen = f"{name} has {_counted(len(got.items), 'item')}, not {len(want.items)}"
+            seen = f"{name} has {counted(len(got.items), 'item')}, not {len(want.items)}"
             yield Difference("length", where, seen, f"{len(got.items) - len(want.items):+}")
         elif want.items.keys() != got.items.keys():
             key = next(key for key in want.items if key not in got.items)
@@ -176,13 +177,9 @@ def _made_of(got: Tensor, want: Tensor, play: Play) -> tuple[str, str]:
     if got.isinf().any():
         return "", "infinite"
     if (parts := _parts(got, play)) is not None:
-        mine, size, marks = play.rank, play.size, []
-        for _, number, shares in parts:
-            relative = [f"{k:g} of {(r - mine) % size}" for r, k in enumerate(shares) if k]
-            marks.append(f"{'' if number is None else (number - mine) % size}: {', '.join(sorted(relative))}")
         wanted = f", not {_in_words(right)}" if (right := _parts(want, play)) else ""
-        return f"; that is {_in_words(parts)}{wanted}", " + ".join(sorted(marks))
-    if (k := _factor(got, want)) is not None:
+        return f"; that is {_in_words(parts)}{wanted}", _relative(parts, play)
+    if (k := factor(got, want)) is not None:
         return f"; that is {k:.4g} times what is expected", f"times {k * play.size:.3g}/N"
     if torch.equal(got.flatten().sort().values, want.flatten().sort().values):
         return "; the elements are there, in another order", "another order"
@@ -191,24 +188,21 @@ def _made_of(got: Tensor, want: Tensor, play: Play) -> tuple[str, str]:
 
 def _in_words(parts: list[Part]) -> str:
     """ "rank 0's and twice rank 2's parts of chunk 1"."""
-    words = []
-    for name, _, shares in parts:
-        ranks = [f"{_times(k)}rank {rank}'s" for rank, k in enumerate(shares) if k]
-        words.append(f"{_and(ranks)} part{'s' * (len(ranks) > 1)} of {name}")
-    return _and(words)
+    return " and ".join(f"{in_words(shares, 'part')} of {name}" for name, _, shares in parts)
+
+
+def _relative(parts: list[Part], play: Play) -> str:
+    """The same as seen from this rank: alike on all ranks that made the same mistake."""
+    marks = []
+    for _, number, shares in parts:
+        whose = sorted(f"{k:g} of {(rank - play.rank) % play.size}" for rank, k in enumerate(shares) if k)
+        marks.append(f"{'' if number is None else (number - play.rank) % play.size}: {', '.join(whose)}")
+    return " + ".join(sorted(marks))
 
 
 def contributions(tensor: Tensor, play: Play) -> str:
-    """Which ranks' parts of what `tensor` is the sum of, relative to this rank: for a clue. "" if it is no such sum."""
-    return _made_of(tensor.double(), tensor.double().clone().fill_(math.nan), play)[1]
-
-
-def _factor(got: Tensor, want: Tensor) -> float | None:
-    if not want.all() or want.isnan().any():
-        return None
-    ratio = got / want
-    first = ratio.flatten()[0]
-    return first.item() if torch.allclose(ratio, first.expand_as(ratio), rtol=1e-4, atol=0.0) else None
+    """Whose parts of what `tensor` is the sum of, relative to this rank: for a clue. "" if it is no such sum."""
+    return _relative(_parts(tensor.double(), play) or [], play)
 
 
 def _parts(got: Tensor, play: Play) -> list[Part] | None:
@@ -221,7 +215,7 @@ def _parts(got: Tensor, play: Play) -> list[Part] | None:
     for i, column in singles:
         ratio = got.flatten() / column
         if torch.allclose(ratio, ratio[0].expand_as(ratio), rtol=1e-6, atol=0.0):
-            shares = _shares(ratio[0].item(), play.size)
+            shares = shares_in(ratio[0].item(), play.size)
             return None if shares is None else [(bases[i][0], bases[i][1], shares)]
     if len(bases) >= got.numel():
         return None
@@ -232,49 +226,21 @@ def _parts(got: Tensor, play: Play) -> list[Part] | None:
     for (name, number, _), ratio in zip(bases, solution.tolist(), strict=True):
         if abs(ratio) < 1e-6:
             continue
-        if (shares := _shares(ratio, play.size)) is None:
+        if (shares := shares_in(ratio, play.size)) is None:
             return None
         found.append((name, number, shares))
     return found
 
 
-def _shares(ratio: float, size: int) -> list[float] | None:
-    """The digits of `ratio` in base 16: how often each rank's part is in it."""
-    for scale in dict.fromkeys((1, size, size**2)):
-        number = round(ratio * scale)
-        if number <= 0 or abs(ratio * scale - number) > 1e-3 + 1e-6 * number:
-            continue
-        digits = [(number >> (4 * rank)) & 15 for rank in range(size)]
-        if number < 16**size and max(digits) <= 4 * scale:  # nobody adds the same thing more than four times
-            return [digit / scale for digit in digits]
-    return None
-
-
-def _times(k: float) -> str:
-    return {1.0: "", 2.0: "twice ", 3.0: "three times ", 4.0: "four times "}.get(k, f"{k:.3g} times ")
-
-
-def _and(words: list[str]) -> str:
-    *others, last = words
-    return f"{', '.join(others)} and {last}" if others else last
-
-
-def _counted(number: int, thing: str) -> str:
-    return f"{number:,} {thing}{'s' * (number != 1)}"
-
-
 # ---------------------------------------------------------------------- what was sent
 
 
-def _sending(right: Event, ours: Event, play: Play) -> Iterator[Difference]:
+def _sending(right: Event, ours: Event) -> Iterator[Difference]:
     allowed = set(right.uses) if right.uses is not None else None
     name = ours.name
     foreign = [call for call in ours.traffic if allowed is not None and call.op not in allowed]
     if foreign:
         yield Difference("calls", name, f"in {name}: {foreign[0].in_words} was called", foreign[0].op)
-    if play.group is not None and (stray := [call for call in ours.traffic if call.on_world]):
-        seen = f"in {name}: {stray[0].in_words} of all processes, not of the group"
-        yield Difference("calls", name, seen, "all processes")
     if lost := [call for call in ours.traffic if not call.waited]:
         yield Difference("waiting", name, f"in {name}: {lost[0].in_words} was started, and not waited for", lost[0].op)
     if any(call.touched or call.meddled for call in ours.traffic):
@@ -283,9 +249,9 @@ def _sending(right: Event, ours: Event, play: Play) -> Iterator[Difference]:
         yield Difference("meddling", name, f"in {name}: the {what} of {call.in_words} was changed while it ran", what)
     if any(call.freed for call in ours.traffic):
         yield Difference("meddling", name, f"in {name}: memory was given back while a collective used it", "freed")
-    most, sent = sum(call.sent for call in right.traffic) + right.slack, sum(call.sent for call in ours.traffic)
+    most, sent = sum(call.sent for call in right.traffic), sum(call.sent for call in ours.traffic)
     if sent > most + 1e-9:
-        calls = f"{_counted(len(ours.traffic), 'call')}, the reference's are {len(right.traffic)}"
+        calls = f"{counted(len(ours.traffic), 'call')}, the reference's are {len(right.traffic)}"
         seen = f"in {name}: this rank sent {sent:,.15g} bytes, and {most:,.15g} are enough ({calls})"
         more = len(ours.traffic) - len(right.traffic)
         yield Difference("bytes", name, seen, f"{'more' if more > 0 else 'fewer' if more < 0 else 'as many'} calls")

@@ -15,7 +15,6 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 
 from zerolab.lab.exercises.checks.values import nan_in_fresh_memory
@@ -44,17 +43,16 @@ class Scene:
     about: str = ""
     sizes: tuple[int, ...] = (1, 2, 3, 4)
     groups: str = "all"
-    process_groups: bool = False  # whether the act uses `Play.group`
 
 
-def in_groups(act: Callable[[Play], None], about: str, process_groups: bool = False) -> list[Scene]:
+def in_groups(act: Callable[[Play], None], about: str) -> list[Scene]:
     """The scenes in which some of the ranks play `act` among themselves."""
     titles = {
         "tail": "among all ranks but rank 0",
         "strided": "in two groups, of the even ranks and of the odd ones",
         "alone": "in groups of a single rank",
     }
-    return [Scene(titles[name], act, about, sizes, name, process_groups) for name, sizes in OTHERS.items()]
+    return [Scene(titles[name], act, about, sizes, name) for name, sizes in OTHERS.items()]
 
 
 # ---------------------------------------------------------------------- what was seen
@@ -104,11 +102,10 @@ def snapshot(value: Any) -> Seen:
 
 @dataclass
 class Event:
-    """One thing that was done, and what was seen after it. `slack`: bytes more than the reference that may be sent."""
+    """One thing that was done, and what was seen after it."""
 
     name: str
     uses: tuple[str, ...] | None
-    slack: float
     seen: dict[str, Seen] = field(default_factory=dict)  # must be as the reference's
     bounds: dict[str, float] = field(default_factory=dict)  # must not be more than the reference's
     clues: dict[str, str] = field(default_factory=dict)  # may differ, and tell mistakes apart
@@ -137,8 +134,8 @@ class Play:
     members: the processes that play together; rank, size: this one's number among them, and how many they are.
     """
 
-    def __init__(self, code: Any, world: World, members: Sequence[int], group: dist.ProcessGroup | None) -> None:
-        self.code, self.world, self.members, self.group = code, world, list(members), group
+    def __init__(self, code: Any, world: World, members: Sequence[int]) -> None:
+        self.code, self.world, self.members = code, world, list(members)
         self.rank, self.size = self.members.index(world.rank), len(self.members)
         self.tape: list[Event] = []
         self.bases: dict[str, tuple[int | None, Tensor]] = {}  # what values are sums of; a number that ranks count by
@@ -147,13 +144,13 @@ class Play:
 
     # ------------------------------------------------------------------ inputs
 
-    def base(self, *shape: int, name: str = "", number: int | None = None, times: float = 12.0) -> Tensor:
+    def base(self, *shape: int, name: str = "", number: int | None = None) -> Tensor:
         """Whole numbers, the same on every rank; those of two calls are no multiples of each other.
 
         12 makes means over 2, 3 and 4 ranks exact. name: what is said when a result is found to be made of it.
         number: if ranks count by it ("chunk 3"), so that rank r's chunk r and rank s's chunk s are told alike.
         """
-        made = times * torch.randint(1, 250, shape, generator=self._numbers).float()
+        made = 12.0 * torch.randint(1, 250, shape, generator=self._numbers).float()
         if name:
             self.bases[name] = (number, made)
         return made
@@ -171,9 +168,9 @@ class Play:
         return value
 
     @contextmanager
-    def event(self, name: str, uses: tuple[str, ...] | None = None, slack: float = 0.0) -> Iterator[Event]:
+    def event(self, name: str, uses: tuple[str, ...] | None = None) -> Iterator[Event]:
         """Something is done; afterwards everything is looked at. uses: what may be called of torch.distributed."""
-        event = Event(name, uses, slack)
+        event = Event(name, uses)
         self.tape.append(event)
         asked = set(self.world.spy.asked)
         with self.world.record() as calls, nan_in_fresh_memory():

@@ -50,7 +50,12 @@ def factor(got: Tensor, want: Tensor) -> float | None:
 def contributions(got: Tensor, base: Tensor, world_size: int) -> list[float] | None:
     """How often each rank's contribution is in `got`: [1, 1, 0] is the sum of the first two. None if it is no sum."""
     ratio = factor(got, base)
-    if ratio is None or ratio < 0:
+    return None if ratio is None else shares_in(ratio, world_size)
+
+
+def shares_in(ratio: float, world_size: int) -> list[float] | None:
+    """The digits of `ratio` in base 16: how often each rank's contribution is in it, or None if that cannot be."""
+    if ratio < 0:
         return None
     for scale in dict.fromkeys((1, world_size, world_size**2, world_size**3)):
         number = round(ratio * scale)
@@ -62,14 +67,14 @@ def contributions(got: Tensor, base: Tensor, world_size: int) -> list[float] | N
     return None
 
 
-def in_words(shares: list[float]) -> str:
+def in_words(shares: list[float], thing: str = "contribution") -> str:
     """[1, 0, 2] -> "rank 0's and twice rank 2's contributions"."""
     times = {1.0: "", 2.0: "twice ", 3.0: "three times ", 4.0: "four times "}
     said = [f"{times.get(k, f'{k:.3g} times ')}rank {rank}'s" for rank, k in enumerate(shares) if k]
     if not said:
-        return "nobody's contribution"
+        return f"nobody's {thing}"
     *others, last = said
-    return f"{', '.join(others)} and {last} contributions" if others else f"{last} contribution"
+    return f"{', '.join(others)} and {last} {thing}s" if others else f"{last} {thing}"
 
 
 def counted(number: int, thing: str) -> str:

@@ -269,7 +269,7 @@ lab.reveal("18.3")
 # **A stored run.** A command measures each setting, DeepSpeed's where it is installed ([how](../docs/performance.md)), in
 # about five minutes:
 #
-#     python -m zerolab.lab.production
+#     python -m zerolab.lab.lessons.lesson18.production
 #
 # It printed these rows with DeepSpeed 0.19.8 and torch 2.13.0, on the CPU with gloo. The model is that of this lesson with
 # twice the batch, and buckets have a million elements. In every row, each of the five losses was within 0.000001 of our DDP's:

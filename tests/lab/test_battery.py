@@ -57,6 +57,45 @@ def test_a_rank_that_is_wrong_alone_is_named_and_the_others_are_right() -> None:
     assert "(rank 0 is right)" in verdict.text
 
 
+AVERAGE = EXERCISES["03.1"].reference
+REDUCES = "dist.all_reduce(param.grad)"
+
+
+def test_what_was_not_waited_for_is_told_before_what_came_of_it() -> None:
+    source = edit(AVERAGE, REDUCES, "param.grad = param.grad * 3; dist.all_reduce(param.grad, async_op=True)")
+    verdict = judge.try_answer("03.1", source, told=False)
+    assert "gradient 0: all 5 elements are wrong" in verdict.seen
+    assert verdict.likely == KINDS["waiting"]
+
+
+def test_an_error_after_a_difference_is_a_consequence() -> None:
+    source = edit(EXERCISES["03.2"].reference, "view.copy_(param.grad)", "self.flat = None")
+    verdict = judge.try_answer("03.2", source, told=False)
+    assert verdict.kind == "wrong" and "not so: self.flat is a tensor of one dimension" in verdict.seen
+
+
+def test_an_error_is_told_with_its_scene_its_event_and_its_line() -> None:
+    source = edit(AVERAGE, "if param.grad is not None:", "if True:")
+    verdict = judge.try_answer("03.1", source, told=False)
+    assert "with parameters that were not used, in average() with 1 unused: " in verdict.seen
+    assert f"· line 9: {REDUCES}" in verdict.seen
+    assert verdict.likely == "a parameter that no rank used has no gradient, and must have none afterwards; the " + (
+        "others have, so go on"
+    )
+
+
+def test_where_the_text_leaves_a_difference_open_it_is_a_note() -> None:
+    bucket = edit(EXERCISES["03.2"].reference, ", dtype=params[0].dtype", "")
+    verdict = judge.try_answer("03.2", bucket)
+    assert verdict.passed and "note     for float32 only" in verdict.text
+
+
+def test_the_engine_of_an_answer_keeps_no_memory_that_the_references_does_not() -> None:
+    source = edit(EXERCISES["05.1"].reference, "import zerolab\n", "import torch\nimport zerolab\n")
+    verdict = judge.try_answer("05.1", source.rstrip() + "\n        self.kept = torch.zeros(99)\n", told=False)
+    assert "bytes that the engine, its units and the file keep" in verdict.seen
+
+
 @pytest.mark.parametrize("id", [id for id, asked in EXERCISES.items() if asked.battery])
 def test_every_mistake_has_its_signature_and_no_other_has(id: str) -> None:
     known, kept = mistakes_of(id), signatures_of(id)

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from zerolab.lab import crash
+from zerolab.lab.lessons.lesson11 import crash
 
 pytestmark = pytest.mark.slow
 

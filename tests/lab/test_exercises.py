@@ -52,9 +52,6 @@ def test_the_catalogue_is_what_the_course_promises() -> None:
         assert len(right) >= 2 and len(wrong) >= 5 and len(asked.hints) >= 3, asked.id
         sources = [asked.reference, *right, *(source for source, _ in wrong.values())]
         assert len(set(sources)) == len(sources), f"{asked.id}: the same answer twice"
-        assert (asked.check is None) == bool(asked.battery), asked.id
-        if asked.check:
-            assert asked.check.__module__.startswith("zerolab.lab.exercises.checks.lesson" + asked.id[:2])
 
 
 @pytest.mark.parametrize("id", EXERCISES)
@@ -124,10 +121,10 @@ def test_an_unknown_mistake_shows_the_case() -> None:
     assert "the first at [0]: 7, expected 24" in verdict.seen
 
 
-def test_an_answer_that_takes_all_processes_for_its_group_is_told_at_last() -> None:
+def test_an_answer_that_takes_all_processes_for_its_group_is_told_so() -> None:
     source = EXERCISES["04.2"].reference.replace("self.rank", "dist.get_rank()")
     verdict = judge.try_answer("04.2", f"import torch.distributed as dist\n{source}")
-    assert "N=3 ok · N=4 wrong" in verdict.text and "training in two groups of two ranks" in verdict.seen
+    assert "N=1 ok · N=2 wrong" in verdict.text and "among all ranks but rank 0" in verdict.seen
     assert verdict.likely.startswith("all processes are counted by dist.get_rank(), and only some of them")
     assert "note" not in judge.try_answer("04.2", EXERCISES["04.2"].reference).text
 

@@ -6,8 +6,8 @@ import pytest
 import torch
 
 import zerolab
-from zerolab.lab.arena import GRAIN, Arena, OutOfMemory, replay
-from zerolab.lab.host import HostLink
+from zerolab.lab.lessons.lesson10.arena import GRAIN, Arena, OutOfMemory, replay
+from zerolab.lab.lessons.lesson10.host import HostLink
 from zerolab.measure import timeline
 from zerolab.tasks.models import GPT, Block
 

@@ -17,8 +17,8 @@ from jobs_common import worlds
 from PIL import Image, ImageChops
 
 import zerolab
-from zerolab.lab.arena import replay
-from zerolab.lab.pipeline import Paced, Pipeline
+from zerolab.lab.lessons.lesson10.arena import replay
+from zerolab.lab.lessons.lesson15.pipeline import Paced, Pipeline
 from zerolab.lab.ranks.network import linked
 from zerolab.measure import CATEGORIES, holdings, ledger, timeline, trace
 from zerolab.measure.paper import BF16

@@ -1,4 +1,4 @@
-"""`python -m zerolab.lab.production`: what its rows count is what the formulas say."""
+"""`python -m zerolab.lab.lessons.lesson18.production`: what its rows count is what the formulas say."""
 
 from __future__ import annotations
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from zerolab.lab.recorded import Recorded, holds_memory
+from zerolab.lab.lessons.lesson09.recorded import Recorded, holds_memory
 
 pytestmark = pytest.mark.slow
 

@@ -15,6 +15,7 @@ from zerolab.lab.exercises.catalogue import EXERCISES
 from zerolab.lab.exercises.exercise import Exercise
 
 from . import RIGHT, WRONG
+from .matrix import is_named
 
 
 def rows(asked: Exercise) -> list[tuple[str, bool, judge.Verdict]]:
@@ -28,7 +29,9 @@ def rows(asked: Exercise) -> list[tuple[str, bool, judge.Verdict]]:
     found.append(("the stub", verdict.kind == "todo", verdict))
     for name, (source, part) in WRONG[asked.id].items():
         verdict = judge.try_answer(asked.id, source)
-        found.append((name, not verdict.passed and verdict.kind != "todo" and part in verdict.text, verdict))
+        found.append(
+            (name, not verdict.passed and verdict.kind != "todo" and is_named(verdict, asked.id, part), verdict)
+        )
     return found
 
 

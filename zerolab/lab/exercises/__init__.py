@@ -1,24 +1,33 @@
 """The exercises.
 
-    learner        %%exercise, check, hint, mine: what a learner calls
-    predictions    predict, reveal, skip
-    store          the folder with answers and progress
-    judge          runs a check on ranks of its own and words the verdict
-    battery        plays an exercise's scenes with the course's answer and the learner's, side by side
-    observing      what a scene is, and what is seen of a program in it
-    differences    the differences of two programs that went through the same scenes
-    mistakes       known mistakes, and which of them an answer is most like
-    signatures     tries every known mistake, and stores how it is recognised
-    spy            what a check sees of the answer's calls
-    exercise       what an exercise is, and what a check gets and raises
-    lessons/       the rooms: for each lesson its exercises, and the mistakes that learners make in them
-    checks/        for each lesson that has no room yet: checks, stubs, references, hints
-    catalogue      the list of all exercises
-
-The mistakes of the lessons in checks/ are in tests/mutants/.
+learner        %%exercise, check, hint, mine: what a learner calls
+predictions    predict, reveal, skip
+store          the folder with answers and progress
+judge          tries an answer on ranks of its own and words the verdict
+battery        plays an exercise's scenes with the course's answer and the learner's, side by side
+observing      what a scene is, and what is seen of a program in it
+differences    the differences of two programs that went through the same scenes
+mistakes       known mistakes, and which of them an answer is most like
+signatures     tries every known mistake, and stores how it is recognised
+stages         the scenes of exercises whose answer is a stage of the engine
+training       what is looked at where the answer is a training script
+values         what wrong values are made of
+alive          what a program keeps in memory
+spy            what is seen of an answer's calls
+exercise       what an exercise is, and the rank on which an answer is tried
+catalogue      the list of all exercises, which are in the lessons' rooms: zerolab/lab/lessons/
 """
 
-from zerolab.lab.exercises.learner import Todo, check, exchange, hint, mine, passed, progress
-from zerolab.lab.exercises.predictions import predict, reveal
+from __future__ import annotations
+
+import importlib
+from typing import Any
 
 __all__ = ["Todo", "check", "exchange", "hint", "mine", "passed", "predict", "progress", "reveal"]
+
+
+def __getattr__(name: str) -> Any:  # not before it is used: the list of exercises imports the rooms, which import this
+    if name not in __all__:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    home = "predictions" if name in ("predict", "reveal") else "learner"
+    return getattr(importlib.import_module(f"{__name__}.{home}"), name)

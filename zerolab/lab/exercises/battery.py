@@ -8,22 +8,29 @@ import linecache
 import re
 import sys
 from types import ModuleType
+from typing import Any
 
 import torch
+import torch.distributed as dist
 
+from zerolab.comm.waiting import CommError
 from zerolab.lab.exercises.differences import KINDS, Difference, clues, compared
-from zerolab.lab.exercises.exercise import Exercise, World, Wrong
-from zerolab.lab.exercises.observing import GROUPS, Play, Scene
+from zerolab.lab.exercises.exercise import Exercise, Todo, World, Wrong, returns_none
+from zerolab.lab.exercises.observing import GROUPS, Enough, Play, Scene
+from zerolab.lab.exercises.spy import END, GaveUp
 
 MOST = 120  # marks that a rank reports
+BEHIND = ("waiting", "meddling")  # what is behind other differences
+SAY_MORE = {*BEHIND, "bytes", "calls", "changed", "keys", "nothing", "state", "type"}  # than the scene can
 _versions = itertools.count(1)
+_kept: dict[tuple[Scene, int, int], Play] = {}  # the reference's, by scene, number of ranks and rank
 
 
 class Differs(Wrong):
     """The first difference of an answer from the reference, and the marks of all that the scene showed."""
 
-    def __init__(self, seen: str, about: str, marks: list[str], values_differ: bool) -> None:
-        super().__init__(seen, "", "", values_differ)
+    def __init__(self, seen: str, about: str, marks: list[str]) -> None:
+        super().__init__(seen)
         self.about, self.marks = about, marks
 
 
@@ -52,39 +59,92 @@ def load(source: str, filename: str, name: str) -> ModuleType:
 def play_battery(asked: Exercise, answer: ModuleType, world: World) -> None:
     """Raises Differs at the first scene in which `answer` differs, and on the other ranks OthersDiffer."""
     reference = load(asked.reference, f"<the course's answer to {asked.id}>", f"reference_{asked.id.replace('.', '_')}")
+    for name in asked.exports:
+        wanted, found = getattr(reference, name), getattr(answer, name)
+        if callable(wanted) and not callable(found):
+            what = "a class" if isinstance(wanted, type) else "a function"
+            raise Wrong(f"{name} is a {type(found).__name__}", f"the cell must define {name} as {what}")
     for number, scene in enumerate(asked.battery):
         if world.world_size in scene.sizes:
-            differs = _play_scene(scene, reference, answer, world)
+            try:
+                differs = _play_scene(scene, reference, answer, world)
+            except (Exception, GaveUp) as error:
+                if not scene.note or isinstance(error, Todo):
+                    raise
+                differs = Differs("", "", [])
+            if scene.note:  # and no meeting afterwards, since ranks may have parted
+                if differs:
+                    world.note(scene.note)
+                    return
+                continue
             world.spy.store.set(f"scene {number} on {world.rank}", "differs" if differs else "")
-            world.all_returned(f"scene {number}, ")
             if differs:
-                raise differs
+                raise differs  # at once, since others may wait for this rank
             names = [f"scene {number} on {rank}" for rank in range(world.world_size)]
+            try:
+                world.spy.agree(f"{END} the case {scene.title!r}" if scene.title else f"{END} the first case")
+            except GaveUp:
+                if any(world.spy.store.check([name]) and world.spy.store.get(name) for name in names):
+                    raise OthersDiffer from None
+                raise
             if any(world.spy.store.multi_get(names)):
                 raise OthersDiffer
             world.came_on()
 
 
 def _play_scene(scene: Scene, reference: ModuleType, answer: ModuleType, world: World) -> Differs | None:
-    team = next((team for team in GROUPS[scene.groups](world.world_size) if world.rank in team), None)
-    if team is None:
+    teams = GROUPS[scene.groups](world.world_size)
+    groups = [dist.new_group(team) if scene.groups != "all" else None for team in teams]
+    team, group = next(((t, g) for t, g in zip(teams, groups, strict=True) if world.rank in t), ([], None))
+    right = _reference_in(scene, reference, world, team, group)
+    if right is None:
         return None
-    right, ours = (Play(code, world, team) for code in (reference, answer))
-    _act(scene, right)
+    ours = Play(answer, world, team, group, right, scene.loose)
     try:
         _act(scene, ours)
+    except Enough:
+        pass
     except BaseException as error:
         event = ours.tape[-1].name if ours.tape else "the start"
-        said = re.sub(r"[\d\W]+", " ", str(error).split("\n")[0])[:40]
-        raised = [f"{event} raised {type(error).__name__}", f"{event} raised {type(error).__name__} {said}"]
-        error.marks = hashed(scene, raised + _marks(list(compared(right, ours)), right, ours))  # type: ignore[attr-defined]
-        error.scene = scene.title  # type: ignore[attr-defined]
+        line = re.sub(r"/\S+", "", str(error).split("\n")[0])  # without paths, which differ from run to run
+        sorts = ["", re.sub(r"[\d\W]+", " ", line)[:40], line]  # of the error, from coarse to fine
+        if isinstance(error, (GaveUp, CommError)):  # where the others are by then is a matter of time
+            del sorts[1:]
+        raised = [f"{event} raised {type(error).__name__} {sort}" for sort in sorts]
+        found = list(compared(right, ours))
+        error.marks = hashed(scene, raised + _marks(found, right, ours))  # type: ignore[attr-defined]
+        if found and isinstance(error, Exception) and not isinstance(error, Todo):  # a consequence
+            return _differs(scene, found, error.marks)  # type: ignore[attr-defined]
+        where = f"in {event}" if len({event.name for event in right.tape}) > 1 else ""
+        error.scene, error.about = ", ".join(filter(None, [scene.title, where])), scene.about  # type: ignore[attr-defined]
+        calls = ours.tape[-1].traffic if ours.tape else []
+        if calls and isinstance(error, (TypeError, AttributeError)) and "NoneType" in str(error) and not scene.about:
+            error.likely = returns_none(calls, str(error))  # type: ignore[union-attr]
         raise
     if not (found := list(compared(right, ours))):
+        for note in ours.notes:
+            world.note(note)
         return None
-    first, marks = found[0], hashed(scene, _marks(found, right, ours))
+    return _differs(scene, found, hashed(scene, _marks(found, right, ours)))
+
+
+def _reference_in(scene: Scene, reference: ModuleType, world: World, team: list[int], group: Any) -> Play | None:
+    """The reference's play on this rank. It is the same in every check, so it is kept, unless a rank has lost it."""
+    key = scene, world.world_size, world.rank
+    if not all(world.everyone(not team or key in _kept)) and team:
+        play = Play(reference, world, team, group, loose=scene.loose)
+        _act(scene, play)
+        play.kept.clear()
+        _kept[key] = play
+    return _kept.get(key)
+
+
+def _differs(scene: Scene, found: list[Difference], marks: list[str]) -> Differs:
+    first, kinds = found[0], {difference.kind for difference in found}
     seen = f"{scene.title}: {first.seen}" if scene.title else first.seen
-    return Differs(seen, scene.about or KINDS[first.kind], marks, first.kind in ("values", "parts"))
+    kind = next((kind for kind in BEHIND if kind in kinds), first.kind)
+    about = KINDS[kind] if kind in SAY_MORE or not scene.about else scene.about
+    return Differs(seen, about, marks)
 
 
 def _act(scene: Scene, play: Play) -> None:
@@ -99,7 +159,7 @@ def _act(scene: Scene, play: Play) -> None:
 
 
 def _marks(found: list[Difference], right: Play, ours: Play) -> list[str]:
-    return [mark for difference in found for mark in difference.marks] + clues(right, ours)
+    return clues(right, ours) + [mark for difference in found for mark in difference.marks]
 
 
 def hashed(scene: Scene, marks: list[str]) -> list[str]:

@@ -2,50 +2,12 @@
 
 from __future__ import annotations
 
-from zerolab.lab.exercises.checks import (
-    lesson03,
-    lesson04,
-    lesson05,
-    lesson06,
-    lesson07,
-    lesson08,
-    lesson09,
-    lesson10,
-    lesson11,
-    lesson12,
-    lesson13,
-    lesson14,
-    lesson15,
-    lesson16,
-    lesson17,
-    lesson18,
-    lesson19,
-)
-from zerolab.lab.exercises.exercise import Exercise
-from zerolab.lab.exercises.lessons import lesson01, lesson02
-from zerolab.lab.ranks.report import Plain
+from importlib import import_module
+from pkgutil import iter_modules
 
-_LESSONS = (
-    lesson01,
-    lesson02,
-    lesson03,
-    lesson04,
-    lesson05,
-    lesson06,
-    lesson07,
-    lesson08,
-    lesson09,
-    lesson10,
-    lesson11,
-    lesson12,
-    lesson13,
-    lesson14,
-    lesson15,
-    lesson16,
-    lesson17,
-    lesson18,
-    lesson19,
-)
+from zerolab.lab import lessons
+from zerolab.lab.exercises.exercise import Exercise
+from zerolab.lab.ranks.report import Plain
 
 LESSONS: dict[str, str] = {
     "00": "Welcome",
@@ -70,8 +32,14 @@ LESSONS: dict[str, str] = {
     "19": "Claims on trial, and the interview",
 }  # as their headings
 
-# By number, in the order of the course.
-EXERCISES: dict[str, Exercise] = {exercise.id: exercise for lesson in _LESSONS for exercise in lesson.EXERCISES}
+
+def _exercises() -> dict[str, Exercise]:
+    """By number, in the order of the course: those of all rooms."""
+    rooms = sorted(room.name for room in iter_modules(lessons.__path__, f"{lessons.__name__}."))
+    return {exercise.id: exercise for room in rooms for exercise in import_module(room).EXERCISES}
+
+
+EXERCISES: dict[str, Exercise] = _exercises()
 
 
 class NoSuchExercise(Plain, KeyError):

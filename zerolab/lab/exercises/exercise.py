@@ -1,20 +1,13 @@
-"""What an exercise is, and what its check sees and raises.
-
-A check is a function `check(answer, world)` that runs on every rank of a disposable pool. `answer` is the module made
-from the learner's cell. It raises `Wrong` at the first difference it finds: in the results, in the memory they hold or
-in the calls that were made. It never looks at the source.
-"""
+"""What an exercise is, and what is known of the rank on which an answer to it is tried."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
 from zerolab.lab.exercises.spy import END, Spy, Traffic
-
-SUMMED = "summed over ranks, not averaged"  # where some ranks are right, only they have divided
 
 
 class Todo(Exception):
@@ -27,14 +20,14 @@ class Todo(Exception):
 
 
 class Wrong(Exception):
-    """The first difference that a check found on this rank.
+    """The first difference that was found on this rank.
 
     seen: what, where and by how much. likely: the mistake behind it, if it is a known one. tip: where to read on.
     """
 
-    def __init__(self, seen: str, likely: str = "", tip: str = "", values_differ: bool = False) -> None:
+    def __init__(self, seen: str, likely: str = "", tip: str = "") -> None:
         super().__init__(seen)
-        self.seen, self.likely, self.tip, self.values_differ = seen, likely, tip, values_differ
+        self.seen, self.likely, self.tip = seen, likely, tip
 
 
 DIFFICULTIES = ("one idea", "several steps", "parts that depend on each other")
@@ -44,12 +37,12 @@ DIFFICULTIES = ("one idea", "several steps", "parts that depend on each other")
 class Exercise:
     """One exercise of the course.
 
-    battery, or check: the scenes in which an answer is compared with the reference, or a function that looks at it.
+    battery: the scenes in which an answer is compared with the reference.
     stub, reference: the cell as the learner finds it, and the course's own answer.
     exports: the names that the answer defines; `mine(id)` returns the first.
     extends: the class of zerolab whose methods the answer overrides ("DDP"), for `mine(DDP)`.
     difficulty: 1 to 3, as in DIFFICULTIES.
-    section: the heading of the lesson to read again. first_rank_only: what to say if only rank 0 is right.
+    section: the heading of the lesson to read again.
     """
 
     id: str
@@ -60,10 +53,8 @@ class Exercise:
     hints: tuple[str, ...]
     exports: tuple[str, ...]
     difficulty: int
-    check: Callable[[Any, World], None] | None = None
-    battery: tuple[Any, ...] = ()  # of Scenes
+    battery: tuple[Any, ...]  # of Scenes
     extends: str = ""
-    first_rank_only: str = ""
     errors: dict[str, str] = field(default_factory=dict)  # part of a Python error -> the mistake behind it
 
     @property
@@ -89,7 +80,7 @@ def returns_none(calls: list[Traffic], error: str = "") -> str:
 
 @dataclass
 class World:
-    """What a check knows about the rank it runs on."""
+    """The rank on which an answer is tried."""
 
     rank: int
     world_size: int
@@ -109,29 +100,13 @@ class World:
         """
         self.spy.agree(f"{END} {name}()")
 
+    def everyone(self, value: Any) -> list[Any]:
+        """`value`, which must be JSON, of every rank."""
+        return self.spy.everyone(value, range(self.world_size))
+
     def came_on(self) -> None:
         """This rank is right so far. If it waits for one that is not, then that one's mistake is what is told."""
         self.spy.blocks += 1
-
-    def unwaited(self, calls: list[Traffic]) -> str:
-        """The asynchronous calls that nobody waited for, in words; "" if there are none."""
-        lost = [call for call in calls if not call.waited]
-        if not lost:
-            return ""
-        if lost[0].said:  # makes several calls
-            return f"{lost[0].said} was started without waiting for it"
-        times = "once" if len(lost) == 1 else f"{len(lost)} times"
-        return f"{lost[0].op} was started {times} without waiting for it"
-
-    @contextmanager
-    def blamed(self, calls: list[Traffic]) -> Iterator[None]:
-        """Inside a block where the check itself gives no None, one that fails the answer is a collective's."""
-        try:
-            yield
-        except (TypeError, AttributeError) as error:
-            if calls and "NoneType" in str(error) and "Invalid function argument" not in str(error):
-                error.likely = returns_none(calls, str(error))  # type: ignore[union-attr]
-            raise
 
     def note(self, sentence: str) -> None:
         """What a right answer should know: it is shown when it passes."""

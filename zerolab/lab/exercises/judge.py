@@ -20,13 +20,14 @@ import torch.distributed as dist
 from zerolab.comm.waiting import CommError
 from zerolab.lab.exercises.battery import OthersDiffer, load, play_battery
 from zerolab.lab.exercises.catalogue import find_exercise
-from zerolab.lab.exercises.exercise import SUMMED, Exercise, Todo, World, Wrong
+from zerolab.lab.exercises.exercise import Exercise, Todo, World, Wrong
 from zerolab.lab.exercises.mistakes import Mistake, nearest
 from zerolab.lab.exercises.spy import GLOO, PATIENCE, GaveUp, Spy
 from zerolab.world.processes import RankError, Ranks
 
 WORLD_SIZES = (1, 2, 3, 4)
 APART = 3  # with so many ranks the left neighbour is not the right one: a wrong answer is looked at there too
+ORDER = ("late", "raised", "wrong", "waits", "todo", "right")  # of reports, the worst first
 UNKNOWN = "a mistake that this check does not know; this is the smallest case that fails"
 RAISED = "an error in the code, at the line shown"
 CALLED = "the `def` line was changed, and the function can no longer be called: its arguments must stay as they were"
@@ -47,7 +48,6 @@ class Report:
     seen: str = ""
     likely: str = ""
     tip: str = ""
-    values_differ: bool = False
     printed: str = ""
     marks: list[str] = field(default_factory=list)  # by which a known mistake is recognised
     about: str = ""  # what to look at if it is none
@@ -131,10 +131,7 @@ def _judge(asked: Exercise, source: str, filename: str, world: World, computes: 
             missing = [name for name in asked.exports if not hasattr(answer, name)]
             if missing:
                 raise Wrong(f"the cell does not define {missing[0]}", f"the name was changed: it must be {missing[0]}")
-            if asked.check is None:
-                play_battery(asked, answer, world)
-            else:
-                asked.check(answer, world)
+            play_battery(asked, answer, world)
     except KeyboardInterrupt:
         raise
     except BaseException as error:  # SystemExit too
@@ -152,10 +149,10 @@ def _report(error: BaseException, filename: str, rank: int) -> Report:
     if isinstance(error, OthersDiffer):
         return Report(rank, "right")
     if isinstance(error, Wrong):
-        return Report(rank, "wrong", error.seen, error.likely, error.tip, error.values_differ)
+        return Report(rank, "wrong", error.seen, error.likely, error.tip)
     if isinstance(error, Endless):
         return Report(rank, "late", f"{error}{_line_of(error, filename)}", ENDLESS)
-    likely = getattr(error, "likely", "")  # exercise.blamed()
+    likely = getattr(error, "likely", "")  # exercise.returns_none()
     if isinstance(error, (GaveUp, CommError)):  # another rank's mistake, seen from here
         first = str(error).splitlines()[0].removeprefix(f"rank {rank}, ")
         engines = re.sub(rf"^rank {rank} of \d+: ", "", first)
@@ -238,9 +235,9 @@ def try_answer(
         kinds = {report.kind for report in reports}
         if kinds != {"right"}:
             marks = _marks(reports)
-            if asked.battery and world_size < APART and not kinds & {"late", "todo"}:
+            if world_size < APART and not kinds & {"late", "todo"}:
                 marks |= _marks(_reports(asked, source, filename, patience, APART))
-            verdict = _verdict(asked, good, world_size, reports, nearest(id, marks) if told and asked.battery else None)
+            verdict = _verdict(asked, good, world_size, reports, nearest(id, marks) if told else None)
             verdict.marks = marks
             return verdict
         good.append(world_size)
@@ -269,19 +266,21 @@ def _reports(asked: Exercise, source: str, filename: str, patience: float, world
         likely = known[0] if known else "the process itself died: look for exit() or endless recursion"
         if "time is up" in str(error):
             likely = ENDLESS
-        return [Report(error.rank, "late", f"{first}{where}", likely)]
+        return [Report(error.rank, "late", f"{first}{where}", likely, marks=[re.sub(r"\W+", "_", first)])]
 
 
 def _marks(reports: list[Report]) -> set[str]:
-    """Of all ranks, and how the reports end."""
-    return {f"{report.kind}/{len(reports)}" for report in reports}.union(*(report.marks for report in reports))
+    """Of all ranks, and how the reports end; where one waits, how far the others came is a matter of time."""
+    kinds = {report.kind for report in reports}
+    if "waits" in kinds:
+        kinds = {min(kinds, key=ORDER.index)}
+    return {f"{kind}/{len(reports)}" for kind in kinds}.union(*(report.marks for report in reports))
 
 
 def _verdict(
     asked: Exercise, good: list[int], world_size: int, reports: list[Report], mistake: Mistake | None
 ) -> Verdict:
-    order = ["late", "raised", "wrong", "waits", "todo", "right"]
-    worst = min(reports, key=lambda report: (order.index(report.kind), report.rank))
+    worst = min(reports, key=lambda report: (ORDER.index(report.kind), report.rank))
     waiting = [report for report in reports if report.kind == "waits"]
     if worst.kind == "wrong" and waiting and waiting[0].blocks <= worst.blocks:
         worst = waiting[0]  # that rank got no further than the wrong one, so the wrong value is not what stopped it
@@ -293,15 +292,11 @@ def _verdict(
     known = [mistake for part, mistake in asked.errors.items() if part in worst.seen]
     if worst.kind == "waits":
         likely = likely or (known[0] if known else _why_it_waits(reports))
-    if rights and likely == SUMMED:
-        likely = f"only {_names(rights)} divided by the number of ranks: every rank must do that"
-    elif worst.values_differ and rights == [0] and not likely.startswith("another rank's"):
-        likely = asked.first_rank_only or likely
     if worst.kind == "raised":
         at_a_line = " · line " in worst.seen or ", line " in worst.seen
         signature = "positional argument" in worst.seen or "keyword argument" in worst.seen
         otherwise = CALLED if signature and "later in the engine" not in worst.seen else RAISED_LATER
-        likely = likely or (known[0] if known else RAISED if at_a_line else otherwise)
+        likely = likely or (known[0] if known else worst.about or (RAISED if at_a_line else otherwise))
     likely = mistake.says if mistake else likely or worst.about or UNKNOWN
     lines = [
         f"✗ {asked.id} {asked.title}    " + " · ".join([*(f"N={n} ok" for n in good), f"N={world_size} wrong"]),

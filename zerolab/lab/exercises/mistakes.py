@@ -38,13 +38,13 @@ def edit(source: str, *changes: str) -> str:
 
 def mistakes_of(id: str) -> dict[str, Mistake]:
     """The known mistakes in exercise `id`, by name."""
-    return import_module(f"zerolab.lab.exercises.lessons.lesson{id[:2]}.mistakes").MISTAKES[id]
+    return import_module(f"zerolab.lab.lessons.lesson{id[:2]}.mistakes").MISTAKES[id]
 
 
 @cache
 def signatures_of(id: str) -> dict[str, frozenset[str]]:
     """The marks of each known mistake in exercise `id`."""
-    file = files(f"zerolab.lab.exercises.lessons.lesson{id[:2]}") / "signatures.json"
+    file = files(f"zerolab.lab.lessons.lesson{id[:2]}") / "signatures.json"
     kept = json.loads(file.read_text()) if file.is_file() else {}
     return {name: frozenset(marks.split()) for name, marks in kept.get(id, {}).items()}
 

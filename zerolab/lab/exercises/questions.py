@@ -413,8 +413,6 @@ QUESTIONS: dict[str, Question] = {
             1.5: "Its own update is not between its pull and its push: those of the two others are.",
             0.5: "There are two others, and each pushes once on average.",
         },
-        formula=2,
-        beside_formula="It is a little less: at the very beginning nobody has pushed anything yet.",
     ),
     "13.1": Question(
         "answers",

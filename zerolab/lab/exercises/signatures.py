@@ -1,7 +1,7 @@
 """Tries every known mistake of some lessons, and stores by which marks it is known.
 
 python -m zerolab.lab.exercises.signatures          # of all lessons
-python -m zerolab.lab.exercises.signatures 01 02
+python -m zerolab.lab.exercises.signatures 01 02.1
 """
 
 from __future__ import annotations
@@ -12,27 +12,37 @@ from pathlib import Path
 
 from tqdm import tqdm
 
-from zerolab.lab.exercises import judge, lessons
+from zerolab.lab import lessons
+from zerolab.lab.exercises import judge
 from zerolab.lab.exercises.catalogue import EXERCISES
 from zerolab.lab.exercises.mistakes import mistakes_of
 
 ROOMS = Path(lessons.__file__).parent
 
 
-def build_signatures(numbers: list[str]) -> None:
-    """Write the signatures.json of the lessons with these numbers, "01"; of all that have a battery if it is empty."""
-    asked = [id for id, exercise in EXERCISES.items() if exercise.battery and (not numbers or id[:2] in numbers)]
-    work = [(id, name) for id in asked for name in mistakes_of(id)]
-    found: dict[str, dict[str, dict[str, str]]] = {}
+def build_signatures(asked: list[str]) -> None:
+    """Write the signatures of these lessons ("01") or exercises ("01.2"); of all if it is empty."""
+    ids = [id for id in EXERCISES if not asked or {id, id[:2]} & {*asked}]
+    work = [(id, name) for id in ids for name in mistakes_of(id)]
+    found: dict[str, dict[str, str]] = {id: {} for id in ids}
+    passed = []
     for id, name in tqdm(work, "mistakes", leave=False, disable=None):
         verdict = judge.try_answer(id, mistakes_of(id)[name].source, told=False)
         if verdict.passed:
-            raise SystemExit(f"{id} {name}: this answer passes, so it is no mistake")
-        found.setdefault(id[:2], {}).setdefault(id, {})[name] = " ".join(sorted(verdict.marks))
-    for number, signatures in found.items():
-        text = json.dumps(signatures, indent=1, ensure_ascii=False) + "\n"
-        (ROOMS / f"lesson{number}" / "signatures.json").write_text(text)
+            passed.append(f"{id} {name}")
+        found[id][name] = " ".join(sorted(verdict.marks))
+        if len(found[id]) == len(mistakes_of(id)):
+            _store(id, found[id])
     judge.close()
+    if passed:
+        raise SystemExit(f"these answers pass, so they are no mistakes: {', '.join(passed)}")
+
+
+def _store(id: str, signatures: dict[str, str]) -> None:
+    file = ROOMS / f"lesson{id[:2]}" / "signatures.json"
+    kept = json.loads(file.read_text()) if file.exists() else {}
+    kept = {other: kept[other] for other in kept if other in EXERCISES} | {id: signatures}
+    file.write_text(json.dumps(dict(sorted(kept.items())), indent=1, ensure_ascii=False) + "\n")
 
 
 if __name__ == "__main__":

@@ -1,13 +1,15 @@
 """The ledger of a check: every call of torch.distributed that an answer makes, under whatever name it imported it.
 
-Two things make mistakes visible that would otherwise depend on luck. A call with `async_op=True` fills its result
-only when it is waited for, so a forgotten wait is wrong every time. And before a call, the ranks tell each other what
-they are about to do: if they differ, they give up, instead of hanging, aborting, or mixing up bytes. A rank gives up
+Two things make mistakes visible that would otherwise depend on luck. A call with `async_op=True` sends what its inputs
+hold when it starts, and fills its result only when it is waited for, so a forgotten wait is wrong every time. And
+before a call, the ranks tell each other what they are about to do: if they differ, they give up, instead of hanging,
+aborting, or mixing up bytes. A rank gives up
 waiting when another has ended, or when all others stand still as it does; never because it has waited for long.
 """
 
 from __future__ import annotations
 
+import json
 import os
 import pickle
 import sys
@@ -308,6 +310,13 @@ class Spy:
         uneven = call.op in ("gather", "scatter", "all_to_all", "all_to_all_single")  # where sizes may differ
         self.agree(call.op if uneven else f"{call.op} of {call.payload} bytes")
 
+    def everyone(self, value: Any, ranks: Iterable[int]) -> list[Any]:
+        """`value`, which must be JSON, of each of `ranks`: this meeting is none of the answer's calls."""
+        ranks = list(ranks)
+        name = self._next(f"said among {ranks}")
+        self.store.set(f"{name} by {self.rank}", json.dumps(value))
+        return [json.loads(self._ask(f"{name} by {rank}", rank, "the end of a call")) for rank in ranks]
+
     def agree(self, what: str) -> None:
         """Make sure that every rank has come to `what`: a call, or the end of the answer."""
         name = self._next("all")
@@ -345,8 +354,9 @@ class Spy:
         copies: list[StandIn] = []
         if asynchronous and arguments.get(filled) is not None:
             arguments[filled], copies = _stand_ins(arguments[filled])
-        others = [value for name, value in arguments.items() if name != filled] if asynchronous else []
-        started = Started(self, traffic, call.start(), copies, _tensors(others))
+        inputs = {name: value for name, value in arguments.items() if name != filled} if asynchronous else {}
+        arguments.update({name: _as_now(value) for name, value in inputs.items()})
+        started = Started(self, traffic, call.start(), copies, _tensors(list(inputs.values())))
         if asynchronous:
             return started
         started.wait()
@@ -401,7 +411,8 @@ class Spy:
         if call.name == "send":
             self.meet(call.name, *other_side)
             return call.proceed()
-        return Started(self, traffic, call.proceed(), [], other_side=other_side)
+        arguments["tensor"] = _as_now(tensor)
+        return Started(self, traffic, call.with_arguments(), [], [tensor], other_side)
 
     def _announce(self, sends: bool, peer: int | None, group: Any, tag: int) -> str:
         """Say that a message is sent, or expected; return what its other side says, "" for one that need not."""
@@ -430,25 +441,27 @@ class Spy:
 
     def _batch(self, call: Invocation) -> Any:
         messages: list[dist.P2POp] = []
-        receives: list[tuple[Traffic, list[StandIn]]] = []
+        started: list[tuple[Traffic, list[StandIn], list[Tensor]]] = []  # with what is sent
         other_sides: list[tuple[int | None, str]] = []
         for message in call.arguments["p2p_op_list"]:
             sends = message.op.__name__ != "irecv"
             group = message.group or dist.group.WORLD
             other_sides.append((message.peer, self._announce(sends, message.peer, group, message.tag)))
             if sends:
-                messages.append(message)
-                receives.append((Traffic("isend", nbytes(message.tensor), self.world_size, waited=True), []))
+                tensor = _as_now(message.tensor)
+                copies: list[StandIn] = []
+                traffic = Traffic("isend", nbytes(tensor), self.world_size, waited=True)
             else:
                 tensor, copies = _stand_ins(message.tensor)
-                messages.append(dist.P2POp(message.op, tensor, message.peer, message.group, message.tag))
-                receives.append((Traffic("irecv", 0, self.world_size), copies))
-        self.calls += [traffic for traffic, _ in receives]
+                traffic = Traffic("irecv", 0, self.world_size)
+            messages.append(dist.P2POp(message.op, tensor, message.peer, message.group, message.tag))
+            started.append((traffic, copies, [message.tensor] if sends else []))
+        self.calls += [traffic for traffic, _, _ in started]
         call.arguments["p2p_op_list"] = messages
         works = call.with_arguments()
         return [
-            Started(self, traffic, work, copies, other_side=other_side)
-            for work, (traffic, copies), other_side in zip(works, receives, other_sides, strict=True)
+            Started(self, traffic, work, copies, inputs, other_side)
+            for work, (traffic, copies, inputs), other_side in zip(works, started, other_sides, strict=True)
         ]
 
     def wait(self, work: Any, op: str) -> None:
@@ -489,6 +502,19 @@ def _tensors(value: Any) -> list[Tensor]:
     return [value] if isinstance(value, Tensor) else []
 
 
+def _as_now(value: Any) -> Any:
+    """`value` with copies of its tensors, as the network would read them if it read them at once."""
+    if isinstance(value, (list, tuple)):
+        return [_as_now(item) for item in value]
+    return _copy(to_local(value)) if isinstance(value, Tensor) else value
+
+
+def _copy(own: Tensor) -> Tensor:
+    """A copy, or `own` where a copy would be packed more densely: what torch refuses to send, it must see."""
+    copy = own.detach().clone()
+    return copy if copy.stride() == own.stride() else own
+
+
 def _is_freed(tensor: Tensor) -> bool:
     end = (int(tensor.storage_offset()) + tensor.numel()) * tensor.element_size()
     return tensor.numel() > 0 and tensor.is_contiguous() and tensor.untyped_storage().nbytes() < end
@@ -497,6 +523,7 @@ def _is_freed(tensor: Tensor) -> bool:
 def _stand_ins(value: Any) -> tuple[Any, list[StandIn]]:
     """Copies to fill in place of `value`, a tensor or a list of them, and which copy belongs to which tensor."""
     tensors = [value] if isinstance(value, Tensor) else value
-    found = [(own, own.detach().clone(), own.detach().clone()) for own in map(to_local, tensors)]
+    found = [(own, _copy(own), own.detach().clone()) for own in map(to_local, tensors)]
     copies = [copy for _, copy, _ in found]
+    found = [stands_in for stands_in in found if stands_in[1] is not stands_in[0]]
     return copies[0] if isinstance(value, Tensor) else copies, found

@@ -8,7 +8,7 @@ from typing import Any
 from matplotlib.figure import Figure
 from matplotlib.patches import Rectangle
 
-from zerolab.lab.arena import Replay
+from zerolab.lab.lessons.lesson10.arena import Replay
 from zerolab.lab.plots.style import COLOURS, GREY, HATCHES, INK, Look, frame, legend, many, patches, plain, scale_of
 from zerolab.lab.plots.timeline import ORDER
 from zerolab.measure.units import in_bytes

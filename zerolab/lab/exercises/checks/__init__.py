@@ -1,1 +1,0 @@
-"""The checks, a file for each lesson."""

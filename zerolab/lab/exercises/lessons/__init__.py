@@ -1,1 +1,0 @@
-"""The lessons' rooms: what belongs to one lesson alone, its exercises and the mistakes that learners make in them."""

@@ -1,0 +1,185 @@
+"""Patients that run to the end, and whose numbers are wrong."""
+
+from __future__ import annotations
+
+import zlib
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from zerolab.lab.lessons.lesson17.clinic.patient import Patient
+from zerolab.lab.ranks.counting import calls
+from zerolab.tasks.data import batch, text
+from zerolab.tasks.models import GPT
+
+_SHORT = timedelta(seconds=10)
+
+
+def _gpt(seed: int = 0) -> GPT:
+    torch.manual_seed(seed)
+    return GPT(layers=1, width=32)
+
+
+def _fingerprint(tensors: list[Tensor]) -> str:
+    """Four hexadecimal digits that are the same only where every bit is (almost certainly)."""
+    return f"{zlib.crc32(b''.join(t.detach().numpy().tobytes() for t in tensors)) & 0xFFFF:04x}"
+
+
+def _row(step: int, loss: Tensor, grads: list[Tensor], model: nn.Module, sent: float) -> None:
+    weights = _fingerprint(list(model.parameters()))
+    print(
+        f"step {step}: loss {loss:.4f}  gradients {_fingerprint(grads)}  parameters {weights}  sent {sent:,.0f} bytes"
+    )
+
+
+def _before(model: nn.Module) -> None:
+    """The line that stands above the rows."""
+    print(f"before:                                   parameters {_fingerprint(list(model.parameters()))}")
+
+
+def _grads(model: nn.Module) -> list[Tensor]:
+    return [param.grad for param in model.parameters() if param.grad is not None]
+
+
+# -- 5 ---------------------------------------------------------------------------------------------------------------
+
+
+def train_alone(model: nn.Module, optimizer: torch.optim.Optimizer, x: Tensor, y: Tensor) -> Tensor:
+    loss = model(x, y)
+    loss.backward()
+    optimizer.step()
+    return loss.detach()
+
+
+def _alone(rank: int, world_size: int) -> dict[str, list[float]]:
+    model, words = _gpt(), text()
+    sgd = torch.optim.SGD(model.parameters(), lr=0.2)
+    losses = []
+    _before(model)
+    for step in range(30):
+        sgd.zero_grad()
+        with calls() as book:
+            loss = train_alone(model, sgd, *batch(words, rank, step, 8, 64))
+        losses.append(loss.item())
+        if step < 2:
+            _row(step, loss, _grads(model), model, book.sent)
+    return {"losses": losses}
+
+
+ALONE = Patient(
+    5,
+    "The loss falls on every rank, nothing fails. On four GPUs the model is no better than on one.",
+    (train_alone,),
+    _alone,
+    {
+        "a": "The ranks began with different weights: the reduction cannot bring them together again.",
+        "b": "All ranks train on the same batches: together, four GPUs do the work of a single one.",
+        "c": "Gradients are summed and not averaged: the steps are four times as long as they should be.",
+        "d": "Each rank steps with the gradient of its own batch: there are four models in training.",
+    },
+    "d",
+    "A model with no reduction is four models. Each of them learns, and so every loss falls. Zero bytes in the "
+    "ledger end the search at once. Without a ledger, compare fingerprints: after the update the parameters of "
+    "all ranks must have the same bits.",
+)
+
+# -- 6 ---------------------------------------------------------------------------------------------------------------
+
+
+def build(model: nn.Module, rank: int) -> torch.optim.Optimizer:
+    if rank == 0:
+        return torch.optim.SGD(model.parameters(), lr=0.1)
+    return torch.optim.SGD(model.parameters(), lr=0.01)
+
+
+def _two_rates(rank: int, world_size: int) -> None:
+    model, words = _gpt(), text()
+    sgd = build(model, rank)
+    for step in range(2):
+        sgd.zero_grad()
+        with calls() as book:
+            loss = model(*batch(words, rank, step, 4, 32))
+            loss.backward()
+            for grad in _grads(model):
+                dist.all_reduce(grad)
+                grad /= world_size
+        grads = [grad.clone() for grad in _grads(model)]
+        if step == 0:
+            _before(model)
+        sgd.step()
+        _row(step, loss.detach(), grads, model, book.sent)
+
+
+TWO_RATES = Patient(
+    6,
+    "Gradients are reduced. Yet a checkpoint of rank 0 scores differently from one of rank 1.",
+    (build,),
+    _two_rates,
+    {
+        "a": "The optimizers are not set up alike: on rank 0 one gradient makes another update.",
+        "b": "Rank 0 is not in the reduction: it updates with a gradient that the others do not have.",
+        "c": "Rank 0 began with other weights than its peers: that difference stays through the steps.",
+        "d": "Rank 0 adds up in another order than its peers: rounding errors grow from step to step.",
+    },
+    "a",
+    "Three fingerprints a step find the place: parameters before, gradients after the reduction, parameters after"
+    " the update. The first that differs names the part. Here it is the update: rank 0 has another learning rate."
+    " Look for `if rank == 0` around anything that changes the model.",
+)
+
+# -- 7 ---------------------------------------------------------------------------------------------------------------
+
+
+def reduce_gradients(model: nn.Module, group: dist.ProcessGroup) -> None:
+    for param in model.parameters():
+        dist.all_reduce(param.grad, group=group)
+
+
+def _scale(rank: int, world_size: int) -> list[float]:
+    words, norms = text(), []
+    groups = {n: dist.new_group(list(range(n)), timeout=_SHORT) for n in (1, 2, 4) if n <= world_size}
+    for n, group in groups.items():
+        if rank >= n:
+            continue
+        model = _gpt()
+        loss = model(*batch(words, 0, 0, 8, 32))  # the same batch on every rank: so the mean is the same for every N
+        loss.backward()
+        with calls() as book:
+            reduce_gradients(model, group)
+        norm = torch.cat([grad.flatten() for grad in _grads(model)]).norm().item()
+        before = torch.cat([p.detach().flatten() for p in model.parameters()])
+        torch.optim.Adam(model.parameters(), lr=1e-3).step()
+        moved = (torch.cat([p.detach().flatten() for p in model.parameters()]) - before).norm().item()
+        norms.append(norm)
+        marks: list[str] = [""] * n
+        dist.all_gather_object(marks, _fingerprint(list(model.parameters())), group=group)
+        if rank == 0:
+            print(f"{n} rank{'s' * (n > 1)}: loss {loss.item():.4f}  gradient norm {norm:.3f}  Adam moved {moved:.4f}")
+        if rank == 0 and n == world_size:
+            print(f"each of the {n} sent {book.sent:,.0f} bytes  parameters the same on all: {len(set(marks)) == 1}")
+    for group in groups.values():
+        dist.destroy_process_group(group)
+    return norms
+
+
+SCALE = Patient(
+    7,
+    "It trains well on one GPU. On four the loss explodes with SGD; with Adam nobody noticed anything.",
+    (reduce_gradients,),
+    _scale,
+    {
+        "a": "The learning rate is too large for this model: plain SGD diverges there before Adam does.",
+        "b": "The loss is summed over samples and not averaged: it grows with the size of the batch.",
+        "c": "The gradients are added up over the ranks and not averaged: each rank more makes them larger.",
+        "d": "The gradients go through the reduction twice: once in backward, and then in a loop of its own.",
+    },
+    "c",
+    "With the same batch on every rank, the mean gradient is the same for every N. So the norm should not change,"
+    " and it doubles with N: summed, not averaged. SGD takes steps N times as long. Adam divides by the "
+    "gradient's own size and moves as far as before, which hides the mistake until somebody adds clipping. Test "
+    "with N = 1 and N = 2, on the same batch.",
+)
+
+PATIENTS = (ALONE, TWO_RATES, SCALE)

@@ -422,7 +422,8 @@ lab.predict("12.4", 2)  # updates
 
 def serve(start, workers, updates, rate):
     weights, message = start.clone(), torch.empty(len(start) + 1)
-    ages, pushed, done, busy = [[] for _ in range(world_size)], [0] * world_size, 0, len(workers)
+    ages = [[] for _ in range(world_size)]
+    pushed, done, busy = [0] * world_size, 0, len(workers)
     for worker in workers:
         dist.send(torch.cat([weights, torch.zeros(1)]), worker)
     while busy:

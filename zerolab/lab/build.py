@@ -44,7 +44,7 @@ from zerolab.lab.exercises.catalogue import find_exercise
 PACKAGE = Path(__file__).parents[1]
 PICTURE_LIMIT = 60_000  # bytes
 NOTEBOOK_LIMIT = 1_000_000  # bytes
-CELL_TIMEOUT = 120  # seconds; starting ranks takes longer on a loaded machine
+CELL_TIMEOUT = 600  # seconds, for what hangs: no cell takes one on an idle machine
 WIDGET = "application/vnd.jupyter.widget-view+json"
 SOLVED = "*The outputs below are the course's. Run the cells (Shift-Enter runs one), and they become yours.*"
 UNSOLVED = (

@@ -75,18 +75,26 @@ def release(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    parser.addoption("--mistakes", type=int, default=1, metavar="N", help="one in N of them, drawn by the commit")
+    text = "of what only make test-all runs, one piece in N, drawn by the commit"
+    parser.addoption("--share", type=int, default=1, metavar="N", help=text)
+
+
+def _piece(item: pytest.Item) -> str | None:
+    """What is drawn or left as one: a file of `solutions` or about another system, or an exhaustive test."""
+    if item.path.parent in (ROOT / "solutions", ROOT / "tests" / "integrations"):
+        return str(item.path.relative_to(ROOT))
+    return item.nodeid if item.get_closest_marker("exhaustive") else None
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    if (share := config.getoption("--mistakes")) > 1:
-        more = [item for item in items if "mutants" in item.path.parts and item.get_closest_marker("exhaustive")]
+    if (share := config.getoption("--share")) > 1:
+        pieces = sorted({piece for item in items if (piece := _piece(item))})
         commit = subprocess.run(
             ["git", "rev-parse", "HEAD"], cwd=ROOT, capture_output=True, text=True, check=True
         ).stdout
-        left = set(random.Random(commit).sample(more, len(more) - len(more) // share))
-        config.hook.pytest_deselected(items=list(left))
-        items[:] = [item for item in items if item not in left]
+        left = set(random.Random(commit).sample(pieces, len(pieces) - len(pieces) // share))
+        config.hook.pytest_deselected(items=[item for item in items if _piece(item) in left])
+        items[:] = [item for item in items if _piece(item) not in left]
     if not torch.cuda.is_available():
         for item in items:
             if item.get_closest_marker("gpu"):

@@ -6,7 +6,7 @@ from collections import Counter
 
 import pytest
 
-from zerolab.lab import clinic
+from zerolab.lab.lessons.lesson17 import clinic
 from zerolab.lab.exercises.questions import QUESTIONS
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from zerolab.lab import production
+from zerolab.lab.lessons.lesson18 import production
 from zerolab.tasks.models import GPT
 
 PSI = sum(param.numel() for param in GPT(layers=4, width=128).parameters())

@@ -42,7 +42,6 @@ _HOME = {
     "zerolab.lab.lessons.lesson10.arena": ("OutOfMemory", "replay"),
     "zerolab.lab.lessons.lesson10.host": ("HostLink",),
     "zerolab.lab.lessons.lesson09.recorded": ("Recorded",),
-    "zerolab.lab.lessons.lesson11": ("crash",),
     "zerolab.lab.lessons.lesson15.pipeline": ("Pipeline", "Paced"),
     "zerolab.lab.lessons.lesson09.processor": ("Processor",),
     "zerolab.lab.activations": ("saved",),

@@ -6,8 +6,8 @@ from collections import Counter
 
 import pytest
 
-from zerolab.lab.lessons.lesson17 import clinic
 from zerolab.lab.exercises.questions import QUESTIONS
+from zerolab.lab.lessons.lesson17 import clinic
 
 
 def test_every_patient_has_a_question_that_speaks_against_each_wrong_diagnosis():

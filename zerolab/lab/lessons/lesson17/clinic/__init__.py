@@ -51,7 +51,7 @@ def admit(number: int) -> list[Any] | None:
     print(f"PATIENT {number}. {patient.complaint}\n")
     results, found = {}, None
     try:
-        code = f"from zerolab.lab.lessons.lesson17 import clinic as _clinic; _seen = _clinic.examine({number}, rank, world_size)"
+        code = f"from {__name__} import examine as _examine; _seen = _examine({number}, rank, world_size)"
         results = {result.rank: result for result in live.run(code, timeout=60.0)}
     except RankFailure as failure:
         if not patient.reset:

@@ -400,9 +400,17 @@ def callables(path: Path) -> Iterator[str]:
             yield from (n.name for n in node.body if isinstance(n, functions) and not n.name.startswith("_"))
 
 
+def names_of_modules(path: Path) -> set[str]:
+    """What a function in this file must not be called: the file, or in a package's, the package and what lies in it."""
+    if path.stem != "__init__":
+        return {path.stem}
+    inside = {other.parent.name if other.stem == "__init__" else other.stem for other in path.parent.glob("*.py")}
+    return inside | {other.parent.name for other in path.parent.glob("*/__init__.py")}
+
+
 def test_no_function_shares_its_name_with_its_module():
     """Else `package.name` is the module or the function, depending on what was imported last."""
-    modules = {path: path.parent.name if path.stem == "__init__" else path.stem for path in PACKAGE.rglob("*.py")}
-    found = [str(path.relative_to(ROOT)) for path, name in modules.items() if name in callables(path)]
-    assert modules
-    assert found == []
+    files = list(PACKAGE.rglob("*.py"))
+    shared = {str(path.relative_to(ROOT)): names_of_modules(path) & set(callables(path)) for path in files}
+    assert files
+    assert {path: names for path, names in shared.items() if names} == {}

@@ -454,7 +454,7 @@ class Stage(nn.Module):
         return y
 
 
-def pipeline(
+def staged(
     play: Play, rank: int, size: int, M: int, dtype: torch.dtype, alone: bool, seed: int, tokens: bool = False
 ) -> Any:
     """An answer's stage. alone: nothing leaves the rank, and what would come from others is made up."""
@@ -538,7 +538,7 @@ def run(play: Play, pipe: Any, times: int) -> None:
 def one_stage(number: int, M: int = 4, tokens: bool = False) -> Callable[[Play], None]:
     def act(play: Play) -> None:
         play.loose = 1e-12
-        run(play, pipeline(play, number, 3, M, torch.float64, True, 20, tokens), 3 if number == 1 else 2)
+        run(play, staged(play, number, 3, M, torch.float64, True, 20, tokens), 3 if number == 1 else 2)
 
     return act
 
@@ -546,7 +546,7 @@ def one_stage(number: int, M: int = 4, tokens: bool = False) -> Callable[[Play],
 def together(M: int, dtype: torch.dtype, times: int) -> Callable[[Play], None]:
     def act(play: Play) -> None:
         play.loose = 1e-12
-        run(play, pipeline(play, play.rank, play.size, M, dtype, False, 40), times)
+        run(play, staged(play, play.rank, play.size, M, dtype, False, 40), times)
 
     return act
 
@@ -554,7 +554,7 @@ def together(M: int, dtype: torch.dtype, times: int) -> Callable[[Play], None]:
 def take_turns(play: Play) -> None:
     """Two pipelines, in the order of the lesson's GPipe."""
     play.loose = 1e-12
-    pipes = [pipeline(play, 1, 3, M, torch.float64, True, 60 * M) for M in (2, 4)]
+    pipes = [staged(play, 1, 3, M, torch.float64, True, 60 * M) for M in (2, 4)]
     for pipe in (*pipes, *pipes):
         each = range(pipe.micro_batches)
         pipe.order = lambda each=each: [("forward", m) for m in each] + [("backward", m) for m in each]

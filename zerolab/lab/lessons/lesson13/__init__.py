@@ -51,6 +51,7 @@ class SeenImages(nn.Module):
         self.unused = nn.Parameter(torch.ones(5))
         self.frozen = nn.Parameter(torch.full((3,), 0.1), requires_grad=False)
         self.left: list[Tensor] = []  # BatchNorm's statistics after the last forward that learns
+        self.used: list[Tensor] = []  # those of the first validation after it
 
     def forward(self, images: Tensor) -> Tensor:
         self.record(images, self.training)
@@ -58,8 +59,9 @@ class SeenImages(nn.Module):
         if self.training and isinstance(self.norm, nn.BatchNorm2d):
             self.norm(x.detach())
             if torch.is_grad_enabled():
-                self.left = [one.clone() for one in statistics_of(self)]
+                self.left, self.used = [one.clone() for one in statistics_of(self)], []
         else:
+            self.used = self.used or [one.clone() for one in statistics_of(self)]
             x = self.norm(x)
         return self.head(torch.relu(x).flatten(1)) + self.frozen
 
@@ -99,8 +101,8 @@ def script(play: Play, make: Callable[[], nn.Module], stage: int, batch_size: in
 
 
 def statistics(play: Play, model: SeenImages) -> None:
-    """BatchNorm's running statistics at the end: on all ranks a rank's, or the mean of the ranks'."""
-    own = torch.cat(statistics_of(model))
+    """BatchNorm's running statistics at the validation: on all ranks a rank's, or the mean of the ranks'."""
+    own = torch.cat(model.used or statistics_of(model))
     everyones = [torch.tensor(one, dtype=own.dtype) for one in play.everyone(own.tolist())]
     ends = torch.cat(model.left or [own]).tolist()
     left = torch.tensor(play.everyone(ends), dtype=own.dtype)

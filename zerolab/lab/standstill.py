@@ -19,7 +19,7 @@ from pathlib import Path
 
 from zerolab.world.processes import Patience
 
-EVERY = 0.1  # seconds between two looks
+EVERY = 0.5  # seconds between two looks
 MOVES = 0.4 * EVERY  # more than a process needs that only asks now and then whether it may go on
 
 

@@ -34,11 +34,11 @@ from zerolab.lab.ranks.intercept import COLLECTIVES, MESSAGES, PICKLED, Intercep
 from zerolab.lab.standstill import Standstill
 
 PATIENCE = 3.0  # seconds that all other ranks stand still before one gives up
-POLL = timedelta(milliseconds=50)
+POLL = timedelta(seconds=0.5)  # who asks more often looks like one who computes, where a machine is busy
 GLOO = timedelta(minutes=10)  # its limit, once it is known that the other side is there
 END = "the end of"  # how a rank that has returned from the answer says where it is
 AT_ONCE = 40  # how often a rank asks whether all are there, before it asks for each
-LATER = timedelta(seconds=0.1)  # between two questions after that
+LATER = timedelta(seconds=0.5)  # between two questions after that, as with POLL
 NO_MESSAGE = "it waits for a message that no rank sends, or sends one that no rank receives"
 
 SENDS = ("send", "isend")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import inspect
 import io
 import logging
 from collections.abc import Callable, Iterator
@@ -21,6 +22,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.optim import ZeroRedundancyOptimizer
 from torch.nn.parallel import DistributedDataParallel
+from torch.optim import Optimizer
 
 import zerolab
 from zerolab.trial.case import FEATURES, Adapter, MakeOptimizer
@@ -28,6 +30,12 @@ from zerolab.trial.cases import CASES
 from zerolab.trial.disagreements import Disagreement
 
 EVERYTHING = frozenset(FEATURES)
+
+
+def arguments_of(optimizer: Optimizer) -> dict[str, Any]:
+    """What another one of its class is made with. (Some keep defaults that are no arguments: AdamW does.)"""
+    takes = inspect.signature(type(optimizer)).parameters
+    return {name: value for name, value in optimizer.defaults.items() if name in takes}
 
 
 class Ours(Adapter):
@@ -46,7 +54,7 @@ class Ours(Adapter):
         self.model = model
         if asked.get("whole"):
             plain = optimizer(model)
-            self.optimizer = zerolab.OwnerOptimizer(plain.param_groups, type(plain), **plain.defaults)
+            self.optimizer = zerolab.OwnerOptimizer(plain.param_groups, type(plain), **arguments_of(plain))
         else:
             self.optimizer = optimizer(model)
             if type(self.optimizer).__module__ == "zerolab.trial.training":  # written for the trial, element by element
@@ -157,7 +165,7 @@ class TorchZero1(TorchDDP):
         plain = self.optimizer
         groups = [dict(group) for group in plain.param_groups]
         self.optimizer = ZeroRedundancyOptimizer(
-            groups, type(plain), asked.get("group"), parameters_as_bucket_view=False, **plain.defaults
+            groups, type(plain), asked.get("group"), parameters_as_bucket_view=False, **arguments_of(plain)
         )
 
 
@@ -275,7 +283,12 @@ class DeepSpeed(Adapter):
         }
         with contextlib.redirect_stdout(io.StringIO()):  # it prints what it compiles
             import deepspeed
+            from deepspeed.comm import comm
+            from deepspeed.utils import groups
 
+            comm.cdb = None  # it keeps the process groups of the case before
+            for name in [name for name in vars(groups) if name.endswith("_GROUP")]:
+                setattr(groups, name, {} if isinstance(getattr(groups, name), dict) else None)
             self.inner, inner = model, optimizer(model)
             made = deepspeed.initialize(model=model, optimizer=inner, config=config, dist_init_required=False)
         self.engine, self.optimizer = made[0], made[1]

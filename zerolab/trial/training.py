@@ -212,7 +212,7 @@ class WholeMatrix(Numbers):
     source = "Jordan et al., Muon (2024); Shazeer and Stern, Adafactor, arXiv 1804.04235: defined on matrices"
 
     def __init__(self, name: str) -> None:
-        self.name, self.tolerance = name, 1e-3 if name == "Muon" else 0.0  # Muon's iteration is in bfloat16
+        self.name, self.tolerance = name, 1e-2 if name == "Muon" else 0.0  # Muon's iteration is in bfloat16
 
     def model(self) -> Any:
         """Matrices of unequal sizes, so that cutting the model in two or three cuts through one."""

@@ -426,7 +426,7 @@ class HalfUsed(nn.Module):
 class RawBranches(Numbers):
     """Units beside the others, on inputs that have no gradient, of which some ranks use only a part."""
 
-    needs = frozenset({"some"})
+    needs = frozenset({"some", "parts"})
     units = (Block, HalfUsed)
 
     def model(self):

@@ -25,7 +25,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
 import zerolab
-from zerolab.trial.case import FEATURES, Adapter, MakeOptimizer
+from zerolab.trial.case import FEATURES, Adapter, MakeOptimizer, Unsupported
 from zerolab.trial.cases import CASES
 from zerolab.trial.disagreements import Disagreement
 
@@ -163,6 +163,8 @@ class TorchZero1(TorchDDP):
     def wrap(self, model: nn.Module, units: Any, optimizer: MakeOptimizer, **asked: Any) -> None:
         super().wrap(model, units, optimizer, **asked)
         plain = self.optimizer
+        if plain._optimizer_step_post_hooks:
+            raise Unsupported("a schedule that is a hook of the optimizer: it makes one of its own")
         groups = [dict(group) for group in plain.param_groups]
         self.optimizer = ZeroRedundancyOptimizer(
             groups, type(plain), asked.get("group"), parameters_as_bucket_view=False, **arguments_of(plain)

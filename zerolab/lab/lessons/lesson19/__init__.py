@@ -225,6 +225,7 @@ IN_WORDS[ROUNDS] = "stage 2 that rounds"
 
 def tried_with(runs: list[Evidence]) -> Callable[[Play], None]:
     def act(play: Play) -> None:
+        order = {name: number for number, name in enumerate(IN_WORDS[run] for run in runs)}
         for said, claim in CLAIMS.items():
             given = play.keep("`runs`", list(runs))
             with play.event(f'"{said}"', uses=()) as event:
@@ -237,7 +238,11 @@ def tried_with(runs: list[Evidence]) -> Callable[[Play], None]:
                 play.see(f'the word for "{said}"', word)
                 if isinstance(where, (tuple, list)):
                     where = [IN_WORDS.get(one, "?") if isinstance(one, Evidence) else one for one in where]
-                play.see(f'where "{said}" is true', where)
+                    tried = sorted(where, key=lambda one: order.get(str(one), len(order)))
+                    play.see(f'where "{said}" is true', tried)
+                    play.see(f'where "{said}" is true comes in the order of runs', tried == where)
+                else:
+                    play.see(f'where "{said}" is true', where)
 
     return act
 

@@ -34,7 +34,7 @@ EXPLORABLES = HERE / "explorables"
 # The order of pages in the menu; a page that is not named here comes after these.
 EXPLORE = ["step", "ring", "fits"]
 COURSE = ["paths", "glossary", "formulas", "questions", "claims", "teachers", "administrators"]
-PACKAGE = ["using", "habits", "measuring", "performance", "first-gpu-run", "tested"]
+PACKAGE = ["using", "habits", "measuring", "muon", "trial", "performance", "first-gpu-run", "tested"]
 SCRIPTS = {  # what needs more than shared.js and a script of its name
     "step": ("shared", "recording", "step"),
     "ladder": ("shared", "recording", "step", "ladder"),

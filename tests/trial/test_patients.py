@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import json
 import os
+import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -14,6 +17,7 @@ from zerolab.trial.cases import CASES
 from zerolab.trial.hearing import HOLDS, UNSUPPORTED, hear
 
 HERE = Path(__file__).parent
+DOCS = HERE.parents[1] / "docs"
 SMALL = f"{HERE / 'small.py'}:Small"
 
 
@@ -49,3 +53,21 @@ def test_the_case_that_names_its_bug_finds_it(pool, name):
     assert patient.__doc__ and "#" in patient.issue and set(patient.found_by) <= CASES.keys()
     (verdict,) = hear(engine(name), 2, patient.found_by[:1], pool)
     assert verdict.verdict not in (HOLDS, UNSUPPORTED), verdict.what
+
+
+# -- docs/trial.md --------------------------------------------------------------------------------------------------
+
+
+def test_the_page_is_as_the_stored_results_are():
+    command = [sys.executable, str(DOCS / "trial" / "write.py"), "--check"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=600, check=False)
+    assert done.returncode == 0, done.stderr
+    stored = json.loads((DOCS / "trial" / "results.json").read_text())
+    assert all(one["cases"].keys() == CASES.keys() for one in stored.values())
+
+
+def test_the_page_s_adapter_is_fsdp2_in_forty_lines(pool):
+    file = DOCS / "trial" / "fsdp2.py"
+    names = ["plain", "accumulate", "clip by the 2-norm", "state dict", "resumed by more", "held between steps"]
+    assert len(file.read_text().splitlines()) < 50
+    assert [v.verdict for v in hear(f"{file}:MyFSDP", 2, names, pool)] == [HOLDS] * len(names)

@@ -1,0 +1,131 @@
+"""Writes docs/trial.md: how to put an engine on trial, and what the trial said of those that are known.
+
+python docs/trial/write.py                  # the page, from results.json and reasons.json
+python docs/trial/write.py --run fsdp2      # try this engine first, and store what was seen; no name: all of them
+python docs/trial/write.py --check          # writes nothing: is the page as it would be written?
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+HERE = Path(__file__).resolve().parent
+PAGE, RESULTS, REASONS = HERE.parent / "trial.md", HERE / "results.json", HERE / "reasons.json"
+OURS = ("ddp", "zero1", "zero2", "zero3")
+SIGNS = {"holds": "✓", "unsupported": "–", "wrong": "✗", "refused": "E", "hangs": "H", "dies": "D"}
+PROMISED = "o"  # the engine promises something else
+
+
+def run(engine: str) -> dict[str, Any]:
+    """What `zerolab trial` says of it: of ours on 1 to 4 ranks, of the others on 2."""
+    from zerolab.apps import trial
+
+    ranks = [1, 2, 3, 4] if engine in OURS else [2]
+    with tempfile.TemporaryDirectory() as folder:
+        file = Path(folder, "said.json")
+        trial.run(engine, ranks, None, str(file))
+        said = json.loads(file.read_text())
+    cases: dict[str, Any] = {}
+    for v in said.pop("verdicts"):
+        cases.setdefault(v["case"], []).append([v["ranks"], v["verdict"], v["what"], v["otherwise"]])
+    for name, found in cases.items():
+        if all(verdict == "holds" for _, verdict, _, _ in found):
+            cases[name] = "holds"
+    return said | {"ranks": ranks, "cases": cases}
+
+
+def as_json(results: dict[str, Any]) -> str:
+    """One line for each case, so that a change can be read."""
+    engines = []
+    for engine, one in results.items():
+        head = json.dumps({key: value for key, value in one.items() if key != "cases"}, ensure_ascii=False)
+        each = ((json.dumps(name), json.dumps(found, ensure_ascii=False)) for name, found in one["cases"].items())
+        cases = [f"{name}: {found}" for name, found in each]
+        engines.append(f'"{engine}": {head[:-1]}, "cases": {{\n' + ",\n".join(cases) + "\n}}")
+    return "{\n" + ",\n".join(engines) + "\n}\n"
+
+
+def sign(found: Any) -> str:
+    """One sign for a case on all numbers of ranks: the worst."""
+    if found == "holds":
+        return SIGNS["holds"]
+    bad = [row for row in found if row[1] not in ("holds", "unsupported")]
+    if not bad:
+        return SIGNS["holds" if any(row[1] == "holds" for row in found) else "unsupported"]
+    return PROMISED if all(row[3] for row in bad) else SIGNS[next(row[1] for row in bad if not row[3])]
+
+
+def lines(results: dict[str, Any], reasons: dict[str, dict[str, str]]) -> Iterator[str]:
+    from zerolab.apps.trial import families
+    from zerolab.trial.cases import CASES
+
+    text = (HERE / "page.md").read_text()
+    example = (HERE / "fsdp2.py").read_text().split('"""\n\n', 1)[1].strip()
+    yield text.replace("EXAMPLE", example).strip()
+    yield "\n## What the trial says\n"
+    for engine, one in results.items():
+        versions = ", ".join(f"{name} {one[name]}" for name in one if name not in ("engine", "ranks", "cases"))
+        counts = [sign(found) for found in one["cases"].values()]
+        told = ", ".join(f"{counts.count(mark)} {mark}" for mark in (*SIGNS.values(), PROMISED) if mark in counts)
+        ranks = "1 to 4" if len(one["ranks"]) > 1 else one["ranks"][0]
+        yield f"- `{engine}` ({versions}; {ranks} ranks): {told}"
+    yield "\n✓ holds, – is not offered, ✗ is wrong, E is refused with an error, H hangs, D ends a process; o: it"
+    yield "promises something else, and says where. With several numbers of ranks the worst counts.\n"
+    for family, names in families().items():
+        yield f"### {family[0].upper()}{family[1:]}\n"
+        yield f"| case | promise | {' | '.join(f'`{engine}`' for engine in results)} |"
+        yield f"|---|---|{'---|' * len(results)}"
+        for name in names:
+            signs = [sign(one["cases"][name]) if name in one["cases"] else "" for one in results.values()]
+            yield f"| {name} | {CASES[name].promise} | {' | '.join(signs)} |"
+        yield ""
+    yield from not_held(results, reasons)
+
+
+def not_held(results: dict[str, Any], reasons: dict[str, dict[str, str]]) -> Iterator[str]:
+    """Cases that an engine does not keep: those with one reason together. Where it refuses, its error is the reason."""
+    for engine, one in results.items():
+        seen: dict[str, list[tuple[str, str]]] = {}
+        for name, found in one["cases"].items():
+            if sign(found) in (SIGNS["holds"], SIGNS["unsupported"]):
+                continue
+            _, verdict, what, otherwise = next(row for row in found if row[1] not in ("holds", "unsupported"))
+            reason = otherwise or reasons.get(engine, {}).get(name) or reasons["all"].get(name) or ""
+            if not reason and verdict != "refused":
+                sys.exit(f"reasons.json does not say why {engine} does not keep {name!r}: {verdict}, {what}")
+            seen.setdefault(reason or what, []).append((name, f"{verdict}: {what}"))
+        if seen:
+            yield f"### What `{engine}` does not keep\n"
+            for reason, cases in seen.items():
+                what = cases[0][1].replace("<", "&lt;").rstrip(".")
+                said = f" {reason}." if not what.endswith(reason) else ""
+                yield f"- **{'; '.join(name for name, _ in cases)}.**{said} *{what}*"
+            yield ""
+
+
+def main() -> None:
+    from zerolab.trial.adapters import ENGINES
+
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--run", nargs="*", metavar="ENGINE", choices=[*ENGINES, []])
+    parser.add_argument("--check", action="store_true")
+    asked = parser.parse_args()
+    results = json.loads(RESULTS.read_text()) if RESULTS.exists() else {}
+    for engine in ENGINES if asked.run == [] else asked.run or ():
+        results[engine] = run(engine)
+        results = {name: results[name] for name in ENGINES if name in results}
+        RESULTS.write_text(as_json(results))
+    page = "\n".join(lines(results, json.loads(REASONS.read_text()))).rstrip() + "\n"
+    if asked.check:
+        sys.exit(0 if PAGE.read_text() == page else f"{PAGE.name} is not as it would be: python docs/trial/write.py")
+    PAGE.write_text(page)
+
+
+if __name__ == "__main__":
+    main()

@@ -485,7 +485,8 @@ if lab.predicted("12.4"):
     one_slow = lab.pull("one_slow", rank=0)
     for worker in (1, 2, 3):
         ages, pushed = one_slow["ages"][worker], one_slow["pushed"][worker]
-        print(f"worker {worker}: {pushed:2} updates, its gradients {sum(ages) / len(ages):4.1f} updates old on average")
+        late = sum(ages) / len(ages)
+        print(f"worker {worker}: {pushed:2} updates, its gradients {late:4.1f} updates old on average")
         assert sum(ages) == 60 - pushed  # one for each update of the others
     assert one_slow["age"] == 2
 

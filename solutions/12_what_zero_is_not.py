@@ -486,7 +486,8 @@ if lab.predicted("12.4"):
     for worker in (1, 2, 3):
         ages, pushed = one_slow["ages"][worker], one_slow["pushed"][worker]
         late = sum(ages) / len(ages)
-        print(f"worker {worker}: {pushed:2} updates, its gradients {late:4.1f} updates old on average")
+        said = f"{pushed:2} updates, its gradients {late:4.1f} updates old on average"
+        print(f"worker {worker}: {said}")
         assert sum(ages) == 60 - pushed  # one for each update of the others
     assert one_slow["age"] == 2
 

@@ -407,7 +407,7 @@ for name, parts in (("a stream per rank", by_rank), ("global sample index", by_i
 # its own, and really kills it in the middle of what it writes (SIGKILL: what the out-of-memory killer sends):
 
 # %% tags=["nbval-check-output"]
-from zerolab.lab.lessons.lesson11 import crash
+from zerolab.lab import crash
 
 path = Path(folder, "only.safetensors")
 data = Path(folder, "rank-0.safetensors").read_bytes()

@@ -304,7 +304,7 @@ lab.reveal("18.3")
 # %%ranks
 from importlib.util import find_spec
 
-from zerolab.lab.lessons.lesson18 import production
+from zerolab.lab import production
 
 stages = (2, 3) if find_spec("deepspeed") else ()
 rows = {stage: production.run("DeepSpeed", stage) for stage in stages}

@@ -42,6 +42,8 @@ _HOME = {
     "zerolab.lab.lessons.lesson10.arena": ("OutOfMemory", "replay"),
     "zerolab.lab.lessons.lesson10.host": ("HostLink",),
     "zerolab.lab.lessons.lesson09.recorded": ("Recorded",),
+    "zerolab.lab.lessons.lesson11": ("crash",),  # these two are modules
+    "zerolab.lab.lessons.lesson18": ("production",),
     "zerolab.lab.lessons.lesson15.pipeline": ("Pipeline", "Paced"),
     "zerolab.lab.lessons.lesson09.processor": ("Processor",),
     "zerolab.lab.activations": ("saved",),
@@ -60,7 +62,8 @@ __all__ = [*_MODULE_OF]
 def __getattr__(name: str) -> Any:
     if name not in _MODULE_OF:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return getattr(importlib.import_module(_MODULE_OF[name]), name)
+    home = importlib.import_module(_MODULE_OF[name])
+    return getattr(home, name) if hasattr(home, name) else importlib.import_module(f"{home.__name__}.{name}")
 
 
 def load_ipython_extension(shell: Any) -> None:

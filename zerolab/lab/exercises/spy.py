@@ -77,7 +77,6 @@ class Traffic:
     world_size: int
     to: int = -1
     source: int = -1
-    on_world: bool = False  # an answer's call that all processes take part in
     said: str = ""  # what the caller wrote, if that is another function: "self.comm.all_reduce"
     kept: int | None = None  # bytes that stay here of an uneven all-to-all, whose `payload` is this rank's alone
     asynchronous: bool = False
@@ -346,7 +345,6 @@ class Spy:
             traffic.payload = nbytes(arguments["tensor"] if call.name == "gather" else pieces)
             stays = call.name == "gather" and pieces
             traffic.kept = traffic.payload if stays else traffic.payload // size * (call.name == "scatter")
-        traffic.on_world = call.module.startswith("ex_") and call.group is dist.group.WORLD
         self.calls.append(traffic)
         if call.group == dist.group.WORLD:
             self._agree(traffic)
@@ -373,7 +371,6 @@ class Spy:
                 traffic.payload *= size
             if splits := call.arguments.get("input_split_sizes"):
                 traffic.kept = traffic.payload * splits[ranks.index(self.rank) % size] // max(1, sum(splits))
-            traffic.on_world = call.module.startswith("ex_") and size == self.world_size
             self.calls.append(traffic)
             if size == self.world_size:
                 self._agree(traffic)

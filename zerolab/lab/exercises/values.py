@@ -54,10 +54,6 @@ def counted(number: int, thing: str) -> str:
     return f"{number:,} {thing}{'s' * (number != 1)}"
 
 
-def forgot_to_return(got: Any) -> str:
-    return "the function returns nothing: `return` is missing" if got is None else ""
-
-
 def storages_in(tree: Any) -> list[torch.UntypedStorage]:
     """Those of the tensors in `tree`: a tensor, or lists, tuples and dictionaries with tensors in them. Each once."""
     found = [leaf.untyped_storage() for leaf in tree_leaves(tree) if isinstance(leaf, Tensor)]

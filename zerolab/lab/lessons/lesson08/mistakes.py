@@ -72,10 +72,7 @@ SCALER_BY_TENSORS = f"""{_AS_TENSOR}\
         self.overflow = None
 """
 
-# Asks for the overflow before it divides; one message to rank 0 and one back.
-SCALER_BY_REDUCE = edit(
-    SCALER,
-    """\
+_UNSCALES = """\
         found = torch.zeros(1)
         for grad in self.gradients():
             grad /= self.factor
@@ -83,7 +80,12 @@ SCALER_BY_REDUCE = edit(
                 found.fill_(1)
         dist.all_reduce(found, op=dist.ReduceOp.MAX)
         self.overflow = bool(found)
-""",
+"""
+
+# Asks for the overflow before it divides; one message to rank 0 and one back.
+SCALER_BY_REDUCE = edit(
+    SCALER,
+    _UNSCALES,
     """\
         grads = self.gradients()
         finite = all(g.isfinite().all().item() for g in grads)
@@ -798,15 +800,7 @@ SCALER_MISTAKES = {
 # A gradient of its own in float32 for each parameter; the flag goes by the engine's group.
 SCALER_BY_ASSIGNMENT = edit(
     SCALER,
-    """\
-        found = torch.zeros(1)
-        for grad in self.gradients():
-            grad /= self.factor
-            if not grad.isfinite().all():
-                found.fill_(1)
-        dist.all_reduce(found, op=dist.ReduceOp.MAX)
-        self.overflow = bool(found)
-""",
+    _UNSCALES,
     """\
         count = 0
         for param in self.zero.model.parameters():
@@ -863,15 +857,7 @@ class MyScaler:
 # torch's own kernel for both: it divides, and sets the flag; on shards the gradients ask the other ranks themselves.
 SCALER_BY_KERNEL = edit(
     SCALER,
-    """\
-        found = torch.zeros(1)
-        for grad in self.gradients():
-            grad /= self.factor
-            if not grad.isfinite().all():
-                found.fill_(1)
-        dist.all_reduce(found, op=dist.ReduceOp.MAX)
-        self.overflow = bool(found)
-""",
+    _UNSCALES,
     """\
         found, inverse = torch.zeros(1), torch.tensor([1 / self.factor])
         torch._amp_foreach_non_finite_check_and_unscale_(self.gradients(), found, inverse)

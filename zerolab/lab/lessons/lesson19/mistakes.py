@@ -226,7 +226,6 @@ def verdict(claim, runs):
     return [words[tuple(sorted({said for said, _ in answers}))], [run for said, run in answers if said]]
 """
 
-TRIED = "if run.stage > 0 and run.ranks > 1 and (run.ranks, run.dtype) in ddps]"
 BY_BOTH = "{(run.ranks, run.dtype): run for run in runs if run.stage == 0}"
 
 VERDICT_MISTAKES = {

@@ -89,6 +89,15 @@ def test_a_hang_is_cut_and_the_next_check_works(monkeypatch: pytest.MonkeyPatch,
     assert judge.try_answer("01.1", EXERCISES["01.1"].reference).passed
 
 
+@pytest.mark.exhaustive
+def test_a_wait_that_the_limit_cuts_is_no_loop(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a machine so busy that nobody seems to stand still."""
+    judge.try_answer("01.1", EXERCISES["01.1"].reference)  # the pool is there
+    monkeypatch.setattr(judge, "WALL", 5.0)
+    verdict = judge.try_answer("01.1", mutants.WRONG["01.1"]["wrong neighbour"][0], patience=600.0, told=False)
+    assert verdict.kind == "late" and verdict.likely == judge.DIFFERENT, verdict.text
+
+
 def test_a_message_that_nobody_sends() -> None:
     source = "import torch.distributed as dist\n\n"
     source += "def average(params):\n    if dist.get_world_size() > 1:\n        dist.recv(params[0].data)\n"

@@ -7,6 +7,7 @@ import itertools
 import threading
 import time
 from statistics import median
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -144,6 +145,28 @@ def check_states(line, states, stage):
     assert any(buffer.site[0].endswith("models.py") and buffer.kind == "activations" for buffer in made)
     units = {buffer.unit for buffer in made if buffer.kind == "activations"}
     assert {"blocks.0", "blocks.1", "blocks.2"} <= units
+
+
+def who_notes_memory(stage):
+    """The threads that wrote an event in which memory came or went."""
+    writers, plain = set(), allocations._Recorder._resized
+
+    def resized(recorder, number, nbytes):
+        if recorder._sizes[number] != nbytes:
+            writers.add(threading.current_thread().name)
+        plain(recorder, number, nbytes)
+
+    zero, optimizer = build(stage, layers=2, width=64, context=16)
+    train(zero, optimizer)
+    with patch.object(allocations._Recorder, "_resized", resized), timeline(zero, optimizer):
+        train(zero, optimizer)
+    return writers
+
+
+@pytest.mark.parametrize("stage", [0, 3])
+def test_threads_of_gloos_write_no_event(ranks, stage):
+    """They inherit the mode and allocate when they like: the same step would not always give the same timeline."""
+    assert ranks.run(who_notes_memory, stage, ranks=2) == [{"MainThread"}] * 2
 
 
 def full_gradients_in_backward(stage):

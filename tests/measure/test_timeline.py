@@ -169,6 +169,21 @@ def test_threads_of_gloos_write_no_event(ranks, stage):
     assert ranks.run(who_notes_memory, stage, ranks=2) == [{"MainThread"}] * 2
 
 
+def held_beside_the_states(own):
+    """After an operation on 4,000 bytes that torch has allocated, or that a bytearray has."""
+    tensor = torch.zeros(1000) if own else torch.frombuffer(bytearray(4000), dtype=torch.float32)
+    zero, optimizer = build(1, layers=1, width=64, context=16)
+    with timeline(zero, optimizer) as line:
+        total = tensor.sum()
+    assert total == 0
+    return line.by_kind(len(line.events))["other"]
+
+
+def test_memory_that_torch_did_not_allocate_is_not_counted(ranks):
+    (own,), (others,) = (ranks.run(held_beside_the_states, own, ranks=1) for own in (True, False))
+    assert (own, others) == (4004, 4)
+
+
 def full_gradients_in_backward(stage):
     zero, optimizer = build(stage, layers=6, width=64, context=16)
     for _ in range(2):

@@ -12,9 +12,9 @@
 A `TorchDispatchMode` sees the result of every operation: on the CPU, on CUDA, and with fake tensors. A storage it has
 not seen before is a new buffer; a weak reference reports when the storage goes away; `resize_` of a storage is watched.
 
-So the timeline counts storages of tensors, without those that only view memory of Python's, numpy's or of a file. The
-allocator sees a little more: workspace that a kernel frees before it returns, and what gloo allocates in its own
-threads, which come and go at any moment. On CUDA it also rounds each block up to 512 bytes. The tests hold
+So the timeline counts storages of tensors, without those that view memory of Python's, numpy's, a file or another
+process. The allocator sees a little more: workspace that a kernel frees before it returns, and what gloo allocates in
+its own threads, which comes and goes at any moment. On CUDA it also rounds each block up to 512 bytes. The tests hold
 the difference at the peak below 5 % (`tests/measure/test_timeline.py`).
 
 Sometimes it becomes clear only later what a buffer was: a gradient, when autograd hands it to a parameter; optimizer

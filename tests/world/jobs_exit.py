@@ -38,6 +38,7 @@ def main(how: str, stage: int) -> zerolab.Engine:
         optimizer.zero_grad()
     print(f"at work: {threads()}", flush=True)
     if how == "destroy":
+        time.sleep(2.0 * zero.rank)  # rank 0 holds the store, which goes with its group
         dist.destroy_process_group()
     if how == "forks":
         child = os.fork()
@@ -54,7 +55,8 @@ def main(how: str, stage: int) -> zerolab.Engine:
         zero.comm.all_reduce(torch.ones(2), "nothing")  # which nobody waits for
         raise ValueError("rank 1 has failed")
     if how != "destroy":
-        dist.barrier()  # rank 0 holds the store: c10d says so on a rank that still asks it something
+        dist.barrier()
+        time.sleep(2.0 * zero.rank)  # the store ends with rank 0
     return zero
 
 

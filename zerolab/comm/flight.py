@@ -99,8 +99,8 @@ class _World:
         clone = getattr(dist.distributed_c10d._get_default_store(), "clone", None)  # a user's own store may lack it
         if clone is None:
             return
-        with suppress(RuntimeError):
-            self._store = dist.PrefixStore("zerolab/flight", clone())
+        with suppress(RuntimeError, OSError):
+            self._store, self._server = dist.PrefixStore("zerolab/flight", clone()), _line_to_the_server()
             self._thread = threading.Thread(target=self._watch, name="flight recorder", daemon=True)
             self._thread.start()
 
@@ -151,11 +151,16 @@ class _World:
                 self._answer_when_asked()
         finally:
             self._told.set()
+            if self._server is not None:
+                self._server.close()
 
     def _answer_when_asked(self) -> None:
         answered = False
         while not self._stopped and self.group() is not None:
-            if self._asked.wait(TURN) and not self._stopped:
+            asked = self._asked.wait(TURN)
+            if self._server is not None and _hung_up(self._server):
+                return
+            if asked and not self._stopped:
                 if self._store.check(["verdict"]):  # already told, while this rank was elsewhere
                     self._verdict = self._store.get("verdict").decode()
                     return
@@ -216,6 +221,29 @@ class _World:
 
 
 _world: _World | None = None
+
+
+def _line_to_the_server() -> socket.socket | None:
+    """A connection on which nothing is ever said: it ends with the process that holds the store.
+
+    That may be rank 0, and end first. To ask a store that is gone makes torch print a page about it.
+    """
+    store = dist.distributed_c10d._get_default_store()
+    store = getattr(store, "_underlying_non_prefix_store", store)
+    if not isinstance(store, dist.TCPStore):
+        return None
+    line = socket.create_connection((store.host, store.port), timeout=LIMIT)
+    line.setblocking(False)
+    return line
+
+
+def _hung_up(line: socket.socket) -> bool:
+    try:
+        return not line.recv(1)
+    except BlockingIOError:
+        return False
+    except OSError:
+        return True
 
 
 def log_of(group: dist.ProcessGroup, kind: str = "") -> Log:

@@ -5,7 +5,7 @@ Each lesson has a file that takes them from here, so that lessons are tried side
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import pytest
@@ -15,8 +15,10 @@ from zerolab.lab.exercises.catalogue import EXERCISES
 
 from . import RIGHT, WRONG
 
+RICHEST = (3,)  # numbers of ranks: groups of some ranks, of every other and of one are all tried there
 
-def param(id: str, name: str, *values: str, first: bool) -> Any:
+
+def param(id: str, name: str, *values: Any, first: bool) -> Any:
     """One answer to an exercise. `make test` tries the first of each kind, `make test-all` the others too."""
     return pytest.param(id, *values, id=f"{id} {name}", marks=() if first else pytest.mark.exhaustive)
 
@@ -34,18 +36,20 @@ def answers_of(lesson: str) -> tuple[Callable[..., None], Callable[..., None]]:
     exercises = [asked for id, asked in EXERCISES.items() if id.startswith(lesson)]
     right, wrong = [], []
     for asked in exercises:
-        answers = {"reference": asked.reference}
-        answers |= {f"alternative {i}": source for i, source in enumerate(RIGHT[asked.id])}
-        right += [param(asked.id, name, source, first=i == 0) for i, (name, source) in enumerate(answers.items())]
+        right.append(param(asked.id, "reference", asked.reference, RICHEST, first=True))
+        others = [size for size in judge.WORLD_SIZES if size not in RICHEST]
+        right.append(param(asked.id, "reference on other numbers of ranks", asked.reference, others, first=False))
+        for i, source in enumerate(RIGHT[asked.id]):
+            right.append(param(asked.id, f"alternative {i}", source, judge.WORLD_SIZES, first=False))
         mistakes = WRONG[asked.id].items()
         wrong += [param(asked.id, name, *mistake, first=i == 0) for i, (name, mistake) in enumerate(mistakes)]
 
     @pytest.mark.slow
-    @pytest.mark.parametrize(("id", "source"), right)
-    def test_right_answers_pass(id: str, source: str) -> None:
-        verdict = judge.try_answer(id, source)
+    @pytest.mark.parametrize(("id", "source", "sizes"), right)
+    def test_right_answers_pass(id: str, source: str, sizes: Sequence[int]) -> None:
+        verdict = judge.try_answer(id, source, sizes=sizes)
         assert verdict.passed, verdict.text
-        assert verdict.text.splitlines()[0].endswith("N=1, 2, 3, 4 ok")
+        assert verdict.text.splitlines()[0].endswith(f"N={', '.join(map(str, sizes))} ok")
 
     @pytest.mark.slow
     @pytest.mark.parametrize(("id", "source", "said"), wrong)

@@ -1,7 +1,6 @@
 """`init` and `launch`, with real processes: what they return, say when a rank fails, and leave behind."""
 
 import json
-import multiprocessing
 import os
 import signal
 import subprocess
@@ -67,7 +66,8 @@ def children() -> set[int]:
     found = set()
     for child in psutil.Process().children(recursive=True):
         try:
-            if child.name() != nursery.NAME and "resource_tracker" not in " ".join(child.cmdline()):
+            own_nursery = child.name() == nursery.NAME and child.ppid() == os.getpid()
+            if not own_nursery and "resource_tracker" not in " ".join(child.cmdline()):
                 found.add(child.pid)
         except psutil.ZombieProcess:
             found.add(child.pid)
@@ -90,10 +90,10 @@ def four() -> Iterator[Ranks]:
         yield pool
 
 
-@pytest.fixture(scope="module")
-def two() -> Iterator[Ranks]:
+@pytest.fixture(scope="module", params=["forked", pytest.param("spawned", marks=pytest.mark.exhaustive)])
+def two(request: pytest.FixtureRequest) -> Iterator[Ranks]:
     """For runs that fail: it starts new processes after each."""
-    with Ranks(2) as pool:
+    with Ranks(2, forked=request.param == "forked") as pool:
         yield pool
 
 
@@ -295,9 +295,8 @@ def test_arguments_that_cannot_be_pickled(two: Ranks) -> None:
 @pytest.mark.slow
 def test_a_process_that_is_killed_while_idle_is_replaced(two: Ranks) -> None:
     pids = [place["pid"] for place in two.run(jobs_launch.place)]
-    (victim,) = [process for process in multiprocessing.active_children() if process.pid == pids[1]]
-    victim.kill()
-    victim.join(10)
+    os.kill(pids[1], signal.SIGKILL)
+    wait_until(lambda: gone(pids[1]))
     assert two.run(jobs_launch.echo, 3) == [3, 3]
     assert not children() & set(pids)
 

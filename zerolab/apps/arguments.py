@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import argparse
-import importlib
+import importlib.util
 import math
 import os
 import sys
@@ -44,12 +44,10 @@ class MissingPackage(Exception):
 
 
 def need(*packages: str) -> None:
-    """Raises MissingPackage if one of these packages cannot be imported."""
+    """Raises MissingPackage if one of these packages is not there. Imports none: JupyterLab alone takes seconds."""
     for package in packages:
-        try:
-            importlib.import_module(package)
-        except ImportError:
-            raise MissingPackage(f"this needs {package}: pip install 'zerolab[lab]'") from None
+        if importlib.util.find_spec(package) is None:
+            raise MissingPackage(f"this needs {package}: pip install 'zerolab[lab]'")
 
 
 def reader(read: Callable[[str], Any]) -> Callable[[str], Any]:

@@ -532,7 +532,25 @@ print(f"{each:.2f} bytes per parameter on each rank, {4 * each:.0f} on all ranks
 # **Verdict: false.** Every rank holds everything: 16 bytes per parameter, four times over. Data parallelism divides
 # *activations* (each rank has a quarter of the global batch) and *time*. It divides no model states. Those four equal
 # copies are the waste that ZeRO removes, one kind at a time. Lesson 04 starts with the green band.
+
+# %% [markdown]
+# ## Your engine on trial
 #
+# `zerolab trial` puts a data-parallel engine through more than a hundred promises, each on fresh ranks and beside one
+# process: the same numbers, the bytes of a formula, an error where ranks would wait for each other forever. A good many
+# were once broken by a library that people train with ([An engine on trial](../docs/trial.md) has the issues). Seven are
+# about what you wrote in this lesson. Until 03.3 has passed, the package's code stands in for yours.
+
+# %% tags=["nbval-check-output"]
+import zerolab
+
+promises = [
+    "plain", "odd shapes", "tied across units", "unused", "accumulate",
+    "held after backward", "moved in a step",
+]
+lab.trial(zerolab.DDP, *promises)
+
+# %% [markdown]
 # ## Questions
 #
 # 1. Why do the ranks' weights stay equal, although no weight is ever sent?

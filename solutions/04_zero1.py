@@ -577,7 +577,24 @@ if lab.predicted("04.1"):
 # of Adam's two averages. With bfloat16 it keeps 4Ψ + 12Ψ/N, because the float32 masters are sharded too. Stage 2, which is
 # lesson 05, also shards the gradients: 4Ψ + 12Ψ/N and 2Ψ + 14Ψ/N. If you plan a bfloat16 run by this claim, you buy 1.8 to
 # 1.9 times the memory you need on 4 GPUs, and three to four times on many.
+
+# %% [markdown]
+# ## Your engine on trial
 #
+# Your stage 1 goes through the promises of `zerolab trial` that it should keep by now. Two of them look at the parts that
+# only sharded engines have: a norm of which each rank has a part, and a checkpoint that another number of ranks loads
+# ([all of them](../docs/trial.md), and what PyTorch's own engines make of them).
+
+# %% tags=["nbval-check-output"]
+import zerolab
+
+promises = [
+    "plain", "clip by the 2-norm", "groups and a schedule", "resumed by more",
+    "held after backward", "moved in a step",
+]
+lab.trial(zerolab.Zero1, *promises)
+
+# %% [markdown]
 # ## Questions
 #
 # 1. Why can ZeRO-1 skip the second half of DDP's all-reduce, and what must it send instead?

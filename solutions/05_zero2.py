@@ -478,7 +478,24 @@ print("the highest peak:", highest)
 # from blocks to one unit, with a ninth of the messages, saves little or nothing: what is left is the bytes, which are the
 # same, and with one unit they can no longer hide behind computation. And the largest unit has the highest peak.
 # (`zerolab.measure.trace` measures what hides behind what.)
+
+# %% [markdown]
+# ## Your engine on trial
 #
+# The same for your stage 2. Two of the promises are about memory. What a rank holds when backward returns is where
+# [a "ZeRO-2" that was ZeRO-1](https://github.com/karpathy/nanochat/issues/566) gives itself away. The peak is where an
+# engine does that reduces its gradients only when backward is over: it ends up with its quarter, and held all of them.
+
+# %% tags=["nbval-check-output"]
+import zerolab
+
+promises = [
+    "plain", "accumulate", "held after backward", "held at the peak", "moved in a step",
+    "moved by accumulation",
+]
+lab.trial(zerolab.Zero2, *promises)
+
+# %% [markdown]
 # ## Questions
 #
 # 1. You turn ZeRO-2 on and the peak stays. What do you look at first, and what would help instead?

@@ -403,7 +403,20 @@ if lab.predicted("06.2"):
 # full parameters of the root and of the blocks in flight, and gradients on their way. With small units that is little. With
 # one unit for the entire model, all of Ψ is gathered at once, and during forward and backward ZeRO-3 saves no parameter memory at
 # all. So the *largest unit* decides whether a large model fits, and no number of GPUs makes it smaller.
+
+# %% [markdown]
+# ## Your engine on trial
 #
+# These promises are about forward: what a rank holds when it is over, that an evaluation has the full model's loss, and
+# that a block may run twice. `lab.trial` asks about backward in the next lesson.
+
+# %% tags=["nbval-check-output"]
+import zerolab
+
+promises = ["plain", "a block used twice", "evaluation", "held after a forward"]
+lab.trial(zerolab.Zero3, *promises)
+
+# %% [markdown]
 # ## Questions
 #
 # 1. Why does ZeRO-3 not simply `del` the parameters after a block's forward?

@@ -505,7 +505,26 @@ if lab.predicted("07.3"):
 # time: in each collective, a ring of N ranks passes on N - 1 messages in sequence. At 50 µs a message and N = 1024, that is
 # 51 ms. For the 20 collectives of our tiny step it is a second, in which nothing is computed. (Lesson 16 plans a trillion
 # parameters.)
+
+# %% [markdown]
+# ## Your engine on trial
 #
+# All of `Zero3` is yours now. These promises are those that sharded parameters make hard: a weight that two units share,
+# a block that runs again in backward, an error in the middle of it. In the last one a rank leaves a backward out: each rank
+# must get an error, and none may wait. (`zerolab trial zero3` tries all promises, in a few minutes. [Here](../docs/trial.md)
+# is what it says of other engines.)
+
+# %% tags=["nbval-check-output"]
+import zerolab
+
+promises = [
+    "plain", "tied across units", "dropout, recomputed", "an error in backward",
+    "held after backward", "held at the peak", "moved in a step",
+    "disagree: one skips a backward",
+]
+lab.trial(zerolab.Zero3, *promises)
+
+# %% [markdown]
 # ## Questions
 #
 # 1. Where does 3Ψ come from, why less Ψ_root, and what would the traffic be if *every* unit stayed after its forward?

@@ -2,6 +2,7 @@
 
 python docs/trial/write.py                  # the page, from results.json and reasons.json
 python docs/trial/write.py --run fsdp2      # try this engine first, and store what was seen; no name: all of them
+python docs/trial/write.py --run fsdp2 --only hybrid   # the same of some cases; of the others what is stored stays
 python docs/trial/write.py --check          # writes nothing: is the page as it would be written?
 """
 
@@ -22,14 +23,14 @@ SIGNS = {"holds": "✓", "unsupported": "–", "wrong": "✗", "refused": "E", "
 PROMISED = "o"  # the engine promises something else
 
 
-def run(engine: str) -> dict[str, Any]:
-    """What `zerolab trial` says of it: of ours on 1 to 4 ranks, of the others on 2."""
+def run(engine: str, only: list[str] | None) -> dict[str, Any]:
+    """What `zerolab trial` says of it: of ours on 1 to 4 ranks, of the others on 2. only: of these cases."""
     from zerolab.apps import trial
 
     ranks = [1, 2, 3, 4] if engine in OURS else [2]
     with tempfile.TemporaryDirectory() as folder:
         file = Path(folder, "said.json")
-        trial.run(engine, ranks, None, str(file))
+        trial.run(engine, ranks, only, str(file))
         said = json.loads(file.read_text())
     cases: dict[str, Any] = {}
     for v in said.pop("verdicts"):
@@ -83,9 +84,19 @@ def lines(results: dict[str, Any], reasons: dict[str, dict[str, str]]) -> Iterat
         yield f"|---|---|{'---|' * len(results)}"
         for name in names:
             signs = [sign(one["cases"][name]) if name in one["cases"] else "" for one in results.values()]
-            yield f"| {name} | {CASES[name].promise} | {' | '.join(signs)} |"
+            yield f"| {name} | {CASES[name].promise}{broken_in(CASES[name].broke)} | {' | '.join(signs)} |"
         yield ""
     yield from not_held(results, reasons)
+    yield "### Where the promises are written\n"
+    for source in dict.fromkeys(case.source for case in CASES.values()):
+        yield f"- {source}: {'; '.join(name for name, case in CASES.items() if case.source == source)}"
+
+
+def broken_in(issues: str) -> str:
+    """Links to the issues, which are `owner/repository#number`."""
+    address = "https://github.com/"
+    links = (f"[{i.partition('/')[2]}]({address}{i.replace('#', '/issues/')})" for i in issues.split(", "))
+    return f" Once broken in {', '.join(links)}." if issues else ""
 
 
 def not_held(results: dict[str, Any], reasons: dict[str, dict[str, str]]) -> Iterator[str]:
@@ -111,14 +122,20 @@ def not_held(results: dict[str, Any], reasons: dict[str, dict[str, str]]) -> Ite
 
 def main() -> None:
     from zerolab.trial.adapters import ENGINES
+    from zerolab.trial.cases import CASES
 
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--run", nargs="*", metavar="ENGINE", choices=[*ENGINES, []])
+    parser.add_argument("--only", nargs="+", metavar="CASE", help="keep what is stored of the other cases")
     parser.add_argument("--check", action="store_true")
     asked = parser.parse_args()
     results = json.loads(RESULTS.read_text()) if RESULTS.exists() else {}
     for engine in ENGINES if asked.run == [] else asked.run or ():
-        results[engine] = run(engine)
+        said = run(engine, asked.only)
+        if asked.only:
+            said["cases"] = {**results[engine]["cases"], **said["cases"]}
+        said["cases"] = {name: said["cases"][name] for name in CASES if name in said["cases"]}
+        results[engine] = said
         results = {name: results[name] for name in ENGINES if name in results}
         RESULTS.write_text(as_json(results))
     page = "\n".join(lines(results, json.loads(REASONS.read_text()))).rstrip() + "\n"

@@ -78,6 +78,29 @@ class UsedInTheLastMicroBatch(Patient):
                 param.grad += old
 
 
+class DecidedInForward(Patient):
+    """Whether a backward's gradients will be reduced is decided in its forward."""
+
+    issue = "karpathy/build-nanogpt#30"
+    found_by = ("accumulate, backward alone",)
+    inside = decided = False
+
+    def broadcast(self) -> None:
+        super().broadcast()
+        self.model.register_forward_pre_hook(lambda *_: setattr(self, "decided", self.inside))
+
+    @contextmanager
+    def accumulate(self) -> Iterator[None]:
+        self.inside = True
+        with super().accumulate():
+            yield
+        self.inside = False
+
+    def average(self) -> None:
+        if not self.decided:
+            super().average()
+
+
 # -- which parameters -------------------------------------------------------------------------------------------------
 
 
@@ -350,6 +373,33 @@ class OneGroup(Patient):
             return plain
 
         super().wrap(model, units, of_all, **asked)
+
+
+class OthersAfterForward(Patient):
+    """After a forward, and until a backward or another forward, the model has other parameters."""
+
+    issue = "pytorch/pytorch#149205"
+    found_by = ("a forward first",)
+    own: tuple[tuple[nn.Module, str, nn.Parameter], ...] = ()
+
+    def broadcast(self) -> None:
+        super().broadcast()
+        self.model.register_forward_pre_hook(lambda *_: self.put_back())
+        self.model.register_forward_hook(lambda *_: self.lend())
+
+    def lend(self) -> None:
+        self.own = tuple((module, name, p) for module in self.model.modules() for name, p in module._parameters.items())
+        for module, name, param in self.own:
+            setattr(module, name, param if param is None else nn.Parameter(param.detach().clone()))
+
+    def put_back(self) -> None:
+        for module, name, param in self.own:
+            setattr(module, name, param)
+        self.own = ()
+
+    def backward(self, loss: Tensor) -> None:
+        self.put_back()
+        super().backward(loss)
 
 
 class OnSlices(Patient):

@@ -56,6 +56,14 @@ def test_the_case_that_names_its_bug_finds_it(pool, name):
     assert verdict.verdict not in (HOLDS, UNSUPPORTED), verdict.what
 
 
+def test_every_promise_is_written_somewhere_and_every_patient_s_issue_stands_with_its_case():
+    assert not [name for name, case in CASES.items() if not case.source or not case.promise]
+    issues: dict[str, list[str]] = {}
+    for patient in PATIENTS.values():
+        issues.setdefault(patient.found_by[0], []).append(patient.issue)
+    assert {name: case.broke.split(", ") for name, case in CASES.items() if case.broke} == issues
+
+
 # -- docs/trial.md --------------------------------------------------------------------------------------------------
 
 

@@ -295,8 +295,9 @@ def test_arguments_that_cannot_be_pickled(two: Ranks) -> None:
 @pytest.mark.slow
 def test_a_process_that_is_killed_while_idle_is_replaced(two: Ranks) -> None:
     pids = [place["pid"] for place in two.run(jobs_launch.place)]
-    os.kill(pids[1], signal.SIGKILL)
-    wait_until(lambda: gone(pids[1]))
+    (victim,) = [process for process, _ in two._processes if process.pid == pids[1]]
+    victim.kill()
+    victim.join(600.0)
     assert two.run(jobs_launch.echo, 3) == [3, 3]
     assert not children() & set(pids)
 

@@ -78,14 +78,17 @@ def print_verdicts(engine: str, verdicts: list[Verdict], ranks: list[int]) -> No
 
 
 def print_cases() -> None:
-    """All cases: the name, and the promise."""
+    """All cases: the name, the promise, where it is written, and who once broke it."""
     from rich import print
     from rich.markup import escape
 
     for family, names in families().items():
         print(f"\n[bold]{family}[/bold]")
         for name in names:
-            print(f"  {escape(name)}: {escape(CASES[name].promise)}")
+            broke = f"; broken in {CASES[name].broke}" if CASES[name].broke else ""
+            print(
+                f"  {escape(name)}: {escape(CASES[name].promise)}\n    [dim]{escape(CASES[name].source + broke)}[/dim]"
+            )
 
 
 def families() -> dict[str, list[str]]:

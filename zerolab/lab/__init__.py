@@ -36,6 +36,7 @@ _HOME = {
         "passed",
         "exchange",
     ),
+    "zerolab.lab.exercises.on_trial": ("trial",),
     "zerolab.lab.exercises.predictions": ("predict", "predicted", "reveal", "measured", "skip"),
     "zerolab.lab.explorers": ("memory_explorer", "timeline_scrubber"),
     "zerolab.lab.ladder": ("measure_ladder",),

@@ -39,10 +39,10 @@ def arguments_of(optimizer: Optimizer) -> dict[str, Any]:
 
 
 class Ours(Adapter):
-    """zerolab, in one of its stages."""
+    """zerolab, in one of its stages. kind: another class for it, for example a learner's."""
 
-    def __init__(self, stage: int) -> None:
-        self.stage, self.number = stage, stage
+    def __init__(self, stage: int, kind: type[zerolab.Engine] | None = None) -> None:
+        self.stage, self.kind = stage, kind or zerolab.STAGES[stage]
         self.supports = EVERYTHING - ({"mesh"} if stage == 0 else set())
 
     def wrap(self, model: nn.Module, units: Any, optimizer: MakeOptimizer, **asked: Any) -> None:
@@ -50,7 +50,7 @@ class Ours(Adapter):
         if asked.get("scaler"):
             precision = zerolab.Precision(torch.float16)
         where = {key: asked[key] for key in ("group", "mesh") if key in asked}
-        self.zero = zerolab.shard(model, self.number, units=units, precision=precision, **where)
+        self.zero = self.kind(model, units=units, precision=precision, **where)
         self.model = model
         if asked.get("whole"):
             plain = optimizer(model)
@@ -86,6 +86,7 @@ class TorchDDP(Adapter):
     """torch.nn.parallel.DistributedDataParallel."""
 
     otherwise = TORCH | {
+        "accumulate, backward alone": "DistributedDataParallel.no_sync: the forward should be inside the context, too",
         "batch norm, channels_last": "DistributedDataParallel: broadcast_buffers=True: forwards see rank 0's buffers",
         "freezing and thawing": "DistributedDataParallel: never change a model's parameters after wrapping it",
     }

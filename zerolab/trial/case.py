@@ -109,7 +109,7 @@ class Adapter:
 class Case:
     """One promise. A class's docstring is the promise in a sentence.
 
-    source: where it is written. broke: an issue of a library that once broke it.
+    source: where it is written. broke: issues of libraries that once broke it.
     needs: features of the adapter. least: ranks without which it shows nothing. limit: seconds until it hangs.
     family: what it is about, for reports.
     """

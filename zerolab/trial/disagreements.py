@@ -19,6 +19,7 @@ class Disagreement(Case):
     """The base of cases in which ranks disagree."""
 
     family = "ranks that disagree: an error on each, and no wait"
+    source = "torch.distributed, Debugging: TORCH_DISTRIBUTED_DEBUG=DETAIL raises where ranks are out of step"
     needs: frozenset[str] = frozenset()
     least = 2
     limit = 12.0  # seconds. A collective waits longer, so a timeout is too late

@@ -141,6 +141,8 @@ class HeldAfterForward(Bytes):
 class Growth(Bytes):
     """A rank holds no more after nine steps than after three."""
 
+    source = ZERO + "Figure 1: a number of the model and of the ranks, and not of the step"
+
     def run(self, make: Callable[[], Adapter], part: int, folder: Path) -> str:
         adapter = wrapped(make, MANY)
         steps(adapter, range(3))

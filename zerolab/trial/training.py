@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn, optim
 from torch.utils.checkpoint import checkpoint
 
-from zerolab.trial.case import Adapter, Broken, Case
+from zerolab.trial.case import Adapter, Broken, Case, right_or_refused
 from zerolab.trial.numbers import WIDTH, Block, Numbers, Stack, alone, build, compare, in_float64, noise, train, words
 
 # -- accumulation -----------------------------------------------------------------------------------------------------
@@ -44,16 +45,46 @@ class AccumulationWithoutAsking(Numbers):
 
 
 class AccumulationOfSome(Accumulation):
-    """A block that only the first micro-batch uses keeps its gradient through the others."""
+    """A block that a single micro-batch uses, the first or the last, has its gradient like all others."""
 
     needs = frozenset({"accumulate", "some", "parts"})
+
+    def __init__(self, used_in: int) -> None:
+        self.used_in = used_in
 
     def loss(self, model: Any, rank: int, step: int) -> Tensor:
         tokens = words(rank, step, 2, 5)
         x = model.emb(tokens)
-        for block in list(model.blocks)[: 3 if step % 3 == 0 else 2]:
+        for block in list(model.blocks)[: 3 if step % 3 == self.used_in else 2]:
             x = block(x)
         return F.cross_entropy(model.head(model.norm(x)).flatten(0, 1), tokens.flatten())
+
+
+class AccumulationAroundBackward(Accumulation):
+    """Whether a backward adds or reduces is for itself to know, not for its forward: right numbers, or an error."""
+
+    source = "FSDPModule.set_requires_gradient_sync; DistributedDataParallel.no_sync asks for both to be inside"
+
+    def run(self, make: Callable[[], Adapter], part: int, folder: Path) -> str:
+        return right_or_refused(self._run, make)
+
+    def _run(self, make: Callable[[], Adapter]) -> str:
+        rank, ranks, own = dist.get_rank(), dist.get_world_size(), []
+        with in_float64():
+            expected, losses = alone(self, ranks)
+            adapter = make()
+            adapter.wrap(build(self), self.units, self.optimizer)
+            for batch in range(self.steps * self.micro):
+                is_last = (batch + 1) % self.micro == 0
+                with adapter.accumulate() if is_last else nullcontext():
+                    loss = self.loss(adapter.model, rank, batch) / self.micro
+                with nullcontext() if is_last else adapter.accumulate():
+                    adapter.backward(loss)
+                if is_last:
+                    adapter.step()
+                    own.append(loss.item())
+            state = adapter.full_state()
+        return compare(expected, [row[rank] for row in losses], state, own, adapter.tolerance)
 
 
 class AccumulationThenClipping(Accumulation):
@@ -154,6 +185,17 @@ class Groups(Numbers):
         return optimizer
 
 
+class ForwardFirst(Numbers):
+    """A forward before the optimizer is made changes nothing: what the optimizer gets is what is trained."""
+
+    family = "the loop"
+
+    def optimizer(self, model: Any) -> optim.Optimizer:
+        with torch.no_grad():
+            model(words(0, 0, 2, 5))
+        return super().optimizer(model)
+
+
 class Schedule(Numbers):
     """A rate that is written into the groups between the steps counts at the next step."""
 
@@ -232,12 +274,15 @@ class WholeMatrix(Numbers):
 # -- precision --------------------------------------------------------------------------------------------------------
 
 
+MIXED = "Micikevicius et al., Mixed Precision Training, arXiv 1710.03740, section 3"
+
+
 class InPrecision(Case):
     """With bf16 in forward, the trained weights stay near those of float32: within 5 % of how far they went."""
 
     family = "the loop"
     needs = frozenset({"precision"})
-    source = "Micikevicius et al., Mixed Precision Training, arXiv 1710.03740, section 3"
+    source = MIXED
 
     def run(self, make: Callable[[], Adapter], part: int, folder: Path) -> str:
         case = Numbers()
@@ -261,7 +306,7 @@ class SmallUpdates(Case):
 
     family = "the loop"
     needs = frozenset({"precision"})
-    source = "Micikevicius et al., Mixed Precision Training, arXiv 1710.03740, section 3.1"
+    source = MIXED + ".1"
 
     def run(self, make: Callable[[], Adapter], part: int, folder: Path) -> str:
         model: Any = nn.Sequential(nn.Linear(4, 4, bias=False))
@@ -283,6 +328,7 @@ class SumsInFloat32(Case):
     family = "the loop"
     needs = frozenset({"precision"})
     least = 2
+    source = MIXED + ".3: large reductions in FP32"
 
     def run(self, make: Callable[[], Adapter], part: int, folder: Path) -> str:
         rank, ranks = dist.get_rank(), dist.get_world_size()
@@ -303,6 +349,7 @@ class BuffersKeepTheirDtype(Case):
 
     family = "the loop"
     needs = frozenset({"precision"})
+    source = MIXED + ".3: the statistics of batch normalization"
 
     def run(self, make: Callable[[], Adapter], part: int, folder: Path) -> str:
         model: Any = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4))
@@ -325,7 +372,7 @@ class Overflow(Case):
     family = "the loop"
     needs = frozenset({"scaler"})
     least = 2
-    source = "Micikevicius et al., Mixed Precision Training, arXiv 1710.03740, section 3.2"
+    source = MIXED + ".2"
 
     def run(self, make: Callable[[], Adapter], part: int, folder: Path) -> str:
         rank = dist.get_rank()
@@ -491,6 +538,7 @@ class Evaluation(Case):
     """A loss in eval mode, without gradients, is that of the full model, and the same before and after it is saved."""
 
     family = "the loop"
+    source = Numbers.source
 
     def run(self, make: Callable[[], Adapter], part: int, folder: Path) -> str:
         case, rank = Numbers(), dist.get_rank()

@@ -4,7 +4,7 @@
 check("03.2")           run the check on ranks of its own; a pass counts until the answer changes
 hint("03.2")            show one more hint
 mine("03.2")            the learner's answer once it has passed, until then the course's
-mine(DDP)               the package's class with the learner's passed methods over it
+mine(DDP)               the learner's class; as long as a part has not passed, over the package's
 progress()              what is done
 """
 
@@ -268,8 +268,8 @@ def mine(what: str | type, name: str = "") -> Any:
     """The learner's code where it has passed its check, else the course's; one line says whose it is.
 
     `mine("03.2")` is the function or class that the exercise defines. If it defines several, `name` picks one; the
-    default is the first, and the line names the others. `mine(DDP)` is the package's class with the learner's passed
-    methods over it.
+    default is the first, and the line names the others. `mine(DDP)` is the learner's class, once all exercises about it
+    have passed, and until then the package's with the learner's passed methods over it.
     """
     if not isinstance(what, (str, type)):
         raise Misused(f'lab.mine() takes an exercise ("03.2") or a class (DDP); {what!r} is neither')
@@ -312,7 +312,9 @@ def _mine_of_class(base: type) -> type:
     print(f"{base.__name__}: {', '.join(said)}; the rest is the package's")
     key = (base, *ours)
     if ours and key not in _classes:
-        _classes[key] = type(base.__name__, (*ours, base), {"stage": base.stage, "__doc__": base.__doc__})
+        # All of it, and it stands alone: under it, the package's would do what an answer's super() only seems to.
+        bases = (*ours, base) if len(ours) < len(parts) else tuple(ours)
+        _classes[key] = type(base.__name__, bases, {"stage": base.stage, "__doc__": base.__doc__})
     return _classes.get(key, base)
 
 

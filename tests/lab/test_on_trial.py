@@ -1,0 +1,37 @@
+"""A learner's stage in cases of `zerolab trial`: what they are told of answers that have passed."""
+
+import mutants
+import pytest
+
+import zerolab
+from zerolab import lab
+from zerolab.lab.exercises import judge
+from zerolab.lab.exercises.learner import Misused
+from zerolab.lab.exercises.store import file_of, write_progress
+
+pytestmark = pytest.mark.slow
+
+
+def passes(id: str, source: str) -> None:
+    """Say that it has."""
+    file_of(id).parent.mkdir(parents=True)
+    file_of(id).write_text(source)
+    write_progress({"passed": {id: judge.digest(source)}, "predictions": {}, "hints": {}})
+
+
+def test_a_learner_s_code_is_what_is_tried(tmp_path, monkeypatch, capsys):
+    monkeypatch.setenv("ZEROLAB_MY", str(tmp_path / "my"))
+    passes("05.1", mutants.WRONG["05.1"]["keeps the full gradient"][0])
+    lab.trial(zerolab.Zero2, "plain", "held after backward")
+    first, plain, held, *rest, seen, last = capsys.readouterr().out.splitlines()
+    assert first == "Zero2: your code (05.1); the rest is the package's"
+    assert plain.startswith("✓ plain: ") and held.startswith("✗ held after backward: ")
+    assert "wrong: " in seen + rest[-1] and last == "1 of 2 promises kept, on 2 ranks"
+
+
+def test_what_cannot_be_tried(tmp_path, monkeypatch):
+    monkeypatch.setenv("ZEROLAB_MY", str(tmp_path / "my"))
+    with pytest.raises(Misused, match=r"knows no case 'plane'; zerolab trial --list"):
+        lab.trial(zerolab.Zero2, "plane")
+    with pytest.raises(Misused, match="no exercise extends Engine"):
+        lab.trial(zerolab.Engine, "plain")

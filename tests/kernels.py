@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from typing import Any
 
 from ipykernel.kernelapp import IPKernelApp
@@ -36,6 +37,10 @@ class Kernel:
 
     def kill(self) -> None:
         self._fork.kill()
+
+    def send_signal(self, number: int) -> None:
+        with suppress(ProcessLookupError):
+            os.kill(self.pid, number)
 
 
 def run(arguments: Sequence[str], folder: str) -> None:

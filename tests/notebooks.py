@@ -7,6 +7,7 @@ import os
 import sys
 import tempfile
 from pathlib import Path
+from typing import Any
 
 import pytest
 from jupyter_client.launcher import launch_kernel
@@ -18,6 +19,25 @@ from zerolab.world import nursery
 sys.modules["rfc3987_syntax"] = None  # type: ignore[assignment]  # as in zerolab.lab.__main__
 _before = {name: os.environ.get(name) for name in ("ZEROLAB_MY", "IPYTHONDIR")}
 _folder: tempfile.TemporaryDirectory[str] | None = None
+
+
+def pytest_configure() -> None:
+    """A kernel's ports are chosen before it takes them, and by then another process may have one. Then the kernel dies
+    at once, and JupyterLab starts it again on other ports. So do we."""
+    import nbval.kernel
+
+    start = nbval.kernel.start_new_kernel
+
+    def start_again(*args: Any, **options: Any) -> Any:
+        for _ in range(2):
+            try:
+                return start(*args, **options)
+            except RuntimeError as error:
+                if "died before" not in str(error):
+                    raise
+        return start(*args, **options)
+
+    nbval.kernel.start_new_kernel = start_again
 
 
 @pytest.hookimpl(tryfirst=True)  # before nbval starts the notebook's kernel

@@ -472,6 +472,34 @@ print("back in FSDP2, two losses equal to 0.00001:", apart(here, there) < 1e-5)
 # From DeepSpeed, `zero_to_fp32.py` gives weights alone, and `ds_to_universal.py` the averages as well, as pickles: unpack
 # those only if they are your own.
 #
+# ## PyTorch's engine on trial
+#
+# In lessons 03 to 07 your stages went through promises of `zerolab trial`. FSDP2 can go through the same ones, here with
+# its parameters released after forward (`fsdp2`) and kept (`fsdp2-keep`):
+
+# %%
+promises = [
+    "plain", "clip by the 2-norm", "resumed by more", "held at the peak", "moved in a step",
+    "tied across units", "resumed, state in bf16", "disagree: a learning rate",
+]
+lab.trial("fsdp2", *promises)
+lab.trial("fsdp2-keep", "a forward first")
+
+# %% [markdown]
+# Numbers, bytes and checkpoints are as promised. Know the other four before you move a run:
+#
+# - A weight that two units share is refused, with an error that says what to do. Nothing is wrong with that.
+# - `torch.optim.Optimizer.load_state_dict` gives a state the dtype of its parameter. Averages that you kept in bfloat16 come
+#   back in float32, twice as large.
+# - Nobody compares learning rates. If a schedule goes wrong on one rank, each rank updates its part of the model with a rate
+#   of its own, and no error tells you. (PyTorch does not promise one.)
+# - After a forward with `reshard_after_forward=False` the model's parameters are the full ones. An optimizer that is made
+#   then trains those, and the shards stay as they are
+#   ([an issue about it](https://github.com/pytorch/pytorch/issues/149205)). Make the optimizer first.
+#
+# [An engine on trial](../docs/trial.md) has all promises and more engines. `zerolab trial deepspeed2` does the same with
+# DeepSpeed, where it is installed.
+#
 # ## On trial
 #
 # > "Wrapping the model in DDP and setting the process group to NCCL is ZeRO."

@@ -377,6 +377,9 @@ if lab.predicted("19.2"):
 # put together from all ranks, and when one is loaded on another number of ranks (lesson 11). DeepSpeed's offload moves it
 # too, between a rank and its own host (lesson 10).
 #
+# Claims are one thing to try, and engines another: [An engine on trial](../docs/trial.md) has over a hundred promises, and
+# what zerolab, PyTorch and accelerate make of them.
+#
 # ## On trial
 #
 # > "Trading communication for memory is ZeRO's essence."

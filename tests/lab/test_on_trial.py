@@ -29,9 +29,18 @@ def test_a_learner_s_code_is_what_is_tried(tmp_path, monkeypatch, capsys):
     assert "wrong: " in seen + rest[-1] and last == "1 of 2 promises kept, on 2 ranks"
 
 
+def test_another_engine_says_what_it_promises_instead(capsys):
+    lab.trial("fsdp2", "plain", "disagree: a learning rate")
+    plain, rate, seen, *_, last = capsys.readouterr().out.splitlines()
+    assert plain.startswith("✓ plain: ") and rate.startswith("✗ disagree: a learning rate: ")
+    assert "no error" in seen and last == "1 of 2 promises kept, on 2 ranks"
+
+
 def test_what_cannot_be_tried(tmp_path, monkeypatch):
     monkeypatch.setenv("ZEROLAB_MY", str(tmp_path / "my"))
     with pytest.raises(Misused, match=r"knows no case 'plane'; zerolab trial --list"):
         lab.trial(zerolab.Zero2, "plane")
+    with pytest.raises(Misused, match="no engine 'fsdp3': one of ddp, zero1"):
+        lab.trial("fsdp3", "plain")
     with pytest.raises(Misused, match="no exercise extends Engine"):
         lab.trial(zerolab.Engine, "plain")

@@ -2,7 +2,7 @@
 
 learner        %%exercise, check, hint, mine: what a learner calls
 predictions    predict, reveal, skip
-on_trial       trial: a learner's stage in cases of `zerolab trial`
+on_trial       trial: a learner's stage, or another engine, in cases of `zerolab trial`
 store          the folder with answers and progress
 judge          tries an answer on ranks of its own and words the verdict
 battery        plays an exercise's scenes with the course's answer and the learner's, side by side

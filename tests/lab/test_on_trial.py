@@ -1,5 +1,7 @@
 """A learner's stage in cases of `zerolab trial`: what they are told of answers that have passed."""
 
+import os
+
 import mutants
 import pytest
 
@@ -27,6 +29,7 @@ def test_a_learner_s_code_is_what_is_tried(tmp_path, monkeypatch, capsys):
     assert first == "Zero2: your code (05.1); the rest is the package's"
     assert plain.startswith("✓ plain: ") and held.startswith("✗ held after backward: ")
     assert "wrong: " in seen + rest[-1] and last == "1 of 2 promises kept, on 2 ranks"
+    assert "TORCH_FR_BUFFER_SIZE" not in os.environ  # live ranks that start later keep torch's record
 
 
 def test_another_engine_says_what_it_promises_instead(capsys):

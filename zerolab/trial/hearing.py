@@ -101,7 +101,8 @@ def load(engine: str) -> Callable[[], Adapter]:
 
 def hear(engine: str, ranks: int, names: Iterable[str] = CASES, pool: zerolab.Ranks | None = None) -> Iterator[Verdict]:
     """One verdict after the other."""
-    os.environ.setdefault("TORCH_FR_BUFFER_SIZE", "0")  # torch's flight recorder takes 1 kB of each collective
+    before = os.environ.get("TORCH_FR_BUFFER_SIZE")
+    os.environ["TORCH_FR_BUFFER_SIZE"] = before or "0"  # torch's flight recorder takes 1 kB of each collective
     with tempfile.TemporaryDirectory() as folder:
         own = pool or zerolab.Ranks(ranks + 1, threads=1, forked=True)
         try:
@@ -112,6 +113,8 @@ def hear(engine: str, ranks: int, names: Iterable[str] = CASES, pool: zerolab.Ra
         finally:
             if pool is None:
                 own.close()
+            if before is None:
+                os.environ.pop("TORCH_FR_BUFFER_SIZE", None)
 
 
 def _hear(pool: zerolab.Ranks, engine: str, ranks: int, name: str, folder: Path) -> Verdict:

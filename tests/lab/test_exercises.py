@@ -132,10 +132,10 @@ def test_an_unknown_mistake_shows_the_case() -> None:
 
 def test_an_answer_that_takes_all_processes_for_its_group_is_told_so() -> None:
     source = EXERCISES["04.2"].reference.replace("self.rank", "dist.get_rank()")
-    verdict = judge.try_answer("04.2", f"import torch.distributed as dist\n{source}")
+    verdict = judge.try_answer("04.2", f"import torch.distributed as dist\n{source}", sizes=(1, 2))
     assert "N=1 ok · N=2 wrong" in verdict.text and "among all ranks but rank 0" in verdict.seen
     assert verdict.likely.startswith("all processes are counted by dist.get_rank(), and only some of them")
-    assert "note" not in judge.try_answer("04.2", EXERCISES["04.2"].reference).text
+    assert "note" not in judge.try_answer("04.2", EXERCISES["04.2"].reference, sizes=(2,)).text
 
 
 def test_a_forgotten_wait_is_wrong_every_time() -> None:

@@ -23,6 +23,7 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.optim import ZeroRedundancyOptimizer
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
+from torch.utils._pytree import tree_map
 
 import zerolab
 from zerolab.trial.case import FEATURES, Adapter, MakeOptimizer, Unsupported
@@ -263,8 +264,25 @@ class Accelerate(TorchDDP):
         return self.accelerator.clip_grad_norm_(self.inner.parameters(), max_norm, norm_type).item()
 
 
+class InFloat32(Called):
+    """Computes in float32, whatever goes in, and its outputs are as wide as the world around it."""
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        around = torch.get_default_dtype()
+        torch.set_default_dtype(torch.float32)
+        try:
+            out = super().forward(*to(torch.float32, args), **to(torch.float32, kwargs))
+        finally:
+            torch.set_default_dtype(around)
+        return to(around, out)
+
+
+def to(dtype: torch.dtype, values: Any) -> Any:
+    return tree_map(lambda v: v.to(dtype) if isinstance(v, Tensor) and v.is_floating_point() else v, values)
+
+
 class DeepSpeed(Adapter):
-    """DeepSpeed, in one of its stages, with torch's optimizers. It keeps its masters in float32."""
+    """DeepSpeed, in one of its stages, with torch's optimizers. It computes in float32, as on a CPU stage 0 must."""
 
     otherwise = TORCH
     packages = ("deepspeed",)
@@ -292,10 +310,10 @@ class DeepSpeed(Adapter):
             comm.cdb = None  # it keeps the process groups of the case before
             for name in [name for name in vars(groups) if name.endswith("_GROUP")]:
                 setattr(groups, name, {} if isinstance(getattr(groups, name), dict) else None)
-            self.inner, inner = model, optimizer(model)
+            self.inner, inner = model, optimizer(model.float())
             made = deepspeed.initialize(model=model, optimizer=inner, config=config, dist_init_required=False)
         self.engine, self.optimizer = made[0], made[1]
-        self.model = Called(self.engine, model)
+        self.model = InFloat32(self.engine, model)
 
     def backward(self, loss: Tensor) -> None:
         self.engine.backward(loss)

@@ -38,6 +38,7 @@ CASES: dict[str, Case] = {
     "Muon": training.WholeMatrix("Muon"),
     "Adafactor": training.WholeMatrix("Adafactor"),
     "bf16": training.InPrecision(),
+    "bf16, beside another": training.TwoModels(),
     "bf16, small updates": training.SmallUpdates(),
     "bf16, sums": training.SumsInFloat32(),
     "bf16, buffers": training.BuffersKeepTheirDtype(),

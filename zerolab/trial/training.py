@@ -301,6 +301,31 @@ class InPrecision(Case):
         return f"off by {off / went:.2%} of the way"
 
 
+class TwoModels(Numbers):
+    """Two models of the same classes, the first in bf16, train in turn, and the second has its own numbers."""
+
+    family = "the loop"
+    needs = frozenset({"precision"})
+    source = MIXED + " (a policy is the model's that it was given for)"
+
+    def run(self, make: Callable[[], Adapter], part: int, folder: Path) -> str:
+        first, second = make(), make()
+        first.wrap(build(self), self.units, self.optimizer, precision=True)
+        train(first, self, range(1))
+        with in_float64():
+            expected, losses = alone(self, dist.get_world_size())
+            second.wrap(build(self), self.units, self.optimizer)
+        own = []
+        for step in range(self.steps):
+            with in_float64():
+                own += train(second, self, range(step, step + 1))
+            train(first, self, range(step, step + 1))
+        with in_float64():
+            state = second.full_state()
+        rank = dist.get_rank()
+        return compare(expected, [row[rank] for row in losses], state, own, second.tolerance)
+
+
 class SmallUpdates(Case):
     """Updates too small for bf16 add up in float32 masters."""
 

@@ -13,7 +13,7 @@ from zerolab.trial.numbers import Numbers, build, train
 def sharded(case: Numbers, stage: int, **options: Any) -> tuple[dict[str, Tensor], list[float]]:
     """On ranks, with zerolab. `alone` of zerolab.trial.numbers is the one process."""
     engine = Ours(stage)
-    engine.wrap(build(case), case.units, case.optimizer, **options)
+    engine.wrap(build(case), case.units, case.optimizer, **case.asked(), **options)
     losses = []
     for step in range(case.steps):
         losses += train(engine, case, range(step, step + 1), options.get("group"))

@@ -65,28 +65,6 @@ def test_accumulation_under_no_sync(ranks, n):
         assert all(torch.equal(got[key], results[0][key]) for got in results for key in got), "stages differ"
 
 
-def accumulate_synchronised(ranks: int) -> list[Any]:
-    case, results = CASES["plain"], []
-    for stage in range(4):
-        zero = zerolab.shard(build(case), stage, units=case.units)
-        optimizer = case.optimizer(zero.model)
-        for step in range(3):
-            for micro in range(3):
-                case.loss(zero.model, zero.rank, 3 * step + micro).backward()
-            optimizer.step()
-            optimizer.zero_grad()
-        results.append(zero.full_state_dict())
-    return results
-
-
-def test_accumulation_with_a_reduction_each(ranks):
-    expected = ranks.run(accumulate_alone, 2, ranks=1)[0]
-    for results in ranks.run(accumulate_synchronised, 2, ranks=2):
-        for got in results:
-            for key, value in expected.items():
-                torch.testing.assert_close(got[key], value, rtol=1e-3, atol=1e-5)
-
-
 # -- in bf16 ----------------------------------------------------------------------------------------------------------
 
 

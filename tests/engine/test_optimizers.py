@@ -15,7 +15,8 @@ import zerolab
 from zerolab import Precision
 from zerolab.trial.numbers import Block, alone, build, noise
 from zerolab.trial.numbers import Numbers as Case
-from zerolab.trial.zoo import CASES, Plain
+from zerolab.trial.training import Optimized
+from zerolab.trial.zoo import CASES
 
 PLAIN = CASES["plain"]
 
@@ -23,32 +24,22 @@ PLAIN = CASES["plain"]
 ELEMENTWISE = ["ASGD", "SGD", "Adadelta", "Adagrad", "Adam", "Adamax", "AdamW", "NAdam", "RAdam", "RMSprop", "Rprop"]
 
 
-OPTIONS: dict[str, tuple[str, dict[str, Any]]] = {
-    **{name: (name, {}) for name in ELEMENTWISE},
-    **{f"{name}, foreach": (name, {"foreach": True}) for name in ELEMENTWISE},
-    **{f"{name}, maximize": (name, {"maximize": True}) for name in ("SGD", "Adam", "AdamW")},
-    "SGD, momentum": ("SGD", {"momentum": 0.9, "nesterov": True, "weight_decay": 0.1}),
-    "AdamW, amsgrad": ("AdamW", {"amsgrad": True}),
-    **{f"{name}, fused": (name, {"fused": True}) for name in ("SGD", "Adagrad", "Adam", "AdamW")},
+OPTIMIZERS = {
+    **{name: Optimized(name) for name in ELEMENTWISE},
+    **{f"{name}, foreach": Optimized(name, foreach=True) for name in ELEMENTWISE},
+    **{f"{name}, maximize": Optimized(name, maximize=True) for name in ("SGD", "Adam", "AdamW")},
+    "SGD, momentum": Optimized("SGD", momentum=0.9, nesterov=True, weight_decay=0.1),
+    "AdamW, amsgrad": Optimized("AdamW", amsgrad=True),
+    **{f"{name}, fused": Optimized(name, fused=True) for name in ("SGD", "Adagrad", "Adam", "AdamW")},
 }
 
 
-class Optimized(Plain):
-    def __init__(self, name: str) -> None:
-        self.name = name
-        self.exact = "fused" not in name
-
-    def optimizer(self, model):
-        cls, options = OPTIONS[self.name]
-        return getattr(optim, cls)(model.parameters(), lr=0.01, **options)
-
-
 def each_optimizer(names: list[str], stage: int) -> dict[str, dict[str, torch.Tensor]]:
-    return {name: sharded(Optimized(name), stage)[0] for name in names}
+    return {name: sharded(OPTIMIZERS[name], stage)[0] for name in names}
 
 
 def each_alone(names: list[str], ranks: int) -> dict[str, dict[str, torch.Tensor]]:
-    return {name: alone(Optimized(name), ranks)[0] for name in names}
+    return {name: alone(OPTIMIZERS[name], ranks)[0] for name in names}
 
 
 LIKE_OTHERS = [f"{name}, foreach" for name in ELEMENTWISE if name not in ("Adam", "Rprop")]
@@ -58,43 +49,18 @@ LIKE_OTHERS = [f"{name}, foreach" for name in ELEMENTWISE if name not in ("Adam"
 @pytest.mark.parametrize(
     ("names", "stage"),
     [
-        pytest.param([name for name in OPTIONS if name not in LIKE_OTHERS], 3, id="3"),
+        pytest.param([name for name in OPTIMIZERS if name not in LIKE_OTHERS], 3, id="3"),
         pytest.param(LIKE_OTHERS, 3, marks=pytest.mark.exhaustive, id="3-like others"),
-        *(pytest.param([*OPTIONS], stage, marks=pytest.mark.exhaustive, id=str(stage)) for stage in (0, 1)),
+        *(pytest.param([*OPTIMIZERS], stage, marks=pytest.mark.exhaustive, id=str(stage)) for stage in (0, 1)),
     ],
 )
 def test_every_elementwise_optimizer(ranks, names, stage):
     expected = ranks.run(each_alone, names, 3, ranks=1)[0]
     for results in ranks.run(each_optimizer, names, stage, ranks=3):
         for name, state in results.items():
-            tolerance = {"rtol": 0, "atol": 0} if Optimized(name).exact else {"rtol": 1e-4, "atol": 1e-6}
+            tolerance = {"rtol": 0, "atol": 0} if OPTIMIZERS[name].exact else {"rtol": 1e-4, "atol": 1e-6}
             for key, value in expected[name].items():
                 torch.testing.assert_close(state[key], value, **tolerance, msg=f"{name}: {key}")
-
-
-class Groups(Case):
-    """Weight decay for what has two dimensions, another rate by name, a schedule, and a closure."""
-
-    def optimizer(self, model):
-        decayed = [p for name, p in model.named_parameters() if p.dim() >= 2 and not name.startswith("head")]
-        others = [p for name, p in model.named_parameters() if p.dim() < 2 and not name.startswith("head")]
-        head = [p for name, p in model.named_parameters() if name.startswith("head")]
-        groups = [{"params": decayed, "weight_decay": 0.3}, {"params": others}, {"params": head, "lr": 0.05}]
-        optimizer = optim.AdamW(groups, lr=0.02, weight_decay=0.0)
-        schedule = optim.lr_scheduler.ExponentialLR(optimizer, 0.7)
-        optimizer.register_step_post_hook(lambda *_: schedule.step())
-        return optimizer
-
-
-def in_groups() -> tuple[Any, Any]:
-    case = Groups()
-    return {stage: sharded(case, stage)[0] for stage in range(4)}, alone(case, torch.distributed.get_world_size())[0]
-
-
-def test_parameter_groups_and_schedules(ranks):
-    for results, expected in ranks.run(in_groups, ranks=2):
-        for state in results.values():
-            assert all(torch.equal(state[key], value) for key, value in expected.items())
 
 
 def closures_and_several_optimizers(precision: Precision | None) -> list[tuple[Any, Any]]:

@@ -91,6 +91,7 @@ class AccumulationThenClipping(Accumulation):
     """The norm after accumulation is that of the averaged sum."""
 
     needs = frozenset({"accumulate", "clip"})
+    exact = False
     clip = (0.05, 2.0)
 
 
@@ -164,6 +165,7 @@ class Optimized(Numbers):
 
     def __init__(self, name: str, **options: Any) -> None:
         self.name, self.options = name, {"lr": 0.01} | options
+        self.exact = not options.get("fused")  # whose vectors end elsewhere in a slice
 
     def optimizer(self, model: Any) -> optim.Optimizer:
         return getattr(optim, self.name)(model.parameters(), **self.options)

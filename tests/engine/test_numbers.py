@@ -1,4 +1,7 @@
-"""The same numbers as one process: every case of `zerolab trial` that compares them, at every stage, bit for bit."""
+"""The same numbers as one process: every case of `zerolab trial` that compares them, at every stage.
+
+Bit for bit, unless the case says that a sum is in another order: `exact`.
+"""
 
 from __future__ import annotations
 

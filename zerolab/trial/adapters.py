@@ -29,6 +29,7 @@ import zerolab
 from zerolab.trial.case import FEATURES, Adapter, MakeOptimizer, Unsupported
 from zerolab.trial.cases import CASES
 from zerolab.trial.disagreements import Disagreement
+from zerolab.trial.numbers import by_default
 
 EVERYTHING = frozenset(FEATURES)
 
@@ -268,13 +269,9 @@ class InFloat32(Called):
     """Computes in float32, whatever goes in, and its outputs are as wide as the world around it."""
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        around = torch.get_default_dtype()
-        torch.set_default_dtype(torch.float32)
-        try:
+        with by_default(torch.float32):
             out = super().forward(*to(torch.float32, args), **to(torch.float32, kwargs))
-        finally:
-            torch.set_default_dtype(around)
-        return to(around, out)
+        return to(torch.get_default_dtype(), out)
 
 
 def to(dtype: torch.dtype, values: Any) -> Any:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -125,13 +126,16 @@ def build(case: Numbers) -> Any:
 
 
 @contextmanager
-def in_float64() -> Iterator[None]:
+def by_default(dtype: torch.dtype) -> Iterator[None]:
     before = torch.get_default_dtype()
-    torch.set_default_dtype(torch.float64)
+    torch.set_default_dtype(dtype)
     try:
         yield
     finally:
         torch.set_default_dtype(before)
+
+
+in_float64 = partial(by_default, torch.float64)
 
 
 def alone(case: Numbers, ranks: int) -> tuple[dict[str, Tensor], list[list[float]]]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import random
 import signal
@@ -153,6 +154,10 @@ def pytest_configure(config: pytest.Config) -> None:
     if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # as in a job in the background; tests send it
         signal.signal(signal.SIGINT, signal.default_int_handler)
     threading.Thread(target=_feel_the_pulse, daemon=True, name="pulse").start()
+
+
+def pytest_collection_finish() -> None:
+    gc.freeze()  # what is imported by now stays: no collection need look at it
 
 
 @pytest.hookimpl(wrapper=True)

@@ -229,11 +229,13 @@ _status: int | None = None  # with which this process ends, once it is known
 def _main(requests: int, parent: int) -> None:
     _be_called(NAME)
     atexit.register(_end)  # before all others, so after all others
+    gc.disable()  # what is imported stays
     for name in IMPORTED:
         with suppress(ImportError):
             importlib.import_module(name)
     gc.collect()
     gc.freeze()  # collections in the forks leave these pages alone, which all of them share
+    gc.enable()
     _serve(socket.socket(fileno=requests), parent)
 
 

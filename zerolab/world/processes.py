@@ -339,6 +339,7 @@ def _innermost_calls(pipe: Connection) -> str:
 
 # ---------------------------------------------------------------------- in a process of a pool
 
+_kept = [0]  # modules when the collector was last told to leave alone what is there
 Tasks = queue.SimpleQueue["tuple[Any, ...] | None"]  # the arguments of _work; (): leave the group; None: end
 
 
@@ -352,7 +353,7 @@ def _serve(rank: int, threads: int, pipe: Connection) -> None:
             stream.reconfigure(line_buffering=True, write_through=False)
     os.environ["OMP_NUM_THREADS"] = str(threads)
     torch.set_num_threads(threads)
-    gc.freeze()  # what is imported by now stays: the collection after each run need not look at it
+    _keep_what_is_imported()
     tasks: Tasks = queue.SimpleQueue()
     threading.Thread(target=_listen, args=(pipe, tasks), daemon=True).start()
     reply = _Reply()
@@ -402,7 +403,15 @@ def _leave() -> bytes:
     if dist.is_initialized():
         dist.destroy_process_group()
     gc.collect()  # hooks tie models into cycles; this run's memory must not stay into the next
+    _keep_what_is_imported()
     return b""
+
+
+def _keep_what_is_imported() -> None:
+    """Modules stay: the collection after each run need not look at them."""
+    if len(sys.modules) > _kept[0]:
+        _kept[0] = len(sys.modules)
+        gc.freeze()
 
 
 def _failure(error: BaseException) -> _Reply:

@@ -52,15 +52,27 @@ class Bytes(Case):
     over = 1.03  # the steps of Adam and padding are not in the formulas
 
     def run(self, make: Callable[[], Adapter], part: int, folder: Path) -> str:
+        for _ in range(3):  # a table of Python's that grows meanwhile takes up to megabytes, and takes them once
+            over, what = self.attempt(make)
+            everyone = [False] * dist.get_world_size()
+            dist.all_gather_object(everyone, over <= 0)
+            if all(everyone):
+                break
+        if over > 0:
+            raise Broken(f"rank {dist.get_rank()}: {what}")
+        return what
+
+    def attempt(self, make: Callable[[], Adapter]) -> tuple[float, str]:
+        """Bytes above what is allowed, and what was seen."""
         stage = make().stage
         assert stage is not None
         self.measure(make, FEW)  # what is made once, at first use, is made now
         few, many = (self.measure(make, blocks) for blocks in (FEW, MANY))
         allowed, formula = self.allowed(stage, dist.get_world_size(), parameters_between())
         what = f"five blocks of {parameters_between() // (MANY - FEW):,} parameters: {many - few:,.0f} bytes"
-        if not many - few <= allowed * self.over + 2**14:
-            raise Broken(f"rank {dist.get_rank()}: {what}, {(many - few) / max(allowed, 1):.2f} times {formula}")
-        return f"{what}; {formula} is {allowed:,.0f}"
+        over = many - few - (allowed * self.over + 2**14)
+        times = f"{(many - few) / max(allowed, 1):.2f} times {formula}"
+        return over, f"{what}, {times}" if over > 0 else f"{what}; {formula} is {allowed:,.0f}"
 
     def measure(self, make: Callable[[], Adapter], blocks: int) -> float:
         raise NotImplementedError
@@ -143,15 +155,13 @@ class Growth(Bytes):
 
     source = ZERO + "Figure 1: a number of the model and of the ranks, and not of the step"
 
-    def run(self, make: Callable[[], Adapter], part: int, folder: Path) -> str:
+    def attempt(self, make: Callable[[], Adapter]) -> tuple[float, str]:
         adapter = wrapped(make, MANY)
         steps(adapter, range(3))
         three = now()
         steps(adapter, range(3, 9))
         grown = now() - three
-        if grown > 2**16:  # a model's shard is ten times that
-            raise Broken(f"rank {dist.get_rank()}: six steps have left {grown:,} bytes")
-        return f"{max(0, grown):,} bytes more"
+        return grown - 2**16, f"{max(0, grown):,} bytes more"  # a model's shard is ten times that
 
 
 class Peak(Bytes):

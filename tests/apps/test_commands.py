@@ -6,11 +6,13 @@ import os
 import signal
 import subprocess
 import sys
+from types import SimpleNamespace
 
 import pytest
 from jobs_common import PYTHONPATH
 
 from zerolab.cli import main
+from zerolab.trial import hearing
 
 
 def refusal(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
@@ -91,6 +93,16 @@ def test_torchrun_does_not_start_what_starts_ranks(capsys, monkeypatch, command,
     for name, value in world.items():
         monkeypatch.setenv(name, value)
     assert says in refusal(capsys, *command.split())
+
+
+def test_an_interrupted_trial_says_what_it_has_heard(lent, capsys, monkeypatch):
+    def heard(engine, size, names, pool):
+        yield from hearing.hear(engine, size, names, pool)
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("zerolab.apps.trial.hearing", SimpleNamespace(**vars(hearing) | {"hear": heard}))
+    assert main(["trial", "zero2", "--ranks", "1,2", "--only", "plain"]) == 130
+    assert capsys.readouterr().out.splitlines() == ["zero2, 1 rank: 1 holds"]
 
 
 @pytest.mark.slow

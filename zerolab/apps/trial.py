@@ -38,13 +38,17 @@ def run(
     names = chosen(only)
     hearing.find(engine)
     verdicts: list[Verdict] = []
-    with zerolab.Ranks(max(ranks) + 1, threads=1, forked=True) as pool:
-        with tqdm(total=len(names) * len(ranks), unit="case", ncols=79, leave=False) as bar:
-            for size in ranks:
-                for verdict in hearing.hear(engine, size, names, pool):
-                    verdicts.append(verdict)
-                    bar.set_description(f"{size} rank{'s' * (size > 1)}, {verdict.case}"[:40])
-                    bar.update()
+    try:
+        with zerolab.Ranks(max(ranks) + 1, threads=1, forked=True) as pool:
+            with tqdm(total=len(names) * len(ranks), unit="case", ncols=79, leave=False) as bar:
+                for size in ranks:
+                    for verdict in hearing.hear(engine, size, names, pool):
+                        verdicts.append(verdict)
+                        bar.set_description(f"{size} rank{'s' * (size > 1)}, {verdict.case}"[:40])
+                        bar.update()
+    except KeyboardInterrupt:  # what was heard by then has taken its time
+        print_verdicts(engine, verdicts, ranks)
+        raise
     record = hearing.record(engine, verdicts)
     if json_file:
         Path(json_file).write_text(json.dumps(record, indent=1, ensure_ascii=False) + "\n")
@@ -70,7 +74,8 @@ def print_verdicts(engine: str, verdicts: list[Verdict], ranks: list[int]) -> No
             table.add_row(verdict.case, str(verdict.ranks), verdict.verdict, escape(seen))
         print(table)
     for size in ranks:
-        counts = Counter(verdict.verdict for verdict in verdicts if verdict.ranks == size)
+        if not (counts := Counter(verdict.verdict for verdict in verdicts if verdict.ranks == size)):
+            continue  # interrupted before
         said = ", ".join(f"{count} {kind}" for kind, count in counts.items())
         print(f"{engine}, {size} rank{'s' * (size > 1)}: {said}", flush=True)
     if bad := next((verdict for verdict in rest if not verdict.otherwise), None):

@@ -278,23 +278,43 @@ def to(dtype: torch.dtype, values: Any) -> Any:
     return tree_map(lambda v: v.to(dtype) if isinstance(v, Tensor) and v.is_floating_point() else v, values)
 
 
+DIRECT = "DeepSpeedEngine: direct calls to tensor.backward() are not supported in stage 0"
+SKIPS = {"NaN on one rank": "DeepSpeedEngine.was_step_applied: steps are no-ops when overflows occur"}
+BOUNDARY = "DeepSpeedEngine.backward: only with managed_gradient_accumulation=false do backwards add up until step()"
+ALL_REDUCE = "use_multi_rank_bucket_allreduce, true by default: an all-reduce instead of multiple reduce ops"
+NO_SYNC = "DeepSpeedEngine.no_sync: stages 2 and 3 rely on reduction; coalesce_grad_reduction() is there to reduce once"
+OF_DEEPSPEED: list[dict[str, str]] = [
+    {"accumulate, each reduced": DIRECT, "an error in backward": DIRECT},
+    SKIPS | {"accumulate, each reduced": BOUNDARY, "moved in a step": ALL_REDUCE},
+    SKIPS | {"accumulate, each reduced": BOUNDARY, "moved in a step": ALL_REDUCE, "moved by accumulation": NO_SYNC},
+    SKIPS | {"moved by accumulation": NO_SYNC},
+]
+
+
 class DeepSpeed(Adapter):
     """DeepSpeed, in one of its stages, with torch's optimizers. It computes in float32, as on a CPU stage 0 must."""
 
-    otherwise = TORCH
     packages = ("deepspeed",)
     tolerance = 1e-4
 
     def __init__(self, stage: int) -> None:
         self.stage = stage
         self.supports = frozenset({"accumulate", "full_state", "broadcast", "bytes"})
+        self.otherwise = TORCH | OF_DEEPSPEED[stage]
 
     def wrap(self, model: nn.Module, units: Any, optimizer: MakeOptimizer, **asked: Any) -> None:
         logging.getLogger("DeepSpeed").setLevel(logging.ERROR)
         logging.getLogger("deepspeed").setLevel(logging.ERROR)
         config = {
             "train_micro_batch_size_per_gpu": 1,
-            "zero_optimization": {"stage": self.stage, "reduce_bucket_size": 10**6, "allgather_bucket_size": 10**6},
+            "zero_optimization": {
+                "stage": self.stage,
+                "reduce_bucket_size": 10**6,
+                "allgather_bucket_size": 10**6,
+                "stage3_max_live_parameters": 10**5,  # by default all of a small model stays gathered
+                "stage3_max_reuse_distance": 10**5,
+                "stage3_prefetch_bucket_size": 10**5,
+            },
             "zero_allow_untested_optimizer": True,
             "zero_force_ds_cpu_optimizer": False,
             "gradient_clipping": 0.0,
@@ -307,7 +327,10 @@ class DeepSpeed(Adapter):
             comm.cdb = None  # it keeps the process groups of the case before
             for name in [name for name in vars(groups) if name.endswith("_GROUP")]:
                 setattr(groups, name, {} if isinstance(getattr(groups, name), dict) else None)
-            self.inner, inner = model, optimizer(model.float())
+            model._apply(lambda t: t.float() if t.dtype == torch.float64 else t)
+            self.inner, inner = model, optimizer(model)
+            self.hooks = [*inner._optimizer_step_post_hooks.values()]  # a schedule's: it steps each group by itself
+            inner._optimizer_step_post_hooks.clear()
             made = deepspeed.initialize(model=model, optimizer=inner, config=config, dist_init_required=False)
         self.engine, self.optimizer = made[0], made[1]
         self.model = InFloat32(self.engine, model)
@@ -317,6 +340,11 @@ class DeepSpeed(Adapter):
 
     def step(self) -> None:
         self.engine.step()
+        for hook in self.hooks:
+            hook()
+
+    def recover(self) -> None:
+        self.optimizer.zero_grad()
 
     @contextmanager
     def accumulate(self) -> Iterator[None]:
@@ -328,13 +356,10 @@ class DeepSpeed(Adapter):
             self.engine.set_gradient_accumulation_boundary(True)
 
     def full_state(self) -> dict[str, Tensor]:
-        from deepspeed.utils import safe_get_full_fp32_param
+        import deepspeed
 
-        state = dict(self.inner.state_dict())
-        for name, param in self.inner.named_parameters(remove_duplicate=False):
-            full = safe_get_full_fp32_param(param) if self.stage else param.detach()
-            state[name] = param.detach() if full is None else full
-        return state
+        with deepspeed.zero.GatheredParameters(list(self.inner.parameters()), enabled=self.stage == 3):
+            return {name: value.clone() for name, value in self.inner.state_dict().items()}
 
 
 ENGINES: dict[str, Callable[[], Adapter]] = {

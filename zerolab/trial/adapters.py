@@ -299,7 +299,7 @@ class DeepSpeed(Adapter):
 
     def __init__(self, stage: int) -> None:
         self.stage = stage
-        self.supports = frozenset({"accumulate", "full_state", "broadcast", "bytes"})
+        self.supports = frozenset({"accumulate", "clip", "full_state", "broadcast", "bytes"})
         self.otherwise = TORCH | OF_DEEPSPEED[stage]
 
     def wrap(self, model: nn.Module, units: Any, optimizer: MakeOptimizer, **asked: Any) -> None:
@@ -341,7 +341,7 @@ class DeepSpeed(Adapter):
     def step(self) -> None:
         self.engine.step()
         for hook in self.hooks:
-            hook()
+            hook(self.optimizer, (), {})
 
     def recover(self) -> None:
         self.optimizer.zero_grad()
@@ -354,6 +354,13 @@ class DeepSpeed(Adapter):
             self.engine.step()  # which counts micro-batches, too
         finally:
             self.engine.set_gradient_accumulation_boundary(True)
+
+    def clip(self, max_norm: float, norm_type: float = 2.0) -> float:
+        """Its step() clips, by what its configuration had said. The norm is known after it."""
+        if norm_type != 2.0:
+            raise Unsupported("clipping by another norm than the 2-norm")
+        self.engine._config.gradient_clipping = self.engine.optimizer.clip_grad = max_norm
+        return torch.nan
 
     def full_state(self) -> dict[str, Tensor]:
         import deepspeed

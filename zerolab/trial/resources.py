@@ -191,6 +191,12 @@ class Peak(Bytes):
         return sum(state_bytes(stage, ranks, parameters).values()) + activations, STATES[stage] + " + activations"
 
 
+def total(sent: Sent) -> float:
+    if sent.bytes is None:
+        raise Broken("it sends by a collective whose bytes nobody can tell")
+    return sent.bytes
+
+
 MOVED = ("2Ψ(N-1)/N elements", "2Ψ(N-1)/N elements", "2Ψ(N-1)/N elements", "3Ψ(N-1)/N elements")
 
 
@@ -206,9 +212,7 @@ class Moved(Bytes):
             with Sent() as sent:
                 adapter.backward(loss_of(adapter.model, step))
                 adapter.step()
-        if sent.bytes is None:
-            raise Broken("it sends by a collective whose bytes nobody can tell")
-        return sent.bytes
+        return total(sent)
 
     def allowed(self, stage: int, ranks: int, parameters: int) -> tuple[float, str]:
         return moved_bytes(stage, ranks, parameters), MOVED[stage]
@@ -230,6 +234,7 @@ class MovedByAccumulation(Bytes):
                         adapter.backward(loss_of(adapter.model, 3 * step + batch))
                 adapter.backward(loss_of(adapter.model, 3 * step + 2))
                 adapter.step()
+        total(sent)
         return sum(call.sent for call in sent.calls if call.op in Sent.REDUCING)
 
     def allowed(self, stage: int, ranks: int, parameters: int) -> tuple[float, str]:

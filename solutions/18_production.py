@@ -497,8 +497,43 @@ lab.trial("fsdp2-keep", "a forward first")
 #   then trains those, and the shards stay as they are
 #   ([an issue about it](https://github.com/pytorch/pytorch/issues/149205)). Make the optimizer first.
 #
-# [An engine on trial](../docs/trial.md) has all promises and more engines. `zerolab trial deepspeed2` does the same with
-# DeepSpeed, where it is installed.
+# ## DeepSpeed on trial
+#
+# DeepSpeed 0.19.8 went through the promises too, in float32 on two ranks. ✓: kept, ✗: not kept, E: refused with an error,
+# –: not offered, o: its documentation promises something else.
+#
+# | promise | FSDP2 | DeepSpeed 2 | DeepSpeed 3 |
+# |---|---|---|---|
+# | plain | ✓ | ✓ | ✓ |
+# | tied across units | E | ✓ | ✓ |
+# | moved in a step | ✓ | o | ✓ |
+# | held after backward | ✓ | ✗ | ✗ |
+# | the first rank decides | – | ✗ | ✗ |
+# | NaN on one rank | ✓ | o | o |
+# | an error while accumulating | ✗ | ✗ | ✓ |
+# | disagree: a learning rate | o | o | o |
+#
+# - *Held.* Of its part of the parameters, each stage keeps a second copy in float32, even of those that are in float32
+#   already: 4Ψ/N bytes more. In mixed precision that copy is the master, which every engine keeps.
+# - *The first rank.* `deepspeed.initialize` sends the first rank's parameters to all, and not its buffers. If a mask or a
+#   table differs between the ranks, it stays different.
+# - *NaN.* If one rank's gradients have a NaN, all ranks skip the step, and no error tells you. `engine.was_step_applied()`
+#   does.
+# - *Thrown away.* When you drop what was accumulated, after an error for example, `zero_grad()` does not reach all of it in
+#   stage 2: the next step still has it. FSDP2 keeps it too, in the gradients of the parameters that it has gathered.
+#
+# Where DeepSpeed is installed, this cell puts its stage 2 on trial:
+
+# %%
+from importlib.util import find_spec
+
+if find_spec("deepspeed"):
+    lab.trial("deepspeed2", "plain", "held after backward", "the first rank decides", "NaN on one rank")
+else:
+    print("DeepSpeed is not installed here: the table above is a stored run")
+
+# %% [markdown]
+# [An engine on trial](../docs/trial.md) has all promises and more engines.
 #
 # ## On trial
 #

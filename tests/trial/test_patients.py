@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import os
+import re
+import runpy
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -73,6 +75,17 @@ def test_the_page_is_as_the_stored_results_are():
     assert done.returncode == 0, done.stderr
     stored = json.loads((DOCS / "trial" / "results.json").read_text())
     assert all(one["cases"].keys() == CASES.keys() for one in stored.values())
+
+
+def test_the_table_of_lesson_18_is_as_the_stored_results_are():
+    write, stored = runpy.run_path(str(DOCS / "trial" / "write.py")), json.loads((DOCS / "trial" / "results.json").read_text())
+    lesson = (DOCS.parent / "solutions" / "18_production.py").read_text().partition("## DeepSpeed on trial")[2]
+    rows = [re.findall(r"[^|#\n]+", line) for line in re.findall(r"^# (\|.*\|)$", lesson, re.M)]
+    head, _, *rows = ([cell.strip() for cell in row] for row in rows)
+    engines = [name.lower().replace(" ", "") for name in head[1:]]
+    assert engines == ["fsdp2", "deepspeed2", "deepspeed3"] and len(rows) == 8
+    for name, *signs in rows:
+        assert signs == [write["sign"](stored[engine]["cases"][name]) for engine in engines], name
 
 
 def test_the_page_s_adapter_is_fsdp2_in_forty_lines(pool):

@@ -52,7 +52,7 @@ class Bytes(Case):
     over = 1.03  # the steps of Adam and padding are not in the formulas
 
     def run(self, make: Callable[[], Adapter], part: int, folder: Path) -> str:
-        for _ in range(3):  # a table of Python's that grows meanwhile takes up to megabytes, and takes them once
+        for _ in range(2):  # a table of Python's that grows meanwhile takes up to megabytes, and takes them once
             over, what = self.attempt(make)
             everyone = [False] * dist.get_world_size()
             dist.all_gather_object(everyone, over <= 0)

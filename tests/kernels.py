@@ -7,6 +7,7 @@ notebook server does.
 from __future__ import annotations
 
 import os
+import sys
 import time
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
@@ -45,5 +46,6 @@ class Kernel:
 
 def run(arguments: Sequence[str], folder: str) -> None:
     os.chdir(folder)
+    sys.modules["debugpy"] = None  # type: ignore[assignment]  # half a second, and no test debugs
     nursery.branch()
     IPKernelApp.launch_instance(arguments)

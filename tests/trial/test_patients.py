@@ -50,6 +50,7 @@ def test_the_right_engine_passes(pool, n):
     assert not found
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", worlds(*[*PATIENTS][::3], others=[name for i, name in enumerate(PATIENTS) if i % 3]))
 def test_the_case_that_names_its_bug_finds_it(pool, name):
     patient = PATIENTS[name]
@@ -78,7 +79,10 @@ def test_the_page_is_as_the_stored_results_are():
 
 
 def test_the_table_of_lesson_18_is_as_the_stored_results_are():
-    write, stored = runpy.run_path(str(DOCS / "trial" / "write.py")), json.loads((DOCS / "trial" / "results.json").read_text())
+    write, stored = (
+        runpy.run_path(str(DOCS / "trial" / "write.py")),
+        json.loads((DOCS / "trial" / "results.json").read_text()),
+    )
     lesson = (DOCS.parent / "solutions" / "18_production.py").read_text().partition("## DeepSpeed on trial")[2]
     rows = [re.findall(r"[^|#\n]+", line) for line in re.findall(r"^# (\|.*\|)$", lesson, re.M)]
     head, _, *rows = ([cell.strip() for cell in row] for row in rows)

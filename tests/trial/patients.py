@@ -15,6 +15,9 @@ import torch.distributed as dist
 from small import Small
 from torch import Tensor, nn
 
+ACCUMULATING = ("accumulate, a block used once", "accumulate, a block used last", "accumulate, then nothing")
+ACCUMULATING += ("accumulate, backward alone",)
+
 
 class Patient(Small):
     issue = ""
@@ -29,7 +32,7 @@ class LastMicroBatch(Patient):
     """Each backward takes the place of the gradients before it."""
 
     issue = "allenai/open-instruct#1498"
-    found_by = ("accumulate", "accumulate, then clip", "accumulate, a block used once", "accumulate, then nothing")
+    found_by = ("accumulate", "accumulate, then clip", *ACCUMULATING)
 
     def backward(self, loss: Tensor) -> None:
         self.model.zero_grad()
@@ -40,7 +43,7 @@ class DividedAgain(Patient):
     """The loss of an accumulated micro-batch is divided by their number once more."""
 
     issue = "unslothai/unsloth-zoo#1023"
-    found_by = LastMicroBatch.found_by
+    found_by = ("accumulate", *ACCUMULATING, "an error while accumulating")
 
     def average(self) -> None:
         if not self.averaged and self.made[1]:
@@ -54,7 +57,7 @@ class ReducedEachTime(Patient):
     """Every micro-batch's gradients are reduced: right numbers, three times the traffic."""
 
     issue = "KellerJordan/modded-nanogpt#31"
-    found_by = ("moved by accumulation",)
+    found_by = ("moved by accumulation", "moved in a step")
 
     def backward(self, loss: Tensor) -> None:
         super().backward(loss)
@@ -82,7 +85,7 @@ class DecidedInForward(Patient):
     """Whether a backward's gradients will be reduced is decided in its forward."""
 
     issue = "karpathy/build-nanogpt#30"
-    found_by = ("accumulate, backward alone",)
+    found_by = ("accumulate, backward alone", "an error while accumulating")
     inside = decided = False
 
     def broadcast(self) -> None:
@@ -130,7 +133,9 @@ class OnlyItsUsersReduce(Patient):
     """Each rank reduces the gradients that it has, one after the other: another rank's are others."""
 
     issue = "pytorch/pytorch#158719"
-    found_by = ("mixture of experts", "raw branches", "unused", "disagree: another block")
+    found_by = ("mixture of experts", "raw branches", "unused", "disagree: another block", "disagree: frozen later")
+    found_by += ("disagree: one stops", "disagree: one skips a backward", "disagree: one accumulates")
+    found_by += ("disagree: one asks for the state",)
 
     def average(self) -> None:
         if not self.averaged:
@@ -144,7 +149,8 @@ class TiedReducedTwice(Patient):
     """A shared parameter is averaged once for each of its names."""
 
     issue = "pytorch/pytorch#81296"
-    found_by = ("tied in the root", "tied across units", "a block used twice", "raw input twice", "hugging face gpt2")
+    found_by = ("tied in the root", "tied across units", "a block used twice", "raw input twice")
+    found_by += ("hugging face gpt2", "hugging face bert")
 
     def average(self) -> None:
         fresh = not self.averaged
@@ -172,7 +178,7 @@ class FrozenTrains(Patient):
     """Parameters are made anew, and nn.Parameter trains by default."""
 
     issue = "pytorch/torchtitan#4282"
-    found_by = ("frozen", "LoRA on a frozen bf16 base", "clip, frozen", "freezing and thawing", "resumed, frozen")
+    found_by = ("frozen", "LoRA on a frozen bf16 base", "clip, frozen", "disagree: frozen", "resumed, frozen")
 
     def wrap(self, model: nn.Module, units: Any, optimizer: Any, **asked: Any) -> None:
         for module in model.modules():
@@ -249,7 +255,7 @@ class ThrownBuffersSaved(Patient):
     """Buffers that are not persistent are in the full state."""
 
     issue = "pytorch/pytorch#125337"
-    found_by = ("state dict", "hugging face llama", "hugging face bert", "hugging face gpt2")
+    found_by = ("state dict", "hugging face llama", "hugging face bert")
 
     def full_state(self) -> dict[str, Tensor]:
         return super().full_state() | dict(self.model.named_buffers())
@@ -379,7 +385,8 @@ class OthersAfterForward(Patient):
     """After a forward, and until a backward or another forward, the model has other parameters."""
 
     issue = "pytorch/pytorch#149205"
-    found_by = ("a forward first",)
+    found_by = ("a forward first", "two backwards", "two losses", "accumulate, each reduced")
+    found_by += ("an error in backward", "held after a forward")
     own: tuple[tuple[nn.Module, str, nn.Parameter], ...] = ()
 
     def broadcast(self) -> None:
@@ -496,7 +503,7 @@ class SaysStageTwo(Patient):
     """It says stage 2, and every rank holds every gradient."""
 
     issue = "karpathy/nanochat#566"
-    found_by = ("held after backward", "held between steps", "held at the peak")
+    found_by = ("held after backward", "held between steps", "held at the peak", "moved by accumulation")
     stage = 2
 
 

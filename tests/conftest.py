@@ -20,10 +20,6 @@ import torch
 from jobs_common import ROOMS, ROOT, copy_checkout
 
 import zerolab
-from zerolab.world import nursery
-
-# What most tests' ranks need beside what users' do, imported once.
-nursery.IMPORTED += ("zerolab.trial.hearing", "zerolab.lab.exercises.on_trial")
 
 # So that tests and ranks can import the functions of the tests, whichever room these are in.
 sys.path[:0] = map(str, ROOMS)

@@ -35,7 +35,7 @@ from typing import Any
 
 FORKS = sys.platform == "linux"
 # Whatever of this is installed. The engine's hooks ask for torch._dynamo, which takes a second.
-IMPORTED: tuple[str, ...] = ("torch._dynamo", "zerolab", "ipykernel.kernelapp")
+IMPORTED = ("torch._dynamo", "zerolab", "ipykernel.kernelapp")
 SECRETS = ("JPY_", "JUPYTER_TOKEN", "JUPYTERHUB_")  # of a notebook server: what a fork never sees, it cannot print
 START_TIMEOUT = 90.0  # seconds
 NAME = "zerolab nursery"  # of the process
@@ -122,7 +122,7 @@ class _Nursery:
         environment |= {"OMP_NUM_THREADS": "1", "TORCH_CPP_LOG_LEVEL": "ERROR"}
         with theirs:
             self.process = subprocess.Popen(
-                _python("_main", theirs.fileno(), self.owner, IMPORTED),
+                _python("_main", theirs.fileno(), self.owner),
                 env=environment,
                 stdin=subprocess.DEVNULL,
                 pass_fds=[theirs.fileno()],
@@ -226,11 +226,11 @@ def _living() -> _Nursery:
 _status: int | None = None  # with which this process ends, once it is known
 
 
-def _main(requests: int, parent: int, imported: Sequence[str]) -> None:
+def _main(requests: int, parent: int) -> None:
     _be_called(NAME)
     atexit.register(_end)  # before all others, so after all others
     gc.disable()  # what is imported stays
-    for name in imported:
+    for name in IMPORTED:
         with suppress(ImportError):
             importlib.import_module(name)
     gc.collect()

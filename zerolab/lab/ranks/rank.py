@@ -226,8 +226,8 @@ def _show_failure(shell: Any, kind: type, error: BaseException, trace: Traceback
 
     It travels as the message's traceback: first what report.py needs to know, as JSON, then the frames.
     """
-    shown = [_syntax(error)] if isinstance(error, SyntaxError) and error.text else _frames(shell, trace)
     about = {"consequence": bool(getattr(error, "consequence", False)), "time": time.time()}
+    shown = [_syntax(error)] if isinstance(error, SyntaxError) and error.text else _frames(shell, trace)
     text = [json.dumps(about), *shown]
     shell._showtraceback(kind, error, text)
     return text

@@ -528,7 +528,8 @@ lab.trial("fsdp2-keep", "a forward first")
 from importlib.util import find_spec
 
 if find_spec("deepspeed"):
-    lab.trial("deepspeed2", "plain", "held after backward", "the first rank decides", "NaN on one rank")
+    promises = "plain", "held after backward", "the first rank decides", "NaN on one rank"
+    lab.trial("deepspeed2", *promises)
 else:
     print("DeepSpeed is not installed here: the table above is a stored run")
 

@@ -79,14 +79,14 @@ bench: $(STAMP) ## step times and peaks beside torch and DeepSpeed
 demo: $(STAMP) ## train a small GPT at every stage and compare
 	@$(BIN)/zerolab demo $(ARGS)
 
-test: lint ## lint, types, every room's tests and each lesson: 12 minutes
+test: lint ## lint, types, every room's tests and each lesson: 10 minutes
 	$(TESTS) $(NOTEBOOKS) -m 'not exhaustive' $(or $(ARGS),--ignore tests/integrations tests lessons)
 
-test-fast: lint ## what an edit breaks first: 2.5 minutes
+test-fast: lint ## what an edit breaks first: 2 minutes
 	$(TESTS) -p no:nbval -m 'not exhaustive and not slow' $(or $(ARGS),--ignore tests/integrations)
 
 # SHARE=3: of what `make test` leaves out a third, drawn by the commit.
-test-all: lint ## everything, other people's systems and both folders of lessons too: 50 minutes
+test-all: lint ## everything, other people's systems and both folders of lessons too: 45 minutes
 	$(TESTS) $(NOTEBOOKS) $(if $(SHARE),--share $(SHARE)) $(or $(ARGS),tests lessons solutions)
 	$(if $(ARGS),,@$(MAKE) --no-print-directory test-planted ARGS="--sample 5")
 

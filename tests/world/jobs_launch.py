@@ -1,11 +1,14 @@
 """What the ranks of test_launch.py do: functions for `launch`, and a script for torchrun, srun and python."""
 
+import gc
+import importlib
 import json
 import os
 import signal
 import sys
 import threading
 import time
+import weakref
 from pathlib import Path
 
 import psutil
@@ -55,6 +58,21 @@ def nest(nested):
 
 def threads():
     return torch.get_num_threads(), int(os.environ["OMP_NUM_THREADS"])
+
+
+def collected(import_something):
+    """Of a new module and of a cycle of this run: are they looked at by a full collection?"""
+    if import_something:
+        importlib.import_module("xmlrpc.server")
+        globals()["cycle"] = weakref.ref(Cycle())
+    looked_at = {id(thing) for thing in gc.get_objects()}
+    module = sys.modules["xmlrpc.server"]
+    return id(vars(module)) in looked_at, globals()["cycle"]() is None
+
+
+class Cycle:
+    def __init__(self):
+        self.itself = self
 
 
 def rejoin():

@@ -168,6 +168,11 @@ def test_threads(four: Ranks) -> None:
     assert four.run(jobs_launch.threads) == [(share, share)] * 4
 
 
+def test_after_a_run_its_cycles_are_gone_and_what_it_imported_is_looked_at_no_more(four: Ranks) -> None:
+    assert four.run(jobs_launch.collected, True) == [(True, False)] * 4
+    assert four.run(jobs_launch.collected, False) == [(False, True)] * 4
+
+
 def test_nothing_starts_before_the_first_run_and_only_results_stay_after_close() -> None:
     before = children()
     pool = Ranks(1, threads=3)

@@ -515,6 +515,7 @@ lab.trial("fsdp2-keep", "a forward first")
 #
 # - *Held.* Of its part of the parameters, each stage keeps a second copy in float32, even of those that are in float32
 #   already: 4Ψ/N bytes more. In mixed precision that copy is the master, which every engine keeps.
+# - *Moved.* By default stage 2 all-reduces its buckets and sends 1.5 times what ZeRO-2 needs, as in the stored rows above.
 # - *The first rank.* `deepspeed.initialize` sends the first rank's parameters to all, and not its buffers. If a mask or a
 #   table differs between the ranks, it stays different.
 # - *NaN.* If one rank's gradients have a NaN, all ranks skip the step, and no error tells you. `engine.was_step_applied()`

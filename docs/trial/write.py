@@ -101,24 +101,30 @@ def broken_in(issues: str) -> str:
 
 
 def not_held(results: dict[str, Any], reasons: dict[str, dict[str, str]]) -> Iterator[str]:
-    """Cases that an engine does not keep: those with one reason together. Where it refuses, its error is the reason."""
+    """What engines do not keep: all that has one reason together. Where it is refused, the error is the reason.
+
+    reasons: for one engine, or several with spaces between, or "all"; for each case.
+    """
+    seen: dict[str, tuple[dict[str, None], dict[str, None], str]] = {}  # engines, cases, what was seen first
     for engine, one in results.items():
-        seen: dict[str, list[tuple[str, str]]] = {}
+        mine = [of for names, of in reasons.items() if {engine, "all"} & {*names.split()}]
+        why = {name: text for of in mine for name, text in of.items()}
         for name, found in one["cases"].items():
             if sign(found) in (SIGNS["holds"], SIGNS["unsupported"]):
                 continue
             _, verdict, what, otherwise = next(row for row in found if row[1] not in ("holds", "unsupported"))
-            reason = otherwise or reasons.get(engine, {}).get(name) or reasons["all"].get(name) or ""
+            reason = otherwise or why.get(name, "")
             if not reason and verdict != "refused":
                 sys.exit(f"reasons.json does not say why {engine} does not keep {name!r}: {verdict}, {what}")
-            seen.setdefault(reason or what, []).append((name, f"{verdict}: {what}"))
-        if seen:
-            yield f"### What `{engine}` does not keep\n"
-            for reason, cases in seen.items():
-                what = cases[0][1].replace("<", "&lt;").rstrip(".")
-                said = f" {reason}." if not what.endswith(reason) else ""
-                yield f"- **{'; '.join(name for name, _ in cases)}.**{said} *{what}*"
-            yield ""
+            engines, cases, _ = seen.setdefault(reason or what, ({}, {}, f"{verdict}: {what}"))
+            engines[engine], cases[name] = None, None
+    yield "### What is not kept, and why\n"
+    yield "In italics: what was seen of the first case, in the first engine.\n"
+    for reason, (engines, cases, first) in seen.items():
+        what = first.replace("<", "&lt;").rstrip(".")
+        said = f" {reason}." if not what.endswith(reason) else ""
+        yield f"- **{'; '.join(cases)}** ({', '.join(f'`{engine}`' for engine in engines)}).{said} *{what}*"
+    yield ""
 
 
 def main() -> None:

@@ -13,12 +13,16 @@ import shutil
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
+from fractions import Fraction
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from torch.distributed.pipelining import schedules
 
 from zerolab.comm.recording import bytes_sent
+from zerolab.lab.lessons import lesson15
 from zerolab.lab.plots.style import COLOURS, LABELS
 from zerolab.measure import KINDS, formulas
 from zerolab.measure.planning import OPTIMIZERS, OWNED, PRECISIONS, in_parameters, plan, read_parameters
@@ -303,6 +307,87 @@ def test_it_goes_step_by_step_with_the_keyboard(visit):
     page.get_by_role("button", name="Play").click()
     expect(said).to_contain_text("Every rank has the sum.")  # it stops at the end by itself
     expect(page.get_by_role("button", name="Play")).to_be_visible()
+
+
+# ---------------------------------------------------------------- a pipeline
+
+SCHEDULES = ("gpipe", "1f1b", "interleaved", "zero-bubble")
+LETTERS = {"FORWARD": "F", "FULL_BACKWARD": "B", "BACKWARD_INPUT": "I", "BACKWARD_WEIGHT": "W"}
+
+
+def order_of_torch(schedule: str, rank: int, n: int, m: int) -> list[list[Any]]:
+    """What torch.distributed.pipelining lets this rank do; of GPipe and 1F1B, what lesson 15's pipeline does."""
+    if schedule in ("gpipe", "1f1b"):
+        rooms: dict[str, Any] = {}
+        exec(lesson15.PIPELINE, rooms)  # the exercise's reference
+        pipe = SimpleNamespace(rank=rank, size=n, micro_batches=m)
+        each = [("forward", k) for k in range(m)] + [("backward", k) for k in range(m)]
+        steps = rooms["MyPipeline"].order(pipe) if schedule == "1f1b" else each
+        return [[what[0].upper(), 0, batch] for what, batch in steps]
+    kind = schedules.ScheduleInterleaved1F1B if schedule == "interleaved" else schedules.ScheduleInterleavedZeroBubble
+    plan = object.__new__(kind)  # without its stages, which need a process group
+    plan.n_local_stages, plan.pp_group_size, plan._n_microbatches = (2 if schedule == "interleaved" else 1), n, m
+    plan.microbatches_per_round = n
+    steps = [step for step in plan._calculate_single_rank_operations(rank) if step is not None]
+    return [[LETTERS[step.computation_type.name], step.stage_index // n, step.microbatch_index] for step in steps]
+
+
+def bubble_of(schedule: str, n: int, m: int) -> Fraction:
+    """The closed forms: GPipe's and 1F1B's, interleaved (2104.04473), zero bubble's ZB-H1 (2401.10241)."""
+    longer = {"interleaved": 2, "zero-bubble": 3}.get(schedule, 1)
+    return Fraction(n - 1, longer * m + n - 1)
+
+
+def test_a_pipeline_s_orders_are_torch_s_and_its_bubbles_the_papers(visit):
+    page, choose = visit("pipeline"), random.Random(36)
+    asked = [(name, n := choose.randint(2, 8), n * choose.randint(1, 4)) for name in SCHEDULES for _ in range(75)]
+    told = page.evaluate(
+        """asked => asked.map(([name, n, m]) => {
+            const orders = [...Array(n).keys()].map(rank => zerolab.pipeline.order(name, rank, n, m));
+            const spans = zerolab.pipeline.run(name, n, m);
+            const done = spans.map(of => of.map(({what, part, batch}) => `${what} ${part} ${batch}`).join());
+            const times = spans.map(of => of.map(({begin, end}) => `${begin} ${end}`).join());
+            return [JSON.stringify(orders), done, times, zerolab.pipeline.totals(name, n, m)];
+        })""",
+        asked,
+    )
+    for (name, n, m), (written, done, times, totals) in zip(asked, told, strict=True):
+        orders = json.loads(written)
+        assert orders == [order_of_torch(name, rank, n, m) for rank in range(n)], (name, n, m)
+        assert done == [",".join(f"{what} {part} {batch}" for what, part, batch in of) for of in orders]
+        assert totals["bubble"] == pytest.approx(float(bubble_of(name, n, m)), abs=1e-12), (name, n, m)
+        parts, most = 1 + (name == "interleaved"), {"gpipe": [m] * n, "1f1b": [min(m, n - rank) for rank in range(n)]}
+        assert totals["sends"] == parts * n - 1 and totals["kept"] == most.get(name, totals["kept"])
+        spans = [[[*map(float, span.split())] for span in of.split(",")] for of in times]
+        steps = [(what, part * n + rank, batch) for rank, of in enumerate(orders) for what, part, batch in of]
+        ends = dict(zip(steps, (end for of in spans for _, end in of), strict=True))
+        for rank, of in enumerate(orders):
+            before = 0.0
+            for (what, part, batch), (begin, end) in zip(of, spans[rank], strict=True):
+                # as soon as its rank has done what came before, and what it needs is there
+                assert begin == max(before, ends.get(needed(what, part * n + rank, batch, n * parts), 0.0))
+                before = end
+
+
+def needed(what: str, stage: int, batch: int, stages: int) -> tuple[str, int, int]:
+    """The step whose result this one needs: of the stage before or behind, or an earlier one of its own."""
+    if what == "F":
+        return "F", stage - 1, batch
+    if what == "W":
+        return "I", stage, batch
+    return ("F", stage, batch) if stage == stages - 1 else (what, stage + 1, batch)
+
+
+def test_a_pipeline_tick_by_tick(visit):
+    page = unlock(visit("pipeline"))
+    said, slider = page.locator(".opened").get_by_role("status"), page.get_by_role("slider")
+    expect(said).to_contain_text("1F1B: 66 ticks, and 27.3 % of all ranks' time they stand still.")
+    slider.focus()
+    slider.press("ArrowRight")
+    expect(said).to_contain_text("Tick 1 of 66. Rank 0: forward of micro-batch 0. Of 4 ranks 3 stand still.")
+    page.get_by_label("schedule", exact=True).select_option("zero-bubble")
+    expect(said).to_contain_text("zero bubble: 54 ticks, and 11.1 % of all ranks' time they stand still.")
+    expect(page.locator(".legend")).to_contain_text("gradient of the weights")
 
 
 # ---------------------------------------------------------------- a step

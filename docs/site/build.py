@@ -32,7 +32,7 @@ ROOT = Path(__file__).resolve().parents[2]
 HERE = Path(__file__).parent
 EXPLORABLES = HERE / "explorables"
 # The order of pages in the menu; a page that is not named here comes after these.
-EXPLORE = ["step", "ring", "fits"]
+EXPLORE = ["step", "ring", "fits", "pipeline"]
 COURSE = ["paths", "glossary", "formulas", "questions", "claims", "teachers", "administrators"]
 PACKAGE = ["using", "habits", "measuring", "muon", "trial", "performance", "first-gpu-run", "tested"]
 SCRIPTS = {  # what needs more than shared.js and a script of its name
@@ -43,7 +43,7 @@ IN_A_SENTENCE = (
     "Write data parallelism and the three stages of ZeRO yourself, on four real processes, and measure what each saves "
     "and costs."
 )
-SHOWN_IN = {"01": "ring", "02": "fits", "07": "step"}  # explorables that a lesson ends with
+SHOWN_IN = {"01": "ring", "02": "fits", "07": "step", "15": "pipeline"}  # explorables that a lesson ends with
 LINK = re.compile(r"(```.*?^ *```|`[^`\n]+`)|(?<=\]\()([^)\s]+)(?=\))", re.DOTALL | re.MULTILINE)
 COLAB = "https://colab.research.google.com/github/"
 

@@ -178,6 +178,7 @@ def expected(ranks: zerolab.Ranks) -> dict[int, dict[str, Any]]:
     return {n: ranks.run(truth, Mixed(), n, ranks=1)[0] for n in range(1, 5)}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("m", "every"), [(3, 5), *(pytest.param(m, 3, marks=pytest.mark.exhaustive) for m in range(1, 5))]
 )

@@ -54,6 +54,7 @@ def train(stage: int, mesh: tuple[int, int], precision: zerolab.Precision | None
     return zero.full_state_dict()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("precision", [None, BF16], ids=["fp32", "bf16"])
 @pytest.mark.parametrize("mesh", MESHES, ids=str)
 def test_equals_one_process_in_tree_order(ranks, mesh, precision):
@@ -76,6 +77,7 @@ def bytes_of(stage: int, mesh: tuple[int, int], precision: zerolab.Precision | N
     return {"held": held, "sent": sent, "psi": psi, "root": root}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("precision", [None, BF16], ids=["fp32", "bf16"])
 def test_bytes_held_and_bytes_for_each_link(ranks, precision):
     kind = precision or KEEP

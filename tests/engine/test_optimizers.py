@@ -177,6 +177,7 @@ def test_each_rank_may_load_its_own_state(ranks, stage, n, tmp_path):
         assert caught is None and right
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("stage", range(4))
 @pytest.mark.parametrize(("n", "saved_by", "case"), [(2, 0, Even()), (2, 1, Even()), (3, 0, PLAIN)])
 def test_one_rank_s_state_on_all_ranks(ranks, stage, n, saved_by, case, tmp_path):

@@ -100,6 +100,7 @@ def test_equal_to_one_process(ranks, n, micro):
             assert all(torch.equal(state[name], value) for name, value in expected.items())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("clip", "fused"), [(True, False), (False, True), (True, True)])
 def test_clipped_after_unscaling_and_fused(ranks, clip, fused):
     expected, said = ranks.run(scaled_alone, 2, clip, 1, fused, ranks=1)[0]

@@ -117,6 +117,7 @@ def peaks(stage, precision):
     return line, allocated.bytes, model_states(zero, optimizer)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("precision", [None, BF16], ids=["fp32", "bf16"])
 @pytest.mark.parametrize("n", worlds(1, others=(4,)))
 def test_the_timeline_agrees_with_the_allocator(ranks, n, precision):

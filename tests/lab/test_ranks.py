@@ -548,12 +548,15 @@ def test_a_notebook_from_its_first_cell_to_its_violent_end(notebooks: list[Noteb
 
     slow = "%%ranks\nimport time\nprint('first')\ntime.sleep(2 + rank)\nprint('last')"
     assert first.text(slow) == "all 2 ranks:\nfirst\nlast\n"
-    shown = first.run(slow, person=True)
-    kinds = [content["type"] for content in shown if content["type"] in ("stream", "clear_output")]
-    assert kinds[-2:] == ["clear_output", "stream"]  # what was shown on the way is taken back
-    told = [content["text"] for content in shown if content["type"] == "stream"]
-    while told[-2].startswith("rank 0: last (done)\nrank 1: last"):  # moments before the end, or none
-        del told[-2]
+    for _ in range(5):  # a machine that stands still for a second hides what comes meanwhile
+        shown = first.run(slow, person=True)
+        kinds = [content["type"] for content in shown if content["type"] in ("stream", "clear_output")]
+        assert kinds[-2:] == ["clear_output", "stream"]  # what was shown on the way is taken back
+        told = [content["text"] for content in shown if content["type"] == "stream"]
+        while told[-2].startswith("rank 0: last (done)\nrank 1: last"):  # moments before the end, or none
+            del told[-2]
+        if told[-2].startswith("rank 0: last"):
+            break
     assert told[-2:] == ["rank 0: last (done)\nrank 1: first\n", "all 2 ranks:\nfirst\nlast\n"]
 
     (error,) = [content for content in first.run("%%ranks 1\n1 / 0") if content["type"] == "error"]

@@ -1,4 +1,4 @@
-"""An engine that is right, in a hundred lines: every rank holds everything, and gradients are averaged before use."""
+"""An engine that is right, in some sixty lines: every rank holds everything, and gradients are averaged before use."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from torch import Tensor, nn
 from zerolab.trial import Adapter
 
 
-class Small(Adapter):
+class Smallest(Adapter):
     """Data parallelism. Ranks tell each other what they are about to do, so a rank that does not do it is noticed."""
 
     stage = 0
-    supports = frozenset({"accumulate", "clip", "full_state", "save", "group", "broadcast", "some", "several", "parts"})
-    supports |= {"whole", "bytes"}
+    supports = frozenset({"accumulate", "full_state", "group", "broadcast", "some", "several", "parts", "whole"})
+    supports |= {"bytes"}
 
     def wrap(self, model: nn.Module, units: Any, optimizer: Any, **asked: Any) -> None:
         self.group, self.model = asked.get("group"), model
@@ -82,11 +82,6 @@ class Small(Adapter):
         dist.all_reduce(grad, group=self.group)
         grad /= self.ranks
 
-    def clip(self, max_norm: float, norm_type: float = 2.0) -> float:
-        self.average()
-        self.agree("clip", max_norm)
-        return nn.utils.clip_grad_norm_(self.params(), max_norm, norm_type).item()
-
     def step(self) -> None:
         self.average()
         self.agree("step", [{k: repr(v) for k, v in g.items() if k != "params"} for g in self.optimizer.param_groups])
@@ -100,6 +95,17 @@ class Small(Adapter):
     def full_state(self) -> dict[str, Tensor]:
         self.agree("full_state")
         return self.model.state_dict()
+
+
+class Small(Smallest):
+    """It clips, too, and has checkpoints."""
+
+    supports = Smallest.supports | {"clip", "save"}
+
+    def clip(self, max_norm: float, norm_type: float = 2.0) -> float:
+        self.average()
+        self.agree("clip", max_norm)
+        return nn.utils.clip_grad_norm_(self.params(), max_norm, norm_type).item()
 
     def save(self, folder: Path) -> None:
         if dist.get_rank() == 0:

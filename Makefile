@@ -1,13 +1,15 @@
 SHELL := bash
 .SHELLFLAGS := -euo pipefail -c
 .DEFAULT_GOAL := help
-.PHONY: help lab bench demo test test-fast test-all test-planted test-stalled lint gpu lessons site format clean
+.PHONY: help lab bench demo test test-fast test-all test-planted test-stalled lint gpu lessons site release format clean
 
 PYTHON ?= python3
 VENV ?= .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 EXTRAS ?= lab,test,site
+# What is installed: this checkout, or a wheel or source distribution (make release tries both).
+PACKAGE ?= -e .
 # Which torch: cpu, cuda, or auto, which is cuda where there is an NVIDIA device. PyPI's torch for Linux is the CUDA build:
 # with it everything is 3.0 GB to download and 5.2 GB on disk, with the CPU wheel of torch's own index 0.5 and 2.0 GB.
 TORCH ?= auto
@@ -62,7 +64,7 @@ $(STAMP): constraints.txt pyproject.toml
 	    echo "If that is PyPI, it is the CUDA build: 2.5 GB more to download, 3.2 GB more on disk."; \
 	fi
 	@echo "building $(VENV), a minute or two, and as long as the download takes:"
-	@$(BIN)/python -m pip install --disable-pip-version-check -c constraints.txt -e '.[$(EXTRAS)]' 2>&1 | \
+	@$(BIN)/python -m pip install --disable-pip-version-check -c constraints.txt $(PACKAGE)'[$(EXTRAS)]' 2>&1 | \
 	    tee $(VENV)/install.log | while read -r line; do case $$line in \
 	        Collecting*|Processing*) printf . ;; \
 	        'Installing collected'*) printf ' installing' ;; \
@@ -121,9 +123,11 @@ gpu: ## the tests that need a CUDA device, and what it shows as tables
 lessons: $(STAMP) ## build the notebooks that changed (FORCE=1: all)
 	@$(BIN)/python -m zerolab.lab.build $(if $(FORCE),--force) $(ARGS)
 
-# Set ZEROLAB_REPOSITORY=https://github.com/OWNER/NAME for a link to Colab at each lesson.
 site: $(STAMP) ## the website, into build/site
 	@$(BIN)/python docs/site/build.py $(ARGS)
+
+release: $(STAMP) ## check all that a release needs, and build it into dist/: 5 minutes
+	@$(BIN)/python .ci/release.py
 
 format: $(STAMP) ## let ruff fix and format the code
 	$(BIN)/ruff check --fix .

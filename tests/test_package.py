@@ -23,6 +23,8 @@ from packaging.specifiers import SpecifierSet
 from packaging.utils import canonicalize_name
 from packaging.version import Version
 
+import zerolab
+
 ROOT = Path(__file__).resolve().parents[1]
 PACKAGE = ROOT / "zerolab"
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
@@ -120,7 +122,7 @@ def test_wheel_says_what_it_is(wheel):
         told = email.message_from_string(file.read(f"{folder}/METADATA").decode())
         assert file.read(f"{folder}/licenses/LICENSE") == (ROOT / "LICENSE").read_bytes()
     assert (told["License-Expression"], told["License-File"]) == ("MIT", "LICENSE")
-    assert (told["Requires-Python"], told["Version"]) == (PROJECT["requires-python"], PROJECT["version"])
+    assert (told["Requires-Python"], told["Version"]) == (PROJECT["requires-python"], zerolab.__version__)
     assert told["Description-Content-Type"] == "text/markdown"
     assert told.get_payload().strip() == (ROOT / "README.md").read_text().strip()
     assert set(told.get_all("Provides-Extra")) == set(EXTRAS)

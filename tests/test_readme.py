@@ -187,7 +187,7 @@ def test_half_a_day_is_the_same_for_learners_and_teachers():
 def test_the_citation_is_of_this_version():
     citation = yaml.safe_load((ROOT / "CITATION.cff").read_text())
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
-    for key, value in {"title": project["name"], "version": project["version"], "license": project["license"]}.items():
+    for key, value in {"title": project["name"], "version": zerolab.__version__, "license": project["license"]}.items():
         assert citation[key] == value
     assert citation["authors"] == project["authors"]
     assert (citation["cff-version"], citation["type"]) == ("1.2.0", "software")

@@ -8,24 +8,23 @@ page each, whatever their number; the reference comes from docstrings. `explorab
 script of its name, which a lesson may show as well. A link to a file of the repository becomes a link to its page, a
 source file that is linked gets a page, and a link that leads nowhere ends the build.
 
-"Open in Colab" needs the repository's address: `ZEROLAB_REPOSITORY` in the environment (site.yml sets it to the
-repository it runs in), else `Repository` in `[project.urls]` of pyproject.toml. Without either there is no such link.
+`address.py` knows where the repository and the site are. Without the first there are no links to Colab and Kaggle. With
+the second, the notebooks to download first try the wheel that stands beside the pages.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
-import os
 import re
 import shutil
 import subprocess
 import sys
 import tempfile
-import tomllib
 from pathlib import Path
 
-import api  # beside this file
+import address  # beside this file
+import api
 import notebook
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -43,14 +42,23 @@ IN_A_SENTENCE = (
     "Write data parallelism and the three stages of ZeRO yourself, on four real processes, and measure what each saves "
     "and costs."
 )
+WHEEL = [
+    "pyproject.toml",
+    "setup.py",
+    "README.md",
+    "LICENSE",
+    "zerolab_command.py",
+    "zerolab",
+]  # what it is made of, ...
+WHEEL += ["lessons", "solutions", "docs"]  # ... and the course
 SHOWN_IN = {"01": "ring", "02": "fits", "07": "step", "15": "pipeline"}  # explorables that a lesson ends with
 LINK = re.compile(r"(```.*?^ *```|`[^`\n]+`)|(?<=\]\()([^)\s]+)(?=\))", re.DOTALL | re.MULTILINE)
-COLAB = "https://colab.research.google.com/github/"
 
 
 class Site:
-    def __init__(self, folder: Path, repository: str) -> None:
-        self.folder, self.repository = folder, repository
+    def __init__(self, folder: Path, repository: str, wheel: str = "") -> None:
+        """wheel: its address, for notebooks that are downloaded."""
+        self.folder, self.repository, self.wheel = folder, repository, wheel
         self.readme = (ROOT / "README.md").read_text()
         self.docs = sorted(path.stem for path in (ROOT / "docs").glob("*.md"))
         self.lessons = sorted((ROOT / "lessons").glob("*.ipynb"))
@@ -132,7 +140,8 @@ class Site:
             actions.append("[Move through a step](/explore/step.md)")
         if "paths" in self.docs:
             actions.append("[Choose a path](/docs/paths.md)")
-        title, _, rest = self.rewrite(self.readme, "README.md").partition("\n")
+        readme = re.sub(r"^\[!\[.*\n\n", "", self.readme, count=1, flags=re.MULTILINE)  # badges: the site has its own
+        title, _, rest = self.rewrite(readme, "README.md").partition("\n")
         top = f"{title}\n\n{IN_A_SENTENCE}\n\n{explorable('ladder', '.')}\n\n{buttons(actions)}"
         self.write("index", f"{top}\n## What it is\n{rest}\n\n{self.menu()}")
 
@@ -158,11 +167,11 @@ class Site:
         origin, solved = f"lessons/{lesson.name}", ROOT / "solutions" / lesson.name
         minutes = re.search(rf"\({re.escape(origin)}\)[^|]*\| *(\d+) *\|", self.readme)
         actions = [f"{{download}}`Download the notebook </{self.copy(lesson)}>`"]
-        if colab := colab_link(self.repository, origin):
-            actions.append(f"[Open in Colab]({colab})")
+        hosted = address.hosted(self.repository, origin)
+        actions += [f"[Open in {name}]({link})" for name, link in hosted.items()]
         how = "The lesson as it opens, before any exercise is solved. To work on it, run it with `make lab`"
-        if colab:
-            how += ", or [in Colab](/docs/tested.md#a-notebook-alone), where its first cell installs zerolab"
+        if hosted:
+            how += ", or [in a browser](/docs/tested.md#a-notebook-alone), where its first cell installs zerolab"
         top = buttons(actions) + f"\n*{minutes[1] + ' minutes. ' if minutes else ''}{how}.*\n"
         page = self.folder / origin.replace(".ipynb", ".md")
         answers = notebook.references(solved) if solved.exists() else {}
@@ -207,6 +216,12 @@ class Site:
         name = f"files/{file.relative_to(ROOT).as_posix()}"
         (self.folder / name).parent.mkdir(parents=True, exist_ok=True)
         shutil.copy(file, self.folder / name)
+        if self.wheel:
+            content = json.loads(file.read_text())
+            (cell,) = [cell for cell in content["cells"] if cell["id"] == "install"]
+            place = cell["source"].index("    for source in [\n") + 1
+            cell["source"].insert(place, f'        "zerolab[lab] @ {self.wheel}",\n')
+            (self.folder / name).write_text(json.dumps(content, indent=1, ensure_ascii=False) + "\n")
         return name
 
 
@@ -252,24 +267,29 @@ def toctree(pages: list[str], options: str) -> str:
     return f"```{{toctree}}\n{glob}{options}\n\n" + "\n".join(pages) + "\n```"
 
 
-def repository() -> str:
-    urls = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"].get("urls", {})
-    return (os.environ.get("ZEROLAB_REPOSITORY") or urls.get("Repository", "")).rstrip("/").removesuffix(".git")
-
-
-def colab_link(repository: str, path: str) -> str:
-    """Colab opens notebooks from GitHub only."""
-    name = re.fullmatch(r"https://github\.com/([\w.-]+/[\w.-]+)", repository)
-    return f"{COLAB}{name[1]}/blob/main/{path}" if name else ""
+def build_wheel(out: Path) -> Path:
+    """The package as people would install it, into the folder `out`."""
+    with tempfile.TemporaryDirectory(prefix="zerolab-wheel-") as folder:
+        for name in WHEEL:  # elsewhere, since setuptools leaves things behind
+            copy = shutil.copytree if (ROOT / name).is_dir() else shutil.copy
+            copy(ROOT / name, Path(folder) / name)
+        command = [sys.executable, "-m", "build", "--wheel", "--no-isolation", "--outdir", str(out), folder]
+        done = subprocess.run(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, check=False)
+    if done.returncode:
+        raise RuntimeError(f"the wheel could not be built:\n{done.stdout}")
+    (wheel,) = out.glob("*.whl")
+    return wheel
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description="build the website")
     parser.add_argument("--out", type=Path, default=ROOT / "build" / "site")
     out = parser.parse_args().out
-    with tempfile.TemporaryDirectory(prefix="zerolab-site-") as folder:
+    repository, site = address.addresses()
+    with tempfile.TemporaryDirectory(prefix="zerolab-site-") as folder, tempfile.TemporaryDirectory() as built:
         try:
-            Site(Path(folder), repository()).write_all()
+            wheel = build_wheel(Path(built))
+            Site(Path(folder), repository, f"{site}/{wheel.name}" if site else "").write_all()
         except FileNotFoundError as error:
             print(f"a link leads nowhere: {error}", file=sys.stderr)
             return 1
@@ -278,6 +298,8 @@ def main() -> int:
         done = subprocess.run(
             [sys.executable, "-m", "sphinx", *options, "-d", f"{folder}/.doctrees", folder, str(out)], check=False
         )
+        if done.returncode == 0:
+            shutil.copy(wheel, out)
     if done.returncode == 0:
         copy_scripts(out)
         (out / ".nojekyll").touch()  # or GitHub Pages leaves out folders that begin with _

@@ -92,7 +92,7 @@ def test_notebooks_of_a_source(course: Path) -> None:
     assert ids[:4] == ["01-a-tiny-lesson-1", "outputs", "install", "01-a-tiny-lesson-2"]
     assert ids[4:6] == ["write-it-here-now-1", "write-it-here-now-2"]
     assert "the course's" in solution.cells[1].source and "before any exercise was solved" in lesson.cells[1].source
-    assert solution.cells[2].source == lesson.cells[2].source == build.INSTALLS
+    assert solution.cells[2].source == lesson.cells[2].source == build.installs(course)
     assert len(set(ids)) == len(ids)
     assert ids == [cell.id for cell in build.notebooks(course / "solutions" / "01_tiny.py")["solutions"].cells]
 

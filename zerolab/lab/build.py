@@ -22,11 +22,13 @@ from __future__ import annotations
 import argparse
 import copy
 import hashlib
+import json
 import os
 import re
 import sys
 import tempfile
 import time
+import tomllib
 from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
@@ -51,12 +53,27 @@ UNSOLVED = (
     "*The outputs below are the course's, from before any exercise was solved. Run the cells (Shift-Enter runs one), "
     "and they become yours. A cell that begins with `%%exercise` becomes a file, so it needs its own imports.*"
 )
-INSTALLS = f"""\
+INSTALLS = """\
 # Where zerolab is missing, as on Colab or Kaggle, this installs it. Elsewhere it does nothing.
-import importlib.util
+import importlib.util, subprocess, sys
 
 if importlib.util.find_spec("zerolab") is None:
-    %pip install --quiet "zerolab[lab]=={zerolab.__version__}\""""
+    for source in [
+        SOURCES,
+    ]:
+        print(f"{source}: installing it", end=" ... ", flush=True)
+        pip = [sys.executable, "-m", "pip", "--disable-pip-version-check", "--retries=1"]
+        pip += ["install", "--quiet", source]
+        done = subprocess.run(pip, capture_output=True, text=True)
+        if done.returncode == 0:
+            print("done")
+            break
+        print((done.stderr.strip() or "failed").splitlines()[-1])
+    else:
+        raise ModuleNotFoundError(
+            "zerolab could not be installed. From a copy of its repository, it is"
+            " `pip install './zerolab[lab]'`; then run this cell again."
+        )"""
 EXERCISE = re.compile(r"%%exercise +(\d\d\.\d+)\s*(?:\n|$)")
 PREDICTION = re.compile(r"""(predict\(\s*["'][\d.]+["'],\s*).+(\)\s*(?:#.*)?)$""", re.MULTILINE)
 
@@ -99,7 +116,7 @@ def notebooks(source: Path) -> dict[str, NotebookNode]:
     for notebook, note in ((complete, SOLVED), (lesson, UNSOLVED)):
         notebook.cells[1:1] = [
             nbformat.v4.new_markdown_cell(note, id="outputs"),
-            nbformat.v4.new_code_cell(INSTALLS, id=INSTALL),
+            nbformat.v4.new_code_cell(installs(source.parents[1]), id=INSTALL),
         ]
     link = f"[The solution of this lesson](../solutions/{source.stem}.ipynb)"
     if following := next((path for path in sources(source.parents[1]) if path.name > source.name), None):
@@ -107,6 +124,19 @@ def notebooks(source: Path) -> dict[str, NotebookNode]:
         link += f" · Next: [{title[1] if title else following.stem}]({following.stem}.ipynb)"
     lesson.cells.append(nbformat.v4.new_markdown_cell(link, id="solution"))
     return {"solutions": complete, "lessons": lesson}
+
+
+def installs(root: Path) -> str:
+    """The first code cell: it tries the repository at this version's tag, if pyproject.toml names one, and the index.
+
+    The website's copies try the website's wheel before these: docs/site/build.py.
+    """
+    settings = root / "pyproject.toml"
+    urls = tomllib.loads(settings.read_text())["project"].get("urls", {}) if settings.exists() else {}
+    found = [f"zerolab[lab]=={zerolab.__version__}"]
+    if repository := urls.get("Repository"):
+        found.insert(0, f"zerolab[lab] @ git+{repository}@v{zerolab.__version__}")
+    return INSTALLS.replace("SOURCES", ",\n        ".join(json.dumps(source) for source in found))
 
 
 def _ids(cells: list[NotebookNode]) -> Iterator[str]:
@@ -140,7 +170,8 @@ def _code(notebook: NotebookNode) -> list[NotebookNode]:
 
 
 def _ran(notebook: NotebookNode) -> list[tuple[str, dict]]:
-    return [(cell.source, cell.metadata) for cell in _code(notebook)]
+    """What outputs depend on: not the cell that installs, which does nothing where notebooks are built."""
+    return [(cell.source, cell.metadata) for cell in _code(notebook) if cell.id != INSTALL]
 
 
 def digest(notebook: NotebookNode) -> str:

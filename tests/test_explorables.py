@@ -153,29 +153,8 @@ def some_settings(choose: random.Random) -> dict[str, Any]:
 
 
 def by_the_package(settings: dict[str, Any]) -> list[dict[str, Any] | None]:
-    """What `plan` says for the ranks that share a model; the formulas, for what it does not know."""
-    parameters, memory, activations = settings["parameters"], settings["memory"], settings["activations"]
-    precision, kept = PRECISIONS[settings["precision"]], OPTIMIZERS[settings["optimizer"]]
-    rows: list[dict[str, Any] | None] = []
-    for stage in range(4):
-        replicas = settings["replicas"] if stage else 1
-        size = settings["ranks"] // replicas
-        row = plan(parameters, size, memory, settings["precision"], settings["optimizer"], activations)[stage]
-        host = 0
-        if settings["offload"]:
-            if stage == 0:
-                rows.append(None)
-                continue
-            on_device = {"optimizer_bytes": kept, "offload": True}
-            row.states = formulas.state_bytes(stage, size, parameters, precision, **on_device)
-            row.fits = row.total <= memory
-            many = formulas.state_bytes(stage, size, 10**15, precision, **on_device)
-            row.largest = int((memory - activations) / (sum(many.values()) / 10**15))
-            host = sum(formulas.host_state_bytes(size, parameters, precision, optimizer_bytes=kept).values())
-        between = formulas.between_bytes((replicas, size), parameters, precision) if stage else 0
-        more = {"total": row.total, "host": host, "between": between}
-        rows.append(vars(row) | more)
-    return rows
+    rows = [vars(row) | {"total": row.total} for row in plan(**settings)]
+    return [None] * (4 - len(rows)) + rows  # stage 0 has no offload
 
 
 def test_bytes_are_those_of_the_formulas(visit):

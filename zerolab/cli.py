@@ -148,13 +148,18 @@ def add_plan(commands: argparse._SubParsersAction) -> None:
         metavar="BYTES",
         help="what else a rank needs, such as 10GB (default 0)",
     )
+    parser.add_argument("--offload", action="store_true", help="masters and the optimizer's state stay on the host")
+    parser.add_argument(
+        "--replicas", type=whole(1), default=1, help="groups of ranks that share a model each, a mesh (default 1)"
+    )
 
     def run(args: argparse.Namespace) -> int:
         _need(parser, "rich")
         from zerolab.apps import plan
 
+        sizes = (args.params, args.ranks, args.gpu_memory, args.precision, args.optimizer, args.activations)
         try:
-            return plan.run(args.params, args.ranks, args.gpu_memory, args.precision, args.optimizer, args.activations)
+            return plan.run(*sizes, args.offload, args.replicas)
         except ValueError as why:
             return parser.error(str(why))
 

@@ -155,6 +155,24 @@ def test_plan():
         plan(1e9, 2, memory=1e9, activations=2e9)
 
 
+def test_plan_with_offload_and_replicas():
+    """On the device 2 bytes a parameter stay, or 2/N, and 14/N are on the host. A replica is a cluster of its own."""
+    rows = plan(8e9, 64, memory=24e9, offload=True, replicas=8)
+    assert [row.stage for row in rows] == [1, 2, 3]
+    assert [row.total for row in rows] == [16_000_000_000, 16_000_000_000, 2_000_000_000]
+    assert [row.host for row in rows] == [14_000_000_000] * 3
+    assert [in_parameters(row.largest) for row in rows] == ["12.0B", "12.0B", "96.0B"]
+    alone = plan(8e9, 8)
+    for row, same in zip(plan(8e9, 64, replicas=8)[1:], alone[1:], strict=True):
+        assert (row.states, row.moved, row.host) == (same.states, same.moved, 0)
+        assert row.between == 2 * 1_000_000_000 * 2 * 7 // 8
+    assert plan(8e9, 64, replicas=8)[0] == plan(8e9, 64)[0]  # stage 0 has nothing to shard
+    with pytest.raises(ValueError, match="7 replicas do not divide 64 ranks"):
+        plan(8e9, 64, replicas=7)
+    with pytest.raises(ValueError, match="Muon does not go with offload"):
+        plan(8e9, 64, optimizer="muon", offload=True)
+
+
 def test_numbers_as_people_write_them():
     assert [in_bytes(n) for n in (0, 999, 1000, 12_345, 999_999, 7.5e9, 1e15)] == [
         "0 B",
@@ -258,12 +276,16 @@ def test_the_commands_speak(tmp_path, capsys):
         ("simulate", "--model", "7.5B", "--ranks", "8", "--stage", "2", "--json", str(path), "--plot", str(drawn)),
         ("plan", "--params", "7.5B", "--ranks", "64", "--gpu-memory", "32GB"),
         ("plan", "--params", "1T", "--ranks", "4", "--gpu-memory", "24GB"),
+        ("plan", "--params", "7.5B", "--ranks", "64", "--replicas", "8", "--offload"),
     ]
-    with ThreadPoolExecutor(3) as threads:
-        model, done, nothing = threads.map(lambda command: zerolab_command(*command), commands)
+    with ThreadPoolExecutor(4) as threads:
+        model, done, nothing, mesh = threads.map(lambda command: zerolab_command(*command), commands)
     assert done.returncode == 0 and "fits with Zero1, Zero2, Zero3" in done.stdout and "…" not in done.stdout
-    assert re.search(r"3 Zero3 .* 1.64 GB .* yes +146B", done.stdout)
+    for line in ("total .* 1.64 GB", "fits +no +yes +yes +yes", "largest model .* 146B"):
+        assert re.search(rf"^ {line} $", done.stdout, re.MULTILINE), line
     assert "Parameters include the float32 masters" in done.stdout
+    assert mesh.returncode == 0 and re.search(r"^ on the host +13.1 GB +13.1 GB +13.1 GB", mesh.stdout, re.MULTILINE)
+    assert "sent between replicas" in mesh.stdout and "float32 masters" not in mesh.stdout
     assert nothing.returncode == 1 and "no stage fits" in nothing.stdout
     assert model.returncode == 0 and "activations" in model.stdout and "…" not in model.stdout
     assert json.loads(path.read_text())["states"]["gradients"] > 0

@@ -68,12 +68,16 @@ def memory_explorer(
     optimizer: str = "adam",
     activations: str = "0 GB",
     memory: str = "80 GB",
+    offload: bool = False,
+    replicas: int = 1,
 ) -> Explorer:
-    """Does it fit? All four stages against a GPU's memory, by the formulas (`zerolab plan` as a picture)."""
+    """Does it fit? The stages against a GPU's memory, by the formulas (`zerolab plan` as a picture)."""
 
-    def draw(parameters: str, ranks: int, precision: str, optimizer: str, activations: str, memory: str) -> Picture:
+    def draw(
+        parameters: str, activations: str, memory: str, ranks: int, precision: str, optimizer: str, **more: Any
+    ) -> Picture:
         count, size = read_parameters(parameters.strip()), read_bytes(memory)
-        rows = plan(count, ranks, size, precision, optimizer, read_bytes(activations))
+        rows = plan(count, ranks, size, precision, optimizer, read_bytes(activations), **more)
         title = f"{parameters.strip()} parameters on {ranks:,} ranks, {precision}, {optimizer}"
         return memory_plan(rows, size, title)
 
@@ -90,6 +94,10 @@ def memory_explorer(
             continuous_update=False,
             ensure_option=False,
         ),
+        "offload": widgets.Dropdown(
+            options=[("none", False), ("optimizer to the host", True)], value=offload, description="offload"
+        ),
+        "replicas": widgets.BoundedIntText(replicas, 1, 1_000_000, description="replicas"),
     }
     return Explorer(controls, draw)
 

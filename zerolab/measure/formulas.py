@@ -160,11 +160,13 @@ def bytes_per_parameter(
     precision: Precision = KEEP,
     own: torch.dtype = torch.float32,
     optimizer_bytes: float = ADAM_BYTES,
+    offload: bool = False,
     owned: bool = False,
 ) -> float:
     """Bytes of model states on one rank, divided by Ψ: for example 4 + 12/N in stage 1, in bf16 with Adam."""
     many = 10**15  # so many that rounding to a byte does not show
-    return sum(state_bytes(stage, world_size, many, precision, own, optimizer_bytes, owned=owned).values()) / many
+    states = state_bytes(stage, world_size, many, precision, own, optimizer_bytes, offload, owned)
+    return sum(states.values()) / many
 
 
 def activation_bytes(

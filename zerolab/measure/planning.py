@@ -13,7 +13,9 @@ from zerolab.measure.formulas import (
     ADAM_BYTES,
     CATEGORIES,
     MUON_BYTES,
+    between_bytes,
     bytes_per_parameter,
+    host_state_bytes,
     moved_bytes,
     owner_moved_bytes,
     state_bytes,
@@ -36,6 +38,7 @@ Choice = TypeVar("Choice")
 class Row:
     """One stage. Bytes per rank: `states` by category when backward returns, `moved` what it sends in a step.
 
+    host: what offload keeps in the host's memory. between: sent to other replicas; `moved` then stays inside its own.
     fits: whether states and activations fit in the memory. largest: parameters of the largest model whose states fit
     beside the same activations. Both are None if no memory was given.
     """
@@ -44,6 +47,8 @@ class Row:
     states: dict[str, int]
     activations: int
     moved: int
+    host: int = 0
+    between: int = 0
     fits: bool | None = None
     largest: int | None = None
 
@@ -59,8 +64,14 @@ def plan(
     precision: str = "bf16",
     optimizer: str = "adam",
     activations: float = 0,
+    offload: bool = False,
+    replicas: int = 1,
 ) -> list[Row]:
     """One row per stage. memory, activations: bytes per rank. precision, optimizer: see PRECISIONS, OPTIMIZERS.
+
+    offload: masters, gradients and the optimizer's state stay on the host; there is no row for stage 0, which has no
+    offload. replicas: the ranks form `mesh=(replicas, ranks / replicas)` and share a model's states inside a replica;
+    stage 0 has nothing to shard, and stays one group.
 
     With "muon", all parameters are counted as if `OwnerOptimizer` updated them with Muon; the usual recipe leaves
     embeddings, norms and heads to Adam, at 8 bytes each instead of 4.
@@ -68,42 +79,58 @@ def plan(
     Not counted: gathered parameters and buckets in the middle of a step (about two units, see `simulate`), and what
     the framework takes for itself (about 1 GB on a GPU).
 
-    Raises ValueError for an unknown name, for sizes below 1, and if activations leave no memory.
+    Raises ValueError for an unknown name, for sizes below 1, if replicas do not divide the ranks, if activations leave
+    no memory, and for offload with Muon, whose owners need whole matrices on the device.
     """
     settings, kept = _choose("precision", precision, PRECISIONS), _choose("optimizer", optimizer, OPTIMIZERS)
-    for name, value in (("parameters", parameters), ("ranks", ranks)):
+    for name, value in (("parameters", parameters), ("ranks", ranks), ("replicas", replicas)):
         if not value >= 1:
             raise ValueError(f"{name} must be 1 or more, not {value:g}")
+    if ranks % replicas:
+        raise ValueError(f"{replicas} replicas do not divide {ranks} ranks")
     if activations < 0 or (memory is not None and memory <= activations):
         raise ValueError(f"activations of {in_bytes(activations)} leave nothing of {in_bytes(memory or 0)} per GPU")
-    owned = optimizer in OWNED
+    owned, count = optimizer in OWNED, round(parameters)
+    if owned and offload:
+        raise ValueError("Muon does not go with offload: it needs whole matrices on the device")
     rows = []
-    for stage in range(len(STAGES)):
-        states = state_bytes(stage, ranks, round(parameters), settings, optimizer_bytes=kept, owned=owned)
-        moved = moved_bytes(stage, ranks, round(parameters), precision=settings)
+    for stage in range(1 if offload else 0, len(STAGES)):
+        size = ranks // replicas if stage else ranks
+        each = bytes_per_parameter(stage, size, settings, optimizer_bytes=kept, offload=offload, owned=owned)
+        row = Row(
+            stage,
+            state_bytes(stage, size, count, settings, optimizer_bytes=kept, offload=offload, owned=owned),
+            round(activations),
+            moved_bytes(stage, size, count, precision=settings),
+        )
         if owned:
-            moved += round(owner_moved_bytes(stage, ranks, round(parameters)))
-        row = Row(stage, states, round(activations), moved)
+            row.moved += round(owner_moved_bytes(stage, size, count))
+        if offload:
+            row.host = sum(host_state_bytes(size, count, settings, optimizer_bytes=kept).values())
+        if stage:
+            row.between = between_bytes((replicas, size), count, settings)
         if memory is not None:
             row.fits = row.total <= memory
-            each = bytes_per_parameter(stage, ranks, settings, optimizer_bytes=kept, owned=owned)
             row.largest = int((memory - activations) / each)
         rows.append(row)
     return rows
 
 
 def table(rows: list[Row], title: str) -> Table:
-    """A table for rich, one line per stage."""
-    with_memory = rows[0].fits is not None
-    if rows[0].activations:
-        title += f"\ntotal includes activations of {in_bytes(rows[0].activations)}"
-    names = [*CATEGORIES, "total", "sent", *(["fits", "largest"] if with_memory else [])]
-    result = new_table(title, ["stage"], names)
-    for row in rows:
-        cells = [in_bytes(size) for size in (*row.states.values(), row.total, row.moved)]
-        if row.largest is not None:
-            cells += ["yes" if row.fits else "no", in_parameters(row.largest)]
-        result.add_row(f"{row.stage} {STAGES[row.stage]}", *cells)
+    """A table for rich, one column per stage."""
+    lines: dict[str, list[float]] = {name: [row.states[name] for row in rows] for name in CATEGORIES}
+    lines["activations"] = [row.activations for row in rows]
+    lines["total"] = [row.total for row in rows]
+    lines["on the host"] = [row.host for row in rows]
+    lines["sent"] = [row.moved for row in rows]
+    lines["sent between replicas"] = [row.between for row in rows]
+    result = new_table(title, ["bytes per rank"], [f"{row.stage} {STAGES[row.stage]}" for row in rows])
+    for name, sizes in lines.items():
+        if name in (*CATEGORIES, "total", "sent") or any(sizes):
+            result.add_row(name, *map(in_bytes, sizes))
+    if rows[0].largest is not None:
+        result.add_row("fits", *("yes" if row.fits else "no" for row in rows))
+        result.add_row("largest model", *(in_parameters(row.largest or 0) for row in rows))
     return result
 
 

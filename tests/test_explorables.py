@@ -283,6 +283,9 @@ def test_it_goes_step_by_step_with_the_keyboard(visit):
     expect(said).to_contain_text("Before the first round")
     page.get_by_role("button", name="Next").click()
     expect(said).to_contain_text("Round 1 of 4. Rank 1 sends all its chunks (8.00 MB) to rank 0")
+    page.get_by_text("What each link has carried so far").click()
+    links = page.locator(".opened details li")
+    expect(links).to_have_text(["rank 1 to rank 0: 8.00 MB", "rank 3 to rank 2: 8.00 MB"])
     page.get_by_role("button", name="Play").click()
     expect(said).to_contain_text("Every rank has the sum.")  # it stops at the end by itself
     expect(page.get_by_role("button", name="Play")).to_be_visible()

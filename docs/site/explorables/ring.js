@@ -54,26 +54,29 @@
   // What rank `rank` begins with in chunk `chunk`.
   const first = (rank, chunk) => ((3 * rank + 5 * chunk) % 7) + 1;
 
+  // Bytes from each rank to each other in the first `rounds` rounds.
+  function carried({ messages, chunk }, n, rounds) {
+    const sent = range(n).map(() => range(n).map(() => 0));
+    for (const round of messages.slice(0, rounds)) for (const { from, to, chunks } of round) sent[from][to] += chunks.length * chunk;
+    return sent;
+  }
+
   // held[round][rank][chunk], before the first round and after each; sent[from][to] in bytes; and what it took.
   // bytes: of the gradient, in fp32, padded until every chunk has as many elements.
   function run(method, n, bytes) {
     const chunk = 4 * Math.ceil(bytes / 4 / n);
     const messages = rounds[method](n);
     const held = [range(n).map((rank) => range(n).map((place) => first(rank, place)))];
-    const sent = range(n).map(() => range(n).map(() => 0));
     let busy = 0; // bytes one after the other: the largest message of each round
     for (const round of messages) {
       const before = held.at(-1);
       const after = before.map((values) => [...values]);
       for (const { from, to, chunks, add } of round)
-        for (const place of chunks) {
-          after[to][place] = before[from][place] + (add ? after[to][place] : 0);
-          sent[from][to] += chunk;
-        }
+        for (const place of chunks) after[to][place] = before[from][place] + (add ? after[to][place] : 0);
       held.push(after);
       busy += chunk * Math.max(...round.map((message) => message.chunks.length));
     }
-    return { chunk, messages, held, sent, busy };
+    return { chunk, messages, held, sent: carried({ messages, chunk }, n), busy };
   }
 
   function totals({ messages, sent, busy }) {
@@ -112,14 +115,13 @@
     const drawing = svg("svg", { viewBox: "0 0 400 320", class: "ring wide", "aria-hidden": "true" });
     const arrow = { id: "ring-arrow", viewBox: "0 0 8 8", refX: 6, refY: 4, markerWidth: 13, markerHeight: 13, orient: "auto", markerUnits: "userSpaceOnUse" };
     drawing.append(svg("defs", {}, svg("marker", arrow, svg("path", { d: "M0 0L8 4L0 8z" }))));
-    const gone = range(n).map(() => range(n).map(() => 0));
-    for (const round of messages.slice(0, step)) for (const { from, to, chunks } of round) gone[from][to] += chunks.length * chunk;
+    const gone = carried({ messages, chunk }, n, step);
     const most = 2 * (n - 1) * chunk; // what a link of the ring carries, and no link carries more
     for (const from of range(n))
       for (const to of range(n))
         if (gone[from][to]) {
-          const carried = svg("title", {}, `rank ${from} to rank ${to}: ${inBytes(gone[from][to])}`);
-          drawing.append(svg("line", { ...line(from, to), class: "link", "stroke-width": 1 + (7 * gone[from][to]) / most }, carried));
+          const title = svg("title", {}, `rank ${from} to rank ${to}: ${inBytes(gone[from][to])}`);
+          drawing.append(svg("line", { ...line(from, to), class: "link", "stroke-width": 1 + (7 * gone[from][to]) / most }, title));
         }
     for (const { from, to } of step ? messages[step - 1] : [])
       drawing.append(svg("line", { ...line(from, to), class: "message", "marker-end": "url(#ring-arrow)" }));
@@ -128,6 +130,13 @@
       drawing.append(svg("circle", { cx: x, cy: y, r: 20, class: "rank" }), svg("text", { x, y: y + 6 }, rank));
     }
     return drawing;
+  }
+
+  // The same as words, behind a click, for those who do not see the lines.
+  function links(n, course, step) {
+    const gone = carried(course, n, step);
+    const pairs = range(n * n).map((k) => [Math.floor(k / n), k % n]).filter(([from, to]) => gone[from][to]);
+    return pairs.map(([from, to]) => html("li", {}, `rank ${from} to rank ${to}: ${inBytes(gone[from][to])}`));
   }
 
   // What every rank holds; bold and boxed: what this round changed; green: the sum of all.
@@ -186,13 +195,14 @@
     const ranks = select(range(7).map((less) => [String(less + 2), String(less + 2)]), "4");
     const size = select([["8e6", "8 MB"], ["100e6", "100 MB"], ["15e9", "15 GB"]], "8e6");
     const said = status();
-    const [drawn, held, compared] = [html("div"), html("div"), html("div")];
+    const [drawn, held, compared, listed] = [html("div"), html("div"), html("div"), html("ul")];
     let course;
     const steps = player("round", (step, playing) => {
       const n = Number(ranks.value);
       const text = sentence(n, course, step);
       drawn.replaceChildren(circle(n, course, step));
       held.replaceChildren(numbers(n, course, step));
+      listed.replaceChildren(...links(n, course, step));
       speak(said, text, playing);
       return text;
     });
@@ -203,7 +213,8 @@
     }
     const controls = html("div", { class: "controls" }, field("way", method), field("ranks", ranks), field("gradient", size));
     controls.addEventListener("input", restart);
-    place.append(controls, steps.element, said, html("div", { class: "pair" }, drawn, held), compared);
+    place.append(controls, steps.element, said, html("div", { class: "pair" }, drawn, held),
+      html("details", {}, html("summary", {}, "What each link has carried so far"), listed), compared);
     restart();
   }
 

@@ -12,6 +12,7 @@ import re
 import shutil
 import subprocess
 import sys
+import traceback
 from collections.abc import Callable, Iterator
 from fractions import Fraction
 from pathlib import Path
@@ -23,8 +24,10 @@ from torch.distributed.pipelining import schedules
 
 from zerolab.comm.recording import bytes_sent
 from zerolab.lab.lessons import lesson15
+from zerolab.lab.lessons.lesson10 import arena
 from zerolab.lab.plots.style import COLOURS, LABELS
 from zerolab.measure import KINDS, formulas
+from zerolab.measure.allocations import Buffer, Event, Timeline
 from zerolab.measure.planning import OPTIMIZERS, OWNED, PRECISIONS, in_parameters, plan, read_parameters
 from zerolab.measure.units import in_bytes, read_bytes
 
@@ -377,13 +380,18 @@ def test_a_pipeline_tick_by_tick(visit):
 RECORDING = json.loads((SITE / "explorables" / "step.json").read_text())
 
 
-def recorded_again(names: list[str]) -> dict[str, Any]:
-    """What docs/site/record.py would write of these courses."""
-    program = f"import record; print(record.written(record.record({names})))"
+def told_by_the_recorder(what: str) -> str:
+    """An expression about docs/site/record.py, in a process of its own."""
+    program = f"import record; print({what})"
     env = os.environ | {"PYTHONPATH": os.pathsep.join([str(SITE), str(ROOT)]), "OMP_NUM_THREADS": "1"}
     done = subprocess.run([sys.executable, "-c", program], env=env, capture_output=True, text=True, timeout=600)
     assert done.returncode == 0, done.stderr
-    return json.loads(done.stdout)
+    return done.stdout
+
+
+def recorded_again(names: list[str]) -> dict[str, Any]:
+    """What it would write of these courses."""
+    return json.loads(told_by_the_recorder(f"record.written(record.record({names}))"))
 
 
 def spelled_out(recording: dict[str, Any]) -> dict[str, Any]:
@@ -450,6 +458,113 @@ def test_the_stage_changes_and_the_moment_stays(visit):
         expect(said).to_contain_text(f"Rank 0 holds {shown}.")
     page.get_by_label("precision").select_option("bf16")
     expect(said).to_contain_text("post_backward of blocks.2")
+
+
+# ---------------------------------------------------------------- an allocator
+
+ALLOCATIONS = json.loads((SITE / "explorables" / "allocator.json").read_text())
+BUFFERS = [Buffer(*ALLOCATIONS["owners"][owner], "", "", ("", 0, "")) for owner in ALLOCATIONS["buffers"]]
+EVENTS = [Event(0.0, phase, unit, *event) for phase, unit, of in ALLOCATIONS["stretches"] for event in of]
+STEP = Timeline(0, 1, 0, BUFFERS, EVENTS, ALLOCATIONS["before"], closed=True)
+
+
+def some_events(choose: random.Random) -> Timeline:
+    """Buffers that come, are resized and go."""
+    line = Timeline(0, 1, 0, closed=True)
+    line.buffers = [Buffer(choose.choice(KINDS), "", "", "", ("", 0, "")) for _ in range(choose.randint(1, 12))]
+    for _ in range(choose.randint(1, 60)):
+        size = choose.choice([0, 0, choose.randint(1, 40_000)])
+        line.events.append(Event(0.0, "forward", "", choose.randrange(len(line.buffers)), size))
+    return line
+
+
+def replayed(line: Timeline, size: int, apart: list[str]) -> dict[str, Any]:
+    """What lesson 10's allocator does with it. Where it runs out of memory: what it says, and after which event."""
+    try:
+        ways = arena.replay(line, size, apart)
+    except arena.OutOfMemory as error:
+        places = [frame.f_locals for frame, _ in traceback.walk_tb(error.__traceback__)]
+        return {"failed": str(error), "moment": max(place.get("moment", 0) for place in places)}
+    return {
+        "failed": "",
+        "moment": ways.moment,
+        "needed": ways.needed,
+        "lost": ways.lost,
+        "top": ways.arena.top,
+        "holes": [list(hole) for hole in ways.arena.holes],
+        "pieces": [list(piece) for piece in sorted(ways.pieces, key=lambda piece: piece.begin)],
+    }
+
+
+def test_an_allocator_s_addresses_are_lesson_10_s(visit):
+    page, choose = visit("allocator"), random.Random(36)
+    lines = [STEP] * 8 + [some_events(choose) for _ in range(292)]
+    asked = []
+    for line in lines:
+        apart = choose.choice([[], ["gradients"], choose.sample(KINDS, 2)])
+        needed = arena.replay(line, apart=apart).arena.size
+        asked.append((line, needed, round(needed * choose.choice([1, choose.uniform(0.7, 1), 1.1])), apart))
+    told = page.evaluate(
+        """asked => asked.map(([events, size, apart]) => {
+            const { replay, needs, peak, mostLost } = zerolab.allocator;
+            const course = replay(events || zerolab.allocator.recorded, size, apart);
+            const end = { failed: course.failed, moment: Math.max(0, course.moments.length - 1) };
+            const pieces = course.pieces.map(({ kind, start, bytes, begin, end }) => [kind, start, bytes, begin, end]);
+            const holes = course.memory.holes;
+            const all = { needed: peak(course), lost: mostLost(course), top: course.memory.top, holes, pieces };
+            return [needs(events || zerolab.allocator.recorded, apart), course.failed ? end : { ...end, ...all }];
+        })""",
+        [(None if line is STEP else events_of(line), size, apart) for line, _, size, apart in asked],
+    )
+    for (line, needed, size, apart), (needs, course) in zip(asked, told, strict=True):
+        assert needs == needed
+        assert course == replayed(line, size, apart), (size, apart)
+    assert 60 < sum(bool(course["failed"]) for _, course in told) < 240
+
+
+def events_of(line: Timeline) -> list[dict[str, Any]]:
+    return [{"buffer": e.buffer, "bytes": e.nbytes, "kind": line.buffers[e.buffer].kind} for e in line.events]
+
+
+@pytest.mark.exhaustive
+def test_the_allocations_are_as_they_were_recorded():
+    """The same sizes in the same order. If the package has changed: `python docs/site/record.py`."""
+    assert json.loads(told_by_the_recorder("record.allocations()")) == ALLOCATIONS
+
+
+def test_where_first_fit_fragments(visit):
+    ways = arena.replay(STEP, until="backward")
+    page = visit("allocator")
+    page.locator(".prediction input").fill(str(ways.arena.largest / 1e6))
+    page.get_by_role("button", name="Predict").click()
+    free, largest, wanted = (in_bytes(size) for size in (ways.arena.free, ways.arena.largest, 4 * 1_263_616))
+    said, slider = page.locator(".opened").get_by_role("status"), page.get_by_role("slider", name="event of the step")
+    expect(page.get_by_role("status").first).to_contain_text(f"it is {largest}: less than 0.1 % off")
+    state = f"{free} are free: {len(ways.arena.holes)} holes, the largest of {largest}"
+    expect(said).to_contain_text(f"Event {ways.moment - STEP.before} of {len(EVENTS) - STEP.before}, backward of root")
+    expect(said).to_contain_text(state)
+    page.get_by_label("memory of the device").fill("43.3")  # more is free than wanted, as allocator.md says
+    with pytest.raises(arena.OutOfMemory) as too_little:
+        arena.replay(STEP, 43_300_000)
+    expect(said).to_contain_text(f"Out of memory for activations of blocks.5: {too_little.value}.")
+    page.get_by_label("memory of the device").fill("43.4")
+    page.get_by_label("after backward, ask for").select_option("yes")
+    expect(said).to_contain_text(f"Out of memory for communication of all gradients: {wanted} wanted, and {state}.")
+    with pytest.raises(arena.OutOfMemory):
+        ways.arena.take(4 * 1_263_616)
+    page.get_by_label("memory of the device").fill("46.4")
+    expect(said).to_contain_text("communication of all gradients, 5.05 MB at 41.3 MB, placed.")
+    page.get_by_label("gradients", exact=True).select_option("flat buffer")
+    expect(said).to_contain_text("Out of memory for activations of blocks.5")
+    page.get_by_label("memory of the device").fill("48.1")
+    slider.fill(str(ways.moment - STEP.before))
+    apart = arena.replay(STEP, 48_100_000, ["gradients"], until="backward").arena
+    expect(said).to_contain_text(f"{in_bytes(apart.free)} are free: 2 holes, the largest of {in_bytes(apart.largest)}.")
+    slider.focus()
+    slider.press("End")
+    expect(said).to_contain_text("Event 874 of 874, step: activations of root, 512 B at 20.7 MB, released.")
+    slider.press("Home")
+    expect(said).to_contain_text("Before the step: 15.2 MB are in use, and ")
 
 
 # ---------------------------------------------------------------- the front page

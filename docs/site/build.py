@@ -31,27 +31,23 @@ ROOT = Path(__file__).resolve().parents[2]
 HERE = Path(__file__).parent
 EXPLORABLES = HERE / "explorables"
 # The order of pages in the menu; a page that is not named here comes after these.
-EXPLORE = ["step", "ring", "fits", "pipeline"]
+EXPLORE = ["step", "ring", "fits", "pipeline", "allocator"]
 COURSE = ["paths", "glossary", "formulas", "questions", "claims", "teachers", "administrators"]
 PACKAGE = ["using", "habits", "measuring", "muon", "trial", "performance", "first-gpu-run", "tested"]
 SCRIPTS = {  # what needs more than shared.js and a script of its name
     "step": ("shared", "recording", "step"),
     "ladder": ("shared", "recording", "step", "ladder"),
+    "allocator": ("shared", "allocations", "allocator"),
 }
 IN_A_SENTENCE = (
     "Write data parallelism and the three stages of ZeRO yourself, on four real processes, and measure what each saves "
     "and costs."
 )
-WHEEL = [
-    "pyproject.toml",
-    "setup.py",
-    "README.md",
-    "LICENSE",
-    "zerolab_command.py",
-    "zerolab",
-]  # what it is made of, ...
-WHEEL += ["lessons", "solutions", "docs"]  # ... and the course
-SHOWN_IN = {"01": "ring", "02": "fits", "07": "step", "15": "pipeline"}  # explorables that a lesson ends with
+# What the wheel is made of.
+WHEEL = ["pyproject.toml", "setup.py", "README.md", "LICENSE", "zerolab_command.py"]
+WHEEL += ["zerolab", "lessons", "solutions", "docs"]
+# Explorables that a lesson ends with.
+SHOWN_IN = {"01": "ring", "02": "fits", "07": "step", "10": "allocator", "15": "pipeline"}
 LINK = re.compile(r"(```.*?^ *```|`[^`\n]+`)|(?<=\]\()([^)\s]+)(?=\))", re.DOTALL | re.MULTILINE)
 
 
@@ -250,6 +246,8 @@ def copy_scripts(out: Path) -> None:
     }
     recording = json.loads((EXPLORABLES / "step.json").read_text()) | {"sources": sources}
     (folder / "recording.js").write_text(f"zerolab.recording = {json.dumps(recording, separators=(',', ':'))};\n")
+    allocations = (EXPLORABLES / "allocator.json").read_text()
+    (folder / "allocations.js").write_text(f"zerolab.allocations = {allocations.strip()};\n")
 
 
 def section(text: str, heading: str) -> str:

@@ -1,11 +1,11 @@
 """Records what the website replays: one training step of four ranks, at every stage, in fp32 and in bf16.
 
-    python docs/site/record.py       # writes docs/site/explorables/step.json, in about a minute
+    python docs/site/record.py       # writes step.json and allocator.json of docs/site/explorables, in about a minute
 
 The package's own instruments look on: `measure.timeline` sees every allocation, `measure.ledger` every collective, and
 Python's tracer every line of the stages' files (ddp.py, zero1.py, zero2.py, zero3.py). A recording is a list of
 moments: in each, such a line runs, or a unit computes, or the optimizer takes its step. It has no times, so that the
-same step gives the same recording.
+same step gives the same recording. allocator.json has the allocations and releases of the step that lesson 10 replays.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ import time
 from bisect import bisect_right
 from collections.abc import Iterator
 from contextlib import contextmanager
-from itertools import pairwise
+from itertools import groupby, pairwise
 from pathlib import Path
 from types import FrameType
 from typing import Any, NamedTuple
@@ -36,6 +36,7 @@ from zerolab.tasks.data import batch, text
 from zerolab.tasks.models import GPT, Block
 
 FILE = Path(__file__).parent / "explorables" / "step.json"
+ALLOCATOR = FILE.with_name("allocator.json")
 RANKS = 4
 MODEL = {"layers": 5, "width": 128, "context": 32}
 BATCH = 1
@@ -196,6 +197,45 @@ def written(courses: dict[str, Any]) -> str:
     return json.dumps(head)[:-1] + ', "courses": {\n' + ",\n".join(parts) + "}}\n"
 
 
+def step_of_lesson_10() -> Timeline:
+    """The step that lesson 10 replays in a buffer: a rank trains alone, and keeps every activation."""
+    zerolab.init()
+    torch.manual_seed(0)
+    model, data = GPT(layers=6, width=128), text()
+    zero = zerolab.DDP(model, units=[Block])
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+
+    def step(number: int) -> None:
+        loss = model(*batch(data, zero.rank, number, 8, model.context))  # stays until the step is over
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    step(0)  # makes the optimizer's state
+    with timeline(zero, optimizer) as line:
+        step(1)
+    return line
+
+
+def allocations() -> str:
+    """JSON, with a line for each stretch of events in one phase and unit: [buffer, bytes], and 0 bytes are a release.
+
+    A buffer has the place of its owner, which is a kind and a unit. The first `before` events are what was there.
+    """
+    (line,) = zerolab.launch(step_of_lesson_10, 1)
+    places: dict[tuple[str, str], int] = {}
+    buffers = [places.setdefault((buffer.kind, buffer.unit), len(places)) for buffer in line.buffers]
+    head = {"before": line.before, "owners": list(places), "buffers": buffers}
+    stretches = [
+        [phase, unit, [[event.buffer, event.nbytes] for event in events]]
+        for (phase, unit), events in groupby(line.events, lambda event: (event.phase, event.unit))
+    ]
+    rows = ",\n".join(json.dumps(stretch, separators=(",", ":")) for stretch in stretches)
+    return json.dumps(head)[:-1] + f', "stretches": [\n{rows}]}}\n'
+
+
 if __name__ == "__main__":
     FILE.write_text(written(record(NAMES)))
-    print(f"{FILE}: {FILE.stat().st_size:,} bytes")
+    ALLOCATOR.write_text(allocations())
+    for file in (FILE, ALLOCATOR):
+        print(f"{file}: {file.stat().st_size:,} bytes")

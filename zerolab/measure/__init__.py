@@ -9,7 +9,8 @@ Each of these watches a block of code on one rank:
 
 `model_states` (states.py) and `holdings` (extents.py) look at this moment. `state_bytes` and its neighbours
 (formulas.py) say what it should be, `plan` (planning.py) does so for a run that has not begun, and `simulate`
-(simulation.py) runs one rank of a cluster that does not exist. paper.py has the ZeRO paper's own numbers.
+(simulation.py) runs one rank of a cluster that does not exist. `predicted_step` and `knee` (overlap.py) say how long a
+step takes on a link. paper.py has the ZeRO paper's own numbers.
 """
 
 from zerolab.measure.allocations import KINDS, Timeline, timeline
@@ -26,6 +27,7 @@ from zerolab.measure.formulas import (
     paper_state_bytes,
     state_bytes,
 )
+from zerolab.measure.overlap import Phase, knee, phases_of, predicted_step
 from zerolab.measure.peak_memory import Peak, peak, peak_of
 from zerolab.measure.planning import in_parameters, plan
 from zerolab.measure.simulation import Simulation, simulate
@@ -41,6 +43,7 @@ __all__ = [
     "KINDS",
     "Ledger",
     "Peak",
+    "Phase",
     "Simulation",
     "Timeline",
     "Trace",
@@ -50,6 +53,7 @@ __all__ = [
     "holdings",
     "host_state_bytes",
     "in_parameters",
+    "knee",
     "ledger",
     "model_states",
     "moved_bytes",
@@ -57,7 +61,9 @@ __all__ = [
     "paper_state_bytes",
     "peak",
     "peak_of",
+    "phases_of",
     "plan",
+    "predicted_step",
     "simulate",
     "state_bytes",
     "timeline",

@@ -2,7 +2,7 @@
 
 from zerolab.lab.plots.addresses import address_map
 from zerolab.lab.plots.against import tradeoff
-from zerolab.lab.plots.bandwidth import Phase, knee, link_sweep
+from zerolab.lab.plots.bandwidth import link_sweep
 from zerolab.lab.plots.bars import stacks
 from zerolab.lab.plots.bench import step_times
 from zerolab.lab.plots.calls import Cost, call_costs
@@ -30,6 +30,7 @@ from zerolab.lab.plots.timeline import skyline
 from zerolab.lab.plots.tokens import token_weights
 from zerolab.lab.plots.trend import fit_line, growth
 from zerolab.lab.plots.trillion import to_a_trillion
+from zerolab.measure.overlap import Phase, knee
 
 __all__ = [
     "COLOURS",

@@ -3,43 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import NamedTuple
 
 from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 
 from zerolab.lab.plots.style import COLOURS, GREY, INK, Look, frame, legend, plain
+from zerolab.measure.overlap import Phases, knee, one_after_the_other, overlapped
 from zerolab.measure.units import in_bytes, in_seconds
-
-
-class Phase(NamedTuple):
-    """What one phase of a step computes and sends: `seconds` with nothing to wait for, and `sent` bytes."""
-
-    seconds: float
-    sent: float
-
-
-Phases = Mapping[str, Phase]  # by name: "forward", "backward"
 
 OVERLAPPED: Look = {"color": INK, "linewidth": 1.3, "zorder": 2}
 SERIAL: Look = {"color": GREY, "linewidth": 1.0, "linestyle": "--", "zorder": 2}
 COLOUR = COLOURS["communication"]
 MEASURED: Look = {"color": COLOUR, "marker": "o", "markersize": 6.5, "linestyle": "", "zorder": 3}
-
-
-def overlapped(phases: Phases, bandwidth: float) -> float:
-    """Seconds of a step that waits only for what a phase sends beyond what fits into its computing."""
-    return sum(max(phase.seconds, phase.sent / bandwidth) for phase in phases.values())
-
-
-def one_after_the_other(phases: Phases, bandwidth: float) -> float:
-    """Seconds of a step that never computes and sends at the same time."""
-    return sum(phase.seconds + phase.sent / bandwidth for phase in phases.values())
-
-
-def knee(phases: Phases) -> float:
-    """The bandwidth, in bytes per second, from which on every phase can hide what it sends."""
-    return max(phase.sent / phase.seconds for phase in phases.values())
 
 
 def link_sweep(

@@ -6,6 +6,7 @@ Each is opened from a file, in Chromium, without the site around it. tests/test_
 from __future__ import annotations
 
 import json
+import math
 import os
 import random
 import re
@@ -26,9 +27,10 @@ from zerolab.comm.recording import bytes_sent
 from zerolab.lab.lessons import lesson15
 from zerolab.lab.lessons.lesson10 import arena
 from zerolab.lab.plots.style import COLOURS, LABELS
-from zerolab.measure import KINDS, formulas
+from zerolab.measure import KINDS, formulas, knee, phases_of, predicted_step
 from zerolab.measure.allocations import Buffer, Event, Timeline
 from zerolab.measure.planning import OPTIMIZERS, OWNED, PRECISIONS, in_parameters, plan, read_parameters
+from zerolab.measure.spans import length
 from zerolab.measure.units import in_bytes, read_bytes
 
 pytest.importorskip("griffe")  # build.py imports it
@@ -292,6 +294,68 @@ def test_it_goes_step_by_step_with_the_keyboard(visit):
     page.get_by_role("button", name="Play").click()
     expect(said).to_contain_text("Every rank has the sum.")  # it stops at the end by itself
     expect(page.get_by_role("button", name="Play")).to_be_visible()
+
+
+# ---------------------------------------------------------------- overlap
+
+
+def some_step(choose: random.Random) -> dict[str, Any]:
+    sizes = [choose.randrange(1, 10 ** choose.randint(2, 9)) for _ in range(choose.randint(2, 9))]
+    return {
+        "stage": choose.randrange(4),
+        "units": [[size, choose.choice([0.0, choose.uniform(0, 2e-9 * size), choose.random() / 4])] for size in sizes],
+        "ranks": choose.choice([2, 3, 7, 8, 64, 1000]),
+        "bandwidth": 10 ** choose.uniform(6, 12),
+        "latency": choose.choice([0.0, 10 ** choose.uniform(-6, -3)]),
+        "prefetch": choose.random() < 0.7,
+    }
+
+
+def test_every_moment_is_that_of_the_predicted_step(visit):
+    page, choose = visit("overlap"), random.Random(36)
+    asked = [some_step(choose) for _ in range(300)]
+    told = page.evaluate(
+        """asked => asked.map(({stage, units, ranks, bandwidth, latency, prefetch}) => {
+            const step = zerolab.overlap.predicted(stage, units, ranks, bandwidth, latency, prefetch);
+            const knee = zerolab.overlap.knee(step, ranks, latency);
+            return JSON.stringify({...step, ...zerolab.overlap.totals(step), knee});
+        })""",
+        asked,
+    )
+    for settings, written in zip(asked, told, strict=True):
+        said = json.loads(written)
+        units = {str(number): unit for number, unit in enumerate(settings["units"])}
+        step = predicted_step(**(settings | {"units": units}), precision=PRECISIONS["bf16"])
+        for span, bar in zip(step.spans, said["spans"], strict=True):
+            assert bar == {"phase": span.phase, "unit": int(span.unit), "begin": span.start, "end": span.end}, settings
+        for call, bar in zip(step.calls, said["calls"], strict=True):
+            known = {"op": call.op, "unit": int(call.unit), "phase": call.phase, "sent": call.sent}
+            assert bar == bar | known | {"start": call.start, "end": call.end}, settings
+        assert said["end"] == step.calls[-1].end
+        assert said["still"] == pytest.approx(length(step.waits), abs=1e-9)
+        assert said["score"] == pytest.approx(step.overlap, abs=1e-6)
+        found = knee(phases_of(step, settings["latency"]))
+        assert said["knee"] == (None if found == math.inf else pytest.approx(found, rel=1e-9)), settings
+
+
+def test_a_link_gets_faster_and_the_rank_stands_still_for_less(visit):
+    page = unlock(visit("overlap"))
+    said, slider = page.locator(".opened").get_by_role("status"), page.get_by_role("slider")
+    expect(said).to_contain_text("Zero3 with prefetch at 50.0 GB/s: a step takes 174.3 ms.")
+    expect(said).to_contain_text("The link is above the knee, 44.2 GB/s")
+    page.get_by_label("prefetch").select_option("no")
+    expect(said).to_contain_text("each gather starts only when it is needed")
+    slider.focus()
+    slider.press("ArrowLeft")
+    expect(said).to_contain_text("at 40.0 GB/s")
+    expect(slider).to_have_attribute("aria-valuetext", "40.0 GB/s")
+    expect(said).to_contain_text("The link is below the knee")
+    page.get_by_label("stage", exact=True).select_option("0")
+    expect(page.get_by_label("prefetch")).to_be_disabled()
+    expect(page.locator(".legend")).to_contain_text("all-reduce")
+    page.get_by_label("latency").select_option("1e-3")
+    page.get_by_label("ranks").select_option("512")
+    expect(said).to_contain_text("There is no knee")
 
 
 # ---------------------------------------------------------------- a pipeline

@@ -31,7 +31,7 @@ ROOT = Path(__file__).resolve().parents[2]
 HERE = Path(__file__).parent
 EXPLORABLES = HERE / "explorables"
 # The order of pages in the menu; a page that is not named here comes after these.
-EXPLORE = ["step", "ring", "fits", "pipeline", "allocator"]
+EXPLORE = ["step", "ring", "fits", "overlap", "allocator", "pipeline"]
 COURSE = ["paths", "glossary", "formulas", "questions", "claims", "teachers", "administrators"]
 PACKAGE = ["using", "habits", "measuring", "muon", "trial", "performance", "first-gpu-run", "tested"]
 SCRIPTS = {  # what needs more than shared.js and a script of its name
@@ -47,7 +47,7 @@ IN_A_SENTENCE = (
 WHEEL = ["pyproject.toml", "setup.py", "README.md", "LICENSE", "zerolab_command.py"]
 WHEEL += ["zerolab", "lessons", "solutions", "docs"]
 # Explorables that a lesson ends with.
-SHOWN_IN = {"01": "ring", "02": "fits", "07": "step", "10": "allocator", "15": "pipeline"}
+SHOWN_IN = {"01": "ring", "02": "fits", "07": "step", "09": "overlap", "10": "allocator", "15": "pipeline"}
 LINK = re.compile(r"(```.*?^ *```|`[^`\n]+`)|(?<=\]\()([^)\s]+)(?=\))", re.DOTALL | re.MULTILINE)
 
 

@@ -1,7 +1,7 @@
 "use strict";
 // Does it fit? The formulas of zerolab/measure/formulas.py and planning.py; a test compares them to the byte.
 {
-  const { html, svg, field, select, status, kindFill, legend, fixed, roundEven, inBytes, withCommas } = zerolab;
+  const { html, svg, field, select, status, kindFill, legend, fixed, roundEven, inBytes, comparison } = zerolab;
 
   const STAGES = ["DDP", "Zero1", "Zero2", "Zero3"];
   const CATEGORIES = ["parameters", "gradients", "optimizer"];
@@ -148,16 +148,8 @@
     if (settings.replicas > 1) lines.push(["sent to others", (row) => inBytes(row.between)]);
     lines.push(["fits", (row) => (row.fits ? "yes" : "no")]);
     lines.push(["largest model", (row) => inParameters(row.largest)]);
-    const mark = (stage) => (stage === chosen ? "chosen" : null);
-    const heads = STAGES.map((name, stage) => html("th", { scope: "col", class: mark(stage) }, name));
-    const body = lines.map(([name, say]) =>
-      html("tr", {}, html("th", { scope: "row" }, name), rows.map((row, stage) => html("td", { class: mark(stage) }, row ? say(row) : "–"))),
-    );
-    return html("div", { class: "scrolls", tabindex: 0, role: "region", "aria-label": "Bytes per rank" },
-      html("table", { class: "numbers" },
-        html("caption", {}, "Bytes per rank, by the formula"),
-        html("thead", {}, html("tr", {}, html("td"), heads)),
-        html("tbody", {}, body)));
+    const columns = rows.map((row, stage) => [STAGES[stage], row, stage === chosen]);
+    return comparison("Bytes per rank", "Bytes per rank, by the formula", columns, lines);
   }
 
   function sentence(rows, settings, chosen) {

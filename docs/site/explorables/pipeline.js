@@ -1,7 +1,7 @@
 "use strict";
 // Four schedules of a pipeline: what each stage does when, how long it stands still, and what it keeps for backward.
 {
-  const { html, svg, field, select, status, kindFill, fixed, player, speak } = zerolab;
+  const { html, svg, field, select, status, kindFill, fixed, player, speak, comparison } = zerolab;
 
   const SCHEDULES = { gpipe: "GPipe", "1f1b": "1F1B", interleaved: "interleaved", "zero-bubble": "zero bubble" };
   // A backward (B) makes the gradients of its input (I) and then those of its weights (W). Only zero bubble parts them.
@@ -109,23 +109,15 @@
     return html("ul", { class: "legend" }, items, second, html("li", {}, swatch({ class: "still" }), "stands still"));
   }
 
-  function comparison(n, m, chosen) {
-    const all = Object.keys(SCHEDULES).map((schedule) => [schedule, totals(schedule, n, m)]);
+  function compare(n, m, chosen) {
+    const all = Object.entries(SCHEDULES).map(([schedule, name]) => [name, totals(schedule, n, m), schedule === chosen]);
     const lines = [
       ["stands still", (t) => `${fixed(100 * t.bubble, 1)} %`],
       ["kept on the first rank", (t) => t.kept[0]],
       ["kept on the last rank", (t) => t.kept.at(-1)],
       ["messages forward", (t) => t.sends],
     ];
-    const mark = (schedule) => (schedule === chosen ? "chosen" : null);
-    const heads = all.map(([schedule]) => html("th", { scope: "col", class: mark(schedule) }, SCHEDULES[schedule]));
-    const body = lines.map(([name, say]) =>
-      html("tr", {}, html("th", { scope: "row" }, name), all.map(([schedule, t]) => html("td", { class: mark(schedule) }, say(t)))));
-    return html("div", { class: "scrolls", tabindex: 0, role: "region", "aria-label": "The four schedules compared" },
-      html("table", { class: "numbers" },
-        html("caption", {}, `${n} ranks, ${m} micro-batches`),
-        html("thead", {}, html("tr", {}, html("td"), heads)),
-        html("tbody", {}, body)));
+    return comparison("The four schedules compared", `${n} ranks, ${m} micro-batches`, all, lines);
   }
 
   function sentence(schedule, spans, ticks, tick, { bubble }) {
@@ -159,7 +151,7 @@
       spans = run(schedule.value, n, m);
       sums = totals(schedule.value, n, m);
       named.replaceChildren(key(schedule.value));
-      compared.replaceChildren(comparison(n, m, schedule.value));
+      compared.replaceChildren(compare(n, m, schedule.value));
       steps.resize(sums.ticks);
     }
     const controls = html("div", { class: "controls" }, field("schedule", schedule), field("ranks", ranks), field("micro-batches per rank", each));

@@ -1,7 +1,7 @@
 "use strict";
 // An all-reduce in four ways, message by message: what each rank holds after every round, and the bytes on every link.
 {
-  const { html, svg, field, select, status, inBytes, player, speak } = zerolab;
+  const { html, svg, field, select, status, inBytes, player, speak, comparison } = zerolab;
 
   const METHODS = { root: "through a root", tree: "a tree", ring: "a ring", "all-to-all": "all-to-all" };
   const range = (count) => [...Array(count).keys()];
@@ -154,8 +154,8 @@
       html("caption", {}, "What each rank holds, by chunk"), html("thead", {}, head), html("tbody", {}, held[step].map(row)), html("tfoot", {}, foot));
   }
 
-  function comparison(n, bytes, chosen) {
-    const all = Object.keys(METHODS).map((method) => [method, totals(run(method, n, bytes))]);
+  function compare(n, bytes, chosen) {
+    const all = Object.keys(METHODS).map((method) => [method, totals(run(method, n, bytes)), method === chosen]);
     const lines = [
       ["rounds", (t) => t.rounds],
       ["busiest rank sends", (t) => inBytes(t.out)],
@@ -164,15 +164,7 @@
       ["busiest link carries", (t) => inBytes(t.link)],
       ["one after the other", (t) => inBytes(t.busy)],
     ];
-    const mark = (method) => (method === chosen ? "chosen" : null);
-    const heads = all.map(([method]) => html("th", { scope: "col", class: mark(method) }, method));
-    const body = lines.map(([name, say]) =>
-      html("tr", {}, html("th", { scope: "row" }, name), all.map(([method, t]) => html("td", { class: mark(method) }, say(t)))));
-    return html("div", { class: "scrolls", tabindex: 0, role: "region", "aria-label": "The four ways compared" },
-      html("table", { class: "numbers" },
-        html("caption", {}, `The four ways, among ${n} ranks`),
-        html("thead", {}, html("tr", {}, html("td"), heads)),
-        html("tbody", {}, body)));
+    return comparison("The four ways compared", `The four ways, among ${n} ranks`, all, lines);
   }
 
   function sentence(n, course, step) {
@@ -208,7 +200,7 @@
     });
     function restart() {
       course = run(method.value, Number(ranks.value), Number(size.value));
-      compared.replaceChildren(comparison(Number(ranks.value), Number(size.value), method.value));
+      compared.replaceChildren(compare(Number(ranks.value), Number(size.value), method.value));
       steps.resize(course.messages.length);
     }
     const controls = html("div", { class: "controls" }, field("way", method), field("ranks", ranks), field("gradient", size));

@@ -73,10 +73,25 @@ const zerolab = (() => {
     }
     return `url(#${id})`;
   }
-  const legend = (kinds) =>
-    html("ul", { class: "legend" }, kinds.map((kind) => html("li", {}, swatch(kind), LABELS[kind] || kind)));
+  const legend = (kinds, words = LABELS) =>
+    html("ul", { class: "legend" }, kinds.map((kind) => html("li", {}, swatch(kind), words[kind] || kind)));
   const swatch = (kind) =>
     svg("svg", { width: 18, height: 12, "aria-hidden": "true" }, svg("rect", { width: 18, height: 12, fill: kindFill(kind) }));
+
+  // ---------------------------------------------------------------- a table that scrolls by itself
+
+  // columns: [name, what `say` gets of it, whether it is marked]. lines: [name, say]; a column that has nothing gets "–".
+  function comparison(about, caption, columns, lines) {
+    const mark = (chosen) => ({ class: chosen ? "chosen" : null });
+    const heads = columns.map(([name, , chosen]) => html("th", { scope: "col", ...mark(chosen) }, name));
+    const body = lines.map(([name, say]) =>
+      html("tr", {}, html("th", { scope: "row" }, name), columns.map(([, of, chosen]) => html("td", mark(chosen), of ? say(of) : "–"))));
+    return html("div", { class: "scrolls", tabindex: 0, role: "region", "aria-label": about },
+      html("table", { class: "numbers" },
+        html("caption", {}, caption),
+        html("thead", {}, html("tr", {}, html("td"), heads)),
+        html("tbody", {}, body)));
+  }
 
   // ---------------------------------------------------------------- numbers, as Python's f"{value:.{digits}f}"
 
@@ -206,6 +221,6 @@ const zerolab = (() => {
 
   return {
     COLOURS, LABELS, html, svg, field, select, status, kindFill, legend, fixed, roundEven, inBytes, withCommas, show, still, newId,
-    player, speak,
+    player, speak, comparison,
   };
 })();

@@ -1,7 +1,7 @@
 "use strict";
 // The allocator of lesson 10, given the step that docs/site/record.py recorded: first fit, in one flat buffer.
 {
-  const { html, svg, field, select, status, kindFill, legend, fixed, inBytes, player, speak } = zerolab;
+  const { html, svg, field, select, status, kindFill, legend, fixed, inBytes, player, speak, comparison } = zerolab;
   const { before, owners, buffers, stretches } = zerolab.allocations;
 
   const GRAIN = 512; // bytes: sizes are rounded up to a multiple
@@ -158,7 +158,7 @@
     return { drawing, move };
   }
 
-  function comparison(courses, chosen, moment) {
+  function compare(courses, chosen, moment) {
     const now = (say) => ({ moments }) => (moment > moments.length ? "–" : inBytes(say(moments[Math.min(moment, moments.length - 1)].holes)));
     const lines = [
       ["in use at the peak", ({ used }) => `${fixed(used / 1e6, 2)} MB`],
@@ -170,11 +170,8 @@
       ["lost now", now(lost)],
       ["lost at most", (course) => (course.failed ? "–" : inBytes(mostLost(course)))],
     ];
-    const mark = (way) => (way === chosen ? "chosen" : null);
-    const heads = Object.keys(WAYS).map((way) => html("th", { scope: "col", class: mark(way) }, way));
-    const body = lines.map(([name, say]) =>
-      html("tr", {}, html("th", { scope: "row" }, name), Object.keys(WAYS).map((way) => html("td", { class: mark(way) }, say(courses[way])))));
-    return html("table", { class: "numbers" }, html("thead", {}, html("tr", {}, html("td"), heads)), html("tbody", {}, body));
+    const columns = Object.keys(WAYS).map((way) => [way, courses[way], way === chosen]);
+    return comparison("The two ways compared", "Gradients by first fit, and in a flat buffer", columns, lines);
   }
 
   function sentence({ moments, pieces, failed }, events, moment) {
@@ -204,7 +201,7 @@
       const moment = before + event;
       const text = sentence(course, events, moment);
       drawn.move(Math.min(moment, course.moments.length - 1));
-      compared.replaceChildren(comparison(courses, way.value, moment));
+      compared.replaceChildren(compare(courses, way.value, moment));
       said.classList.toggle("refused", moment === course.moments.length);
       speak(said, text, playing);
       return text;

@@ -21,7 +21,7 @@ import zerolab
 from zerolab import Precision, cli
 from zerolab.apps import paper
 from zerolab.measure import ledger, model_states, paper_state_bytes, simulate, timeline
-from zerolab.measure.formulas import activation_bytes
+from zerolab.measure.formulas import activation_bytes, muon_bytes, owner_moved_bytes
 from zerolab.measure.planning import in_parameters, plan, read_parameters
 from zerolab.measure.units import in_bytes, in_seconds, read_bytes
 from zerolab.tasks.models import GPT, Block
@@ -171,6 +171,28 @@ def test_plan_with_offload_and_replicas():
         plan(8e9, 64, replicas=7)
     with pytest.raises(ValueError, match="Muon does not go with offload"):
         plan(8e9, 64, optimizer="muon", offload=True)
+
+
+def test_ways_to_share_muon_out():
+    """As in the table of docs/muon.md. Dion with a quarter of the rank meets all-to-all at four ranks."""
+    side = 4096
+    shapes = [(side, side), (side, 2 * side), (2 * side, side)]
+    elements = 5 * side**2
+    for ranks in (1, 2, 4, 8, 64):
+        found = muon_bytes(ranks, shapes)
+        away = 4 * elements * (ranks - 1) / ranks
+        assert {held for way, (held, _) in found.items() if way != "Dion"} == {4 * elements // ranks}
+        assert found["gather"][1] == round(away)
+        assert found["owners"][1] == round(owner_moved_bytes(3, ranks, elements))
+        assert found["all-to-all"][1] == round(2 * away / ranks)
+    thin = side // 4
+    assert muon_bytes(8, [(side, 2 * side)])["Dion"] == (
+        4 * (2 * side**2 + 2 * side * thin) // 8,
+        8 * (side + 1) * thin * 7 // 8,
+    )
+    for ranks, less in ((2, True), (3, True), (5, False), (8, False)):
+        found = muon_bytes(ranks, [(side, side)])
+        assert (found["Dion"][1] < found["all-to-all"][1]) is less
 
 
 def test_numbers_as_people_write_them():

@@ -338,6 +338,31 @@ for fn, args in ((f, ()), (jobs_launch.echo, (Thing(),)), (jobs_launch.echo, ([f
     assert not err
 
 
+@pytest.mark.slow
+def test_forked_ranks_know_a_module_that_runs_as_main_by_its_name(tmp_path: Path) -> None:
+    """Its functions and classes, as in `python -m zerolab.apps.muon`. Of a script they know nothing, which is said."""
+    (tmp_path / "job.py").write_text("""
+import zerolab
+class Thing:
+    class Part:
+        size = 5
+def f(part): return part().size
+if __name__ == "__main__":
+    with zerolab.Ranks(2, threads=1, forked=True) as pool:
+        try:
+            print(pool.run(f, Thing.Part))
+        except TypeError as error:
+            print(error)
+""")
+    by_name, _ = finish(python("-m", "job", PYTHONPATH=f"{tmp_path}:{PYTHONPATH}"))
+    as_script, _ = finish(python(tmp_path / "job.py"))
+    assert by_name == "[5, 5]\n"
+    assert as_script == (
+        "other processes cannot import __main__.f: move it to the top level of a module "
+        "(f is in the script, which forked processes do not run)\n"
+    )
+
+
 @pytest.mark.parametrize("ranks", [0, -1, 1.0, "2", True, None])
 def test_ranks_that_are_no_number(ranks) -> None:
     with pytest.raises(ValueError, match="ranks="):

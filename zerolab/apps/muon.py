@@ -28,6 +28,7 @@ from torch.utils._pytree import tree_leaves
 import zerolab
 from zerolab.apps.bench import BATCH, SIZES, WARM_UP, interval, time_step
 from zerolab.measure import ledger
+from zerolab.measure.formulas import muon_bytes
 from zerolab.measure.units import in_bytes
 from zerolab.measure.units import table as new_table
 from zerolab.tasks.data import batch, text
@@ -151,6 +152,19 @@ def table(report: dict[str, Any]) -> Any:
     return result
 
 
+def other_ways(report: dict[str, Any]) -> Any:
+    """By formula, for the same matrices, beside what ours sent in stage 3."""
+    with torch.device("meta"):
+        model = GPT(**report["sizes"])
+    shapes = [(p.shape[0], p.shape[1]) for p in model.blocks.parameters() if p.dim() == 2]
+    result = new_table("Other ways, by formula", ["way"], ["state", "sent"])
+    for way, sizes in muon_bytes(report["ranks"], shapes).items():
+        result.add_row(way, *map(in_bytes, sizes))
+    ours = report["systems"]["Zero3"]
+    result.add_row("owners, measured", in_bytes(ours["state"]), in_bytes(max(ours["sent"])))
+    return result
+
+
 def main(arguments: list[str] | None = None) -> int:
     import rich
 
@@ -167,6 +181,8 @@ def main(arguments: list[str] | None = None) -> int:
     print("Wall, CPU: median of the rounds' ratios to torch DDP; below 1 ours is faster. CPU: the sum over the ranks.")
     print("State, sent: Muon's alone, of the rank that has most.", end=" ")
     print(f"Loss: the mean of steps {max(1, steps - 9)} to {steps}, over the ranks.")
+    rich.print(other_ways(report))
+    print("Even slices are assumed; owners have less to send, because they own what lies mostly on them.")
     if args.json:
         args.json.write_text(json.dumps(report, indent=1) + "\n")
     found = problems(report)

@@ -15,6 +15,8 @@ The formulas leave out padding: each unit is padded to a multiple of N elements,
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 import torch
 
 from zerolab.engine.precision import KEEP, Precision
@@ -139,6 +141,37 @@ def owner_moved_bytes(stage: int, world_size: int, elements: int, master: torch.
     _check(stage, world_size, elements)
     away = elements * (world_size - 1) / world_size * master.itemsize
     return away if stage == 0 else 3 * away / world_size
+
+
+def muon_bytes(
+    world_size: int, shapes: Iterable[tuple[int, int]], fraction: float = 0.25
+) -> dict[str, tuple[int, int]]:
+    """Ways to give Muon whole matrices whose slices lie on N ranks: bytes of state held, and sent in a step, per rank.
+
+    shapes: of the matrices. fraction: Dion's rank, of a matrix's smaller side. All in fp32, with even slices, beside
+    what the stage sends itself. "owners" is `OwnerOptimizer`; the others were not built here:
+
+    - "gather": the momentum stays in slices, and every rank gathers every matrix (Moonlight, arXiv 2502.16982).
+    - "all-to-all": the momentum stays in slices; each rank gets whole matrices of its own, and sends their updates back
+      (github.com/microsoft/dion, muon.py).
+    - "Dion": a power iteration on slices; an all-reduce of (m+1)r elements for an m by n matrix, m <= n, of rank r, and
+      nr elements of state more (arXiv 2504.05295v1, table 1).
+    """
+    _check(1, world_size, 1)
+    sides = [(min(shape), max(shape)) for shape in shapes]
+    all_of_it = sum(m * n for m, n in sides)
+    others = (world_size - 1) / world_size
+    ranks = [(m, n, max(1, round(fraction * m))) for m, n in sides]
+    elements = {
+        "gather": (all_of_it / world_size, all_of_it * others),
+        "owners": (all_of_it / world_size, 3 * all_of_it * others / world_size),
+        "all-to-all": (all_of_it / world_size, 2 * all_of_it * others / world_size),
+        "Dion": (
+            sum(m * n + n * r for m, n, r in ranks) / world_size,
+            2 * sum((m + 1) * r for m, _, r in ranks) * others,
+        ),
+    }
+    return {way: (round(4 * held), round(4 * sent)) for way, (held, sent) in elements.items()}
 
 
 def paper_state_bytes(stage: int, world_size: int, parameters: float, k: float = 12) -> float:

@@ -14,6 +14,7 @@ import itertools
 import multiprocessing
 import os
 import pickle
+import pkgutil
 import queue
 import signal
 import socket
@@ -158,8 +159,10 @@ class Ranks:
         if size > self.ranks:
             raise ValueError(f"ranks={size}, but this pool has {self.ranks}")
         name = f"{getattr(fn, '__module__', '?')}.{getattr(fn, '__qualname__', fn)}"
-        call = _dumps(fn, f"other processes cannot import {name}: move it to the top level of a module")
-        data = _dumps(args, f"other processes cannot be given the arguments of {name}: one cannot be pickled")
+        cannot = f"other processes cannot import {name}: move it to the top level of a module"
+        call = _dumps(fn, cannot, self._forked)
+        cannot = f"other processes cannot be given the arguments of {name}: one cannot be pickled"
+        data = _dumps(args, cannot, self._forked)
         patience = Patience(timeout)
         try:
             if any(pipe.poll() or not process.is_alive() for process, pipe in self._processes):
@@ -288,19 +291,32 @@ def _positive(name: str, value: int) -> int:
 
 
 class _Pickler(pickle.Pickler):
-    """Plain pickle, so tensors are copied; refuses what is defined where no other process can import it."""
+    """Plain pickle, so tensors are copied; refuses what is defined where no other process can import it.
+
+    Spawned processes run the script that is `__main__` here once more. Forked ones do not: for them `python -m module`
+    has the module's name, and a script has none.
+    """
+
+    def __init__(self, file: io.BytesIO, forked: bool) -> None:
+        super().__init__(file)
+        self._forked = forked
 
     def reducer_override(self, value: Any) -> Any:
-        defined = isinstance(value, (FunctionType, type)) and value.__module__ == "__main__"
-        if defined and not _main_has_a_file():
+        if not isinstance(value, (FunctionType, type)) or value.__module__ != "__main__":
+            return NotImplemented
+        if not _main_has_a_file():
             raise pickle.PicklingError(f"{value.__qualname__} exists only in this notebook or prompt")
-        return NotImplemented
+        if not self._forked:
+            return NotImplemented
+        if (spec := vars(sys.modules["__main__"]).get("__spec__")) is None:
+            raise pickle.PicklingError(f"{value.__qualname__} is in the script, which forked processes do not run")
+        return pkgutil.resolve_name, (f"{spec.name}:{value.__qualname__}",)
 
 
-def _dumps(value: Any, refusal: str) -> bytes:
+def _dumps(value: Any, refusal: str, forked: bool) -> bytes:
     buffer = io.BytesIO()
     try:
-        _Pickler(buffer).dump(value)
+        _Pickler(buffer, forked).dump(value)
     except Exception as error:
         raise TypeError(f"{refusal} ({error})") from error
     return buffer.getvalue()

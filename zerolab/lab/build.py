@@ -12,9 +12,10 @@
 A cell `%%exercise NN.k` is empty in the source: the solution gets the catalogue's reference, the lesson its stub, and
 above it a line that says how hard it is. In the lesson `predict("NN.k", value)` becomes `predict("NN.k", ...)`. Of the
 cells tagged `answer`, code is left out and text is folded, one click away. Cells tagged `reveals` run but keep no
-output, since it would give a prediction away. nbval compares the output of cells tagged `nbval-check-output`. A note
-below the title says whose outputs one sees. The first code cell installs zerolab where it is missing; `zerolab lab`
-leaves it out. The last cell leads to the solution and to the next lesson.
+output, since it would give a prediction away, and `lab.progress()` keeps none, since it is of whoever built it. nbval
+compares the output of cells tagged `nbval-check-output`. A note below the title says whose outputs one sees. The first
+code cell installs zerolab where it is missing; `zerolab lab` leaves it out. The last cell leads to the solution and to
+the next lesson.
 """
 
 from __future__ import annotations
@@ -224,12 +225,14 @@ def clean(notebook: NotebookNode, kind: str) -> None:
                 output.text = re.sub(r"[^\n]*\r(?!\n)", "", output.text)  # what a progress bar overwrote
                 output.text = re.sub(r"^another notebook \(process .*\n", "", output.text, flags=re.MULTILINE)
         cell.outputs = [output for output in outputs if output.get("text") != ""]
-        if kind == "lessons" and _reveals(cell):
+        if _is_for_one_reader(cell, kind):
             cell.outputs = []
 
 
-def _reveals(cell: NotebookNode) -> bool:
-    return "reveals" in cell.metadata.get("tags", [])
+def _is_for_one_reader(cell: NotebookNode, kind: str) -> bool:
+    """Its output would give a prediction away, or says how far somebody has come, and of how much."""
+    reveals = kind == "lessons" and "reveals" in cell.metadata.get("tags", [])
+    return reveals or cell.source.rstrip().endswith("lab.progress()")
 
 
 def _text(output: NotebookNode) -> str:
@@ -239,8 +242,10 @@ def _text(output: NotebookNode) -> str:
 def inspect(notebook: NotebookNode, kind: str) -> None:
     """Raises BuildError if the outputs are not fit to keep."""
     for cell in _code(notebook):
-        if kind == "lessons" and _reveals(cell) and cell.outputs:
-            raise BuildError(f"cell {cell.id} of lessons is tagged `reveals`, but its output was kept")
+        if _is_for_one_reader(cell, kind) and cell.outputs:
+            raise BuildError(
+                f"cell {cell.id} of {kind} is tagged `reveals`, or shows progress, but its output was kept"
+            )
         for output in cell.outputs:
             for mime, data in output.get("data", {}).items():
                 size = len(data) * 3 // 4 if mime in ("image/png", "image/jpeg") else len(str(data))

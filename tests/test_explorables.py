@@ -119,7 +119,7 @@ def test_a_prediction_unlocks_it(name, visit):
     expect(place.locator(".opened")).to_have_count(0)
     answer.fill("1,5")
     answer.press("Enter")
-    expect(place.get_by_role("status").first).to_contain_text("You said 1,5; it is ")
+    expect(place.get_by_role("status").first).to_contain_text("; you said 1,5: ")
     expect(place.locator(".opened")).to_be_focused()
 
 
@@ -277,6 +277,7 @@ def count(course: dict[str, Any], ranks: int) -> list[list[int]]:
 
 def test_it_goes_step_by_step_with_the_keyboard(visit):
     page = unlock(visit("ring"))
+    page.get_by_label("ranks", exact=True).select_option("4")
     said, slider = page.locator(".opened").get_by_role("status"), page.get_by_role("slider")
     slider.focus()
     slider.press("ArrowRight")
@@ -430,12 +431,15 @@ def needed(what: str, stage: int, batch: int, stages: int) -> tuple[str, int, in
 def test_a_pipeline_tick_by_tick(visit):
     page = unlock(visit("pipeline"))
     said, slider = page.locator(".opened").get_by_role("status"), page.get_by_role("slider")
-    expect(said).to_contain_text("1F1B: 66 ticks, and 27.3 % of all ranks' time they stand still.")
+    expect(said).to_contain_text("GPipe: 90 ticks, of which ranks stand still for 46.7 % on average.")  # as predicted
+    for label, value in (("schedule", "1f1b"), ("ranks", "4"), ("micro-batches per rank", "2")):
+        page.get_by_label(label, exact=True).select_option(value)
+    expect(said).to_contain_text("1F1B: 66 ticks, of which ranks stand still for 27.3 % on average.")
     slider.focus()
     slider.press("ArrowRight")
     expect(said).to_contain_text("Tick 1 of 66. Rank 0: forward of micro-batch 0. Of 4 ranks 3 stand still.")
     page.get_by_label("schedule", exact=True).select_option("zero-bubble")
-    expect(said).to_contain_text("zero bubble: 54 ticks, and 11.1 % of all ranks' time they stand still.")
+    expect(said).to_contain_text("zero bubble: 54 ticks, of which ranks stand still for 11.1 % on average.")
     expect(page.locator(".legend")).to_contain_text("gradient of the weights")
 
 
@@ -603,7 +607,9 @@ def test_where_first_fit_fragments(visit):
     page.get_by_role("button", name="Predict").click()
     free, largest, wanted = (in_bytes(size) for size in (ways.arena.free, ways.arena.largest, 4 * 1_263_616))
     said, slider = page.locator(".opened").get_by_role("status"), page.get_by_role("slider", name="event of the step")
-    expect(page.get_by_role("status").first).to_contain_text(f"it is {largest}: less than 0.1 % off")
+    expect(page.get_by_role("status").first).to_contain_text(
+        f"It is {largest}; you said {ways.arena.largest / 1e6}: less than 0.1 % off"
+    )
     state = f"{free} are free: {len(ways.arena.holes)} holes, the largest of {largest}"
     expect(said).to_contain_text(f"Event {ways.moment - STEP.before} of {len(EVENTS) - STEP.before}, backward of root")
     expect(said).to_contain_text(state)
@@ -612,11 +618,13 @@ def test_where_first_fit_fragments(visit):
         arena.replay(STEP, 43_300_000)
     expect(said).to_contain_text(f"Out of memory for activations of blocks.5: {too_little.value}.")
     page.get_by_label("memory of the device").fill("43.4")
-    page.get_by_label("after backward, ask for").select_option("yes")
+    page.get_by_label("after backward, ask for").select_option("5.05 MB")
     expect(said).to_contain_text(f"Out of memory for communication of all gradients: {wanted} wanted, and {state}.")
     with pytest.raises(arena.OutOfMemory):
         ways.arena.take(4 * 1_263_616)
     page.get_by_label("memory of the device").fill("46.4")
+    expect(said).to_contain_text(f"Event {ways.moment - STEP.before} of")  # where it was before it failed
+    slider.press("ArrowRight")
     expect(said).to_contain_text("communication of all gradients, 5.05 MB at 41.3 MB, placed.")
     page.get_by_label("gradients", exact=True).select_option("flat buffer")
     expect(said).to_contain_text("Out of memory for activations of blocks.5")
@@ -624,11 +632,19 @@ def test_where_first_fit_fragments(visit):
     slider.fill(str(ways.moment - STEP.before))
     apart = arena.replay(STEP, 48_100_000, ["gradients"], until="backward").arena
     expect(said).to_contain_text(f"{in_bytes(apart.free)} are free: 2 holes, the largest of {in_bytes(apart.largest)}.")
+    page.get_by_label("after backward, ask for").select_option("20 MB")
+    expect(said).to_contain_text(f"{in_bytes(apart.free)} are free")  # where it was before
+    slider.press("ArrowRight")
+    expect(said).to_contain_text("activations of a larger batch, 20.0 MB at 20.7 MB, placed.")
+    page.get_by_label("gradients", exact=True).select_option("first fit")
+    expect(said).to_contain_text("Out of memory for activations of a larger batch: 20.0 MB wanted")
+    page.get_by_label("gradients", exact=True).select_option("flat buffer")
+    expect(said).to_contain_text("Event 557 of 874")  # where it was before it failed
     slider.focus()
     slider.press("End")
     expect(said).to_contain_text("Event 874 of 874, step: activations of root, 512 B at 20.7 MB, released.")
     slider.press("Home")
-    expect(said).to_contain_text("Before the step: 15.2 MB are in use, and ")
+    expect(said).to_contain_text("Before the step: 15.2 MB are in use, 5.45 MB are reserved, and 27.4 MB are free")
 
 
 # ---------------------------------------------------------------- the front page

@@ -98,12 +98,18 @@
     of.map(([buffer, bytes]) => ({ phase, unit, buffer, bytes, kind: owners[buffers[buffer]][0], owner: owners[buffers[buffer]][1] })));
   const after = (phase, events = recorded) => events.findLastIndex((event) => event.phase === phase) + 1; // moment
   const first = recorded.findIndex(({ phase }) => phase === "forward");
-  // When backward is over, all gradients are to be copied into one buffer: it has as many bytes as the parameters.
+  // What is asked for when backward is over, for a moment: nothing, a buffer that all gradients are copied into, which has
+  // as many bytes as the parameters, or room for a larger batch.
   const fused = sum(recorded.slice(0, before).map(({ kind, bytes }) => (kind === "parameters" ? bytes : 0)));
-  const copied = [fused, 0].map((bytes) => ({ phase: "backward", unit: "", buffer: -1, bytes, kind: "communication", owner: "all gradients" }));
-  const withFused = [...recorded.slice(0, after("backward")), ...copied, ...recorded.slice(after("backward"))];
+  const asking = (size, kind, owner) =>
+    recorded.toSpliced(after("backward"), 0, ...[size, 0].map((bytes) => ({ phase: "backward", unit: "", buffer: -1, bytes, kind, owner })));
+  const ASKED = {
+    nothing: recorded,
+    [inBytes(fused)]: asking(fused, "communication", "all gradients"),
+    "20 MB": asking(20e6, "activations", "a larger batch"),
+  };
 
-  zerolab.allocator = { replay, needs, peak, mostLost, before, recorded, withFused };
+  zerolab.allocator = { replay, needs, peak, mostLost, before, recorded };
 
   // ---------------------------------------------------------------- the picture
 
@@ -174,9 +180,10 @@
     return comparison("The two ways compared", "Gradients by first fit, and in a flat buffer", columns, lines);
   }
 
-  function sentence({ moments, pieces, failed }, events, moment) {
+  function sentence({ moments, pieces, failed, size }, events, moment) {
     const { used, holes } = moments[Math.min(moment, moments.length - 1)];
-    const state = `${inBytes(used)} are in use, and ${told(holes)}.`;
+    const kept = size - used - free(holes);
+    const state = `${inBytes(used)} are in use${kept ? `, ${inBytes(kept)} are reserved` : ""}, and ${told(holes)}.`;
     if (moment <= before) return `Before the step: ${state}`;
     const { phase, unit, bytes, kind, owner } = events[moment - 1];
     const when = `Event ${moment - before} of ${events.length - before}, ${moment <= first ? "the batch" : phase}${unit && ` of ${unit}`}`;
@@ -190,24 +197,27 @@
 
   function build(place) {
     const way = select([["first fit", "by first fit"], ["flat buffer", "in a flat buffer"]], "first fit");
-    const more = select([["no", "nothing more"], ["yes", `${inBytes(fused)} more`]], "no");
+    const more = select(Object.keys(ASKED).map((asked) => [asked, `${asked} more`]), "nothing");
     const size = html("input", { type: "range", min: LEAST, max: MOST, step: 0.1, value: 43.4 });
     const shown = html("span", { class: "small" });
     const said = status();
     const [frame, compared] = [html("div"), html("div", { class: "scrolls", tabindex: 0, role: "region", "aria-label": "Both ways compared" })];
     let events, courses, drawn;
+    let chosen = after("backward") - before; // an event, which a smaller memory may not reach
     const steps = player("event of the step", (event, playing) => {
       const course = courses[way.value];
       const moment = before + event;
       const text = sentence(course, events, moment);
+      if (!course.failed || moment < course.moments.length) chosen = event;
       drawn.move(Math.min(moment, course.moments.length - 1));
       compared.replaceChildren(compare(courses, way.value, moment));
       said.classList.toggle("refused", moment === course.moments.length);
       speak(said, text, playing);
       return text;
     }, 25);
-    function draw(event) {
-      events = more.value === "yes" ? withFused : recorded;
+    function draw() {
+      const event = chosen;
+      events = ASKED[more.value];
       const course = (apart) =>
         ({ ...replay(events, Math.round(size.value * 1e6), apart), used: peak(replay(events, PLENTY, [])), needed: needs(events, apart) });
       courses = Object.fromEntries(Object.entries(WAYS).map(([name, apart]) => [name, course(apart)]));
@@ -220,9 +230,9 @@
       steps.resize(last, failed ? last : Math.min(event, last));
     }
     const controls = html("div", { class: "controls" }, field("gradients", way), field("after backward, ask for", more), field("memory of the device", size, shown));
-    controls.addEventListener("input", () => draw(steps.at()));
+    controls.addEventListener("input", () => draw());
     place.append(controls, steps.element, legend(KINDS), frame, said, compared);
-    draw(after("backward") - before);
+    draw();
   }
 
   const { moments, pieces } = replay(recorded, needs(recorded, []), []);
@@ -230,7 +240,7 @@
   const { holes } = moments[after("backward")];
   const [activations, left] = [ofABlock("activations", after("forward")), ofABlock("gradients", after("backward"))];
   const question = {
-    ask: `First fit. Forward leaves ${activations} of activations of each of six blocks, one block's above the other's. Backward releases them, and leaves ${left} of gradients where each block's were. Then ${inBytes(free(holes))} of the buffer are free. How large is the largest hole, in MB?`,
+    ask: `First fit. Forward leaves ${activations} of activations of each of six blocks, each block's above the previous one's. Backward releases them, and leaves ${left} of gradients where each block's were. Then ${inBytes(free(holes))} of the buffer are free. How large is the largest hole, in MB?`,
     unit: "MB",
     answer: Number(fixed(largest(holes) / 1e6, 2)),
     because: `The gradients of two blocks begin ${activations} apart, and the lower ones fill ${left} of that. A larger request fails, with ${inBytes(free(holes))} free.`,

@@ -93,13 +93,18 @@
     const number = text.trim().slice(0, scale === 1 ? undefined : -1);
     const value = number.trim() ? roundEven(Number(number) * scale) : NaN;
     if (value >= 1 && value <= 1e14) return value; // beyond, a byte would be lost
-    throw new Error(`"${text}" is not a number of parameters; write 7.5e9, 7.5B, 124M or 1T`);
+    const many = value > 1e14 ? "more parameters than this page can count" : "not a number of parameters; write 7.5e9, 7.5B, 124M or 1T";
+    throw new Error(`"${text}" is ${many}`);
   }
   function readBytes(text) {
     const match = /^\s*([0-9.]+(?:e[+-]?[0-9]+)?)\s*(?:([kmgtp]?)(i?)b?)\s*$/i.exec(text);
     const number = match ? Number(match[1]) : NaN;
     if (!Number.isFinite(number) || number > 1e15) throw new Error(`"${text}" is not a number of bytes; write 80GB, 512MB or 24GiB`);
     return number * (match[3] ? 1024 : 1000) ** ["", "k", "m", "g", "t", "p"].indexOf(match[2].toLowerCase());
+  }
+  function withUnit(name, text) {
+    if (Number(text) > 0) throw new Error(`${name}: ${text} of what? Write ${text} GB`);
+    return text;
   }
   const inParameters = (count) => inBytes(count).replace(/B$/, "").replace("G", "B").replace(" ", "");
 
@@ -195,20 +200,22 @@
           parameters: readParameters(values.parameters),
           ranks: Number(values.ranks),
           replicas: Number(values.replicas),
-          memory: readBytes(values.memory),
-          activations: readBytes(values.activations),
+          memory: readBytes(withUnit("memory of a GPU", values.memory)),
+          activations: readBytes(withUnit("activations", values.activations)),
           offload: values.offload === "yes",
         };
         const rows = plan(settings);
         const chosen = Number(values.stage);
         said.textContent = sentence(rows, settings, chosen);
         said.classList.remove("refused");
+        drawn.classList.remove("stale");
         const kinds = [...CATEGORIES, ...(settings.activations ? ["activations"] : [])];
         drawn.replaceChildren(legend(kinds), picture(rows, settings.memory, chosen), table(rows, settings, chosen));
         const page = place.closest("[data-page]").dataset.page;
         link.href = `${page}#${new URLSearchParams(values)}`;
       } catch (why) {
-        said.textContent = why.message; // the last good picture stays
+        said.textContent = why.message; // the last good picture stays, but pale
+        drawn.classList.add("stale");
         said.classList.add("refused");
       }
     }

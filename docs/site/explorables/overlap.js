@@ -129,11 +129,11 @@
         const [what, x, width] = [verb || phase, place(begin), place(end) - place(begin)];
         const title = `${what} of ${unit ? `unit ${unit}` : "the root"}, ${inTime(begin)} to ${inTime(end)}`;
         const number = width >= (unit ? 20 : 36) ? svg("text", { x: x + width / 2, y: y + 17, class: "number" }, unit || "root") : null;
-        drawing.append(svg("g", {}, svg("title", {}, title), svg("rect", { x, y, width, height: height - 4, fill: kindFill(LOOKS[what]), class: "first" }), number));
+        drawing.append(svg("g", {}, svg("title", {}, title), svg("rect", { x, y, width, height: height - 4, fill: kindFill(LOOKS[what]), class: width > 4 ? "first" : null }), number));
       }
     });
-    const scale = 10 ** Math.floor(Math.log10(end / 3));
-    const tick = scale * [5, 2, 1].find((step) => step * scale <= end / 3);
+    const scale = 10 ** Math.floor(Math.log10(end / 2.5));
+    const tick = scale * [5, 2, 1].find((step) => step * scale <= end / 2.5);
     for (let time = 0; time <= end; time += tick) {
       const x = place(time);
       drawing.append(svg("line", { x1: x, x2: x, y1: 62, y2: 70, class: "axis" }), svg("text", { x, y: 88, class: "tick" }, time ? short(inTime(time)) : 0));
@@ -219,7 +219,7 @@
       latency: select([["0", "0"], ["5e-6", "5 µs"], ["20e-6", "20 µs"], ["100e-6", "100 µs"], ["1e-3", "1 ms"]], START.latency),
       bandwidth: html("input", { type: "range", min: 0, max: BANDWIDTHS.length - 1, value: BANDWIDTHS.indexOf(START.bandwidth) }),
     };
-    const labels = { units: "units beside the root", tokens: "tokens per rank", latency: "latency of a message", bandwidth: "bandwidth of the link" };
+    const labels = { units: "units besides the root", tokens: "tokens per rank", latency: "latency of a message", bandwidth: "bandwidth of the link" };
     const [said, speed] = [status(), html("span", { class: "speed" })];
     const drawn = html("div", { class: "scrolls", tabindex: 0, role: "region", "aria-label": "What a rank computes and what travels" });
     const [named, swept, compared] = [html("div"), html("div"), html("div")];
@@ -246,7 +246,7 @@
 
   const [ddp, zero3] = ["0", "3"].map((stage) => take(START, { stage }));
   const question = {
-    ask: `A rank computes for ${inTime(ddp.computing)} in a step. With DDP it stands still for another ${inTime(ddp.still)}, as the last two all-reduces have nothing to hide behind. ZeRO-3 sends 1.5 times as much over the same link. For how many ms does the rank stand still then?`,
+    ask: `A rank computes for ${inTime(ddp.computing)} in a step. With DDP it stands still for another ${inTime(ddp.still)}, as the last two all-reduces have nothing to hide behind. ZeRO-3 also gathers every unit, in forward and again in backward, over the same link. For how many ms does the rank stand still then?`,
     unit: "ms",
     answer: Number(fixed(1e3 * zero3.still, 1)),
     because: "The first two gathers and the last two reductions have nothing to hide behind, and a gather and a reduction together take as long as an all-reduce. All else hides: this link is fast enough.",

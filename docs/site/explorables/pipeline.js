@@ -122,7 +122,7 @@
 
   function sentence(schedule, spans, ticks, tick, { bubble }) {
     const n = spans.length;
-    if (tick === 0) return `${SCHEDULES[schedule]}: ${ticks} ticks, and ${fixed(100 * bubble, 1)} % of all ranks' time they stand still.`;
+    if (tick === 0) return `${SCHEDULES[schedule]}: ${ticks} ticks, of which ranks stand still for ${fixed(100 * bubble, 1)} % on average.`;
     const now = spans.map((of) => at(of, tick));
     const still = now.filter((span) => !span).length;
     const [what, batch] = now[0] ? [WORDS[now[0].what], now[0].batch] : [];
@@ -133,9 +133,9 @@
   // ---------------------------------------------------------------- controls
 
   function build(place) {
-    const schedule = select(Object.entries(SCHEDULES), "1f1b");
-    const ranks = select(["2", "4", "8"].map((n) => [n, n]), "4");
-    const each = select(["1", "2", "4", "8"].map((n) => [n, n]), "2");
+    const schedule = select(Object.entries(SCHEDULES), "gpipe");
+    const ranks = select(["2", "4", "8"].map((n) => [n, n]), "8");
+    const each = select(["1", "2", "4", "8"].map((n) => [n, n]), "1");
     const said = status();
     const drawn = html("div", { class: "scrolls", tabindex: 0, role: "region", "aria-label": "What each rank does when" });
     const [named, compared] = [html("div"), html("div")];

@@ -151,7 +151,7 @@
     const row = (values, rank) => html("tr", {}, html("th", { scope: "row" }, `rank ${rank}`), values.map((value, chunk) => cell(value, rank, chunk)));
     const foot = html("tr", {}, html("th", { scope: "row" }, "the sum"), sums.map((sum) => html("td", {}, sum)));
     return html("table", { class: "numbers chunks" },
-      html("caption", {}, "What each rank holds, by chunk"), html("thead", {}, head), html("tbody", {}, held[step].map(row)), html("tfoot", {}, foot));
+      html("caption", {}, "What each rank holds, by chunk. Boxed: new in this round. Green: the sum of all"), html("thead", {}, head), html("tbody", {}, held[step].map(row)), html("tfoot", {}, foot));
   }
 
   function compare(n, bytes, chosen) {
@@ -174,7 +174,7 @@
     const { from, to, chunks, add } = round[0];
     const what = chunks.length === n ? "all its chunks" : `chunk ${chunks[0]}`;
     const others = round.length > 1 ? `, and so on: ${round.length} messages at once` : "";
-    const done = add ? "which adds what came to its own" : "which keeps it";
+    const done = add ? "which adds it to its own" : "which keeps it";
     const size = inBytes(chunk * chunks.length);
     const end = step === messages.length ? " Every rank has the sum." : "";
     return `Round ${step} of ${messages.length}. Rank ${from} sends ${what} (${size}) to rank ${to}, ${done}${others}.${end}`;
@@ -184,7 +184,7 @@
 
   function build(place) {
     const method = select(Object.entries(METHODS), "ring");
-    const ranks = select(range(7).map((less) => [String(less + 2), String(less + 2)]), "4");
+    const ranks = select(range(7).map((less) => [String(less + 2), String(less + 2)]), "8");
     const size = select([["8e6", "8 MB"], ["100e6", "100 MB"], ["15e9", "15 GB"]], "8e6");
     const said = status();
     const [drawn, held, compared, listed] = [html("div"), html("div"), html("div"), html("ul")];

@@ -132,13 +132,13 @@ const zerolab = (() => {
     };
     const predict = (event) => {
       event.preventDefault();
-      const guess = readNumber(input.value);
+      const guess = readNumber(input.value, unit);
       if (!Number.isFinite(guess)) {
         said.textContent = `Write a number of ${unit}, or skip.`;
         input.focus();
         return;
       }
-      unlock(`You said ${input.value.trim()}; it is ${answer} ${unit}: ${howFar(guess, answer)}. ${because}`);
+      unlock(`It is ${answer} ${unit}; you said ${input.value.trim()}: ${howFar(guess, answer)}. ${because}`);
     };
     const skip = html("button", { type: "button", onclick: () => unlock(`It is ${answer} ${unit}. ${because}`) }, "Skip");
     const line = html("div", { class: "answer" }, input, html("span", {}, unit), html("button", {}, "Predict"), skip);
@@ -146,16 +146,17 @@ const zerolab = (() => {
     const form = html("form", { onsubmit: predict }, html("label", { for: input.id }, question.ask), line);
     place.append(html("div", { class: "prediction" }, html("strong", {}, "First a prediction"), form, said));
   }
-  // "1,500 MB" is 1500, "1,5" is 1.5, and what does not begin with a digit is NaN.
-  function readNumber(text) {
-    const digits = /^\s*[~≈]?\s*(\d[\d.,]*|\.\d+)/.exec(text);
-    return digits ? Number(digits[1].replace(/,(?=\d{3}\b)/g, "").replace(",", ".")) : NaN;
+  // "1,500 MB" is 1500, "1,5" is 1.5, "1e3" is 1000; NaN for what is not a number, or has another unit.
+  function readNumber(text, unit) {
+    const [, digits, power = "", word = ""] = /^\s*[~≈]?\s*(\d[\d.,]*|\.\d+)(e[+-]?\d+)?\s*([a-z%]*)\s*$/i.exec(text) || [];
+    if (!digits || (word && word.toLowerCase() !== unit.toLowerCase())) return NaN;
+    return Number(digits.replace(/,(?=\d{3}\b)/g, "").replace(",", ".") + power);
   }
   // As lab.reveal says it.
   function howFar(guess, value) {
     if (guess === value) return "exactly right";
     const ratio = guess / value;
-    if (ratio < 0.5 || ratio >= 2) return `${Number(ratio.toPrecision(3))} times that`;
+    if (ratio < 0.5 || ratio >= 2) return `${Number(ratio.toPrecision(3))} times as much`;
     const off = 100 * (ratio - 1);
     if (Math.abs(off) < 0.1) return "less than 0.1 % off";
     return `${Number(Math.abs(off).toPrecision(3))} % too ${off > 0 ? "much" : "little"}`;

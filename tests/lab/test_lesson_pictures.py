@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 import torch.distributed as dist
+import torch.distributed._functional_collectives as functional
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
@@ -76,6 +77,20 @@ def gathered_in_two_ways():
         gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
         gather(torch.empty(10 * dist.get_world_size()), torch.ones(10))
     return [call.payload for call in book.calls]
+
+
+def scattered_in_groups():
+    size, rank = dist.get_world_size(), dist.get_rank()
+    alone = [dist.new_group([each]) for each in range(size)][rank]
+    with calls() as book:
+        dist.reduce_scatter(torch.empty(10), [torch.ones(10) for _ in range(size)])
+        dist.all_reduce(torch.ones(10), group=alone)
+        functional.wait_tensor(torch.ops._c10d_functional.all_gather_into_tensor(torch.ones(10), size, dist.group.WORLD.group_name))
+    return [call.payload for call in book.calls], book.sent
+
+
+def test_calls_count_lists_groups_and_functional_collectives(ranks):
+    assert ranks.run(scattered_in_groups, ranks=2) == 2 * [([80, 40, 80], 40.0 + 0.0 + 40.0)]
 
 
 def test_an_all_gather_counts_the_parts_of_all_ranks(ranks):

@@ -15,7 +15,9 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
+import torch
 import torch.distributed as dist
+from torch.distributed.distributed_c10d import _resolve_process_group
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
@@ -35,6 +37,7 @@ class Book:
 
     world_size: int
     calls: list[Raw] = field(default_factory=list)
+    sizes: list[int] = field(default_factory=list)  # of each call's group
 
     @property
     def payload(self) -> int:
@@ -43,7 +46,7 @@ class Book:
     @property
     def sent(self) -> float:
         """Bytes that this rank sends when the calls run as rings."""
-        return sum(bytes_in_a_ring(call.op, call.payload, self.world_size) for call in self.calls)
+        return sum(bytes_in_a_ring(*call, size) for call, size in zip(self.calls, self.sizes, strict=True))
 
 
 class _Watch(TorchDispatchMode):
@@ -54,14 +57,28 @@ class _Watch(TorchDispatchMode):
         self.book = book
 
     def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if function.namespace == "c10d":
+        if function.namespace in ("c10d", "_c10d_functional"):  # the second is what DTensor and torch.compile use
             op = function._opname.strip("_")
-            if op != "barrier":
+            if op not in ("barrier", "wait_tensor"):
+                size = _group_size(args, self.book.world_size)
                 largest = max(map(nbytes, tree_leaves((args, kwargs or {}))), default=0)
                 if op == "allgather":  # into a list, whose tensors are the ranks' parts
                     largest = sum(map(nbytes, tree_leaves(args[0])))
+                elif op == "reduce_scatter":  # from such a list
+                    largest = sum(map(nbytes, tree_leaves(args[1])))
+                elif op == "all_gather_into_tensor":  # it returns its result
+                    largest = nbytes(args[0]) * size
                 self.book.calls.append(Raw(op, largest))
+                self.book.sizes.append(size)
         return function(*args, **(kwargs or {}))
+
+
+def _group_size(args: Any, world_size: int) -> int:
+    """How many ranks make the call together."""
+    for value in tree_leaves(args):
+        if isinstance(value, torch.ScriptObject) and value._type().name() == "ProcessGroup":
+            return dist.ProcessGroup.unbox(value).size()
+    return _resolve_process_group(args[-1]).size() if args and isinstance(args[-1], str) else world_size
 
 
 @contextmanager

@@ -85,7 +85,9 @@ def scattered_in_groups():
     with calls() as book:
         dist.reduce_scatter(torch.empty(10), [torch.ones(10) for _ in range(size)])
         dist.all_reduce(torch.ones(10), group=alone)
-        functional.wait_tensor(torch.ops._c10d_functional.all_gather_into_tensor(torch.ones(10), size, dist.group.WORLD.group_name))
+        functional.wait_tensor(
+            torch.ops._c10d_functional.all_gather_into_tensor(torch.ones(10), size, dist.group.WORLD.group_name)
+        )
     return [call.payload for call in book.calls], book.sent
 
 

@@ -30,6 +30,7 @@ LESSONS: dict[str, str] = {
     "17": "The clinic",
     "18": "Over to production",
     "19": "Claims on trial, and the interview",
+    "20": "FSDP in forty lines",
 }  # as their headings
 
 

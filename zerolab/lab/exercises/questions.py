@@ -669,4 +669,35 @@ QUESTIONS: dict[str, Question] = {
             "false": "The freed memory can hold a larger batch, and then each sample costs fewer bytes.",
         },
     ),
+    "20.1": Question(
+        "bytes",
+        psi=GPT_4,
+        slips={
+            1.5: "That is stage 3 of lesson 07, which gathers each parameter twice. Here nothing gathers again in "
+            "backward: autograd has kept the full parameter.",
+            1 / 2: "That is the gather alone, or the reduce-scatter alone.",
+            4 / 3: _OWN_PART,
+            2: "An all-reduce sends twice what a reduce-scatter sends, and here there is none.",
+        },
+    ),
+    "20.2": Question(
+        "bytes",
+        slips={
+            3_468_288 / 3_286_016: "That is all of Ψ: backward needs no biases of linear layers, and no embeddings.",
+            3_276_800 / 3_286_016: "Those are the matrices alone: layer norms keep their two vectors as well.",
+            3_281_408 / 3_286_016: "A layer norm keeps its bias too, although backward does not need it.",
+            3_286_016 / 4 / 3_286_016: "That is this rank's quarter: what is kept has been gathered.",
+            3_154_944 / 3_286_016: "The head is a linear layer too: its matrix has 256·128 elements.",
+            867_072 / 3_286_016: "Those are the shards: they rest on the rank, and the gathered ones are held beside them.",
+        },
+    ),
+    "20.3": Question(
+        "bytes per parameter",
+        slips={
+            2 / 2.0356: "Each block of 256 has a scale for each average, 4 bytes: that is small, and not nothing.",
+            8 / 2.0356: "Those are the two averages in float32.",
+            1 / 2.0356: "Adam keeps two averages.",
+            1.015625 / 2.0356: "Adam keeps two averages.",
+        },
+    ),
 }

@@ -23,6 +23,8 @@ from torch.utils._pytree import tree_leaves
 
 from zerolab.lab.ranks.intercept import bytes_in_a_ring, nbytes
 
+NO_BYTES = ("barrier", "wait_tensor", "wrap_tensor_autograd")
+
 
 class Raw(NamedTuple):
     """One call: the dispatcher's name for it, and the bytes that it reduces, gathers or sends, all parts together."""
@@ -59,7 +61,7 @@ class _Watch(TorchDispatchMode):
     def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if function.namespace in ("c10d", "_c10d_functional"):  # the second is what DTensor and torch.compile use
             op = function._opname.strip("_")
-            if op not in ("barrier", "wait_tensor"):
+            if op not in NO_BYTES:
                 size = _group_size(args, self.book.world_size)
                 largest = max(map(nbytes, tree_leaves((args, kwargs or {}))), default=0)
                 if op == "allgather":  # into a list, whose tensors are the ranks' parts

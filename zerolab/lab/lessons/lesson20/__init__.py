@@ -1,0 +1,427 @@
+"""Lesson 20: a parameter that is gathered by autograd, and blocks of an 8-bit state that no rank boundary cuts."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.nn.utils.parametrize import register_parametrization
+
+from zerolab.lab.exercises.exercise import Exercise
+from zerolab.lab.exercises.observing import Play, Scene, in_groups
+
+# ---------------------------------------------------------------------- 20.1
+
+
+def among(play: Play, places: Sequence[int]) -> Any:
+    """A group of some of those that play; only they call this."""
+    return dist.new_group([play.members[place] for place in places], use_local_synchronization=True)
+
+
+def mesh_of(play: Play, kind: str) -> tuple[Any, Any]:
+    """The shard group and the replicate group of this rank."""
+    alone = among(play, [play.rank])
+    if kind == "hybrid":  # 2 x 2
+        low, column = 2 * (play.rank // 2), play.rank % 2
+        return among(play, [low, low + 1]), among(play, [column, column + 2])
+    return (play.group, alone) if kind == "sharded" else (alone, play.group)
+
+
+def shard_of(full: Tensor, group: Any) -> Tensor:
+    size, rank = dist.get_world_size(group), dist.get_rank(group)
+    return F.pad(full.flatten(), (0, -full.numel() % size)).chunk(size)[rank].clone()
+
+
+def gather(
+    play: Play, *shape: int, kind: str = "sharded", dtype: torch.dtype = torch.float32, other: bool = False
+) -> None:
+    """A gather and its backward; `other`: with another one between the two."""
+    mesh = mesh_of(play, kind)
+    full = play.base(*shape, name="the parameter").to(dtype)
+    shard = play.keep("`shard`", shard_of(full, mesh[0]).requires_grad_())
+    got = play.call("Gather.apply(shard, shape, ...)", play.code.Gather.apply, shard, torch.Size(shape), *mesh)
+    if not isinstance(got, Tensor):
+        return
+    if other:
+        sizes = mesh[::-1]
+        second = play.keep("the other `shard`", shard_of(play.base(5), sizes[0]).requires_grad_())
+        name = "Gather.apply of another parameter, with the groups exchanged"
+        more = play.call(name, play.code.Gather.apply, second, torch.Size((5,)), *sizes)
+    base = play.base(*shape, name="the gradient")
+    grad = play.keep("the gradient that came back", play.share(base, play.rank).to(dtype))
+    with play.event("Gather's backward"):
+        got.backward(grad)
+    if other:
+        with play.event("the other's backward"):
+            more.backward(play.share(play.base(5), play.rank))
+
+
+def strange_gradient(play: Play) -> None:
+    """A gradient whose elements do not lie one after another."""
+    mesh = mesh_of(play, "sharded")
+    shard = play.keep("`shard`", shard_of(play.base(4, 6), mesh[0]).requires_grad_())
+    got = play.call("Gather.apply(shard, shape, ...)", play.code.Gather.apply, shard, torch.Size((4, 6)), *mesh)
+    grad = play.keep("the gradient that came back", play.share(play.base(6, 4), play.rank))
+    with play.event("Gather's backward"):
+        got.backward(grad.t())
+
+
+class Sharded:
+    """A linear layer whose weight and bias go through the answer's parametrization."""
+
+    def __init__(self, play: Play, kind: str = "sharded", dtype: torch.dtype = torch.float64) -> None:
+        self.play, self.dtype, mesh = play, dtype, mesh_of(play, kind)
+        self.layer = nn.Linear(3, 5, dtype=dtype)
+        with torch.no_grad():
+            for param in self.layer.parameters():
+                param.copy_(play.base(*param.shape))
+        full = {name: play.keep(f"the whole {name}", param.detach()) for name, param in self.layer.named_parameters()}
+        self.shards: dict[str, Tensor] = {}
+        for name, param in list(self.layer.named_parameters()):
+            with play.event(f"Sharded(shape, ...) for the {name}", draws=True):
+                made = play.code.Sharded(param.shape, *mesh)
+            play.see("Sharded is an nn.Module", isinstance(made, nn.Module))
+            play.see("it has no parameters of its own", not list(made.parameters()))
+            shard = play.call(f"right_inverse of the {name}", made.right_inverse, param)
+            if isinstance(shard, Tensor):
+                play.at_most("bytes of memory that the shard holds", shard.untyped_storage().nbytes())
+                apart = shard.untyped_storage().data_ptr() != full[name].untyped_storage().data_ptr()
+                play.see("the shard lies in memory of its own", apart)
+            play.call(f"forward of the {name}'s shard", made.forward, shard)
+            with play.event(f"register_parametrization for the {name}"):
+                register_parametrization(self.layer, name, made)
+            self.shards[name] = self.layer.parametrizations[name].original
+        play.keep("the shards", self.shards)
+
+    def forward(self, name: str) -> Tensor:
+        x = self.play.share(self.play.base(2, 3), 0).to(self.dtype) * (1 + self.play.rank)
+        with self.play.event(f"the forward pass of {name}"):
+            y = self.layer(x)
+        self.play.see(f"the output for {name}", y)
+        return y
+
+    def backward(self, y: Tensor, name: str) -> None:
+        with self.play.event(f"the backward pass of {name}"):
+            y.backward(torch.ones_like(y) * (1 + self.play.rank))
+
+
+def in_a_layer(play: Play, kind: str = "sharded") -> None:
+    play.loose = 1e-12
+    made = Sharded(play, kind)
+    made.backward(made.forward("x1"), "x1")
+
+
+def again(play: Play) -> None:
+    """Two forwards before two backwards, under no_grad, and with a frozen weight."""
+    play.loose = 1e-12
+    made = Sharded(play)
+    outputs = [made.forward("x1"), made.forward("x2")]
+    with torch.no_grad():
+        made.forward("x3 under torch.no_grad()")
+    made.backward(outputs[1], "x2")
+    made.backward(outputs[0], "x1")
+    made.shards["weight"].requires_grad_(False)
+    made.backward(made.forward("x4, the weight frozen"), "x4")
+
+
+GROUPS = "each group has a size and a rank of its own: dist.get_world_size(group), dist.get_rank(group)"
+PAD = "cut the padding off after the gather, and put it back before the reduce-scatter"
+KEEP = "right the first time: keep what backward needs in ctx, and nothing elsewhere"
+GATHER_BATTERY = (
+    Scene("", lambda play: gather(play, 4, 6)),
+    Scene("with 5 x 7 elements", lambda play: gather(play, 5, 7), PAD),
+    Scene("with a single element", lambda play: gather(play), PAD),
+    Scene("with fewer elements than ranks", lambda play: gather(play, 2), PAD, sizes=(3, 4)),
+    Scene("with nothing sharded", lambda play: gather(play, 5, 3, kind="replicated"), GROUPS),
+    Scene("with pairs that shard", lambda play: gather(play, 5, 3, kind="hybrid"), GROUPS, sizes=(4,)),
+    Scene("with two parameters by turns", lambda play: gather(play, 5, 7, other=True), KEEP),
+    Scene("in float64", lambda play: gather(play, 3, 5, dtype=torch.float64), "keep the dtype of `shard`"),
+    Scene("with a transposed gradient", strange_gradient, "the gradient may lie in any order in memory: flatten()"),
+    Scene("in a layer", in_a_layer),
+    Scene("in a layer, nothing sharded", lambda play: in_a_layer(play, "replicated"), GROUPS),
+    Scene("in a layer that pairs shard", lambda play: in_a_layer(play, "hybrid"), GROUPS, sizes=(4,)),
+    Scene("in a layer that is used again", again, KEEP),
+    *in_groups(in_a_layer, "only some ranks share this layer: pass group=..., and take rank and size from it"),
+)
+
+GATHER_STUB = '''\
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor, nn
+from zerolab.lab.exercises import Todo
+
+
+class Gather(torch.autograd.Function):
+    """Shards become the full parameter; its gradient becomes shards again."""
+
+    @staticmethod
+    def forward(ctx, shard: Tensor, shape: torch.Size, shard_group, replicate_group):
+        """(S,) -> `shape`: the shards of all ranks in `shard_group`, one after another,
+        without the padding at the end. ctx.groups = ... keeps what backward needs.
+
+        dist.all_gather(list of N tensors, shard, group=...) fills the list; it may be
+        the N chunks of one empty tensor.
+        """
+        raise Todo("20.1")
+
+    @staticmethod
+    def backward(ctx, grad: Tensor):
+        """This rank's shard, (S,), of the mean of all gradients: over the ranks of
+        `shard_group`, and over those of `replicate_group`. `grad` stays as it is.
+
+        dist.reduce_scatter(output, list of N tensors, group=...), then
+        dist.all_reduce(tensor, group=...). Return a value for each argument of forward:
+        the gradient, and None three times.
+        """
+        raise Todo("20.1")
+
+
+class Sharded(nn.Module):
+    """A parametrization: what `module.weight` gives is forward(what is kept)."""
+
+    def __init__(self, shape: torch.Size, shard_group, replicate_group) -> None:
+        super().__init__()
+        raise Todo("20.1")
+
+    def right_inverse(self, full: Tensor) -> Tensor:
+        """What this rank keeps of `full`: chunk r of the N equal chunks of its elements,
+        zeros at the end where N does not divide them; detached, in memory of its own.
+        """
+        raise Todo("20.1")
+
+    def forward(self, shard: Tensor) -> Tensor:
+        """(S,) -> `shape`."""
+        raise Todo("20.1")
+'''
+
+GATHER = """\
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+
+class Gather(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, shard: Tensor, shape: torch.Size, shard_group, replicate_group):
+        ctx.groups = shard_group, replicate_group
+        N = dist.get_world_size(shard_group)
+        flat = shard.new_empty(N * shard.numel())
+        dist.all_gather(list(flat.chunk(N)), shard, group=shard_group)
+        return flat[: shape.numel()].view(shape)
+
+    @staticmethod
+    def backward(ctx, grad: Tensor):
+        shard_group, replicate_group = ctx.groups
+        N, R = dist.get_world_size(shard_group), dist.get_world_size(replicate_group)
+        flat = F.pad(grad.flatten(), (0, -grad.numel() % N))
+        mine = flat.new_empty(flat.numel() // N)
+        dist.reduce_scatter(mine, list(flat.chunk(N)), group=shard_group)
+        dist.all_reduce(mine, group=replicate_group)
+        return mine / (N * R), None, None, None
+
+
+class Sharded(nn.Module):
+    def __init__(self, shape: torch.Size, shard_group, replicate_group) -> None:
+        super().__init__()
+        self.shape, self.groups = shape, (shard_group, replicate_group)
+
+    def right_inverse(self, full: Tensor) -> Tensor:
+        N, rank = dist.get_world_size(self.groups[0]), dist.get_rank(self.groups[0])
+        flat = F.pad(full.detach().flatten(), (0, -full.numel() % N))
+        return flat.chunk(N)[rank].clone()
+
+    def forward(self, shard: Tensor) -> Tensor:
+        return Gather.apply(shard, self.shape, *self.groups)
+"""
+
+
+# ---------------------------------------------------------------------- 20.2
+
+CUTS: tuple[tuple[list[int], int, int], ...] = (
+    ([100], 2, 8),
+    ([96, 10, 31], 2, 8),
+    ([96, 10, 31], 3, 8),
+    ([7, 300, 5, 5, 64], 4, 16),
+    ([24, 24], 3, 8),  # equal shards are whole blocks already
+    ([20], 5, 8),  # fewer blocks than ranks
+    ([3, 3, 3], 2, 256),  # a block is a whole parameter
+    ([50, 13], 4, 1),  # nothing to keep together
+    ([9], 1, 4),
+)
+
+
+def in_blocks(numel: int, block: int, seed: int) -> Tensor:
+    """Values near code * scale, none of them near a tie, and in each block one of 127 times its scale."""
+    random = torch.Generator().manual_seed(seed)
+    blocks = -(-numel // block)
+    codes = torch.randint(-126, 127, (blocks, block), generator=random).double()
+    off = 0.6 * torch.rand(blocks, block, generator=random, dtype=torch.float64) - 0.3
+    scales = 2.0 ** torch.randint(-12, 4, (blocks, 1), generator=random)
+    x = (codes + off) * scales
+    x[:, 0] = 127 * scales[:, 0] * (1 - 2 * (torch.arange(blocks) % 2))
+    return x.flatten()[:numel].float()
+
+
+def quantised(play: Play, shape: tuple[int, ...], block: int, zeros: bool = False) -> None:
+    numel = torch.Size(shape).numel()
+    x = in_blocks(numel, block, numel + block)
+    if zeros:
+        x[block : 2 * block] = 0.0
+    x = play.keep("`x`", x.view(shape))
+    play.loose = 1e-6
+    got = play.call(f"quantise(x, {block}), {numel} elements", play.code.quantise, x, block, uses=())
+    codes = got[0] if isinstance(got, (tuple, list)) and len(got) == 2 else None
+    if isinstance(codes, Tensor):
+        play.at_most("bytes of the codes", codes.untyped_storage().nbytes(), slack=block)
+
+
+def back_again(play: Play, numel: int, block: int) -> None:
+    random = torch.Generator().manual_seed(numel)
+    codes = torch.randint(-127, 128, (numel,), generator=random).to(torch.int8)
+    scales = 2.0 ** torch.randint(-12, 4, (-(-numel // block),), generator=random).float()
+    play.keep("`codes`", codes)
+    play.keep("`scales`", scales)
+    name = f"dequantise(codes, scales, {block}), {numel} elements"
+    play.call(name, play.code.dequantise, codes, scales, block, uses=())
+
+
+def where_cut(play: Play) -> None:
+    for sizes, ranks, block in CUTS:
+        given = play.keep("`sizes`", list(sizes))
+        said = f"cuts({sizes}, {ranks}, {block})"
+        play.call(said, play.code.cuts, given, ranks, block, uses=(), result=said)
+
+
+LAST = "the last block of a parameter may be shorter than the others"
+QUANTISE_BATTERY = (
+    Scene("", lambda play: quantised(play, (32,), 8), sizes=(1, 2)),
+    Scene("", lambda play: back_again(play, 32, 8), sizes=(1, 2)),
+    Scene("with a short last block", lambda play: quantised(play, (37,), 8), LAST, sizes=(1, 2)),
+    Scene("with a short last block", lambda play: back_again(play, 37, 8), LAST, sizes=(1, 2)),
+    Scene("with less than a block", lambda play: quantised(play, (3,), 8), LAST, sizes=(1,)),
+    Scene("with less than a block", lambda play: back_again(play, 3, 8), LAST, sizes=(1,)),
+    Scene("with a matrix", lambda play: quantised(play, (5, 7), 4), "count its elements row by row", sizes=(1,)),
+    Scene(
+        "with a block of zeros",
+        lambda play: quantised(play, (24,), 8, zeros=True),
+        "0 / 0 is no number: a block of zeros has codes 0 and the scale 0",
+        sizes=(1,),
+    ),
+    Scene(
+        "",
+        where_cut,
+        "list the ends of all blocks, parameter by parameter; of these take the last at or before each rank's share",
+        sizes=(1, 2),
+    ),
+)
+
+QUANTISE_STUB = '''\
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from zerolab.lab.exercises import Todo
+
+
+def quantise(x: Tensor, block: int) -> tuple[Tensor, Tensor]:
+    """float32 of any shape, n elements -> codes, int8 (n,), and scales, float32, one for
+    each `block` elements; the last block may be shorter.
+
+    scale = largest absolute value of the block / 127, code = round(x / scale). A block of
+    zeros has codes 0 and the scale 0.
+    """
+    raise Todo("20.2")
+
+
+def dequantise(codes: Tensor, scales: Tensor, block: int) -> Tensor:
+    """codes * the scales of their blocks, float32 (n,)."""
+    raise Todo("20.2")
+
+
+def cuts(sizes: list[int], ranks: int, block: int) -> list[int]:
+    """Where the shards of `ranks` ranks begin and end: ranks + 1 numbers, from 0 to the sum.
+
+    Parameters with `sizes` elements lie one after another; the blocks of each begin at
+    its own first element. Rank r begins at the last block end (or at 0) that is not
+    behind its equal share, r * sum(sizes) / ranks.
+    """
+    raise Todo("20.2")
+'''
+
+QUANTISE = """\
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+
+def quantise(x: Tensor, block: int) -> tuple[Tensor, Tensor]:
+    rows = F.pad(x.flatten(), (0, -x.numel() % block)).view(-1, block)
+    scales = rows.abs().amax(dim=1) / 127  # (blocks,)
+    codes = (rows / torch.where(scales > 0, scales, 1.0)[:, None]).round().to(torch.int8)
+    return codes.flatten()[: x.numel()], scales
+
+
+def dequantise(codes: Tensor, scales: Tensor, block: int) -> Tensor:
+    return codes.float() * scales.repeat_interleave(block)[: codes.numel()]
+
+
+def cuts(sizes: list[int], ranks: int, block: int) -> list[int]:
+    ends, start = [0], 0
+    for size in sizes:
+        ends += [start + min(end, size) for end in range(block, size + block, block)]
+        start += size
+    shares = [r * start / ranks for r in range(ranks)]
+    return [max(end for end in ends if end <= share) for share in shares] + [start]
+"""
+
+
+EXERCISES = [
+    Exercise(
+        id="20.1",
+        title="a parameter that gathers itself",
+        difficulty=2,
+        section="Write: a parameter that gathers itself",
+        battery=GATHER_BATTERY,
+        stub=GATHER_STUB,
+        reference=GATHER,
+        hints=(
+            "Three sizes: the parameter has shape.numel() elements, padded they are N * S, and a rank keeps S. Forward "
+            "goes from S to N * S and cuts the padding off; backward pads with F.pad(grad.flatten(), (0, missing)), "
+            "and goes from N * S to S.",
+            "missing = -grad.numel() % N. flat.chunk(N) are N views of one tensor, so all_gather into list(flat.chunk"
+            "(N)) fills flat. right_inverse pads in the same way and keeps chunk number dist.get_rank(shard_group).",
+            "backward: reduce_scatter into a new tensor `mine` of flat.numel() // N elements, all_reduce `mine` in "
+            "replicate_group, and divide once, by the sizes of both groups: return mine / (N * R), None, None, None.",
+        ),
+        exports=("Gather", "Sharded"),
+        errors={
+            "returned an incorrect number of gradients": "backward returns a value for each argument of forward: the "
+            "gradient of the shard, and None for the shape and for each group",
+            "returned an invalid gradient": "what backward returns has the shape of the shard, not that of the "
+            "parameter: it is what autograd adds to shard.grad",
+        },
+    ),
+    Exercise(
+        id="20.2",
+        title="blocks, and where to cut",
+        difficulty=2,
+        section="Write: blocks, and where to cut",
+        battery=QUANTISE_BATTERY,
+        stub=QUANTISE_STUB,
+        reference=QUANTISE,
+        hints=(
+            "F.pad(x.flatten(), (0, -x.numel() % block)).view(-1, block) has a row for each block, and zeros do not "
+            "change a largest absolute value. Cut the codes to x.numel() at the end.",
+            "A scale of 0 must not divide: put 1 in its place with torch.where. scales.repeat_interleave(block) gives "
+            "each element its scale, and some too many.",
+            "ends = [0], start = 0; for each size: ends += [start + min(end, size) for end in range(block, size + "
+            "block, block)], then start += size. Border r is the largest end that is at most r * start / ranks.",
+        ),
+        exports=("quantise", "dequantise", "cuts"),
+    ),
+]

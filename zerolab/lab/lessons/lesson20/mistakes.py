@@ -1,0 +1,460 @@
+"""Lesson 20: other right answers, and known mistakes with what a learner is told."""
+
+from __future__ import annotations
+
+from zerolab.lab.exercises.mistakes import Mistake, edit
+from zerolab.lab.lessons.lesson20 import GATHER, QUANTISE
+
+# ---------------------------------------------------------------------- 20.1
+
+GATHER_INTO_TENSORS = """\
+import torch
+import torch.distributed as dist
+from torch import nn
+
+
+class Gather(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, shard, shape, shard_group, replicate_group):
+        ctx.shape, ctx.padded = shard.shape, shard.numel() * shard_group.size()
+        ctx.shard_group, ctx.replicate_group = shard_group, replicate_group
+        flat = torch.empty(ctx.padded, dtype=shard.dtype, device=shard.device)
+        dist.all_gather_into_tensor(flat, shard.contiguous(), group=shard_group)
+        return flat.narrow(0, 0, shape.numel()).reshape(shape)
+
+    @staticmethod
+    def backward(ctx, grad):
+        flat = grad.new_zeros(ctx.padded)
+        flat[: grad.numel()] = grad.reshape(-1)
+        mine = grad.new_empty(ctx.shape)
+        work = dist.reduce_scatter_tensor(mine, flat, group=ctx.shard_group, async_op=True)
+        work.wait()
+        mine /= ctx.shard_group.size()
+        if ctx.replicate_group.size() > 1:
+            dist.all_reduce(mine, group=ctx.replicate_group)
+            mine /= ctx.replicate_group.size()
+        return (mine, *3 * [None])
+
+
+class Sharded(nn.Module):
+    def __init__(self, shape, shard_group, replicate_group):
+        super().__init__()
+        self.shape, self.shards, self.replicas = shape, shard_group, replicate_group
+
+    def right_inverse(self, full):
+        each = -(-full.numel() // self.shards.size())
+        begin = each * self.shards.rank()
+        mine = full.detach().reshape(-1)[begin : begin + each]
+        kept = full.detach().new_zeros(each)
+        kept[: mine.numel()] = mine
+        return kept
+
+    def forward(self, shard):
+        return Gather.apply(shard, self.shape, self.shards, self.replicas)
+"""
+
+GATHER_BY_ALL_TO_ALL = """\
+import math
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+
+class Gather(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, shard, shape, shard_group, replicate_group):
+        ctx.save_for_backward()
+        ctx.groups, ctx.each = (shard_group, replicate_group), len(shard)
+        parts = [torch.empty_like(shard) for _ in range(dist.get_world_size(shard_group))]
+        dist.all_gather(parts, shard.detach(), group=shard_group)
+        return torch.cat(parts)[: math.prod(shape)].reshape(shape).clone()
+
+    @staticmethod
+    def backward(ctx, grad):
+        shard_group, replicate_group = ctx.groups
+        N = dist.get_world_size(shard_group)
+        flat = torch.cat([grad.flatten(), grad.new_zeros(N * ctx.each - grad.numel())])
+        flat = flat / (N * dist.get_world_size(replicate_group))
+        received = torch.empty_like(flat)
+        dist.all_to_all_single(received, flat, group=shard_group)
+        mine = received.view(N, ctx.each).sum(dim=0)
+        dist.all_reduce(mine, group=replicate_group)
+        return mine, None, None, None
+
+
+class Sharded(nn.Module):
+    def __init__(self, *mesh):
+        super().__init__()
+        self.mesh = mesh
+
+    def right_inverse(self, full):
+        group = self.mesh[1]
+        N, full = dist.get_world_size(group), full.detach()
+        rows = full.new_zeros(N, -(-full.numel() // N))
+        rows.flatten()[: full.numel()].copy_(full.flatten())
+        return rows[dist.get_rank(group)].clone()
+
+    def forward(self, shard):
+        return Gather.apply(shard, *self.mesh)
+"""
+
+SUM = "the gradients were added up and not averaged: divide once, by the sizes of both groups, N * R"
+PART_OF_THE_MEAN = (
+    "the mean is over all ranks, those that share the shards and those that have replicas: divide by N * R"
+)
+TWICE = "divided twice: after the sums over both groups one division, by N * R, makes the mean"
+NO_REPLICAS = (
+    "replicas were left out: ranks of replicate_group hold the same shard and have seen other samples, so the shard's "
+    "gradient is all-reduced among them"
+)
+TOO_MUCH = (
+    "the whole gradient was all-reduced where a shard of it is enough: reduce-scatter it in shard_group first, then "
+    "all-reduce the shard in replicate_group"
+)
+WORLD = "that went over all processes: pass group=..., and ask the group for its size and this rank's number in it"
+UNPADDED = "the padding is still there: the parameter has shape.numel() elements, and the shards together may have more"
+LAYOUT = "rank r keeps chunk r, elements that lie one after another, so that the chunks end to end are the parameter"
+VIEW = "a view of the full parameter keeps all of it in memory: clone() the shard"
+GRAD_FLAT = "the gradient may be a transposed or expanded tensor, which view(-1) refuses: use flatten() or reshape(-1)"
+IN_PLACE = "the gradient that came in was changed, and autograd may pass the same tensor elsewhere: work on a copy"
+SHARED = "what backward needs belongs to this call: keep it in ctx, and not on the class, which all parameters share"
+NO_GRADIENT = (
+    "dist's collectives know nothing of autograd, so the shard gets no gradient: Sharded.forward calls Gather.apply"
+)
+ARGUMENTS = (
+    "backward returns a value for each argument of forward: the gradient of the shard, and None for the shape and for "
+    "each of the two groups"
+)
+
+_SCATTER = "        dist.reduce_scatter(mine, list(flat.chunk(N)), group=shard_group)\n"
+_REDUCE = "        dist.all_reduce(mine, group=replicate_group)\n"
+_MEAN = "mine / (N * R), None, None, None"
+_GATHER = "        dist.all_gather(list(flat.chunk(N)), shard, group=shard_group)\n"
+_KEPT = "        return flat.chunk(N)[rank].clone()\n"
+
+GATHER_MISTAKES = {
+    "a sum": Mistake(edit(GATHER, _MEAN, "mine, None, None, None"), SUM),
+    "the mean of the shard group": Mistake(edit(GATHER, "(N * R)", "N"), PART_OF_THE_MEAN),
+    "divided by the world": Mistake(
+        edit(GATHER, "(N * R)", "dist.get_world_size()"),
+        "divided by the number of all processes: it is the two groups that are averaged over, N * R",
+    ),
+    "divided twice": Mistake(edit(GATHER, "mine / (N * R)", "mine / (N * R) / (N * R)"), TWICE),
+    "no replicas": Mistake(edit(GATHER, _REDUCE, ""), NO_REPLICAS),
+    "no sum over the shard group": Mistake(
+        edit(GATHER, _SCATTER, "        mine.copy_(flat.chunk(N)[dist.get_rank(shard_group)])\n"),
+        "this rank's own gradient was cut up, and nobody else's is in it: reduce-scatter adds up those of all ranks",
+    ),
+    "all-reduce, then a slice": Mistake(
+        edit(
+            GATHER,
+            _SCATTER,
+            "        flat = flat.clone()\n        dist.all_reduce(flat, group=shard_group)\n"
+            "        mine = flat.chunk(N)[dist.get_rank(shard_group)].clone()\n",
+        ),
+        TOO_MUCH,
+    ),
+    "replicas first": Mistake(
+        edit(
+            GATHER,
+            _SCATTER + _REDUCE,
+            "        flat = flat.clone()\n        dist.all_reduce(flat, group=replicate_group)\n" + _SCATTER,
+        ),
+        TOO_MUCH,
+    ),
+    "gathers from all": Mistake(
+        edit(
+            GATHER,
+            "N = dist.get_world_size(shard_group)\n        flat = shard",
+            "N = dist.get_world_size()\n        flat = shard",
+            _GATHER,
+            _GATHER.replace(", group=shard_group", ""),
+        ),
+        WORLD,
+    ),
+    "the reduce-scatter of all": Mistake(
+        edit(
+            GATHER,
+            "N, R = dist.get_world_size(shard_group), dist.get_world_size(replicate_group)",
+            "N, R = dist.get_world_size(), 1",
+            _SCATTER,
+            _SCATTER.replace(", group=shard_group", ""),
+        ),
+        WORLD,
+    ),
+    "a rank of the world": Mistake(
+        edit(GATHER, "dist.get_rank(self.groups[0])", "dist.get_rank() % N"),
+        "this rank's number among all processes was taken, and in its group it has another: dist.get_rank(group)",
+    ),
+    "groups exchanged": Mistake(
+        edit(GATHER, "ctx.groups = shard_group, replicate_group", "ctx.groups = replicate_group, shard_group"),
+        "the two groups were mixed up: parameters are gathered and gradients scattered in shard_group, and only the "
+        "all-reduce is in replicate_group",
+    ),
+    "padding left": Mistake(
+        edit(GATHER, "return flat[: shape.numel()].view(shape)", "return flat.view(-1, *shape[1:])"), UNPADDED
+    ),
+    "no padding": Mistake(
+        edit(
+            GATHER,
+            "        flat = F.pad(full.detach().flatten(), (0, -full.numel() % N))\n" + _KEPT,
+            "        return full.detach().flatten().tensor_split(N)[rank].clone()\n",
+        ),
+        "the shards have different lengths, which all-gather cannot put together: pad with zeros to a multiple of N",
+    ),
+    "zeros in front": Mistake(
+        edit(
+            GATHER, "full.detach().flatten(), (0, -full.numel() % N)", "full.detach().flatten(), (-full.numel() % N, 0)"
+        ),
+        "the padding is in front, and so every element has moved: it belongs to the end",
+    ),
+    "dealt out": Mistake(edit(GATHER, _KEPT, "        return flat[rank::N].clone()\n"), LAYOUT),
+    "dealt out, and put together": Mistake(
+        edit(
+            GATHER,
+            _KEPT,
+            "        return flat[rank::N].clone()\n",
+            "return flat[: shape.numel()].view(shape)",
+            "return flat.view(N, -1).t().flatten()[: shape.numel()].view(shape)",
+            _SCATTER,
+            "        flat = flat.view(-1, N).t().flatten()\n" + _SCATTER,
+        ),
+        LAYOUT,
+    ),
+    "the next rank's": Mistake(edit(GATHER, "flat.chunk(N)[rank]", "flat.chunk(N)[(rank + 1) % N]"), LAYOUT),
+    "a view": Mistake(edit(GATHER, "flat.chunk(N)[rank].clone()", "flat.chunk(N)[rank]"), VIEW),
+    "still in the graph": Mistake(
+        edit(GATHER, "full.detach().flatten()", "full.flatten()"),
+        "the shard hangs on the graph of the full parameter: detach() first, for the shard is the leaf from now on",
+    ),
+    "view(-1)": Mistake(edit(GATHER, "F.pad(grad.flatten()", "F.pad(grad.view(-1)"), GRAD_FLAT),
+    "divides the gradient in place": Mistake(
+        edit(
+            GATHER,
+            "        flat = F.pad(grad.flatten()",
+            "        grad /= N * R\n        flat = F.pad(grad.flatten()",
+            _MEAN,
+            "mine, None, None, None",
+        ),
+        IN_PLACE,
+    ),
+    "one gradient": Mistake(edit(GATHER, _MEAN, "mine / (N * R)"), ARGUMENTS),
+    "a gradient too few": Mistake(edit(GATHER, _MEAN, "mine / (N * R), None, None"), ARGUMENTS),
+    "the full gradient": Mistake(
+        edit(
+            GATHER,
+            "        mine = flat.new_empty(flat.numel() // N)\n" + _SCATTER + _REDUCE,
+            "        mine = grad.clone()\n        dist.all_reduce(mine, group=shard_group)\n" + _REDUCE,
+        ),
+        "what backward returns has the shape of the shard, and not that of the parameter",
+    ),
+    "kept on the class": Mistake(
+        edit(GATHER, "ctx.groups = shard", "Gather.groups = shard", "= ctx.groups", "= Gather.groups"), SHARED
+    ),
+    "outside of autograd": Mistake(
+        edit(
+            GATHER,
+            "        return Gather.apply(shard, self.shape, *self.groups)\n",
+            "        N = dist.get_world_size(self.groups[0])\n        flat = shard.new_empty(N * shard.numel())\n"
+            "        dist.all_gather(list(flat.chunk(N)), shard.detach(), group=self.groups[0])\n"
+            "        return flat[: self.shape.numel()].view(self.shape)\n",
+        ),
+        NO_GRADIENT,
+    ),
+    "not waited for": Mistake(
+        edit(GATHER, "shard, group=shard_group)", "shard, group=shard_group, async_op=True)"),
+        "the all-gather was started and not waited for: without async_op=True it is over when it returns",
+    ),
+    "float32": Mistake(
+        edit(GATHER, "shard.new_empty(N * shard.numel())", "torch.empty(N * shard.numel())"),
+        "the full parameter has the dtype of the shard, whatever that is: shard.new_empty(...)",
+    ),
+    "returns nothing": Mistake(
+        edit(GATHER, "        return flat[: shape.numel()].view(shape)\n", ""),
+        "Gather.forward returns nothing: `return` is missing",
+    ),
+}
+
+# ---------------------------------------------------------------------- 20.2
+
+QUANTISE_BY_LOOPS = """\
+from bisect import bisect_right
+
+import torch
+
+
+def quantise(x, block):
+    codes, scales = [], []
+    for part in x.reshape(-1).split(block):
+        scale = part.abs().max() / 127
+        codes.append((part / scale).round() if scale > 0 else torch.zeros_like(part))
+        scales.append(scale)
+    return torch.cat(codes).to(torch.int8), torch.stack(scales)
+
+
+def dequantise(codes, scales, block):
+    return torch.cat([part * scale for part, scale in zip(codes.split(block), scales)])
+
+
+def cuts(sizes, ranks, block):
+    ends, total = [0], sum(sizes)
+    for size in sizes:
+        start = ends[-1]
+        ends.extend(range(start + block, start + size, block))
+        ends.append(start + size)
+    return [ends[bisect_right(ends, r * total // ranks) - 1] for r in range(ranks + 1)]
+"""
+
+QUANTISE_BY_NUMBERS = """\
+import torch
+
+
+def quantise(x, block):
+    flat = x.flatten()
+    number = torch.arange(len(flat)) // block
+    largest = torch.zeros(-(-len(flat) // block)).scatter_reduce(0, number, flat.abs(), "amax")
+    codes = torch.nan_to_num(flat * 127 / largest[number], nan=0.0)
+    return torch.round(codes).char(), largest / 127
+
+
+def dequantise(codes, scales, block):
+    return scales[torch.arange(len(codes)) // block] * codes
+
+
+def cuts(sizes, ranks, block):
+    total, cut = sum(sizes), []
+    for r in range(ranks):
+        share, start, last = r * total // ranks, 0, 0
+        for size in sizes:
+            if start + size <= share:
+                last = start + size
+            elif start <= share:
+                last = start + (share - start) // block * block
+            start += size
+        cut.append(last)
+    return [*cut, total]
+"""
+
+ONE_SCALE = (
+    "one scale for all of `x`: each block of `block` elements has its own, or one large value rounds all others to 0"
+)
+SIGNS = "the largest value was taken, and not the largest absolute value: a block whose largest is negative overflows"
+RANGE = "the largest absolute value becomes the code 127: at 128 int8 wraps around to -128"
+ROUNDS = "cut off and not rounded: every code is too near to 0, and so is the average over many steps"
+LENGTH = "as many codes as elements: the padding of the last block is cut off again"
+BY_BLOCK = (
+    "each scale belongs to `block` elements in a row: repeat_interleave, and not repeat, which deals them out in turn"
+)
+FROM_THE_START = (
+    "blocks were counted from the beginning of all parameters: those of a parameter begin at its own first element"
+)
+NOT_BEHIND = "a rank begins at the last block end at or before its equal share, and not at the next one"
+NO_BLOCKS = "these are equal shards, which cut blocks in two: move each border back to the end of a block"
+SHORT = "the end of a parameter is the end of a block too, even of a short one"
+_ENDS = "        ends += [start + min(end, size) for end in range(block, size + block, block)]\n"
+_LAST = "max(end for end in ends if end <= share)"
+
+QUANTISE_MISTAKES = {
+    "one scale": Mistake(
+        edit(QUANTISE, "rows.abs().amax(dim=1) / 127", "rows.abs().amax().expand(len(rows)) / 127"), ONE_SCALE
+    ),
+    "one scale, one number": Mistake(
+        edit(
+            QUANTISE,
+            "rows.abs().amax(dim=1) / 127",
+            "rows.abs().amax().view(1) / 127",
+            "scales.repeat_interleave(block)[: codes.numel()]",
+            "scales",
+        ),
+        ONE_SCALE,
+    ),
+    "without signs": Mistake(edit(QUANTISE, "rows.abs().amax(dim=1)", "rows.amax(dim=1)"), SIGNS),
+    "128": Mistake(edit(QUANTISE, "/ 127", "/ 128"), RANGE),
+    "255": Mistake(edit(QUANTISE, "/ 127", "/ 255"), RANGE),
+    "the mean": Mistake(
+        edit(QUANTISE, "rows.abs().amax(dim=1)", "rows.abs().mean(dim=1)"),
+        "the mean of a block was taken for its scale: larger values then have no code. It is the largest",
+    ),
+    "cut off": Mistake(edit(QUANTISE, ".round().to(", ".to("), ROUNDS),
+    "rounded down": Mistake(edit(QUANTISE, ".round().to(", ".floor().to("), ROUNDS),
+    "a small number for zero": Mistake(
+        edit(
+            QUANTISE,
+            "rows.abs().amax(dim=1) / 127",
+            "rows.abs().amax(dim=1).clamp(min=1e-2) / 127",
+        ),
+        "blocks of small values have small scales: a lower limit makes all their codes 0",
+    ),
+    "codes in float": Mistake(
+        edit(QUANTISE, ".round().to(torch.int8)", ".round()"),
+        "the codes are still 32 bits wide: .to(torch.int8), one byte for each",
+    ),
+    "codes without a sign": Mistake(
+        edit(QUANTISE, ".to(torch.int8)", ".to(torch.uint8)"),
+        "uint8 has no negative numbers: the codes go from -127 to 127, which is int8",
+    ),
+    "padding left": Mistake(
+        edit(QUANTISE, "return codes.flatten()[: x.numel()], scales", "return codes.flatten(), scales"), LENGTH
+    ),
+    "codes in rows": Mistake(
+        edit(QUANTISE, "codes.flatten()[: x.numel()]", "codes.flatten()[: x.numel()].view_as(x)"),
+        "the codes are a flat tensor, (n,), whatever the shape of `x`",
+    ),
+    "whole blocks only": Mistake(
+        edit(
+            QUANTISE,
+            "F.pad(x.flatten(), (0, -x.numel() % block)).view(-1, block)",
+            "x.flatten()[: x.numel() // block * block].view(-1, block)",
+        ),
+        "the last elements are gone: the last block may be shorter than the others, and is a block all the same",
+    ),
+    "dealt out in turn": Mistake(edit(QUANTISE, "scales.repeat_interleave(block)", "scales.repeat(block)"), BY_BLOCK),
+    "dequantise divides": Mistake(
+        edit(QUANTISE, "codes.float() * scales", "codes.float() / scales"),
+        "a code times its scale is the value: quantise divides, dequantise multiplies",
+    ),
+    "127 again": Mistake(
+        edit(QUANTISE, "codes.float() * scales", "codes.float() / 127 * scales"),
+        "divided by 127 once more: the scale has that in it already",
+    ),
+    "blocks from the start": Mistake(
+        edit(QUANTISE, f"[{_LAST} for share in shares]", "[int(share) // block * block for share in shares]"),
+        FROM_THE_START,
+    ),
+    "the next block": Mistake(edit(QUANTISE, _LAST, "min(end for end in ends if end >= share)"), NOT_BEHIND),
+    "the nearest block": Mistake(edit(QUANTISE, _LAST, "min(ends, key=lambda end: abs(end - share))"), NOT_BEHIND),
+    "before, never at": Mistake(
+        edit(QUANTISE, _LAST, "max([0, *(end for end in ends if end < share)])"),
+        "a share that ends with a block needs no moving: at or before, end <= share",
+    ),
+    "equal shards": Mistake(
+        edit(QUANTISE, f"[{_LAST} for share in shares]", "[int(share) for share in shares]"), NO_BLOCKS
+    ),
+    "ends of parameters": Mistake(
+        edit(QUANTISE, _ENDS, "        ends.append(start + size)\n"),
+        "cut between parameters only: a large one may be cut between any two of its blocks",
+    ),
+    "short blocks forgotten": Mistake(
+        edit(QUANTISE, _ENDS, "        ends += [start + end for end in range(block, size + 1, block)]\n"), SHORT
+    ),
+    "no last border": Mistake(
+        edit(QUANTISE, "for share in shares] + [start]", "for share in shares]"),
+        "there are ranks + 1 borders: the last rank ends where the last parameter does",
+    ),
+    "lengths": Mistake(
+        edit(
+            QUANTISE,
+            f"    return [{_LAST} for share in shares] + [start]\n",
+            f"    found = [{_LAST} for share in shares] + [start]\n"
+            "    return [b - a for a, b in zip(found, found[1:])]\n",
+        ),
+        "these are the lengths of the shards: asked for is where they begin, and where the last one ends",
+    ),
+}
+
+RIGHT = {
+    "20.1": [GATHER_INTO_TENSORS, GATHER_BY_ALL_TO_ALL],
+    "20.2": [QUANTISE_BY_LOOPS, QUANTISE_BY_NUMBERS],
+}
+MISTAKES = {"20.1": GATHER_MISTAKES, "20.2": QUANTISE_MISTAKES}

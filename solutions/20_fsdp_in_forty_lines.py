@@ -1,12 +1,12 @@
 # %% [markdown]
 # # 20 · FSDP in forty lines
 #
-# **The question.** Sharded training has a reputation for size: the part of FSDP2 that runs in a step is thousands of
-# lines of hooks, and you have written many of ours. SimpleFSDP (arXiv 2411.00284) says that it takes one idea, which fits
-# on a screen: *a parameter is placed somewhere, and gathering it is a redistribution that autograd can undo.* Is that
-# all? Anyone who picks an engine should know what the forty lines do, what they leave out, and which of the rest is worth
-# having. And then the opposite question. Sharding moves numbers and changes none of them, so everyone says. There is an
-# optimizer in wide use for which that is wrong.
+# **The question.** Sharded training has a reputation for size: the engine behind `Zero3` has nearly 5,000 lines
+# ([CONTRIBUTING](../CONTRIBUTING.md#what-to-read-first) counts them), and most are hooks, and what hooks have to know.
+# SimpleFSDP (arXiv 2411.00284) says that it takes one idea, which fits on a screen: *a parameter rests somewhere, and
+# gathering it is a redistribution that autograd can undo.* Is that all? Anyone who picks an engine should know what the
+# forty lines do, what they leave out, and which of the rest is worth having. And then the opposite question. Sharding
+# moves numbers and changes none of them, so everyone says. There is an optimizer in wide use for which that is wrong.
 
 # %%
 # %load_ext zerolab.lab
@@ -17,12 +17,12 @@ lab.start(4)
 
 # %% tags=["nbval-check-output"]
 # %%ranks
+import gc
 import inspect
 import weakref
 
 import torch
 import torch.distributed as dist
-import torch.nn.functional as F
 import zerolab
 from torch import nn
 from torch.nn.utils.parametrize import is_parametrized, register_parametrization
@@ -44,14 +44,16 @@ print(f"Ψ = {psi:,} parameters")
 # %% [markdown]
 # ## A tensor, and where it is
 #
-# Take one parameter and a group of N ranks. There are three ways in which the ranks can have it:
+# Take one parameter and a group of N ranks. There are three ways in which the ranks can have it, three
+# **[placements](../docs/glossary.md#placement)**:
 #
 # - **replicated**: every rank has all of it;
 # - **sharded**: each rank has 1/N of it, and the shards end to end are the whole;
-# - **partial**: each rank has a tensor of full size, and the *sum* of all of them is meant. Gradients are born like this:
-#   each rank has that of its own samples.
+# - **partial**: each rank has a tensor of full size, and the *sum* of all of them is meant. Gradients are born like
+#   this: each rank has that of its own samples.
 #
-# To go from one to another is a **redistribution**, and the four that matter are collectives you know:
+# To go from one to another is a **[redistribution](../docs/glossary.md#redistribution)**, and the four that matter are
+# collectives you know:
 #
 # | from | to | collective | a ring sends |
 # |---|---|---|---|
@@ -73,21 +75,22 @@ print(f"Ψ = {psi:,} parameters")
 # and only itself in the second, and DDP the other way round. A collective in a group of one rank does nothing. So one
 # function with two groups is all three.
 #
-# torch has a place to put it. A **parametrization** (`torch.nn.utils.parametrize`) replaces `module.weight` by a
-# function of what is kept: whoever reads `module.weight` gets `forward(kept)`. The model's code stays as it is, and no
-# hook is needed: forward reads the weight, autograd records how it came about, and calls our backward when its gradient
-# is there.
+# torch has a place to put it. A **[parametrization](../docs/glossary.md#parametrization)**
+# (`torch.nn.utils.parametrize`) replaces `module.weight` by a function of what is kept: whoever reads `module.weight`
+# gets `forward(kept)`. The model's code stays as it is, and no hook is needed: forward reads the weight, autograd
+# records how it came about, and calls our backward when its gradient is there.
 #
 # ## Predict
 #
 # Each parameter of a GPT gets such a parametrization, sharded over 4 ranks, in float32. How many bytes does a rank send
-# in a step? (Follow one parameter: what is sent when forward reads it, and what when backward has its gradient? Is there
-# anything else? Nothing is padded here.)
+# in a step? (Follow one parameter: what is sent when forward reads it, and what when backward has its gradient? Is
+# there anything else? Nothing is padded here.)
 #
 # And what does a rank *hold* when forward returns? Autograd keeps whatever backward will need. A linear layer needs its
-# matrix, to pass the gradient on to its input; a layer norm its weight, and torch keeps the bias with it. Biases of linear
-# layers and the rows of embeddings are not needed. So how many bytes of full, gathered parameters are still alive then?
-# In this GPT, 4 blocks have 12·128² elements in matrices, the head has 256·128, and 9 layer norms have 2·128 each.
+# matrix, to pass the gradient on to its input; a layer norm its weight, and torch keeps the bias with it. Biases of
+# linear layers and the rows of embeddings are not needed. So how many bytes of full, gathered parameters are still
+# alive then? In this GPT, 4 blocks have 12·128² elements in matrices, the head has 256·128, and 9 layer norms have
+# 2·128 each.
 
 # %%
 lab.predict("20.1", 2 * 4 * 867_072 * 3 / 4)  # bytes
@@ -96,9 +99,9 @@ lab.predict("20.2", 4 * (4 * 12 * 128**2 + 256 * 128 + 9 * 2 * 128))  # bytes
 # %% [markdown]
 # ## Write: a parameter that gathers itself
 #
-# `Gather` is the redistribution, in both directions. `Sharded` is the parametrization: `right_inverse` says what to keep
-# of a full parameter (torch calls it once, when the parametrization is registered), and `forward` what to make of it. The
-# shards are flat: the elements one after another, zeros at the end where N doesn't divide them.
+# `Gather` is the redistribution, in both directions. `Sharded` is the parametrization: `right_inverse` says what to
+# keep of a full parameter (torch calls it once, when the parametrization is registered), and `forward` what to make of
+# it. The shards are flat: the elements one after another, zeros at the end where N doesn't divide them.
 
 # %%
 # %%exercise 20.1
@@ -109,8 +112,8 @@ lab.check("20.1")
 # %% [markdown]
 # ## Three placements
 #
-# Four ranks can be one shard group, or one replicate group, or a mesh of 2 × 2. First one parameter of 8 elements, whose
-# gradient on rank r is r + 1 everywhere: what does each rank keep, and what comes back?
+# Four ranks can be one shard group, or one replicate group, or a mesh of 2 × 2. First one parameter of 8 elements,
+# whose gradient on rank r is r + 1 everywhere: what does each rank keep, and what comes back?
 
 # %%
 # %%ranks
@@ -138,8 +141,8 @@ ways = {way: [plots.Placed(*of[way]) for of in found] for way in found[0]}
 plots.show(plots.placements(ways, elements=8))
 
 # %% [markdown]
-# Only the groups differ. Now the whole model, with real text. `shard` gives every parameter its parametrization, and the
-# gradients are compared with those of one process that has the samples of all four ranks.
+# Only the groups differ. Now the whole model, with real text. `shard` gives every parameter its parametrization, and
+# the gradients are compared with those of one process that has the samples of all four ranks.
 
 
 # %%
@@ -197,24 +200,24 @@ print("Gather, Sharded and shard:", lab.pull("lines", rank=0), "lines")
 
 # %% tags=["nbval-check-output"]
 if lab.predicted("20.1") and lab.predicted("20.2"):
-    for way, (holds, sent, gathered, same) in table.items():
+    for way, (holds, sent, _, same) in table.items():
         print(f"{way:7} keeps {holds:9,} bytes of parameters, sends {sent:9,.0f};", end=" ")
         print("gradients as of one process:", same)
     gathered = table["ZeRO-3"][2]
     print(f"ZeRO-3, when forward returns: {gathered:,} bytes gathered and still held")
 
 # %% [markdown]
-# One function, three engines, and the numbers of one process up to rounding (gloo adds in another order). And look at the
-# bytes: sharded, this sends *exactly what DDP sends*, 2Ψ(N-1)/N, and not the 3Ψ of stage 3. What has been saved is the
-# second gather, and the second prediction says who pays: 95 % of the full parameters stay in memory from their forward
-# to their backward. This is FSDP2 with `reshard_after_forward=False`. Between steps it is ZeRO-3; in a step, at its peak,
-# it isn't.
+# One function, three engines, and the numbers of one process up to rounding (gloo adds in another order). And look at
+# the bytes: sharded, this sends *exactly what DDP sends*, 2Ψ(N-1)/N, and not the 3Ψ of stage 3. What has been saved is
+# the second gather, and the second prediction says who pays: 95 % of the full parameters stay in memory from their
+# forward to their backward. This is FSDP2 with `reshard_after_forward=False`. Between steps it is ZeRO-3; in a step, at
+# its peak, it isn't.
 #
 # ## Gather again
 #
-# To release a parameter after its forward, it must not be *kept*. Autograd lets us say what is kept in place of a tensor:
-# `saved_tensors_hooks(pack, unpack)`. Where it wants to keep a gathered parameter, `pack` gives it the shard and how to
-# gather, and in backward `unpack` gathers again. That is the third Ψ, in a dozen lines.
+# To release a parameter after its forward, it must not be *kept*. Autograd lets us say what is kept in place of a
+# tensor: `saved_tensors_hooks(pack, unpack)`. Where it wants to keep a gathered parameter, `pack` gives it the shard
+# and how to gather, and in backward `unpack` gathers again. That is the third Ψ, in a dozen lines.
 
 
 # %%
@@ -262,8 +265,8 @@ releases(x, y).backward()
 same_again = far_from_one(releases.model) < 1e-5
 
 # %% [markdown]
-# Beside it, the engine's `Zero3` and `DDP`, with a unit for each block: what is held when forward returns, the bytes, the
-# collectives, and the peak of a step with AdamW, from the allocator.
+# Beside it, the engine's `Zero3` and `DDP`, with a unit for each block: what is held when forward returns, the bytes,
+# the collectives, and the peak of a step with AdamW, from the allocator.
 
 # %%
 # %%ranks
@@ -295,6 +298,7 @@ def observe(way):
     sent = book.moved if zero else book.sent
     number = sum(not call.control for call in book.calls) if zero else len(book.calls)
     seen = {"holds": holds, "gathered": gathered, "sent": sent, "calls": number}
+    gc.collect()  # or what is freed in the meantime would be taken off the peak
     return seen | {"peak": peak_of(lambda: trained(way), torch.device("cpu"), steps=2)}
 
 
@@ -325,26 +329,30 @@ if lab.predicted("20.2"):
 # %%
 if lab.predicted("20.2"):
     print("               sends  collectives   peak of a step, over the ranks")
+    peaks = {way: [of[way]["peak"] / 1e6 for of in lab.pull("seen")] for way in seen}
     for way, of in seen.items():
-        peaks = [rank[way]["peak"] / 1e6 for rank in lab.pull("seen")]
         print(f"{way:13}{of['sent']:10,.0f}{of['calls']:9}", end=" ")
-        print(f"{min(peaks):13.1f} to {max(peaks):.1f} MB")
+        print(f"{min(peaks[way]):13.1f} to {max(peaks[way]):.1f} MB")
     assert all(of["gather again"]["gathered"] == 0 for of in lab.pull("seen"))
     assert all(lab.pull("same_again"))
+    assert sum(peaks["gather again"]) < sum(peaks["forty lines"]) < sum(peaks["DDP"])
 
 # %% [markdown]
-# "Gather again" keeps nothing that it has gathered: autograd holds the same bytes as in one process. It sends what `Zero3`
-# sends, less the embeddings and biases that backward never asks for; `Zero3` gathers whole units, and its root unit once.
-# (The peaks of the forty lines vary from run to run by up to a megabyte: gloo's threads let go of memory a moment late.)
-# The second column is the bill: three or four collectives for every parameter, and each is waited for where it is made. A
-# ring passes its message on N - 1 times, however short it is (lesson 03 measured what that costs). `Zero3` needs a dozen,
-# and starts a gather while the block before is still computing (lesson 09). Nothing in the forty lines knows which
-# parameter comes next.
+# "Gather again" keeps nothing that it has gathered: autograd holds the same bytes as in one process. It sends what
+# `Zero3` sends, less the embeddings and biases that backward never asks for; `Zero3` gathers whole units, and its root
+# unit once. The peak falls by less than was gathered, because it moves into backward, where gloo copies the lists that
+# it is given. (The peaks of the forty lines vary from run to run by up to a megabyte: gloo's threads let go of memory a
+# moment late.)
+#
+# The bill is in the column of collectives: three or four for every parameter, and each is waited for where it is made.
+# A ring passes its message on N - 1 times, however short it is (lesson 03 measured what that costs). `Zero3` needs a
+# dozen, and starts a gather while the block before is still computing (lesson 09). Nothing in the forty lines knows
+# which parameter comes next.
 #
 # ## What autograd does not see
 #
-# Autograd runs the backward of what was *used*. Each rank decides that for itself. Take two experts of the same shape, and
-# let the ranks choose different ones, as a router does.
+# Autograd runs the backward of what was *used*. Each rank decides that for itself. Take two experts of the same shape,
+# and let the ranks choose different ones, as a router does.
 
 
 # %%
@@ -378,16 +386,18 @@ for way, told in lab.pull("said", rank=0).items():
     print(f"{way}: {told}")
 
 # %% [markdown]
-# Rank 0 gathers the weight of expert 0 while rank 1 gathers that of expert 1. The calls fit, and each gets half of the one
-# and half of the other. Nobody is told. (With experts of different shapes it would hang or die.) It is the same with a
-# parameter that one rank didn't use: its reduce-scatter meets another's. An engine with hooks knows the units and their
-# order, so it can compare; it is what most of the hooks' lines are for.
+# Rank 0 gathers the weight of expert 0 while rank 1 gathers that of expert 1. The calls fit, and each gets half of the
+# one and half of the other. Nobody is told. (With experts of different shapes, gloo would abort a rank or hand it a
+# wrong tensor.) A parameter that one rank didn't use is the same in backward: its reduce-scatter meets another's.
+# `Zero3` knows the units and their order, so it can compare what the ranks do, and refuse. That is a good part of its
+# lines.
 #
 # ## The same, by torch
 #
-# A **[DTensor](../docs/glossary.md#dtensor)** is a tensor with a placement, and torch's own redistribution is differentiable.
-# Then the exercise is one line: to go to `Replicate`, and to read the gradient as `Partial`. With it, torchtitan's
-# SimpleFSDP places parameters; the three engines are three lists of placements.
+# A **[DTensor](../docs/glossary.md#dtensor)** is a tensor with a placement, and torch's own redistribution is
+# differentiable. Then the exercise is one line: to go to `Replicate`, and to read the gradient as `Partial`.
+# torchtitan's SimpleFSDP is made of it (`simple_fsdp.py`, 319 lines in August 2026, with tensor parallelism and mixed
+# precision). The three engines are three lists of placements.
 
 
 # %%
@@ -400,6 +410,7 @@ PLACEMENTS = {
     "DDP": (flat_mesh, [Replicate()]),
     "ZeRO-3": (flat_mesh, [Shard(0)]),
     "hybrid": (mesh_2x2, [Replicate(), Shard(0)]),
+    "hybrid, turned": (mesh_2x2, [Shard(0), Replicate()]),
 }
 
 
@@ -433,20 +444,22 @@ for way, (mesh, placements) in PLACEMENTS.items():
 # %% tags=["nbval-check-output"]
 if lab.predicted("20.1"):
     for way, (sent, number, same) in lab.pull("by_torch", rank=0).items():
-        print(f"{way:7} sends {sent:9,.0f} bytes in {number} calls;", end=" ")
+        print(f"{way:14} sends {sent:9,.0f} bytes in {number} calls;", end=" ")
         print("gradients as of one process:", same)
 
 # %% [markdown]
-# The same bytes as yours. DTensor leaves out collectives of a single rank, and sums the gradient over the mesh in the order
-# that its cost model finds cheaper. (A DTensor is cut by *rows*, dimension 0, where yours is flat. Remember that.)
+# The same bytes as yours, but for one row. DTensor redistributes one dimension of the mesh after the other, from the
+# left: with `[Replicate(), Shard(0)]` it all-reduces the *whole* gradient between the replicas, and then scatters it.
+# Turn the mesh, and the reduce-scatter comes first. (It also leaves out collectives of a single rank. And a DTensor is
+# cut by *rows*, dimension 0, where yours is flat. Remember that.)
 #
 # ## A compiler can read it
 #
-# Hooks are Python that runs *between* operations: `torch.compile` has to stop at them. A redistribution is operations,
-# and they are in the graph. So the compiler sees what hooks have to guess: every collective of a step, its size, and all
-# that is computed between it and its use. It may move them and merge them. Here torch captures a small GPT on two ranks,
-# without a break, and then its own pass puts the collectives into buckets of a quarter of a megabyte. (This cell takes a
-# while.)
+# Hooks are Python that runs *between* operations, and there a compiled graph has to end. A redistribution is
+# operations, and they are in the graph. So the compiler sees what hooks have to guess: every collective of a step, its
+# size, and all that is computed between it and its use. It may move them and merge them. Here torch captures a small
+# GPT on two ranks as one graph, and its own pass puts the collectives into buckets of a quarter of a megabyte. Then the
+# same GPT with `Zero3`. (This cell takes a while.)
 
 
 # %%
@@ -492,6 +505,15 @@ if rank < 2:
     same_compiled = all(map(torch.equal, eager, compiled))
     usual = bucketing.bucket_cap_mb_by_bucket_idx_default(0)
 
+    graphs = []
+    zero = zerolab.Zero3(make_model(layers=2, width=64), units=[Block], group=pairs[0])
+
+    def kept_as_it_is(graph, inputs):
+        graphs.append(collectives(graph))
+        return graph.forward
+
+    torch.compile(zero.model, backend=kept_as_it_is)(x, y).backward()
+
 # %%
 counts = lab.pull("counts", rank=0)
 for direction, (before, after) in counts.items():
@@ -499,14 +521,18 @@ for direction, (before, after) in counts.items():
     assert after < before
 print("the same gradients, bit for bit:", lab.pull("same_compiled", rank=0))
 print(f"torch's own size of a bucket: {lab.pull('usual', rank=0):,.0f} MB")
+graphs = lab.pull("graphs", rank=0)
+print(f"Zero3: forward in {len(graphs)} graphs, with {sum(graphs)} collectives in them")
+assert len(graphs) > 1 and sum(graphs) == 0
 
 # %% [markdown]
-# One graph for forward, one for backward, and torch's pass made of one collective for each parameter a few large ones: the
-# units of our engine, found by a program. How large? One bucket of everything is one message, and all parameters full at
-# once: ZeRO-3's memory is gone. The paper's pass chooses by what it estimates that a collective and the computing before
-# it take. What that is worth shows on GPUs only. The paper reports, with Llama 3 up to 405B on torchtitan, up to 28.54 %
-# less memory and up to 68.67 % more throughput than FSDP2 without a compiler (arXiv 2411.00284, abstract); this machine
-# cannot say, because two cores have nothing to overlap (lesson 09).
+# One graph for forward, one for backward, where `Zero3` leaves the compiler pieces without a collective. And torch's
+# pass made of one collective for each parameter a few large ones: the units of our engine, found by a program. How
+# large? One bucket of everything is one message, and all parameters full at once: ZeRO-3's memory is gone. The paper's
+# pass chooses by what it estimates that a collective and the computing before it take. What that is worth shows on GPUs
+# only. The paper reports, with Llama 3 up to 405B on torchtitan, up to 28.54 % less memory and up to 68.67 % more
+# throughput than FSDP2 without a compiler (arXiv 2411.00284, abstract); this machine cannot say, because two cores have
+# nothing to overlap (lesson 09).
 #
 # | | forty lines and a compiler | hooks |
 # |---|---|---|
@@ -518,11 +544,11 @@ print(f"torch's own size of a bucket: {lab.pull('usual', rank=0):,.0f} MB")
 #
 # ## Sharding that changes the mathematics
 #
-# So far a cut could lie anywhere, because AdamW updates each element from its own gradient. Now let Adam's two averages be
-# stored in 8 bits instead of 32 (Dettmers et al., arXiv 2110.02861). A number in -127 ... 127 is too coarse for a whole
-# tensor, in which one large value would round all others to 0. So a tensor is cut into **blocks**, here of 256 elements,
-# each with a scale of its own: the block's largest absolute value becomes 127. The paper's codes are not evenly spaced,
-# and ours are, for brevity.
+# So far a cut could lie anywhere, because AdamW updates each element from its own gradient. Now let Adam's two averages
+# be stored in 8 bits instead of 32, by block-wise **[quantisation](../docs/glossary.md#quantisation)** (Dettmers et
+# al., arXiv 2110.02861). A number in -127 ... 127 is too coarse for a whole tensor, in which one large value would
+# round all others to 0. So a tensor is cut into **blocks**, here of 256 elements, each with a scale of its own: the
+# block's largest absolute value becomes 127. The paper's codes are not evenly spaced, and ours are, for brevity.
 #
 # How many bytes of optimizer state does a parameter cost? (It was 8. A scale is a float32.)
 
@@ -532,10 +558,10 @@ lab.predict("20.3", 2 * (1 + 4 / 256))  # bytes per parameter
 # %% [markdown]
 # ## Write: blocks, and where to cut
 #
-# Now shard it. The parameters of a model lie end to end in a flat storage, and blocks are counted within each parameter,
-# from its own first element. With equal shards a border falls anywhere, into the middle of a block. What a rank would take
-# for a block is then another one, with another largest value, and from there to the end of that parameter all blocks have
-# moved. `cuts` is the remedy: move each border back to the end of a block.
+# Now shard it. The parameters of a model lie end to end in a flat storage, and blocks are counted within each
+# parameter, from its own first element. With equal shards a border falls anywhere, into the middle of a block. What a
+# rank would take for a block is then another one, with another largest value, and from there to the end of that
+# parameter all blocks have moved. `cuts` is the remedy: move each border back to the end of a block.
 
 # %%
 # %%exercise 20.2
@@ -544,8 +570,8 @@ lab.predict("20.3", 2 * (1 + 4 / 256))  # bytes per parameter
 lab.check("20.2")
 
 # %% [markdown]
-# And the optimizer, in thirty lines. It stores the root of the second average: its range is narrower. Where that root has
-# been rounded to 0, m / root has no bound, so no element moves by more than the learning rate.
+# And the optimizer, in thirty lines. It stores the root of the second average: its range is narrower. Where that root
+# has been rounded to 0, m / root has no bound, so no element moves by more than the learning rate.
 
 
 # %%
@@ -606,8 +632,8 @@ losses = lab.pull("losses", rank=0)
 plots.show(plots.curves(losses, "Adam with 8 bits, and with 32", subtitle, "loss"))
 
 # %% [markdown]
-# A quarter of the memory, and with this model and 60 steps the same curve. Now on 2 and 3 ranks. `Ragged` is ZeRO-1 with
-# borders that may lie anywhere: a rank updates its pieces of the parameters, and sends them to the others.
+# A quarter of the memory, and with this model and 60 steps the same curve. Now on 2 and 3 ranks. `Ragged` is ZeRO-1
+# with borders that may lie anywhere: a rank updates its pieces of the parameters, and sends them to the others.
 
 
 # %%
@@ -685,24 +711,27 @@ for N, name, borders, others in lab.pull("trial", rank=0):
         print(f"{N} ranks, {name:18} {borders}: one process's, bit for bit: {others == 0}")
 
 # %%
+import itertools
+
 for N, name, _, others in lab.pull("trial", rank=0):
     print(f"{N} ranks, {name:18} {others:7,} of {lab.pull('small_psi', rank=0):,} parameters differ")
 ways = {}
 for name, borders in lab.pull("borders_of", rank=0)[3].items():
-    lengths = [b - a for a, b in zip(borders, borders[1:])]
+    lengths = [b - a for a, b in itertools.pairwise(borders)]
     ways[name] = [plots.Piece(length, owner) for owner, length in enumerate(lengths)]
 plots.show(plots.shard_map(ways, ranks=3))
 
 # %% [markdown]
-# One or two borders in the middle of a block, and after four steps most parameters are others: a border moves all blocks
-# behind it in its parameter, and the next forward carries the difference everywhere. None of these numbers is *wrong*, and
-# the loss will not complain. But the run depends on how many ranks it has, and a checkpoint of codes and scales from 3
-# ranks is no state at all for 2. Cut between blocks, every rank count gives the bits of one process, and shards are
-# uneven by less than a block.
+# One or two borders in the middle of a block, and after four steps most parameters are others: a border moves all
+# blocks behind it in its parameter, and the next forward carries the difference everywhere. None of these numbers is
+# *wrong*, and the loss will not complain. But the run depends on how many ranks it has, and a checkpoint of codes and
+# scales from 3 ranks is no state at all for 2. Cut between blocks, every rank count gives the bits of one process, and
+# shards are uneven by less than a block.
 #
-# So a layout has a **granularity**: the number of elements that must stay together. For AdamW it is 1, for this Adam 256.
-# For Muon, which orthogonalises matrices, it is a whole parameter (lesson 18), and then the last row of the picture is the
-# best there is. Block-wise formats of *weights*, such as tiles of 128 × 128, want whole groups of rows.
+# So a layout has a **[granularity](../docs/glossary.md#granularity)**: the number of elements that must stay together.
+# For AdamW it is 1, for this Adam 256. For Muon, which orthogonalises matrices, it is a whole parameter (lesson 18),
+# and then the last row of the picture is the best there is. Block-wise formats of *weights*, such as tiles of 128 ×
+# 128, want whole groups of rows.
 #
 # And the course's engine? Its layout cuts equal shards and knows no granularity. Try it:
 
@@ -738,18 +767,19 @@ for way, said in lab.pull("told", rank=0).items():
     print(f"{way}: {said}")
 
 # %% [markdown]
-# It refuses, rather than train another model in silence. `OwnerOptimizer` gives each parameter one owner, which sees all of
-# it: right, but each owner's parameters travel to it and back, and a parameter is the smallest thing that can be owned. A
-# promise that isn't true buys the same wrong numbers as equal shards.
+# It refuses, rather than train another model in silence. `OwnerOptimizer` gives each parameter one owner, which sees
+# all of it: right, but each owner's parameters travel to it and back, and a parameter is the smallest thing that can be
+# owned. A promise that isn't true buys the same wrong numbers as equal shards.
 #
 # ## In production
 #
-# FSDP2's DTensors are cut by rows, `Shard(0)`, evenly: blocks that span rows or end within one are cut like ours. **RaggedShard**
-# (veScale-FSDP, arXiv 2602.22437) makes `cuts` a placement: a DTensor in units of a chosen granularity, with uneven shards,
-# and a planner that arranges parameters in a buffer so that collectives need no copies and little padding. Its abstract
-# reports 5 to 66 % more throughput and 16 to 30 % less memory than other systems, on GPUs; here there are two cores, and
-# the claim that can be tested is the one above. bitsandbytes has an 8-bit Adam in wide use (blocks of 256). Before you
-# combine it with sharding, ask where the borders lie.
+# FSDP2's DTensors are cut evenly by rows, `Shard(0)`: a border between two rows may be the middle of a block as well.
+# **RaggedShard** (veScale-FSDP, arXiv 2602.22437) makes `cuts` a placement: a DTensor in units of a chosen granularity,
+# with uneven shards, and a planner that arranges parameters in a buffer so that collectives need no copies. Its
+# abstract reports 5 to 66 % more throughput and 16 to 30 % less memory than other systems, on GPUs; these two cores can
+# test the numbers, not the speed. bitsandbytes has the 8-bit Adam in wide use. It leaves tensors of fewer than 4,096
+# elements in 32 bits (its documentation, 0.50.1), and of a sharded parameter it sees a rank's part: one more thing that
+# may change with the number of ranks. Before you combine the two, ask where the borders lie.
 #
 # ## Questions
 #
@@ -764,17 +794,17 @@ for way, said in lab.pull("told", rank=0).items():
 # %% [markdown] tags=["answer"]
 # **Answers**
 #
-# 1. Born partial, it must be sharded: a reduce-scatter. In DDP partial → replicated, an all-reduce. With hybrid sharding a
-#    reduce-scatter in the node, then an all-reduce of the shard between the nodes.
+# 1. Born partial, it must be sharded: a reduce-scatter. In DDP partial → replicated, an all-reduce. With hybrid
+#    sharding a reduce-scatter in the node, then an all-reduce of the shard between the nodes.
 # 2. Stage 3 gathers again in backward. Here autograd has kept the full parameter since forward: the peak pays.
 # 3. Each gathers a mixture, half of the one expert and half of the other, without an error: calls of one shape fit. An
 #    engine that knows which unit is gathered can refuse.
-# 4. It sees every collective and all computing between, so it can merge them and move them ahead without hints, and decide
-#    what to keep. A larger bucket has fewer messages, and more full parameters alive at once.
+# 4. It sees every collective and all computing between, so it can merge them and move them ahead without hints, and
+#    decide what to keep. A larger bucket has fewer messages, and more full parameters alive at once.
 # 5. AdamW updates an element from its own gradient, wherever it is. A block's scale depends on all its elements, and a
 #    border within it makes other blocks, so other roundings.
-# 6. A border moves back by less than g elements, so a shard differs from an equal one by less than g. It matters when g is
-#    not small beside Ψ/N: with whole matrices of a large model, on many ranks, some have two and some none.
+# 6. A border moves back by less than g elements, so a shard differs from an equal one by less than g. It matters when g
+#    is not small beside Ψ/N: with whole matrices of a large model, on many ranks, some have two and some none.
 
 # %%
 lab.stop()

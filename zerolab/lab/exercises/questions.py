@@ -688,7 +688,8 @@ QUESTIONS: dict[str, Question] = {
             3_281_408 / 3_286_016: "A layer norm keeps its bias too, although backward does not need it.",
             3_286_016 / 4 / 3_286_016: "That is this rank's quarter: what is kept has been gathered.",
             3_154_944 / 3_286_016: "The head is a linear layer too: its matrix has 256·128 elements.",
-            867_072 / 3_286_016: "Those are the shards: they rest on the rank, and the gathered ones are held beside them.",
+            867_072
+            / 3_286_016: "Those are the shards: they rest on the rank, and the gathered ones are held beside them.",
         },
     ),
     "20.3": Question(

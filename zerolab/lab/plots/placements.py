@@ -25,7 +25,7 @@ def placements(ways: Mapping[str, Sequence[Placed]], elements: int) -> tuple[Fig
     ranks = max(map(len, ways.values()))
     sentence = _sentence(ways, elements)
     height = 2.15 + 0.52 * ranks
-    subtitle = f"{many(elements, 'element')} on {many(ranks, 'rank')}; hollow: gathered to compute, and not kept"
+    subtitle = f"{many(elements, 'element')} on {many(ranks, 'rank')}; hollow: needed for a while, and not kept"
     figure = frame("One parameter, three placements", subtitle, sentence, (9.0, height))
     width = 0.9 / len(ways)
     for number, (name, rows) in enumerate(ways.items()):

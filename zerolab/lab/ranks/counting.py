@@ -78,9 +78,11 @@ class _Watch(TorchDispatchMode):
 def _group_size(args: Any, world_size: int) -> int:
     """How many ranks make the call together."""
     for value in tree_leaves(args):
-        if isinstance(value, torch.ScriptObject) and value._type().name() == "ProcessGroup":
+        kind: Any = value._type() if isinstance(value, torch.ScriptObject) else None
+        if kind is not None and kind.name() == "ProcessGroup":
             return dist.ProcessGroup.unbox(value).size()
-    return _resolve_process_group(args[-1]).size() if args and isinstance(args[-1], str) else world_size
+    name: Any = args[-1] if args else None
+    return _resolve_process_group(name).size() if isinstance(name, str) else world_size
 
 
 @contextmanager

@@ -94,7 +94,8 @@ class Sharded:
             play.call(f"forward of the {name}'s shard", made.forward, shard)
             with play.event(f"register_parametrization for the {name}"):
                 register_parametrization(self.layer, name, made)
-            self.shards[name] = self.layer.parametrizations[name].original
+            made_of: Any = self.layer.parametrizations
+            self.shards[name] = made_of[name].original
         play.keep("the shards", self.shards)
 
     def forward(self, name: str) -> Tensor:

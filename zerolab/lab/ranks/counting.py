@@ -82,7 +82,8 @@ def _group_size(args: Any, world_size: int) -> int:
         if kind is not None and kind.name() == "ProcessGroup":
             return dist.ProcessGroup.unbox(value).size()
     name: Any = args[-1] if args else None
-    return _resolve_process_group(name).size() if isinstance(name, str) else world_size
+    named = isinstance(name, str)
+    return _resolve_process_group(name).size() if named else world_size
 
 
 @contextmanager

@@ -111,7 +111,7 @@ def copy_docs(work: Path) -> None:
 
 def _with_links_as_here(text: bytes, page: str = "") -> bytes:
     """What is not here is no link, and what is glossary.md#all-reduce elsewhere is #All-reduce in JupyterLab."""
-    text = re.sub(rb"\[([^\]]*)\]\(\.\./(?:[A-Z]+\.md|zerolab/)[^)]*\)", rb"\1", text)
+    text = re.sub(rb"\[([^\[\]]*)\]\(\.\./(?:[A-Z]+\.md|zerolab/)[^)]*\)", rb"\1", text)
     named = _headings()
     return re.sub(
         rb"(\w[\w-]*\.md)?#([\w-]+)(?=\))",

@@ -18,7 +18,7 @@ from zerolab.lab.plots.memory import memory_plan
 from zerolab.lab.plots.overlap import gantt
 from zerolab.lab.plots.page import png, show
 from zerolab.lab.plots.pipeline import bubble, in_flight, pipeline_runs
-from zerolab.lab.plots.placements import Placed, placements
+from zerolab.lab.plots.placed import Placed, placements
 from zerolab.lab.plots.reads import who_reads_what
 from zerolab.lab.plots.ring import ring_against_root
 from zerolab.lab.plots.scrubber import moment_picture

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import gc
+import weakref
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -70,6 +72,38 @@ def strange_gradient(play: Play) -> None:
         got.backward(grad.t())
 
 
+def let_go(play: Play) -> None:
+    """What is left of the full parameter when only autograd's node, or the parametrization, is still there."""
+    mesh = mesh_of(play, "sharded")
+    shard = shard_of(play.base(16, 16), mesh[0]).requires_grad_()
+    with play.event("Gather.apply(shard, shape, ...)"):
+        got = play.code.Gather.apply(shard, torch.Size((16, 16)), *mesh)
+    node, held = got.grad_fn, held_of(got)
+    del got
+    play.at_most("bytes of the full parameter that are held for backward", held)
+    full = play.base(16, 16).requires_grad_()
+    with play.event("right_inverse(full)"):
+        made = play.code.Sharded(full.shape, *mesh)
+        kept = made.right_inverse(full)
+    play.see("the shard hangs on a graph", isinstance(kept, Tensor) and kept.requires_grad)
+    held = held_of(full)
+    del full
+    play.at_most("bytes of the full parameter that Sharded holds", held)
+    del node, kept, made
+
+
+def held_of(tensor: Tensor) -> Callable[[], float]:
+    """The bytes of its storage if somebody still holds that when asked, and 0 if not."""
+    alive, nbytes = weakref.ref(tensor.untyped_storage()), float(tensor.untyped_storage().nbytes())
+
+    def held() -> float:
+        if alive() is not None:
+            gc.collect()
+        return 0.0 if alive() is None else nbytes
+
+    return held
+
+
 class Sharded:
     """A linear layer whose weight and bias go through the answer's parametrization."""
 
@@ -125,8 +159,12 @@ def again(play: Play) -> None:
         made.forward("x3 under torch.no_grad()")
     made.backward(outputs[1], "x2")
     made.backward(outputs[0], "x1")
+    with torch.no_grad():
+        for shard in made.shards.values():
+            shard.mul_(3)  # as a step does
+    made.backward(made.forward("x4, after a step"), "x4, after a step")
     made.shards["weight"].requires_grad_(False)
-    made.backward(made.forward("x4, the weight frozen"), "x4")
+    made.backward(made.forward("x5, the weight frozen"), "x5")
 
 
 GROUPS = "each group has a size and a rank of its own: dist.get_world_size(group), dist.get_rank(group)"
@@ -142,6 +180,7 @@ GATHER_BATTERY = (
     Scene("with two parameters by turns", lambda play: gather(play, 5, 7, other=True), KEEP),
     Scene("in float64", lambda play: gather(play, 3, 5, dtype=torch.float64), "keep the dtype of `shard`"),
     Scene("with a transposed gradient", strange_gradient, "the gradient may lie in any order in memory: flatten()"),
+    Scene("", let_go, "keep no full parameter: backward needs the groups, and right_inverse a copy of the shard"),
     Scene("in a layer", in_a_layer),
     Scene("in a layer, nothing sharded", lambda play: in_a_layer(play, "replicated"), GROUPS),
     Scene("in a layer that pairs shard", lambda play: in_a_layer(play, "hybrid"), GROUPS, sizes=(4,)),
@@ -254,6 +293,7 @@ CUTS: tuple[tuple[list[int], int, int], ...] = (
     ([3, 3, 3], 2, 256),  # a block is a whole parameter
     ([50, 13], 4, 1),  # nothing to keep together
     ([9], 1, 4),
+    ([34, 67], 3, 256),  # a share of 33.67 elements, and a border at 34
 )
 
 
@@ -345,7 +385,7 @@ def dequantise(codes: Tensor, scales: Tensor, block: int) -> Tensor:
 
 
 def cuts(sizes: list[int], ranks: int, block: int) -> list[int]:
-    """Where the shards of `ranks` ranks begin and end: ranks + 1 numbers, from 0 to the sum.
+    """Where the shards of the ranks begin and end: ranks + 1 numbers, from 0 to the sum.
 
     Parameters with `sizes` elements lie one after another; the blocks of each begin at
     its own first element. Rank r begins at the last block end (or at 0) that is not

@@ -122,6 +122,9 @@ SHARED = "what backward needs belongs to this call: keep it in ctx, and not on t
 NO_GRADIENT = (
     "dist's collectives know nothing of autograd, so the shard gets no gradient: Sharded.forward calls Gather.apply"
 )
+HOLDS_ALL = (
+    "the full parameter is held after its use, and sharding saves nothing: keep the shard, and in ctx the groups alone"
+)
 ARGUMENTS = (
     "backward returns a value for each argument of forward: the gradient of the shard, and None for the shape and for "
     "each of the two groups"
@@ -251,6 +254,30 @@ GATHER_MISTAKES = {
     ),
     "kept on the class": Mistake(
         edit(GATHER, "ctx.groups = shard", "Gather.groups = shard", "= ctx.groups", "= Gather.groups"), SHARED
+    ),
+    "the full parameter in ctx": Mistake(
+        edit(
+            GATHER,
+            "        return flat[: shape.numel()].view(shape)\n",
+            "        ctx.save_for_backward(flat)\n        return flat[: shape.numel()].view(shape)\n",
+        ),
+        HOLDS_ALL,
+    ),
+    "the full parameter in self": Mistake(
+        edit(
+            GATHER, "        flat = F.pad(full.detach()", "        self.full = full\n        flat = F.pad(full.detach()"
+        ),
+        HOLDS_ALL,
+    ),
+    "gathered once for all": Mistake(
+        edit(
+            GATHER,
+            "        return Gather.apply(shard, self.shape, *self.groups)\n",
+            "        if getattr(self, 'full', None) is None:\n"
+            "            self.full = Gather.apply(shard, self.shape, *self.groups)\n        return self.full\n",
+        ),
+        "the full parameter was kept from the first forward: the next one must gather again, with what the optimizer "
+        "has made of the shards",
     ),
     "outside of autograd": Mistake(
         edit(
@@ -437,6 +464,10 @@ QUANTISE_MISTAKES = {
     ),
     "short blocks forgotten": Mistake(
         edit(QUANTISE, _ENDS, "        ends += [start + end for end in range(block, size + 1, block)]\n"), SHORT
+    ),
+    "rounded shares": Mistake(
+        edit(QUANTISE, "r * start / ranks", "round(r * start / ranks)"),
+        "the equal share was rounded up, and so a border behind it was taken: compare with r * start / ranks itself",
     ),
     "no last border": Mistake(
         edit(QUANTISE, "for share in shares] + [start]", "for share in shares]"),

@@ -297,6 +297,16 @@ GATHER_MISTAKES = {
         edit(GATHER, "shard.new_empty(N * shard.numel())", "torch.empty(N * shard.numel())"),
         "the full parameter has the dtype of the shard, whatever that is: shard.new_empty(...)",
     ),
+    "sent in float64": Mistake(
+        edit(
+            GATHER,
+            "F.pad(grad.flatten()",
+            "F.pad(grad.double().flatten()",
+            "return mine / (N * R)",
+            "return (mine / (N * R)).to(grad.dtype)",
+        ),
+        "the gradient was converted to a wider dtype before it was sent, and so more bytes travel: reduce it as it is",
+    ),
     "returns nothing": Mistake(
         edit(GATHER, "        return flat[: shape.numel()].view(shape)\n", ""),
         "Gather.forward returns nothing: `return` is missing",

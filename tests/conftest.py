@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import gc
 import os
 import random
@@ -63,15 +64,24 @@ def judges() -> Iterator[None]:
 
 @pytest.fixture(scope="session")
 def release(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder with the source distribution and the wheel that is built from it.
+    """A folder with the source distribution and the wheel that is built from it, once for all workers of xdist.
 
     From a copy: a build/ left in the checkout would leak deleted modules into the wheel.
     """
-    source, built = tmp_path_factory.mktemp("source"), tmp_path_factory.mktemp("release")
-    copy_checkout(source)
-    command = [sys.executable, "-m", "build", "--no-isolation", "--outdir", str(built)]
-    done = subprocess.run(command, cwd=source, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, timeout=600)
-    assert done.returncode == 0, done.stdout
+    shared = tmp_path_factory.getbasetemp()
+    if "PYTEST_XDIST_WORKER" in os.environ:
+        shared = shared.parent
+    built = shared / "release"
+    with (shared / "release.lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        if not built.exists():
+            source, out = tmp_path_factory.mktemp("source"), tmp_path_factory.mktemp("out")
+            copy_checkout(source)
+            command = [sys.executable, "-m", "build", "--no-isolation", "--outdir", str(out)]
+            output = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
+            done = subprocess.run(command, cwd=source, timeout=600, **output)
+            assert done.returncode == 0, done.stdout
+            out.rename(built)
     return built
 
 

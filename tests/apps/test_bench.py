@@ -57,6 +57,7 @@ def test_the_peak_of_anything():
     assert peak_of(build, torch.device("cpu")) == pytest.approx(10e6, rel=0.01)
 
 
+@pytest.mark.exhaustive
 def test_the_command(tmp_path):
     def run(*arguments: str) -> subprocess.CompletedProcess:
         command = [sys.executable, "-m", "zerolab.cli", "bench", *arguments]

@@ -51,6 +51,7 @@ def test_a_unit_costs_the_same_however_many_there_are(stage, monkeypatch):
     assert not dist.is_initialized()
 
 
+@pytest.mark.exhaustive
 def test_quadratic_cost_would_be_seen(monkeypatch):
     """A unit that looks at every unit in its forward."""
     pre_forward = zerolab.DDP.pre_forward

@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
-from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
@@ -55,18 +52,6 @@ def test_the_peak_of_anything():
         return step
 
     assert peak_of(build, torch.device("cpu")) == pytest.approx(10e6, rel=0.01)
-
-
-@pytest.mark.exhaustive
-def test_the_command(tmp_path):
-    def run(*arguments: str) -> subprocess.CompletedProcess:
-        command = [sys.executable, "-m", "zerolab.cli", "bench", *arguments]
-        return subprocess.run(command, capture_output=True, text=True, timeout=600)
-
-    with ThreadPoolExecutor() as threads:
-        both = list(threads.map(run, ("--ranks", "--rounds"), ("0", "2")))
-    assert [done.returncode for done in both] == [2, 2]
-    assert "--ranks: must be 1 or more" in both[0].stderr and "--rounds: must be 4 or more" in both[1].stderr
 
 
 @pytest.mark.exhaustive

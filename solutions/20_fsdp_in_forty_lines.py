@@ -349,7 +349,7 @@ if lab.predicted("20.2"):
 # it is given. (The peaks of the forty lines vary from run to run by up to a megabyte: gloo's threads let go of memory a
 # moment late.)
 #
-# The bill is in the column of collectives: three or four for every parameter, and each is waited for where it is made.
+# The bill is in the column of collectives: two to four for every parameter, and each is waited for where it is made.
 # A ring passes its message on N - 1 times, however short it is (lesson 03 measured what that costs). `Zero3` needs a
 # dozen, and starts a gather while the block before is still computing (lesson 09). Nothing in the forty lines knows
 # which parameter comes next.
@@ -453,10 +453,10 @@ if lab.predicted("20.1"):
         print("gradients as of one process:", same)
 
 # %% [markdown]
-# The same bytes as yours, but for one row. DTensor redistributes one dimension of the mesh after the other, from the
-# left: with `[Replicate(), Shard(0)]` it all-reduces the *whole* gradient between the replicas, and then scatters it.
-# Turn the mesh, and the reduce-scatter comes first. (It also leaves out collectives of a single rank. And a DTensor is
-# cut by *rows*, dimension 0, where yours is flat. Remember that.)
+# The same bytes as yours, but for one row. In torch 2.13 a DTensor is redistributed along one dimension of the mesh
+# after the other, from the left: with `[Replicate(), Shard(0)]` it all-reduces the *whole* gradient between the
+# replicas, and then scatters it. Turn the mesh, and the reduce-scatter comes first. (It also leaves out collectives of
+# a single rank. And a DTensor is cut by *rows*, dimension 0, where yours is flat. Remember that.)
 #
 # ## A compiler can read it
 #
@@ -576,7 +576,7 @@ lab.check("20.2")
 
 # %% [markdown]
 # And the optimizer, in thirty lines. It stores the root of the second average: its range is narrower. Where that root
-# has been rounded to 0, m / root has no bound, so no element moves by more than the learning rate.
+# was rounded to 0 and the gradient is small, m / root has no bound, so no element moves by more than the learning rate.
 
 
 # %%
@@ -638,7 +638,7 @@ losses = lab.pull("losses", rank=0)
 plots.show(plots.curves(losses, "Adam with 8 bits, and with 32", subtitle, "loss"))
 
 # %% [markdown]
-# A quarter of the memory, and with this model and 60 steps the same curve. Now on 2 and 3 ranks. `Ragged` is ZeRO-1
+# A quarter of the bytes, and with this model and 60 steps the same curve. Now on 2 and 3 ranks. `Ragged` is ZeRO-1
 # with borders that may lie anywhere: a rank updates its pieces of the parameters, and sends them to the others.
 
 

@@ -89,8 +89,8 @@ print(f"Ψ = {psi:,} parameters")
 # And what does a rank *hold* when forward returns? Autograd keeps whatever backward will need. A linear layer needs its
 # matrix, to pass the gradient on to its input; a layer norm its weight, and torch keeps the bias with it. Biases of
 # linear layers and the rows of embeddings are not needed. So how many bytes of full, gathered parameters are still
-# alive then? In this GPT, 4 blocks have 12·128² elements in matrices, the head has 256·128, and 9 layer norms have
-# 2·128 each.
+# alive then? In this GPT each of 4 blocks has 12·128² elements in matrices, the head has 256·128, and each of 9
+# layer norms 2·128.
 
 # %%
 lab.predict("20.1", 2 * 4 * 867_072 * 3 / 4)  # bytes
@@ -209,7 +209,7 @@ if lab.predicted("20.1") and lab.predicted("20.2"):
     print(f"ZeRO-3, when forward returns: {gathered:,} bytes gathered and still held")
 
 # %% [markdown]
-# One function, three engines, and the numbers of one process up to rounding (gloo adds in another order). And look at
+# One function, three engines, and the numbers of one process up to rounding (gloo's reduce-scatter adds in an order of its own). And look at
 # the bytes: sharded, this sends *exactly what DDP sends*, 2Ψ(N-1)/N, and not the 3Ψ of stage 3. What has been saved is
 # the second gather, and the second prediction says who pays: 95 % of the full parameters stay in memory from their
 # forward to their backward. This is FSDP2 with `reshard_after_forward=False`. Between steps it is ZeRO-3; in a step, at
@@ -219,7 +219,8 @@ if lab.predicted("20.1") and lab.predicted("20.2"):
 #
 # To release a parameter after its forward, it must not be *kept*. Autograd lets us say what is kept in place of a
 # tensor: `saved_tensors_hooks(pack, unpack)`. Where it wants to keep a gathered parameter, `pack` gives it the shard
-# and how to gather, and in backward `unpack` gathers again. That is the third Ψ, in a dozen lines.
+# and how to gather, and in backward `unpack` gathers again. These two are a dozen lines, and the third Ψ. The rest finds out whose parameter
+# a tensor is that autograd wants to keep: by its storage, since what is kept may be a view, such as a transposed matrix.
 
 
 # %%
@@ -343,13 +344,14 @@ if lab.predicted("20.2"):
     assert all(lab.pull("same_again"))
 
 # %% [markdown]
-# "Gather again" keeps nothing that it has gathered: autograd holds the same bytes as in one process. It sends what
-# `Zero3` sends, less the embeddings and biases that backward never asks for; `Zero3` gathers whole units, and its root
-# unit once. The peak falls by less than was gathered, because it moves into backward, where gloo copies the lists that
+# "Gather again" keeps nothing that it has gathered: autograd holds the same bytes as in one process. It sends
+# 85 kB more than `Zero3`, whose root unit stays gathered (those 0.3 MB): the head and the last norm, which belong to the
+# root, are gathered twice here, and the blocks' biases only once, since backward never asks for them. The peak falls by less than was gathered, because it moves into backward, where gloo copies the lists that
 # it is given. (The peaks of the forty lines vary from run to run by up to a megabyte: gloo's threads let go of memory a
 # moment late.)
 #
-# The bill is in the column of collectives: two to four for every parameter, and each is waited for where it is made.
+# The bill is in the column of collectives: two to four for every parameter (the all-reduce in a group of one rank is
+# counted, too), and each is waited for where it is made.
 # A ring passes its message on N - 1 times, however short it is (lesson 03 measured what that costs). `Zero3` needs a
 # dozen, and starts a gather while the block before is still computing (lesson 09). Nothing in the forty lines knows
 # which parameter comes next.
@@ -465,7 +467,8 @@ if lab.predicted("20.1"):
 # operations, and they are in the graph. So the compiler sees what hooks have to guess: every collective of a step, its
 # size, and all that is computed between it and its use. It may move them and merge them. Here torch captures a small
 # GPT on two ranks as one graph, and its own pass puts the collectives into buckets of a quarter of a megabyte. Then the
-# same GPT with `Zero3`. (This cell takes a while.)
+# same GPT with `Zero3`. (This cell takes a while. You need not follow it: most of it asks torch for the graph, counts its
+# collectives, and lets the pass merge them.)
 
 
 # %%
@@ -537,8 +540,8 @@ assert len(graphs) > 1 and sum(graphs) == 0
 # large? torch's own limit is 2,000 MB, which here is one bucket of everything: one message, and all parameters full at
 # once, so ZeRO-3's memory is gone. The paper's pass chooses by what it estimates that a collective and the computing
 # before it take. What that is worth shows on GPUs only. The paper reports, with Llama 3 up to 405B on torchtitan, up to
-# 28.54 % less memory and up to 68.67 % more throughput than FSDP2 without a compiler (arXiv 2411.00284, abstract); this
-# machine cannot say, because two cores have nothing to overlap (lesson 09).
+# 28.54 % less memory and up to 68.67 % more throughput than FSDP2 without a compiler (arXiv 2411.00284, abstract); here
+# nothing can be said, because the cores that would compute meanwhile are those that send (lesson 09).
 #
 # | | forty lines and a compiler | hooks |
 # |---|---|---|
@@ -733,7 +736,8 @@ plots.show(plots.shard_map(ways, ranks=3))
 # blocks behind it in its parameter, and the next forward carries the difference everywhere. None of these numbers is
 # *wrong*, and the loss will not complain. But the run depends on how many ranks it has, and a checkpoint of codes and
 # scales from 3 ranks is no state at all for 2. Cut between blocks, every rank count gives the bits of one process, and
-# shards are uneven by less than a block.
+# a shard differs from an equal share by less than a block: too little to be seen in the first two rows of the picture.
+# (The comparison is bit for bit because `zerolab.DDP` adds gradients in the order of the ranks, as one process does.)
 #
 # So a layout has a **[granularity](../docs/glossary.md#granularity)**: the number of elements that must stay together.
 # For AdamW it is 1, for this Adam 256. For Muon, which orthogonalises matrices, it is a whole parameter (lesson 18),
@@ -783,7 +787,7 @@ for way, said in lab.pull("told", rank=0).items():
 # FSDP2's DTensors are cut evenly by rows, `Shard(0)`: a border between two rows may be the middle of a block as well.
 # **RaggedShard** (veScale-FSDP, arXiv 2602.22437) makes `cuts` a placement: a DTensor in units of a chosen granularity,
 # with uneven shards, and a planner that arranges parameters in a buffer so that collectives need no copies. Its
-# abstract reports 5 to 66 % more throughput and 16 to 30 % less memory than other systems, on GPUs; these two cores can
+# abstract reports 5 to 66 % more throughput and 16 to 30 % less memory than other systems, on GPUs; here one can
 # test the numbers, not the speed. bitsandbytes has the 8-bit Adam in wide use. It leaves tensors of fewer than 4,096
 # elements in 32 bits (its documentation, 0.50.1), and of a sharded parameter it sees a rank's part: one more thing that
 # may change with the number of ranks. Before you combine the two, ask where the borders lie.

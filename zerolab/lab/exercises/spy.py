@@ -335,6 +335,7 @@ class Spy:
     def _collective(self, call: Invocation) -> Any:
         arguments, asynchronous = call.arguments, call.asynchronous
         rank, size = dist.get_rank(call.group), dist.get_world_size(call.group)
+        _refuse_uneven(call)
         traffic = Traffic(call.name, max(map(nbytes, arguments.values()), default=0), size)
         traffic.said, traffic.asynchronous = _in_words(call), asynchronous
         if splits := arguments.get("input_split_sizes"):
@@ -471,6 +472,20 @@ class Spy:
                     raise GaveUp(f"{op}: not finished")
         except RuntimeError as error:
             raise GaveUp(f"{op}: {error}") from None
+
+
+def _refuse_uneven(call: Invocation) -> None:
+    """gloo takes the parts of a list as they are, and ends the process where another rank's are longer."""
+    one, many = {"reduce_scatter": ("output", "input_list"), "all_gather": ("tensor", "tensor_list")}.get(
+        call.name, ("", "")
+    )
+    if not one:
+        return
+    wanted, parts = call.arguments[one], call.arguments[many]
+    if not isinstance(wanted, Tensor) or not all(isinstance(part, Tensor) for part in parts):
+        return
+    if sizes := [part.numel() for part in parts if part.numel() != wanted.numel()]:
+        raise ValueError(f"{call.name}: `{one}` has {wanted.numel()} elements, and a part of `{many}` {sizes[0]}")
 
 
 def _in_words(call: Invocation) -> str:

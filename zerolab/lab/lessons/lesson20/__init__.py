@@ -89,6 +89,11 @@ def let_go(play: Play) -> None:
     held = held_of(full)
     del full
     play.at_most("bytes of the full parameter that Sharded holds", held)
+    with torch.no_grad(), play.event("Sharded.forward(shard)"):
+        full = made(kept)
+    held = held_of(full)
+    del full
+    play.at_most("bytes of the full parameter that Sharded holds after its forward", held)
     del node, kept, made
 
 
@@ -309,12 +314,16 @@ def in_blocks(numel: int, block: int, seed: int) -> Tensor:
     return x.flatten()[:numel].float()
 
 
-def quantised(play: Play, shape: tuple[int, ...], block: int, zeros: bool = False) -> None:
+def quantised(
+    play: Play, shape: tuple[int, ...], block: int, zeros: bool = False, factor: float = 1.0, turned: bool = False
+) -> None:
+    """turned: `x` is a transposed matrix, whose elements do not lie one after another."""
     numel = torch.Size(shape).numel()
-    x = in_blocks(numel, block, numel + block)
+    x = factor * in_blocks(numel, block, numel + block)
     if zeros:
         x[block : 2 * block] = 0.0
-    x = play.keep("`x`", x.view(shape))
+    x = x.view(shape)
+    x = play.keep("`x`", x.t().contiguous().t() if turned else x)
     play.loose = 1e-6
     got = play.call(f"quantise(x, {block}), {numel} elements", play.code.quantise, x, block, uses=())
     codes = got[0] if isinstance(got, (tuple, list)) and len(got) == 2 else None
@@ -347,11 +356,28 @@ QUANTISE_BATTERY = (
     Scene("with a short last block", lambda play: back_again(play, 37, 8), LAST, sizes=(1, 2)),
     Scene("with less than a block", lambda play: quantised(play, (3,), 8), LAST, sizes=(1,)),
     Scene("with less than a block", lambda play: back_again(play, 3, 8), LAST, sizes=(1,)),
-    Scene("with a matrix", lambda play: quantised(play, (5, 7), 4), "count its elements row by row", sizes=(1,)),
+    Scene(
+        "with a matrix",
+        lambda play: quantised(play, (5, 7), 4),
+        "its elements count row by row, and a block runs on over the end of a row",
+        sizes=(1,),
+    ),
     Scene(
         "with a block of zeros",
         lambda play: quantised(play, (24,), 8, zeros=True),
         "0 / 0 is no number: a block of zeros has codes 0 and the scale 0",
+        sizes=(1,),
+    ),
+    Scene(
+        "with tiny numbers",
+        lambda play: quantised(play, (24,), 8, factor=1e-14),
+        "a scale is the largest of its block by 127, however small that is",
+        sizes=(1,),
+    ),
+    Scene(
+        "with a transposed matrix",
+        lambda play: quantised(play, (5, 7), 4, turned=True),
+        "`x` may lie in any order in memory: flatten()",
         sizes=(1,),
     ),
     Scene(

@@ -123,7 +123,8 @@ NO_GRADIENT = (
     "dist's collectives know nothing of autograd, so the shard gets no gradient: Sharded.forward calls Gather.apply"
 )
 HOLDS_ALL = (
-    "the full parameter is held after its use, and sharding saves nothing: keep the shard, and in ctx the groups alone"
+    "the full parameter is held after its use: sharding saves nothing, and whoever uses it again misses what the "
+    "optimizer has made of the shards. Keep the shard, and in ctx the groups alone"
 )
 ARGUMENTS = (
     "backward returns a value for each argument of forward: the gradient of the shard, and None for the shape and for "
@@ -194,6 +195,12 @@ GATHER_MISTAKES = {
         edit(GATHER, "ctx.groups = shard_group, replicate_group", "ctx.groups = replicate_group, shard_group"),
         "the two groups were mixed up: parameters are gathered and gradients scattered in shard_group, and only the "
         "all-reduce is in replicate_group",
+    ),
+    "no padding in backward": Mistake(
+        edit(
+            GATHER, "        flat = F.pad(grad.flatten(), (0, -grad.numel() % N))\n", "        flat = grad.flatten()\n"
+        ),
+        "the gradient was scattered without the padding, so the parts are not as long as the shard: pad it as before",
     ),
     "padding left": Mistake(
         edit(GATHER, "return flat[: shape.numel()].view(shape)", "return flat.view(-1, *shape[1:])"), UNPADDED
@@ -269,6 +276,14 @@ GATHER_MISTAKES = {
         ),
         HOLDS_ALL,
     ),
+    "the last one in self": Mistake(
+        edit(
+            GATHER,
+            "        return Gather.apply(shard, self.shape, *self.groups)\n",
+            "        self.last = Gather.apply(shard, self.shape, *self.groups)\n        return self.last\n",
+        ),
+        HOLDS_ALL,
+    ),
     "gathered once for all": Mistake(
         edit(
             GATHER,
@@ -276,8 +291,7 @@ GATHER_MISTAKES = {
             "        if getattr(self, 'full', None) is None:\n"
             "            self.full = Gather.apply(shard, self.shape, *self.groups)\n        return self.full\n",
         ),
-        "the full parameter was kept from the first forward: the next one must gather again, with what the optimizer "
-        "has made of the shards",
+        HOLDS_ALL,
     ),
     "outside of autograd": Mistake(
         edit(
@@ -393,6 +407,14 @@ _ENDS = "        ends += [start + min(end, size) for end in range(block, size + 
 _LAST = "max(end for end in ends if end <= share)"
 
 QUANTISE_MISTAKES = {
+    "a least scale": Mistake(
+        edit(QUANTISE, "rows.abs().amax(dim=1) / 127", "rows.abs().amax(dim=1).clamp(min=1e-12) / 127"),
+        "a scale was not allowed below a limit: tiny numbers need a scale of their own, and a block of zeros has 0",
+    ),
+    "view(-1)": Mistake(
+        edit(QUANTISE, "F.pad(x.flatten()", "F.pad(x.view(-1)"),
+        "`x` may be a transposed tensor, which view(-1) refuses: use flatten() or reshape(-1)",
+    ),
     "one scale": Mistake(
         edit(QUANTISE, "rows.abs().amax(dim=1) / 127", "rows.abs().amax().expand(len(rows)) / 127"), ONE_SCALE
     ),

@@ -35,7 +35,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-FOREVER = 20.0  # seconds after which a wait that should have ended has failed
+from zerolab.world.processes import Patience
+
+FOREVER = 60.0  # seconds after which a wait that should have ended has failed; a machine that stands still has none
 LAG = 0.002  # seconds by which each collective of a late rank is late
 
 
@@ -73,7 +75,7 @@ class Work:
         if self not in _here.flying:  # a second wait changes nothing
             return True
         _here.flying.remove(self)
-        arrived = self.done.wait(_here.patience or FOREVER)
+        arrived = self.done.wait(_here.patience) if _here.patience else self._arrives()
         for tensor, place, before in self.touched:
             if tensor.data_ptr() != place or (tensor.numel() and tensor.untyped_storage().size() == 0):
                 raise Broken(f"{self.name}: memory was released before the wait")
@@ -85,6 +87,12 @@ class Work:
         elif _here.patience is None:
             raise Broken(f"{self.name}: the ranks issued different collectives, or one is missing")
         return True
+
+    def _arrives(self) -> bool:
+        patience = Patience(FOREVER)
+        while not self.done.wait(min(0.5, FOREVER)) and patience.turn() > 0:
+            pass
+        return self.done.is_set()
 
     def is_completed(self) -> bool:
         return self.done.is_set()
@@ -242,8 +250,8 @@ def under_way() -> list[str]:
 def _meet(store: dist.Store, place: str, patience: float) -> None:
     """Wait for all ranks: who closes its connections takes them from the others."""
     store.add(place, 1)
-    until = time.monotonic() + patience
-    while store.add(place, 0) < dist.get_world_size() and time.monotonic() < until:
+    left = Patience(patience, longest=0.1)
+    while store.add(place, 0) < dist.get_world_size() and left.turn() > 0:
         time.sleep(0.001)
 
 

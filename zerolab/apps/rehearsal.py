@@ -27,7 +27,7 @@ SERVER = 110 * MiB  # measured: JupyterLab's server takes 93 MiB before a notebo
 SPARE = 0.9  # of the memory; the rest is for the system
 PER_STUDENT = 5.0  # more seconds of patience for each: its rank and its share of a notebook import torch
 LEAVE = 10.0  # seconds for processes to end
-START_TIMEOUT = 90.0  # live.START_TIMEOUT, which cannot be imported without the extra `lab`
+START_TIMEOUT = 300.0  # live.START_TIMEOUT, which cannot be imported without the extra `lab`
 
 CELL = """
 import torch, zerolab

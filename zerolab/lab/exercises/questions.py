@@ -684,8 +684,6 @@ QUESTIONS: dict[str, Question] = {
         "bytes",
         slips={
             3_468_288 / 3_286_016: "That is all of Ψ: backward needs no biases of linear layers, and no embeddings.",
-            3_276_800 / 3_286_016: "Those are the matrices alone: layer norms keep their two vectors as well.",
-            3_281_408 / 3_286_016: "A layer norm keeps its bias too, although backward does not need it.",
             3_286_016 / 4 / 3_286_016: "That is this rank's quarter: what is kept has been gathered.",
             3_154_944 / 3_286_016: "The head is a linear layer too: its matrix has 256·128 elements.",
             867_072

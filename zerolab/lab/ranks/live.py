@@ -41,7 +41,7 @@ from zerolab.world.processes import Patience
 # Seconds until a collective fails when a rank is missing, and nothing tells the others that it will not come. Gloo
 # counts those in which a laptop sleeps.
 GROUP_TIMEOUT = 60.0
-START_TIMEOUT = 90.0
+START_TIMEOUT = 300.0  # seconds: torch is imported, perhaps on a machine whose cores are all taken
 INTERRUPT_TIMEOUT = 17.0  # seconds, after which a rank that ignores an interrupt is killed
 PATIENCE = 5.0  # how long the other ranks may go on after one has failed
 LOOK = 0.2  # seconds: a longer time between two looks counts as this much, since the machine stood still

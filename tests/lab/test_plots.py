@@ -336,6 +336,9 @@ def test_memory_explorer():
     assert explorer.image.value != before and "it fits with Zero3." in explorer.sentence
     explorer.controls["optimizer"].value = "sgd"
     assert "Zero2 25.7 GB" in explorer.sentence  # 10 GB, 2Ψ of parameters, (2 + 4)Ψ/64 of gradients and masters
+    explorer.controls["offload"].value, explorer.controls["replicas"].value = True, 8
+    assert explorer.sentence.startswith("A rank needs Zero1 25.0 GB, Zero2 25.0 GB, Zero3 11.9 GB;")  # stage 0 has none
+    explorer.controls["offload"].value, explorer.controls["replicas"].value = False, 1
     for control, wrong, word in (
         ("parameters", "lots", "not a number of parameters"),
         ("memory", "5 GB", "leave nothing"),

@@ -74,11 +74,22 @@ def memory_explorer(
     """Does it fit? The stages against a GPU's memory, by the formulas (`zerolab plan` as a picture)."""
 
     def draw(
-        parameters: str, activations: str, memory: str, ranks: int, precision: str, optimizer: str, **more: Any
+        parameters: str,
+        activations: str,
+        memory: str,
+        ranks: int,
+        precision: str,
+        optimizer: str,
+        offload: bool,
+        replicas: int,
     ) -> Picture:
         count, size = read_parameters(parameters.strip()), read_bytes(memory)
-        rows = plan(count, ranks, size, precision, optimizer, read_bytes(activations), **more)
+        rows = plan(count, ranks, size, precision, optimizer, read_bytes(activations), offload, replicas)
         title = f"{parameters.strip()} parameters on {ranks:,} ranks, {precision}, {optimizer}"
+        if offload:
+            title += " on the host"
+        if replicas > 1:
+            title += f", {replicas} replicas"
         return memory_plan(rows, size, title)
 
     controls = {

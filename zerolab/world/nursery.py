@@ -37,9 +37,7 @@ FORKS = sys.platform == "linux"
 # Whatever of this is installed. The engine's hooks ask for torch._dynamo, which takes a second.
 IMPORTED = ("torch._dynamo", "zerolab", "ipykernel.kernelapp")
 SECRETS = ("JPY_", "JUPYTER_TOKEN", "JUPYTERHUB_")  # of a notebook server: what a fork never sees, it cannot print
-START_TIMEOUT = (
-    600.0  # seconds: torch is imported, perhaps on a machine whose cores are all taken; its death is noticed
-)
+START_TIMEOUT = 600.0  # seconds for torch to be imported, on a busy machine too; its death ends the wait
 NAME = "zerolab nursery"  # of the process
 LARGEST = 1 << 17  # bytes of a request
 NUMBER = struct.Struct("q")

@@ -13,7 +13,7 @@ from zerolab.measure.units import in_bytes
 
 
 def memory_plan(rows: Sequence[Row], memory: float, title: str) -> tuple[Figure, str]:
-    """The four stages of `measure.plan(...)`, with a line at a GPU's `memory` (bytes). All by formula."""
+    """The stages of `measure.plan(...)`, with a line at a GPU's `memory` (bytes). All by formula."""
     sentence = _sentence(rows, memory)
     figure = frame("Does it fit?", f"{title}; by the formula", sentence, (9.0, 4.9))
     axes = figure.add_axes((0.085, 0.26, 0.885, 0.49))
@@ -31,7 +31,9 @@ def memory_plan(rows: Sequence[Row], memory: float, title: str) -> tuple[Figure,
         above(axes, x, bottom, said, 3, fontsize=10.5, weight="bold" if row.fits else "normal", zorder=5)
     axes.axhline(memory / scale.bytes, color=INK, linewidth=1.2, linestyle="--", zorder=4)  # behind the labels
     place: Look = {"textcoords": "offset points", "ha": "right", "zorder": 5}
-    axes.annotate(f"{in_bytes(memory)} per GPU", (3.42, memory / scale.bytes), (0, 3), fontsize=9.5, **place)
+    axes.annotate(
+        f"{in_bytes(memory)} per GPU", (len(rows) - 0.58, memory / scale.bytes), (0, 3), fontsize=9.5, **place
+    )
     names = [f"{row.stage} {STAGES[row.stage]}\nlargest: {in_parameters(row.largest or 0)}" for row in rows]
     axes.set_xticks(range(len(rows)), names, fontsize=10.5, color=INK)
     axes.set_ylim(0, 1.15 * highest / scale.bytes)

@@ -10,10 +10,15 @@
 
 # %%
 # %load_ext zerolab.lab
+import shutil
+import tempfile
+
 from zerolab import lab
 from zerolab.lab import plots
 
 lab.start(4)
+folder = tempfile.mkdtemp(prefix="zerolab-lesson-20-")
+lab.push(folder=folder)
 
 # %% tags=["nbval-check-output"]
 # %%ranks
@@ -604,13 +609,15 @@ class Adam8(torch.optim.Optimizer):
         (b1, b2), block = group["betas"], group["block"]
         m = root = torch.zeros_like(grad)
         if state:
-            m, root = (dequantise(*state[key], block) for key in ("m", "root"))
+            m = dequantise(state["m"], state["m_scale"], block)
+            root = dequantise(state["root"], state["root_scale"], block)
         t = state["t"] = state.get("t", 0) + 1
         m = b1 * m + (1 - b1) * grad
         root = (b2 * root**2 + (1 - b2) * grad**2).sqrt()
         step = (m / (1 - b1**t)) / (root / (1 - b2**t) ** 0.5 + group["eps"])
         param -= group["lr"] * step.clamp(-1, 1).view_as(param)
-        state["m"], state["root"] = quantise(m, block), quantise(root, block)
+        state["m"], state["m_scale"] = quantise(m, block)
+        state["root"], state["root_scale"] = quantise(root, block)
 
 
 def small_model():
@@ -631,7 +638,7 @@ for name in ("8 bits", "32 bits") if rank == 0 else ():
         losses[name].append(loss.item())
     if name == "8 bits":
         for state in adam.state.values():
-            state_bytes += sum(tensor.nbytes for tensor in (*state["m"], *state["root"]))
+            state_bytes += sum(value.nbytes for key, value in state.items() if key != "t")
 small_psi = sum(param.numel() for param in small_model().parameters())
 
 # %%
@@ -744,21 +751,31 @@ plots.show(plots.shard_map(ways, ranks=3))
 # and then the last row of the picture is the best there is. Block-wise formats of *weights*, such as tiles of 128 ×
 # 128, want whole groups of rows.
 #
-# And the course's engine? Its layout cuts equal shards and knows no granularity. Try it:
+# And the course's engine? Its layout takes a granularity, and the optimizer has to be declared: what is a block, and
+# which of its state is per block. What happens without? And what does another number of ranks read from a checkpoint?
+# Try it:
 
 # %%
 # %%ranks
-group, told = groups[3], {}
+group, told, scales = groups[3], {}, {}
 
 
-def in_zero3(make):
+def scales_of(model, adam):  # this rank's, and the dtype of the codes
+    kept = {name: adam.state[param] for name, param in model.named_parameters()}
+    return {n: (zerolab.to_local(s["m_scale"]), s["m"].dtype) for n, s in kept.items() if s}
+
+
+def in_zero3(make, **options):
     model = small_model()
-    zero = zerolab.Zero3(model, units=[Block], group=group)
+    zero = zerolab.Zero3(model, units=[Block], group=group, **options)
     adam = make(model.parameters())
     for number in range(4):
         model(*batch(words, rank, number, 2, 64)).backward()
         adam.step()
         adam.zero_grad()
+    if options:
+        zerolab.save(f"{folder}/three", zero, adam)
+        scales[3] = scales_of(model, adam)
     full = zero.full_state_dict()
     ours = [full[name] for name, _ in small_model().named_parameters()]
     return "one process's bits: " + str(all(map(torch.equal, ours, one_process)))
@@ -770,6 +787,15 @@ if rank < 3:
     except RuntimeError as error:
         told["Adam8"] = str(error).split(". ")[0]
     told["OwnerOptimizer"] = in_zero3(lambda params: zerolab.OwnerOptimizer(params, Adam8))
+    zerolab.declare_blockwise(Adam8, 256, per_block=["m_scale", "root_scale"])
+    told["granularity=256"] = in_zero3(Adam8, granularity=256)
+if rank < 2:
+    model = small_model()
+    zero = zerolab.Zero3(model, units=[Block], group=groups[2], granularity=256)
+    adam = Adam8(model.parameters())
+    zerolab.load(f"{folder}/three", zero, adam)
+    scales[2] = scales_of(model, adam)
+if rank < 3:
     zerolab.declare_elementwise(Adam8)  # which it is not
     told["declared elementwise"] = in_zero3(Adam8)
 
@@ -777,10 +803,20 @@ if rank < 3:
 for way, said in lab.pull("told", rank=0).items():
     print(f"{way}: {said}")
 
+of_ranks, whole = lab.pull("scales"), {2: {}, 3: {}}
+for N, parts in whole.items():
+    for of_rank in of_ranks[:N]:
+        for name, (part, _) in of_rank[N].items():
+            parts[name] = parts.get(name, []) + part.tolist()
+codes = {dtype for of_rank in of_ranks[:2] for _, dtype in of_rank[2].values()}
+print(f"scales saved by 3 ranks and loaded by 2: equal: {whole[2] == whole[3]}, codes: {codes}")
+
 # %% [markdown]
-# It refuses, rather than train another model in silence. `OwnerOptimizer` gives each parameter one owner, which sees
-# all of it: right, but each owner's parameters travel to it and back, and a parameter is the smallest thing that can be
-# owned. A promise that isn't true buys the same wrong numbers as equal shards.
+# Undeclared, it is refused, rather than train another model in silence. `OwnerOptimizer` gives each parameter one owner,
+# which sees all of it: right, but each owner's parameters travel to it and back, and a parameter is the smallest thing
+# that can be owned. With a granularity nothing travels, at the price of padding: less than a block for each parameter,
+# less than a block for each rank and unit. Codes and scales of 3 ranks are cut anew for 2 and stay what they are, in 8
+# bits. A promise that isn't true buys the same wrong numbers as equal shards.
 #
 # ## In production
 #
@@ -818,5 +854,6 @@ for way, said in lab.pull("told", rank=0).items():
 #    is not small beside Ψ/N: with whole matrices of a large model, on many ranks, some have two and some none.
 
 # %%
+shutil.rmtree(folder)
 lab.stop()
 lab.progress()

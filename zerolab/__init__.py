@@ -25,6 +25,7 @@ from zerolab.comm.collectives import Comm, Pending
 from zerolab.comm.recording import Call
 from zerolab.comm.waiting import CommError
 from zerolab.ddp import DDP
+from zerolab.engine.blockwise import declare_blockwise, declare_elementwise
 from zerolab.engine.ema import EMA
 from zerolab.engine.engine import Engine
 from zerolab.engine.layout import Layout, Slot
@@ -32,7 +33,6 @@ from zerolab.engine.owner import OwnerOptimizer
 from zerolab.engine.precision import Precision
 from zerolab.engine.scaler import LossScaler
 from zerolab.engine.slices import full_shape, full_tensor, to_local
-from zerolab.engine.step import declare_elementwise
 from zerolab.engine.unit import Unit
 from zerolab.world.environment import init
 from zerolab.world.processes import RankError, Ranks, launch
@@ -73,6 +73,7 @@ __all__ = [
     "Zero1",
     "Zero2",
     "Zero3",
+    "declare_blockwise",
     "declare_elementwise",
     "export_weights",
     "full_shape",

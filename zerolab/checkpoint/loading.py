@@ -171,6 +171,8 @@ class _Loading:
             raise CheckpointError(
                 f"{self.folder}: was saved with {self.content['optimizer']}, this optimizer is {kind}"
             )
+        if problem := self.optimizer.misfit(self.zero):
+            raise CheckpointError(f"{self.folder}: {problem}")
         saved = {frozenset(group["names"]): group for group in self.content["groups"]}
         self.groups = []
         for number, names in enumerate(names_in_groups(self.zero, self.optimizer)):
@@ -212,15 +214,19 @@ class _Loading:
             found[key] = self._read(held, f"optimizer/{key}", dtype, owned)
         like = full_stand_in(held) if owned else held.param
         found = {key: value.as_strided(like.size(), like.stride()) for key, value in found.items()}
-        if not owned and state.get("tensors") and held.unit.sharded:
-            raise CheckpointError(
-                f"{self.folder}: the optimizer state {min(state['tensors'])} of {held.name} belongs to the full "
-                "parameter; load it into zerolab.OwnerOptimizer"
-            )
         for key, what in state.get("tensors", {}).items():
-            read = self.pieces.read(
-                f"optimizer/{key}/{entry['names'][0]}", DTYPES[what["dtype"]], 0, prod(what["shape"])
-            )
+            start, stop = 0, prod(what["shape"])
+            there = torch.empty(what["shape"], device="meta")
+            if held.unit.sharded and not owned:
+                each = self.optimizer.blocks(held.param).per_number(full_stand_in(held), key, there)
+                if each is None:
+                    raise CheckpointError(
+                        f"{self.folder}: the optimizer state {key} of {held.name} belongs to the full parameter; load "
+                        "it into zerolab.OwnerOptimizer"
+                    )
+                start, stop = (-(-place // each) for place in self._slice(held))
+                what = what | {"shape": [stop - start]}
+            read = self.pieces.read(f"optimizer/{key}/{entry['names'][0]}", DTYPES[what["dtype"]], start, stop)
             found[key] = read.view(what["shape"])
         found |= {key: from_json(number) for key, number in state["numbers"].items()}
         for key, length in state.get("lists", {}).items():
@@ -232,15 +238,18 @@ class _Loading:
 
         full: all of them, although this rank has a slice of the parameter."""
         entry, unit, slot = self.entries[held.name], held.unit, held.slot
-        start, stop = 0, slot.numel
-        if unit.sharded and not full:
-            start, stop = (i - slot.offset for i in unit.layout.owned(slot, unit.rank))
+        start, stop = self._slice(held) if unit.sharded and not full else (0, slot.numel)
         read = partial(self.pieces.read, f"{kind}/{entry['names'][0]}", DTYPES[dtype])
         if tuple(entry["stride"]) == slot.stride:
             return read(start, stop)
         # Saved in another memory order (channels_last then or now): a slice here is scattered there.
         there = read(0, slot.numel).as_strided(slot.shape, entry["stride"])
         return flat(there, full_stand_in(held))[start:stop]
+
+    def _slice(self, held: Held) -> tuple[int, int]:
+        """This rank's elements of a parameter."""
+        start, stop = held.unit.layout.owned(held.slot, held.unit.rank)
+        return start - held.slot.offset, stop - held.slot.offset
 
     def _placed(self, held: Held, state: dict[str, Any], step_on_host: bool) -> dict[str, Any]:
         """The state as the optimizer keeps it: on the parameter's device, but `step` on the host if asked."""

@@ -34,6 +34,7 @@ from zerolab.checkpoint.state import (
 )
 from zerolab.engine.ema import EMA
 from zerolab.engine.engine import Engine
+from zerolab.engine.slices import plainly, to_local
 
 # What torch's optimizers keep once per parameter, not once per element. For a parameter without dimensions, the shape
 # of the state does not tell which of the two it is.
@@ -135,6 +136,7 @@ def _write_part(folder: Path, zero: Engine, optimizer: Optimizers, ema: EMA | No
         begin, end = unit.layout.owned(slot, unit.rank)
         start, stop = begin - slot.offset, end - slot.offset
         tensors_of: dict[str, Tensor] = {f"parameters/{name}": param}
+        per_number: dict[str, int] = {}  # elements, for what is not one number for each
         if ema:
             tensors_of[f"ema/{name}"] = averages[number]
         if optimizer.owned(param):
@@ -145,13 +147,18 @@ def _write_part(folder: Path, zero: Engine, optimizer: Optimizers, ema: EMA | No
                     tensors |= full
                     ranges |= {kind: (0, value.numel()) for kind, value in full.items()}
         else:
-            states[name], sliced = _sliced_state(held, optimizer, shared)
+            states[name], sliced, per_number = _sliced_state(held, optimizer, shared)
             tensors_of |= sliced
+            if start == stop and slot.numel and not optimizer.state_of(param):
+                states[name] = None  # an optimizer may leave out what has no elements
         if stop > start and first_replica:
             for kind, value in tensors_of.items():
-                dense = flat(value, param)
-                ranges[kind] = (start, stop)
-                tensors[kind] = dense[start:stop] if dense.numel() == slot.numel else dense
+                each = per_number.get(kind)
+                dense = flat(value, param) if each is None else to_local(value).detach()
+                first, last = (-(-place // (each or 1)) for place in (start, stop))
+                if first < last:
+                    ranges[kind] = (first, last)
+                    tensors[kind] = dense[first:last] if not unit.sharded else dense
     for name, value in _own_tensors(zero).items():
         own = f"rank {zero.rank}/{name}"
         ranges[own] = (0, value.numel())
@@ -165,16 +172,32 @@ def _write_part(folder: Path, zero: Engine, optimizer: Optimizers, ema: EMA | No
     return {"file": file, **written, "pieces": pieces, "states": states, "ema": ema.progress() if ema else None}
 
 
-def _sliced_state(held: Held, optimizer: Optimizers, shared: set[str]) -> tuple[dict[str, Any], dict[str, Tensor]]:
-    """What an elementwise optimizer keeps for a slice: its description, the same on every rank, and its tensors."""
-    name, state = held.name, optimizer.state_of(held.param)
+def _sliced_state(
+    held: Held, optimizer: Optimizers, shared: set[str]
+) -> tuple[dict[str, Any], dict[str, Tensor], dict[str, int]]:
+    """What an optimizer keeps for a slice: its description, the same on every rank, and its tensors.
+
+    Last, for those of another shape, which a block-wise optimizer keeps: how many elements a number stands for.
+    """
+    name, state, numel = held.name, dict(optimizer.state_of(held.param)), held.slot.numel
+    blocks = optimizer.blocks(held.param)
+    with plainly():
+        each = {key: blocks.per_number(held.param, key, value) for key, value in state.items()}
+    per_number = {key: size for key, size in each.items() if size is not None}
+    flat_ones = {key: state.pop(key) for key in per_number}
     elements = {key: value for key, value in state.items() if _per_element(held.param, key, value, shared)}
     numbers = {key: to_json(f"{key} of {name}", state[key]) for key in state.keys() - elements.keys()}
-    described = {
+    described: dict[str, Any] = {
         "elements": {key: dtype_name(f"{key} of {name}", value) for key, value in sorted(elements.items())},
         "numbers": dict(sorted(numbers.items())),
     }
-    return described, {f"optimizer/{key}/{name}": value for key, value in elements.items()}
+    if flat_ones:
+        described["tensors"] = {
+            key: {"dtype": dtype_name(f"{key} of {name}", value), "shape": [-(-numel // per_number[key])]}
+            for key, value in sorted(flat_ones.items())
+        }
+    tensors = {f"optimizer/{key}/{name}": value for key, value in (elements | flat_ones).items()}
+    return described, tensors, {f"optimizer/{key}/{name}": size for key, size in per_number.items()}
 
 
 def _owned_state(held: Held, optimizer: Optimizers, shared: set[str]) -> tuple[dict[str, Any], dict[str, Tensor]]:

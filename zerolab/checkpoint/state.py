@@ -12,6 +12,7 @@ from torch.optim import Optimizer
 
 from zerolab.checkpoint.files import DTYPES, NAMES, CheckpointError
 from zerolab.comm.collectives import Comm
+from zerolab.engine.blockwise import Blocks, declared, misfit
 from zerolab.engine.ema import EMA
 from zerolab.engine.engine import Engine
 from zerolab.engine.layout import Slot
@@ -111,6 +112,18 @@ class Optimizers:
         """Whether this rank has its state, or a part of that."""
         one = self._of.get(id(param))
         return not isinstance(one, OwnerOptimizer) or one.owns(param)
+
+    def blocks(self, param: nn.Parameter) -> Blocks:
+        """What is declared of the class that updates it."""
+        return declared.get(type(self._of.get(id(param))), Blocks(1))
+
+    def misfit(self, zero: Engine) -> str | None:
+        """Why one of these optimizers may not see what `zero` shows."""
+        kinds = [type(one) for one in self.each if not isinstance(one, OwnerOptimizer)]
+        return next(
+            (problem for kind in kinds if kind in declared and (problem := misfit(kind, zero.stage, zero.granularity))),
+            None,
+        )
 
     def state_of(self, param: nn.Parameter) -> dict[str, Any]:
         one = self._of.get(id(param))

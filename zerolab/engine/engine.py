@@ -51,6 +51,9 @@ class Engine(Stage):
         travel between replicas (hybrid sharding; Zhao et al., arXiv 2304.11277, section 3.2.2).
     offload: "optimizer", in stages 1 to 3: masters, gradients and the optimizer's state stay on the host, and the
         optimizer works there (Ren et al., "ZeRO-Offload", arXiv 2101.06840). The device keeps what forward needs.
+    granularity: in stages 1 to 3, every rank's slice of a parameter starts at a multiple of this many of its elements,
+        for optimizers that treat blocks of elements together: see `declare_blockwise`. It costs padding: a parameter
+        less than this many elements, a unit less than this many for each rank.
     init: for a model on the meta device. It is called with every module that has parameters or buffers of its own,
         once they have (uninitialised) memory, to give them values; for example `lambda m: m.reset_parameters()`.
 
@@ -68,22 +71,26 @@ class Engine(Stage):
         init: Init = None,
         offload: str | None = None,
         mesh: tuple[int, int] | None = None,
+        granularity: int = 1,
     ) -> None:
         if offload not in (None, "optimizer") or (offload and self.stage == 0):
             raise ValueError(f'offload={offload!r} in stage {self.stage}: "optimizer" or None; stage 0 has no offload')
+        if not isinstance(granularity, int) or granularity < 1:
+            raise ValueError(f"granularity={granularity!r} must be a number of elements, at least 1")
         self.model = model
+        self.granularity = granularity
         self.offload = offload is not None
         self.precision = precision or KEEP
         self.comm = Comm(group, device_of(model), checked_mesh(mesh, group, self.stage))
         self.comm.progress.stage = self.stage
         self.rank, self.world_size = self.comm.rank, self.comm.world_size
 
-        settings = [type(self).__name__, str(self.precision), f"offload={offload}"]
+        settings = [type(self).__name__, str(self.precision), f"offload={offload}", f"granularity={granularity}"]
         parts = agree_on_parts(model, units, self.comm, init is not None, settings)
         kinds = [KEEP if part.batch_norm else self.precision for part in parts]
         dtypes = [kind.dtypes(part.dtype, part.trainable) for kind, part in zip(kinds, parts, strict=True)]
         self.units = [
-            Unit(part.name, part.named, part.sites, three, self.comm, self.offload and part.trainable)
+            Unit(part.name, part.named, part.sites, three, self.comm, self.offload and part.trainable, granularity)
             for part, three in zip(parts, dtypes, strict=True)
         ]
         self.root = [unit for unit, part in zip(self.units, parts, strict=True) if part.module is model]

@@ -2,7 +2,8 @@
 
 An optimizer is elementwise if the update of an element depends on that element's own gradients alone. Then a slice is
 updated exactly as it would be inside the full parameter. Muon (matrix sign), Adafactor (row and column means), LBFGS
-(inner products) and LAMB (norms per layer) are not, and on slices would give other numbers without an error.
+(inner products) and LAMB (norms per layer) are not, and on slices would give other numbers without an error. Between
+the two are those that update block by block: see blockwise.py.
 
 It sees plain parameters and states, and gradients in the masters' dtype. Closures and hooks of the optimizer are the
 script's own: they see what a script sees outside of the step, so they may clip, or log a norm.
@@ -18,11 +19,12 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.optim import ASGD, SGD, Adadelta, Adagrad, Adam, Adamax, AdamW, NAdam, Optimizer, RAdam, RMSprop, Rprop
+from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from zerolab.comm.waiting import CommError
 from zerolab.engine import shown
+from zerolab.engine.blockwise import declared, misfit
 from zerolab.engine.hyperparameters import Hyperparameters
 from zerolab.engine.shown import become_plain, become_shown
 from zerolab.engine.slices import plainly
@@ -33,15 +35,6 @@ from zerolab.engine.unit import Unit
 MARK = "_zerolab_mark"  # the attribute of a parameter: who updates it, or why no optimizer may
 
 averaged: weakref.WeakSet[Any] = weakref.WeakSet()  # their masters are averages for now: ema.py
-
-_elementwise: set[type] = {ASGD, SGD, Adadelta, Adagrad, Adam, Adamax, AdamW, NAdam, RAdam, RMSprop, Rprop}
-
-
-def declare_elementwise(optimizer_class: type[Optimizer]) -> None:
-    """Allow an optimizer class in stages 1 to 3, because it updates each element from its own gradients alone."""
-    if not (isinstance(optimizer_class, type) and issubclass(optimizer_class, Optimizer)):
-        raise TypeError(f"expected a subclass of torch.optim.Optimizer, not {optimizer_class!r}")
-    _elementwise.add(optimizer_class)
 
 
 class Step:
@@ -191,14 +184,9 @@ def _before_step(optimizer: Optimizer, args: Any, kwargs: Any) -> Any:
             _check_state(optimizer, engine)
         _unchecked.discard(optimizer)
     for engine, units in owners.items():
-        if engine.stage > 0 and type(optimizer) not in _elementwise and not isinstance(optimizer, SeesSlices):
-            name = type(optimizer).__name__
-            raise RuntimeError(
-                f"{name} is not known to be elementwise, and in stage {engine.stage} it sees slices of parameters: its "
-                f"numbers would be wrong. Use zerolab.OwnerOptimizer(params, {name}), which shows it full "
-                "parameters, or stage 0. Or, if it does update each element from that element's own gradients alone, "
-                f"call zerolab.declare_elementwise({name})"
-            )
+        if not isinstance(optimizer, SeesSlices):
+            if problem := misfit(type(optimizer), engine.stage, engine.granularity):
+                raise RuntimeError(problem)
         engine.before_optimizer(optimizer, units, sys._getframe(1))
     _under_way[optimizer] = owners
     for handle, last in zip(_watched[optimizer], (True, False), strict=True):
@@ -217,6 +205,9 @@ def _leave(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
     """After the step, and before the script's own hooks."""
     for engine in _owners(optimizer):
         engine.leave_optimizer(optimizer)
+    if (blocks := declared.get(type(optimizer))) and blocks.keys:
+        with plainly():
+            blocks.check(optimizer)
 
 
 def _after_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
@@ -286,7 +277,9 @@ def _slices(optimizer: Optimizer, engine: Stage) -> str | None:
     if engine.stage == 0:
         return None
     group = engine.comm.shard_group
-    places = [[unit.names, [slot.offset for slot in unit.layout.slots]] for unit in engine.units]
+    places = [
+        [unit.names, [slot.offset for slot in unit.layout.slots], unit.layout.shard_size] for unit in engine.units
+    ]
     return f"those of rank {group.rank} of {group.size}, layout {zlib.crc32(repr(places).encode()):08x}"
 
 
@@ -329,6 +322,7 @@ def _check_state(optimizer: Optimizer, engine: Stage) -> None:
 def _misfit(optimizer: Optimizer, engine: Stage) -> str | None:
     name, mine = type(optimizer).__name__, _slices(optimizer, engine)
     names = {id(param): name for unit in engine.units for name, param in zip(unit.names, unit.params, strict=True)}
+    per_block = declared[type(optimizer)].keys if type(optimizer) in declared else ()
     for group in optimizer.param_groups:
         if (stamp := group.get(STAMP, mine)) != mine:
             have = f"this rank has {mine}" if mine else "stage 0 has none"
@@ -336,7 +330,7 @@ def _misfit(optimizer: Optimizer, engine: Stage) -> str | None:
         for param in [] if isinstance(optimizer, SeesSlices) else group["params"]:
             for key, value in optimizer.state.get(param, {}).items():
                 one_each = isinstance(value, torch.Tensor) and value.dim() == param.dim() and value.numel() > 1
-                if one_each and value.shape != param.shape and id(param) in names:
+                if one_each and key not in per_block and value.shape != param.shape and id(param) in names:
                     shapes = f"{tuple(value.shape)} for {names[id(param)]}, whose shape on this rank is"
                     return f"{name} was given a state {key} of shape {shapes} {tuple(param.shape)}"
     return None

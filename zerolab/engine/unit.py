@@ -42,14 +42,21 @@ class Unit(Parameters):
     """The parameters `named` (name in the model, parameter). `sites[i]`: every place that holds the i-th of them."""
 
     def __init__(
-        self, name: str, named: Named, sites: list[list[Site]], dtypes: Dtypes, comm: Comm, offload: bool = False
+        self,
+        name: str,
+        named: Named,
+        sites: list[list[Site]],
+        dtypes: Dtypes,
+        comm: Comm,
+        offload: bool = False,
+        granularity: int = 1,
     ) -> None:
         super().__init__(named, sites, dtypes, comm, offload)
         self.name = name
         alignment = max(1, 16 // min(dtypes.master.itemsize, dtypes.compute.itemsize))
         self.rank = comm.shard_group.rank  # which shard is this rank's
         replicas = comm.replicate_group.size if comm.replicate_group else 1
-        self.layout = Layout(named, comm.shard_group.size, alignment, replicas)
+        self.layout = Layout(named, comm.shard_group.size, alignment, replicas, granularity)
         self.bucket = Bucket(self)
         self.shard: Tensor
         self._state = FullState.STALE

@@ -1,6 +1,6 @@
 """Saves that are killed: before each operation on the file system in turn, and in the middle of a file.
 
-    python jobs_crash.py FOLDER
+    python jobs_crash.py FOLDER [background]
 
 prints where each death was, and which of the two checkpoints loads afterwards. Every save and every load runs in a
 process of its own, forked from one that has done nothing but import.
@@ -61,13 +61,24 @@ def make(number: float) -> tuple[zerolab.Engine, torch.optim.Optimizer]:
     return zero, torch.optim.AdamW(zero.model.parameters())
 
 
-def save_twice(path: str, number: int, death: Callable[[], None]) -> None:
+def save_twice(path: str, number: int, background: bool, death: Callable[[], None]) -> None:
     """Save one checkpoint, then a second in its place, during which this process is to die."""
     zerolab.init()
     zerolab.save(path, *make(number), number=number, padding=PADDING)
     second = make(number + 1)
     death()
-    zerolab.save(path, *second, number=number + 1, padding=PADDING)
+    saving = zerolab.save(path, *second, background=background, number=number + 1, padding=PADDING)
+    if saving is not None:
+        train_on(*second)
+        saving.wait()
+
+
+def train_on(zero: zerolab.Engine, optimizer: torch.optim.Optimizer) -> None:
+    """Everything that is in the checkpoint changes."""
+    for param in zero.model.parameters():
+        param.data.fill_(-2.0)
+    for group in optimizer.param_groups:
+        group["lr"] = 0.5
 
 
 def load(path: str, number: int) -> None:
@@ -76,6 +87,7 @@ def load(path: str, number: int) -> None:
     loaded = zerolab.load(path, zero, optimizer)["number"]
     assert loaded in (number, number + 1), (loaded, number)
     assert all((param == loaded).all() for param in zero.model.parameters())
+    assert optimizer.param_groups[0]["lr"] == 1e-3
     print(json.dumps({"loaded": "new" if loaded > number else "old"}), flush=True)
 
 
@@ -94,13 +106,13 @@ def forked(function: Callable[..., None], *args: Any) -> int:
     return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
 
 
-def main(folder: str) -> int:
+def main(folder: str, background: bool) -> int:
     path = str(Path(folder) / "checkpoint")
     torch.optim.AdamW([torch.zeros(1)])  # imports a lot the first time, so do that before the forks
     in_files = [partial(die_when_writing, size) for size in SIZES]
     for number in itertools.count(1):
         death = in_files[number - 1] if number <= len(SIZES) else partial(die_at, number - len(SIZES), folder)
-        code = forked(save_twice, path, 2 * number, death)
+        code = forked(save_twice, path, 2 * number, background, death)
         if forked(load, path, 2 * number) != 0:
             return 1
         if code == 0:  # there is no operation with this number, so all have been tried
@@ -111,4 +123,4 @@ def main(folder: str) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1]))
+    sys.exit(main(sys.argv[1], sys.argv[2:] == ["background"]))

@@ -678,9 +678,10 @@ def test_another_memory_order(ranks, tmp_path):
 
 
 @pytest.mark.slow
-def test_a_save_killed_at_every_moment(tmp_path):
+@pytest.mark.parametrize("background", [pytest.param([], marks=pytest.mark.exhaustive), ["background"]])
+def test_a_save_killed_at_every_moment(tmp_path, background):
     """One process. After each death either the old checkpoint or the new one loads, and nothing piles up."""
-    command = [sys.executable, str(Path(__file__).parent / "jobs_crash.py"), str(tmp_path)]
+    command = [sys.executable, str(Path(__file__).parent / "jobs_crash.py"), str(tmp_path), *background]
     done = subprocess.run(
         command, env=os.environ | {"PYTHONPATH": PYTHONPATH}, capture_output=True, text=True, timeout=600
     )
@@ -726,6 +727,49 @@ def test_a_rank_that_dies_while_all_save(ranks, tmp_path, rank, death):
     with pytest.raises(zerolab.RankError, match=f"rank {rank} of 2 was killed by SIG(KILL|XFSZ)"):
         ranks.run(die_while_saving, str(path), rank, death, ranks=2)
     assert all(ranks.run(one_step, str(path), ranks=2))
+
+
+def saves_while_it_trains(folder: str) -> dict[str, str]:
+    """A save in the background, beside one in the foreground, while training goes on."""
+    case = CASES["plain"]
+    torch.manual_seed(0)
+    zero, optimizer = fresh(case, 2)
+    train(case, zero, optimizer, range(2))
+    zerolab.save(f"{folder}/before", zero, optimizer, number=[1])
+    number = [1]
+    saving = zerolab.save(f"{folder}/meanwhile", zero, optimizer, background=True, number=number)
+    assert saving is not None
+    train(case, zero, optimizer, range(2, 4))
+    number.append(2)
+    said = {"early": attempt(lambda: zerolab.read_extra(f"{folder}/meanwhile"))}
+    said["second"] = attempt(lambda: zerolab.save(f"{folder}/second", zero, optimizer))
+    saving.wait()
+    saving.wait()
+    states = []
+    for name in ("before", "meanwhile"):
+        again, other = fresh(case, 3)
+        assert zerolab.load(f"{folder}/{name}", again, other) == {"number": [1]}
+        states.append(held(again, other))
+    assert same(*states)
+    zerolab.save(f"{folder}/second", zero, optimizer)
+
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    if zero.rank == 1:  # its disk is full, as it were
+        resource.setrlimit(resource.RLIMIT_FSIZE, (1000, limits[1]))
+    try:
+        saving = zerolab.save(f"{folder}/second", zero, optimizer, background=True)
+        said["failed"] = attempt(saving.wait)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    return {key: str(value) for key, value in said.items()}
+
+
+def test_a_save_in_the_background(ranks, tmp_path):
+    for said in ranks.run(saves_while_it_trains, str(tmp_path), ranks=2):
+        assert "is not a zerolab checkpoint" in said["early"]
+        assert "first call wait()" in said["second"]
+        assert "rank 1: " in said["failed"] and "File too large" in said["failed"]
+    assert sorted(os.listdir(tmp_path)) == ["before", "meanwhile", "second"]
 
 
 # -- what is read, and that nothing is executed ----------------------------------------------------------------------

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import json
 import os
 from math import prod
@@ -18,10 +19,27 @@ VERSIONS = (1, 2)  # 2: some state has a shape of its own, "tensors" (see saving
 MANIFEST = "manifest.json"
 
 
-def build_manifest(
-    zero: Engine, optimizer: Optimizers, parts: list[dict[str, Any]], extra: dict[str, Any]
-) -> dict[str, Any]:
-    """The content of manifest.json, from what each rank reported of its file (`parts`, in rank order).
+def begin_manifest(zero: Engine, optimizer: Optimizers, extra: dict[str, Any]) -> dict[str, Any]:
+    """What the content of manifest.json has of this moment, whatever the ranks' files will be."""
+    begun = {
+        "step": zero.comm.step,
+        "optimizer": optimizer.name,
+        "groups": [
+            {"names": names, "values": group_values(group)}
+            for names, group in zip(names_in_groups(zero, optimizer), optimizer.param_groups, strict=True)
+        ],
+        "buffers": {
+            name: {"shape": tuple(buffer.shape), "dtype": dtype_name(name, buffer)}
+            for name, buffer in buffers(zero).items()
+        },
+        "extra_state": extra_state(zero),
+        "extra": extra,
+    }
+    return copy.deepcopy(begun)
+
+
+def build_manifest(zero: Engine, begun: dict[str, Any], parts: list[dict[str, Any]]) -> dict[str, Any]:
+    """The content of manifest.json, with what each rank reported of its file (`parts`, in rank order).
 
     Raises `CheckpointError` if the ranks disagree, or if elements are missing.
     """
@@ -57,20 +75,9 @@ def build_manifest(
         "model": type(zero.model).__name__,
         "stage": zero.stage,
         "world_size": zero.world_size,
-        "step": zero.comm.step,
-        "optimizer": optimizer.name,
-        "groups": [
-            {"names": names, "values": group_values(group)}
-            for names, group in zip(names_in_groups(zero, optimizer), optimizer.param_groups, strict=True)
-        ],
+        **begun,
         "parameters": entries,
         "ema": ema,
-        "buffers": {
-            name: {"shape": tuple(buffer.shape), "dtype": dtype_name(name, buffer)}
-            for name, buffer in buffers(zero).items()
-        },
-        "extra_state": extra_state(zero),
-        "extra": extra,
         "chunk": CHUNK,
         "files": {part["file"]: {"bytes": part["bytes"], "header": part["header"]} for part in parts},
         "pieces": pieces,

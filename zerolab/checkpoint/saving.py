@@ -8,16 +8,19 @@ import os
 import re
 import secrets
 import shutil
-from collections.abc import Iterable
+import weakref
+from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
 from zerolab.checkpoint.files import CheckpointError, dtype_name, flush_folder, write_file
-from zerolab.checkpoint.manifest import MANIFEST, build_manifest, is_whole, missing_file, write_manifest
+from zerolab.checkpoint.manifest import MANIFEST, begin_manifest, build_manifest, is_whole, missing_file, write_manifest
 from zerolab.checkpoint.state import (
     Held,
     Optimizers,
@@ -32,6 +35,7 @@ from zerolab.checkpoint.state import (
     parameters,
     to_json,
 )
+from zerolab.comm.collectives import Comm
 from zerolab.engine.ema import EMA
 from zerolab.engine.engine import Engine
 from zerolab.engine.slices import plainly, to_local
@@ -49,8 +53,9 @@ def save(
     *,
     ema: EMA | None = None,
     keep: int | None = None,
+    background: bool = False,
     **extra: Any,
-) -> None:
+) -> Saving | None:
     """Write a checkpoint of parameters, buffers, optimizer, step and random number generators to the folder `path`.
 
     All ranks must call it, after the optimizer's step and before the next forward, and must see the same file system.
@@ -63,32 +68,102 @@ def save(
         name and a lower number, so that `keep` whole ones remain. A checkpoint is whole if its manifest is intact and
         its files have the sizes listed there; their bytes are not read. A damaged one does not count, and goes when it
         is older than all that are kept.
+    background: return once this rank's part is copied to the host, and write it in a thread while training goes on.
+        What is returned has a `wait()`, which all ranks must call before the next save: until it has returned, there
+        is no new checkpoint. The copy takes as many bytes as the file.
     extra: any JSON; `load` and `read_extra` return it. The first rank's is saved, as is what modules have by
         `get_extra_state()`, which must be JSON too.
 
-    Raises `CheckpointError` on every rank if any rank failed.
+    Raises `CheckpointError` on every rank if any rank failed; with `background`, here or in `wait()`.
     """
-    path, comm = Path(os.path.abspath(path)), zero.comm
-    phase, comm.phase = comm.phase, "save"
-    folder: Path | None = None
     given = optimizer if isinstance(optimizer, Optimizer) else list(optimizer)
-    try:
-        comm.exchange_bytes(b"", "start of a save")
-        begun = on_all_ranks(comm, "start of a save", lambda: _begin(path, zero, Optimizers(given), ema, keep, extra))
-        folder, optimizers = path.with_name(begun[0]), Optimizers(given)
-        parts = on_all_ranks(comm, "writing of a checkpoint", lambda: _write_part(folder, zero, optimizers, ema))
+    saving = Saving(Path(os.path.abspath(path)), zero, keep)
+    saving.begin(given, ema, extra, background)
+    if background:
+        return saving
+    saving.wait()
+    return None
 
-        def finish() -> None:
-            if comm.rank == 0:
-                _finish(path, folder, keep, build_manifest(zero, optimizers, parts, extra))
 
-        on_all_ranks(comm, "end of a save", finish)
-    except BaseException:
-        if comm.rank == 0 and folder is not None:
-            shutil.rmtree(folder, ignore_errors=True)
-        raise
-    finally:
-        comm.phase = phase
+class Saving:
+    """A save that has begun. Until `wait()` returns, the path has what it had before."""
+
+    def __init__(self, path: Path, zero: Engine, keep: int | None) -> None:
+        self._path, self._zero, self._keep = path, zero, keep
+        self._folder: Path | None = None  # the new one, until it is in place
+        self._part: _Part | None = None
+        self._manifest: dict[str, Any] = {}
+        self._write: Callable[[], dict[str, Any]]  # returns what the manifest needs to know of this rank's file
+
+    def begin(self, given: Any, ema: EMA | None, extra: dict[str, Any], background: bool) -> None:
+        path, zero = self._path, self._zero
+
+        def check() -> str | None:
+            return _begin(path, zero, Optimizers(given), ema, self._keep, extra)
+
+        def take() -> _Part:
+            optimizers = Optimizers(given)
+            self._manifest = begin_manifest(zero, optimizers, extra)
+            self._part = _part(zero, optimizers, ema, background)
+            return self._part
+
+        def copy() -> None:
+            take()
+
+        def write() -> dict[str, Any]:
+            return _write_part(folder, zero, self._part or take())
+
+        with self._all_or_nothing() as comm:
+            comm.exchange_bytes(b"", "start of a save")
+            self._folder = folder = path.with_name(on_all_ranks(comm, "start of a save", check)[0])
+            self._write = write
+            if background:
+                on_all_ranks(comm, "copy of a checkpoint", copy)
+                pool = ThreadPoolExecutor(1, "zerolab save")
+                self._write = pool.submit(write).result
+                pool.shutdown(wait=False)  # the thread ends with its work, for which a process that ends waits
+                _under_way[zero] = self
+
+    def wait(self) -> None:
+        """Wait for all ranks to have written, and put the checkpoint in place. All ranks must call it.
+
+        Raises `CheckpointError` on every rank if any rank failed. A second call does nothing.
+        """
+        if (folder := self._folder) is None:
+            return
+        with self._all_or_nothing() as comm:
+            parts = on_all_ranks(comm, "writing of a checkpoint", lambda: self._write())
+
+            def finish() -> None:
+                if comm.rank == 0:
+                    _finish(self._path, folder, self._keep, build_manifest(self._zero, self._manifest, parts))
+
+            on_all_ranks(comm, "end of a save", finish)
+            self._end()
+
+    @contextmanager
+    def _all_or_nothing(self) -> Iterator[Comm]:
+        comm = self._zero.comm
+        phase, comm.phase = comm.phase, "save"
+        try:
+            yield comm
+        except BaseException:
+            if self._folder is not None and self._zero in _under_way:
+                with suppress(Exception):
+                    self._write()  # the thread's: nothing may be written after this
+            if comm.rank == 0 and self._folder is not None:
+                shutil.rmtree(self._folder, ignore_errors=True)
+            self._end()
+            raise
+        finally:
+            comm.phase = phase
+
+    def _end(self) -> None:
+        self._folder = self._part = None
+        _under_way.pop(self._zero, None)
+
+
+_under_way: weakref.WeakKeyDictionary[Engine, Saving] = weakref.WeakKeyDictionary()  # those in the background
 
 
 def _begin(
@@ -96,6 +171,8 @@ def _begin(
 ) -> str | None:
     """On every rank: check that this can be saved. On the first rank: make the temporary folder, return its name."""
     check_idle(zero, ema)
+    if zero in _under_way:
+        raise CheckpointError("a save of this model in the background is under way: first call wait() of it")
     names_in_groups(zero, optimizer)
     extra_state(zero)
     if keep is not None and keep < 1:
@@ -123,8 +200,29 @@ def _begin(
 # -- every rank: its file -------------------------------------------------------------------------------------------
 
 
-def _write_part(folder: Path, zero: Engine, optimizer: Optimizers, ema: EMA | None) -> dict[str, Any]:
+class _Part(NamedTuple):
+    """This rank's: flat tensors, and which elements of what they are; states of parameters; the progress of an EMA."""
+
+    tensors: dict[str, Tensor]
+    ranges: dict[str, tuple[int, int]]
+    states: dict[str, dict[str, Any] | None]
+    ema: list[Any] | None
+
+
+def _write_part(folder: Path, zero: Engine, part: _Part) -> dict[str, Any]:
     """Write this rank's file; return what the manifest needs to know of it."""
+    file = f"rank-{zero.rank:05}-of-{zero.world_size:05}.safetensors"
+    written = write_file(folder / file, part.tensors)
+    pieces = {
+        name: {"file": file, "start": part.ranges[name][0], "stop": part.ranges[name][1], **entry}
+        for name, entry in written.pop("tensors").items()
+    }
+    return {"file": file, **written, "pieces": pieces, "states": part.states, "ema": part.ema}
+
+
+@torch.no_grad()
+def _part(zero: Engine, optimizer: Optimizers, ema: EMA | None, copy: bool) -> _Part:
+    """What this rank saves: a copy on the host, or what the model and the optimizer hold."""
     tensors: dict[str, Tensor] = {}
     ranges: dict[str, tuple[int, int]] = {}
     states: dict[str, dict[str, Any] | None] = {}
@@ -163,13 +261,9 @@ def _write_part(folder: Path, zero: Engine, optimizer: Optimizers, ema: EMA | No
         own = f"rank {zero.rank}/{name}"
         ranges[own] = (0, value.numel())
         tensors[own] = value.reshape(-1)
-    file = f"rank-{zero.rank:05}-of-{zero.world_size:05}.safetensors"
-    written = write_file(folder / file, tensors)
-    pieces = {
-        name: {"file": file, "start": ranges[name][0], "stop": ranges[name][1], **entry}
-        for name, entry in written.pop("tensors").items()
-    }
-    return {"file": file, **written, "pieces": pieces, "states": states, "ema": ema.progress() if ema else None}
+    if copy:
+        tensors = {name: value.detach().to("cpu", copy=True) for name, value in tensors.items()}
+    return _Part(tensors, ranges, states, ema.progress() if ema else None)
 
 
 def _sliced_state(

@@ -93,6 +93,7 @@ class Saving:
         self._folder: Path | None = None  # the new one, until it is in place
         self._part: _Part | None = None
         self._manifest: dict[str, Any] = {}
+        self._in_thread = False
         self._write: Callable[[], dict[str, Any]]  # returns what the manifest needs to know of this rank's file
 
     def begin(self, given: Any, ema: EMA | None, extra: dict[str, Any], background: bool) -> None:
@@ -107,9 +108,6 @@ class Saving:
             self._part = _part(zero, optimizers, ema, background)
             return self._part
 
-        def copy() -> None:
-            take()
-
         def write() -> dict[str, Any]:
             return _write_part(folder, zero, self._part or take())
 
@@ -118,11 +116,12 @@ class Saving:
             self._folder = folder = path.with_name(on_all_ranks(comm, "start of a save", check)[0])
             self._write = write
             if background:
-                on_all_ranks(comm, "copy of a checkpoint", copy)
+                on_all_ranks(comm, "copy of a checkpoint", lambda: take() and None)
                 pool = ThreadPoolExecutor(1, "zerolab save")
                 self._write = pool.submit(write).result
                 pool.shutdown(wait=False)  # the thread ends with its work, for which a process that ends waits
-                _under_way[zero] = self
+                self._in_thread = True
+                _under_way.add(zero)
 
     def wait(self) -> None:
         """Wait for all ranks to have written, and put the checkpoint in place. All ranks must call it.
@@ -148,7 +147,7 @@ class Saving:
         try:
             yield comm
         except BaseException:
-            if self._folder is not None and self._zero in _under_way:
+            if self._in_thread:
                 with suppress(Exception):
                     self._write()  # the thread's: nothing may be written after this
             if comm.rank == 0 and self._folder is not None:
@@ -160,10 +159,11 @@ class Saving:
 
     def _end(self) -> None:
         self._folder = self._part = None
-        _under_way.pop(self._zero, None)
+        if self._in_thread:
+            _under_way.discard(self._zero)
 
 
-_under_way: weakref.WeakKeyDictionary[Engine, Saving] = weakref.WeakKeyDictionary()  # those in the background
+_under_way: weakref.WeakSet[Engine] = weakref.WeakSet()  # models with a save in the background
 
 
 def _begin(

@@ -41,10 +41,12 @@ def stacks(
             hatch = None if yours[x] else HATCHES[category]
             look: Look = {"color": COLOURS[category], "edgecolor": "white", "linewidth": 0.4, "hatch": hatch}
             axes.bar(x, height, 0.62, bottom, zorder=2, **look)
-            if height > 0.06 * highest:
+            middle, said = bottom + height / 2, f"{height:.3g}"
+            if height > 0.095 * highest:
                 box = {"boxstyle": "round,pad=0.16", "facecolor": "white", "edgecolor": "none"}
-                middle = (x, bottom + height / 2)
-                axes.text(*middle, f"{height:.3g}", ha="center", va="center", fontsize=9.5, zorder=5, bbox=box)
+                axes.text(x, middle, said, ha="center", va="center", fontsize=9.5, zorder=5, bbox=box)
+            elif height > 0.055 * highest:  # too thin for its number, which would cover the next one's
+                axes.text(x + 0.33, middle, said, ha="left", va="center", fontsize=8, color=INK)
             bottom += height
         above(axes, x, totals[name], f"{totals[name]:.3g}", 3, fontsize=12, weight="bold")
     axes.set_xticks(range(len(bars)), list(bars), fontsize=10, color=INK)

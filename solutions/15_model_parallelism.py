@@ -387,14 +387,14 @@ class Part(nn.Module):
         return self.head(self.norm(x)) if self.head else x
 
 
-def pipeline(schedule, micro_batches, pace=0.0):
+def pipeline(schedule, micro_batches, pace=0.0, dtype=torch.float32):
     """A pipeline for the 8 sequences, in so many micro-batches."""
     tokens, targets = batch(words, 0, 0, 8, 64)
     targets = targets.chunk(micro_batches)
-    stage = Part(make_model(), rank)
+    stage = Part(make_model(dtype), rank)
     if pace:
         stage = Paced(stage, pace * 8 / micro_batches)  # seconds for a micro-batch
-    like = torch.empty(8 // micro_batches, 64, 128)
+    like = torch.empty(8 // micro_batches, 64, 128, dtype=dtype)
 
     def loss(logits, m):
         return F.cross_entropy(logits.flatten(0, 1), targets[m].flatten())
@@ -419,6 +419,7 @@ plots.show(plots.pipeline_runs({"by layers": by_layers}, paced))
 
 # %%
 lab.predict("15.3", 100 * 3 / 11)  # % of the time
+
 
 # %%
 # %%ranks
@@ -473,6 +474,117 @@ if lab.predicted("15.3"):
 # %% [markdown]
 # The same bubble, the same gradients (the check compared them with one process's), and less memory: rank r keeps N - r
 # micro-batches, whatever M is. Rank 0 keeps half here (4 of 8); with M = 64 it would be a sixteenth.
+#
+# ## Half a backward
+#
+# Look at the gaps in the picture. A rank waits there for a gradient, and the next rank could have sent it earlier.
+# For each matrix product of forward, backward computes two of the same size. One gives the gradient of the layer's
+# *input*, which the previous rank is waiting for. The other gives the gradient of its *weight*, which nobody needs
+# before the optimizer's step. **Zero bubble** (arXiv 2401.10241) splits them: pass the input's gradient on, and keep the
+# weights' part for when there is nothing else to do. An order now has three kinds of steps, of 20 ms each:
+#
+# - take 1F1B's order, its backwards reduced to the gradients of inputs;
+# - rank r lets r of them go by, and from then on does one micro-batch's weights after each. It ends with the r that
+#   are left.
+#
+# So every rank waits while the pipeline fills, as before, but no longer while it empties. With 4 stages and 8
+# micro-batches, what fraction of the time is bubble?
+
+# %%
+lab.predict("15.4", 100 * 3 / 27)  # % of the time
+
+
+# %%
+# %%ranks
+class Weight(torch.autograd.Function):
+    """A promise: its backward computes the gradient of a linear layer's weight."""
+
+    @staticmethod
+    def forward(ctx, weight, x, grad):
+        ctx.save_for_backward(x, grad)
+        return weight.new_zeros(())
+
+    @staticmethod
+    def backward(ctx, _):
+        x, grad = ctx.saved_tensors
+        return grad.flatten(0, 1).T @ x.flatten(0, 1), None, None
+
+
+class Linear(torch.autograd.Function):
+    """A linear layer whose backward gives the input's gradient, and appends a promise."""
+
+    @staticmethod
+    def forward(ctx, x, layer, bias, promises):
+        ctx.save_for_backward(x)
+        ctx.layer, ctx.promises = layer, promises
+        return F.linear(x, layer.weight, bias)
+
+    @staticmethod
+    def backward(ctx, grad):
+        weight, (x,) = ctx.layer.weight, ctx.saved_tensors
+        with torch.enable_grad():
+            ctx.promises.append(Weight.apply(weight, x.detach(), grad))
+        of_bias = grad.sum((0, 1)) if ctx.needs_input_grad[2] else None
+        return grad @ weight, None, of_bias, None
+
+
+class ZeroBubble(MyPipeline):
+    def order(self):
+        steps, M = [], self.micro_batches
+        for what, m in super().order():
+            steps.append((what, m))
+            if what == "backward" and m >= self.rank:
+                steps.append(("weights", m - self.rank))
+        return steps + [("weights", m) for m in range(max(0, M - self.rank), M)]
+
+    def forward(self, m):
+        promises = self.kept["weights", m] = []
+        for layer in self.stage.modules():
+            if isinstance(layer, nn.Linear):
+                layer.forward = lambda x, at=layer: Linear.apply(x, at, at.bias, promises)
+        super().forward(m)
+
+    def weights(self, m):
+        torch.autograd.backward(self.kept.pop(("weights", m)))
+
+
+whole = make_model(torch.float64)  # one process
+loss_of(whole, *batch(words, 0, 0, 8, 64)).backward()
+right = dict(Part(whole, rank).named_parameters())
+schedules = {"GPipe": GPipe, "1F1B": MyPipeline, "zero bubble": ZeroBubble}
+three = {}
+for name, schedule in schedules.items():
+    pipe = pipeline(schedule, micro_batches=8, pace=0.02, dtype=torch.float64)
+    with saved(pipe.stage) as kept:
+        pipe.run()
+    pairs = [(p.grad, right[n].grad) for n, p in pipe.stage.stage.named_parameters()]
+    off = max(((a - b).abs().max() / b.abs().max()).item() for a, b in pairs)
+    three[name] = pipe.trace, kept.peak, off
+
+# %%
+three = {name: [of[name] for of in lab.pull("three")] for name in lab.pull("three", rank=0)}
+runs = {name: [trace for trace, _, _ in ranks] for name, ranks in three.items()}
+lab.measured("15.4", round(100 * plots.bubble(runs["zero bubble"]), 2))
+lab.reveal("15.4")
+
+# %%
+if lab.predicted("15.4"):
+    both = {name: runs[name] for name in ("1F1B", "zero bubble")}
+    plots.show(plots.pipeline_runs(both, paced))
+    print("kept by autograd, at most, in MB: rank 0      1      2      3")
+    for name, ranks in three.items():
+        print(f"{name:33}", *(f"{kept / 1e6:6.2f}" for _, kept, _ in ranks))
+        assert all(off < 1e-12 for _, _, off in ranks), "gradients are not one process's"
+
+# %% [markdown]
+# All gradients are one process's to 12 digits, in all three orders. Each rank waits for N - 1 units of 20 ms, where it
+# was N - 1 units of 60. The price is memory. A weight's gradient needs the layer's input and the gradient of its output,
+# and rank r keeps those of r micro-batches more: now every rank keeps about as much as rank 0, and the last one more,
+# since its head's outputs are wide.
+#
+# On devices a little more is left. The three kinds of steps do not take equally long, since attention between its
+# projections has nothing to put off, nor have layer norms. And whoever clips by the global norm waits for the last weights
+# of all ranks; the paper's authors step first, and roll back when the norm says so.
 #
 # And the traffic is the smallest of all: one activation forward and its gradient back, between neighbours. So pipelines
 # cross the slow wires between nodes, where tensor parallelism would not keep up. (ZeRO does, if each rank has enough
@@ -562,7 +674,8 @@ assert largest["tensor"]["flop"] < 0.5 * one["flop"]
 #
 # In torch 2.13, `torch.distributed.tensor.parallel.parallelize_module` replaces a layer's weight by a **DTensor**, a tensor
 # that knows how it is cut over a mesh: `ColwiseParallel` is our `up`, `RowwiseParallel` our `down`.
-# `torch.distributed.pipelining` has stages and schedules such as `Schedule1F1B`. Large runs use all three dimensions:
+# `torch.distributed.pipelining` has stages and schedules such as `Schedule1F1B` and `ScheduleInterleavedZeroBubble`,
+# whose orders ours are. Large runs use all three dimensions:
 # tensor parallelism inside a node, pipelines between nodes, ZeRO in the data dimension. (With a pipeline one uses stage 1:
 # in stages 2 and 3 every micro-batch would gather and reduce again.)
 #

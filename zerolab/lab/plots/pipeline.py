@@ -12,6 +12,8 @@ from zerolab.lab.plots.overlap import PHASES
 from zerolab.lab.plots.style import GREY, INK, Look, frame, legend, plain
 from zerolab.measure.spans import Trace, length
 
+STEPS = {phase: PHASES[phase] for phase in ("forward", "backward")} | {"weights": ("#f4f4f4", "////")}
+
 
 def bubble(traces: Sequence[Trace]) -> float:
     """Of the time from the first span to the last, the fraction in which a rank does not compute; the ranks' mean."""
@@ -22,11 +24,13 @@ def bubble(traces: Sequence[Trace]) -> float:
 
 
 def in_flight(trace: Trace) -> int:
-    """The most micro-batches whose forward was over, or under way, and whose backward was not over."""
+    """The most micro-batches that had begun, and of which something was left to do or under way."""
+    ends = {span.unit: number for number, span in enumerate(trace.spans)}
     now = most = 0
-    for span in trace.spans:
-        now += 1 if span.phase == "forward" else -1
+    for number, span in enumerate(trace.spans):
+        now += span.phase == "forward"
         most = max(most, now)
+        now -= ends[span.unit] == number
     return most
 
 
@@ -63,19 +67,24 @@ def pipeline_runs(runs: Mapping[str, Sequence[Trace]], note: str = "") -> tuple[
             axes.set_xlabel("milliseconds", color=GREY, fontsize=9.5)
         else:
             axes.set_xticklabels([])
-    handles = [Patch(facecolor=PHASES[phase][0], edgecolor=GREY, label=phase) for phase in ("forward", "backward")]
+    seen = {span.phase for traces in runs.values() for trace in traces for span in trace.spans}
+    handles = [Patch(facecolor=c, hatch=h, edgecolor=GREY, label=p) for p, (c, h) in STEPS.items() if p in seen]
     handles.append(Patch(facecolor="white", edgecolor=GREY, label="bubble: stands still"))
-    place: Look = {"loc": "upper center", "bbox_to_anchor": (0.52, 1 - 0.85 / height), "ncols": 3}
+    place: Look = {"loc": "upper center", "bbox_to_anchor": (0.52, 1 - 0.85 / height), "ncols": 4}
     legend(figure, handles, fontsize=9.5, borderpad=0.0, **place)
     return figure, sentence
 
 
 def _box(axes: Any, row: int, start: float, width: float, span: Any, longest: float) -> None:
-    look: Look = {"facecolor": PHASES[span.phase][0], "edgecolor": "white", "linewidth": 0.8}
+    colour, hatch = STEPS[span.phase]
+    edge = GREY if hatch else "white"  # which is also the colour of the hatching
+    look: Look = {"facecolor": colour, "hatch": hatch, "edgecolor": edge, "linewidth": 0.8}
     axes.broken_barh([(start, width)], (row + 0.06, 0.88), **look)
     if width > 12 * longest:  # milliseconds against seconds: wide enough for a number
-        colour = INK if span.phase == "forward" else "white"
-        axes.text(start + width / 2, row + 0.5, span.unit, ha="center", va="center", fontsize=8.5, color=colour)
+        look = {"color": "white"} if span.phase == "backward" else {"color": INK}
+        if hatch:
+            look["bbox"] = {"facecolor": colour, "edgecolor": "none", "pad": 0.8}
+        axes.text(start + width / 2, row + 0.5, span.unit, ha="center", va="center", fontsize=8.5, **look)
 
 
 def _begin(traces: Sequence[Trace]) -> float:

@@ -480,8 +480,9 @@ if lab.predicted("15.3"):
 # Look at the gaps in the picture. A rank waits there for a gradient, and the next rank could have sent it earlier.
 # For each matrix product of forward, backward computes two of the same size. One gives the gradient of the layer's
 # *input*, which the previous rank is waiting for. The other gives the gradient of its *weight*, which nobody needs
-# before the optimizer's step. **Zero bubble** (arXiv 2401.10241) splits them: pass the input's gradient on, and keep the
-# weights' part for when there is nothing else to do. An order now has three kinds of steps, of 20 ms each:
+# before the optimizer's step. **[Zero bubble](../docs/glossary.md#zero-bubble)** (arXiv 2401.10241) splits them: pass
+# the input's gradient on, and keep the weights' part for when there is nothing else to do. An order now has three kinds
+# of steps, of 20 ms each:
 #
 # - take 1F1B's order, its backwards reduced to the gradients of inputs;
 # - rank r lets r of them go by, and from then on does one micro-batch's weights after each. It ends with the r that

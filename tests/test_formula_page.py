@@ -357,6 +357,7 @@ MEASURED: dict[str, list[tuple[dict[str, float], Callable[[float], str]]]] = {
     "main GPU, int8 in and float32 out": [({"N": 4, "Ψ": 136_960}, lambda x: f"rank 0 = {x / 1e6:.2f}")],
     "int8, a scale per 256, all-gathered": [({"N": 4, "Ψ": 136_960}, lambda x: f"{x:,.0f} bytes sent")],
     "top-k, all-gathered": [({"N": 4, "k": 1_369}, lambda x: f"{x:,.0f} bytes sent")],
+    "int4, a scale per 64, by all-to-all": [({"Ψ": 136_960, "N": 4}, lambda x: f"{x:,.0f} bytes sent")],
     "top-k: as much as an all-reduce from": [({"Ψ": 136_960, "k": 1_369}, lambda x: f"{x:.0f} ranks")],
     "an all-reduce": [
         ({"N": 4, "α": 1e-3, "B": 0, "β": 200e6}, lambda x: f"{1e3 * x:.2f} ms latency"),
@@ -373,6 +374,7 @@ MEASURED: dict[str, list[tuple[dict[str, float], Callable[[float], str]]]] = {
     "bubble of a pipeline": [
         ({"P": 4, "M": m}, lambda x, m=m: f"micro-batches: {m}, bubble at best {x:.0%}") for m in (1, 2, 8)
     ],
+    "bubble with zero bubble": [({"P": 4, "M": 8}, lambda x: f"measured {100 * x:.2f} %")],
     "offload: link = computing from": [
         ({"F": 400e12, "N": n, "β": 50e9}, lambda x: f"link costs {x:,.0f} tokens") for n in (1, 8, 64)
     ],

@@ -71,6 +71,10 @@ def job_collectives():
             comm.all_gather(inside, inside[mine], "u").wait()
             assert torch.equal(inside, expected)
 
+            dealt = torch.full((n, size), torch.nan, dtype=dtype)
+            comm.all_to_all(dealt, rows[rank].view(n, size), "u").wait()
+            assert torch.equal(dealt, torch.stack([row.view(n, size)[rank] for row in rows]))
+
             sent = rows[rank].clone()
             comm.broadcast(sent, "u")
             assert torch.equal(sent, rows[0])
@@ -130,6 +134,7 @@ def job_record():
         with comm.record() as inner:
             comm.all_reduce(torch.ones(n * 5), "c").wait()
         comm.broadcast(torch.ones(7), "d")
+        comm.all_to_all(torch.zeros(n, 9, dtype=torch.uint8), torch.ones(n, 9, dtype=torch.uint8), "e").wait()
         comm.all_reduce_scalar(torch.tensor(1.0), dist.ReduceOp.SUM)
         comm.exchange("hello", "greeting")
     comm.broadcast(torch.ones(7), "not recorded")
@@ -149,6 +154,7 @@ def test_calls_are_recorded_with_their_bytes(ranks, n):
         ("reduce_scatter", "c", "backward", 20 * n, 20 * (n - 1)),
         ("all_gather", "c", "backward", 20 * n, 20 * (n - 1)),
         ("broadcast", "d", "backward", 28, 28 * (n - 1) // n),
+        ("all_to_all", "e", "backward", 9 * n, 9 * (n - 1)),
     ]
     control = [call for call in calls if call[5]]
     assert [call[0] for call in control] == ["all_reduce", "all_gather", "all_gather"]

@@ -132,6 +132,15 @@ class Comm:
         self._agreement.agree_on_gather(unit)
         return self._start(f"all-gather of {unit}", self._all_gather_steps(output, input, unit, self.shard_group))
 
+    def all_to_all(self, output: Tensor, input: Tensor, unit: str) -> Pending:
+        """Row r of `input` (N, ...) goes to rank r, row r of `output` (N, ...) comes from it. No stage uses it."""
+
+        def steps() -> Steps:
+            start = partial(dist.all_to_all_single, output, input)
+            yield self._issue("all_to_all", unit, input, self.shard_group, start)
+
+        return self._start(f"all-to-all of {unit}", steps())
+
     def broadcast(self, tensor: Tensor, unit: str) -> None:
         """The first rank's `tensor` on every rank, in place."""
         flat = tensor.contiguous()

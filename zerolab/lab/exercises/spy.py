@@ -57,7 +57,7 @@ FUNCTIONAL = {
     }.items()
     for kind in ("", "_autograd", "_coalesced")
 }
-STEPS = {"reduce_scatter", "all_reduce", "all_gather", "broadcast"}  # methods of zerolab's Comm
+STEPS = {"reduce_scatter", "all_reduce", "all_gather", "all_to_all", "broadcast"}  # methods of zerolab's Comm
 
 StandIn = tuple[Tensor, Tensor, Tensor]  # the answer's tensor, the one that is filled in its place, how it was before
 

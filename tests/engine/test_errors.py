@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 import time
 from datetime import timedelta
@@ -443,6 +444,30 @@ def two_models_that_step_in_turn() -> None:
 
 def test_two_models_that_step_in_turn(ranks):
     ranks.run(two_models_that_step_in_turn, ranks=2)
+
+
+def called_by_a_fork(stage: int) -> str:
+    """What a child of a rank hears when it calls the model, as a DataLoader's worker may; then the rank goes on."""
+    zero = zerolab.shard(build(PLAIN), stage, units=[Block])
+    optimizer = torch.optim.SGD(zero.model.parameters(), lr=0.1)
+    PLAIN.loss(zero.model, zero.rank, 0).backward()
+    optimizer.step()
+    hears, says = os.pipe()
+    child = os.fork()
+    if not child:
+        with torch.no_grad():
+            os.write(says, attempt(lambda: PLAIN.loss(zero.model, zero.rank, 1)).encode())
+        os._exit(0)
+    os.waitpid(child, 0)
+    PLAIN.loss(zero.model, zero.rank, 2).backward()
+    return os.read(hears, 1000).decode()
+
+
+def test_a_fork_of_a_rank_is_no_rank(ranks):
+    assert ranks.run(called_by_a_fork, 0, ranks=2) == ["no error"] * 2  # nothing has to be gathered
+    for stage in (1, 2, 3):
+        for rank, said in enumerate(ranks.run(called_by_a_fork, stage, ranks=2)):
+            assert said.startswith("CommError: ") and f"in a process that rank {rank} has forked" in said, said
 
 
 class Tied(Stack):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import itertools
+from collections.abc import Iterable
 from typing import Any
 
 import pytest
@@ -303,18 +304,60 @@ def test_writes_inside_forward_are_kept_or_refused(ranks):
             assert "forward wrote into parameters of blocks.1" in said
 
 
+class Following(Block):
+    """Writes what depends on its batch, as an Embedding with max_norm does."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        with torch.no_grad():
+            limit = 0.05 * x.abs().max()
+            self.up.weight.clamp_(-limit, limit)
+        return super().forward(x)
+
+
+def written_by_batch(stage: int, same: bool) -> str:
+    net = model()
+    net.blocks[1].__class__ = Following
+    zero = zerolab.shard(net, stage, units=[Block])
+    try:
+        net(batch(0 if same else zero.rank, 0))
+    except RuntimeError as error:
+        return str(error)
+    return "nothing"
+
+
+def test_ranks_that_write_otherwise_in_forward(ranks):
+    for stage in range(3):
+        assert ranks.run(written_by_batch, stage, True, ranks=2) == ["nothing"] * 2
+        for said in ranks.run(written_by_batch, stage, False, ranks=2):
+            assert "forward wrote into parameters of blocks.1, and not the same on every rank" in said
+
+
 # -- an optimizer's step, where all of it is plain ---------------------------------------------------------------------
 
 
+def kinds(params: Iterable[nn.Parameter]) -> set[type]:
+    """Of parameters and their gradients."""
+    return {type(one) for p in params for one in (p, p.grad)}
+
+
 class Stumbling(torch.optim.SGD):
+    """Steps, and fails then if it is told to. Another optimizer may step inside of it."""
+
+    inner: torch.optim.Optimizer | None = None
+    fails = False
+
     def step(self, closure: Any = None) -> None:
-        assert closure is not None
-        assert {type(p) for group in self.param_groups for p in group["params"]} == {nn.Parameter}
-        closure()
-        grads = [p.grad for group in self.param_groups for p in group["params"]]
-        assert {type(p) for group in self.param_groups for p in group["params"]} == {nn.Parameter}
-        assert {type(grad) for grad in grads} == {torch.Tensor}
+        params = [p for group in self.param_groups for p in group["params"]]
+        assert {type(p) for p in params} == {nn.Parameter}
+        if closure is not None:
+            closure()
+            assert kinds(params) == {nn.Parameter, torch.Tensor}
         super().step()
+        if self.inner is not None:
+            self.inner.step()
+        assert kinds(params) == {nn.Parameter, torch.Tensor}
+        if self.fails:
+            raise KeyError
 
 
 zerolab.declare_elementwise(Stumbling)
@@ -351,3 +394,37 @@ def test_a_step_that_fails_and_one_with_a_closure(ranks):
     for stage in range(4):
         for theirs, ours, called in ranks.run(stumble, stage, ranks=2):
             assert theirs == pytest.approx(ours, rel=1e-12) and called == 3
+
+
+def fail_inside(stage: int) -> tuple[float, ...]:
+    """What is shown at once after a step that failed half-way, of an optimizer inside of which another steps."""
+    net = model()
+    zero = zerolab.shard(net, stage, units=[Block])
+    torch.optim.SGD(net.parameters())  # so that torch and zerolab know its class, too
+    optimizer = Stumbling(net.parameters(), lr=0.1, momentum=0.9)
+    optimizer.inner = torch.optim.SGD(net.parameters(), lr=0.1, momentum=0.9)
+    net(batch(zero.rank, 0)).sum().backward()
+    optimizer.step()
+    shown, before = kinds(net.parameters()), zero.full_state_dict()
+    assert nn.Parameter not in shown
+    optimizer.fails = True
+    try:
+        optimizer.step()
+    except KeyError:
+        assert kinds(net.parameters()) == shown
+        states = [state["momentum_buffer"] for one in (optimizer, optimizer.inner) for state in one.state.values()]
+        assert {type(one) for one in states} == {Slice if stage else torch.Tensor}
+        theirs = nn.utils.clip_grad_norm_(net.parameters(), 100.0)
+        after = zero.full_state_dict()
+    with torch.no_grad():  # and what the step has done is seen
+        plain = Model().double()
+        plain.load_state_dict(after)
+        apart = (net(batch(0, 1)) - plain(batch(0, 1))).abs().max()
+    moved = min((after[key] - value).abs().max().item() for key, value in before.items())
+    return theirs.item(), zero.clip_grad_norm_(100.0).item(), apart.item(), moved
+
+
+def test_after_a_step_that_failed_the_model_shows_what_it_did_before(ranks):
+    for stage in range(4):
+        for theirs, ours, apart, moved in ranks.run(fail_inside, stage, ranks=2):
+            assert theirs == pytest.approx(ours, rel=1e-12) and apart == 0.0 and moved > 0

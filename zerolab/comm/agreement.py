@@ -10,6 +10,7 @@ different collectives, both stop at once.
 from __future__ import annotations
 
 import json
+import os
 import struct
 import time
 import zlib
@@ -67,6 +68,7 @@ class Agreement:
         self._everyone, self._recorder = everyone, recorder
         self._control: Any = None if fake else control_group(everyone.handle)  # Any: torch hides _allgather_base
         self._log = log_of(everyone.handle, "control")
+        self._process = os.getpid()
         self._last: tuple[str, str] | None = None  # (unit, phase) of the last gather
         self._expected: dict[tuple[str, str] | None, tuple[str, str]] = {}  # which gather follows it, once agreed
         self._number = 0  # the same on every rank
@@ -83,6 +85,15 @@ class Agreement:
             _made.pop(next(iter(_made)))
         if self._control is not None and _note:  # of a wait that is over
             _post({})
+
+    def refuse_forks(self, what: str) -> None:
+        """Raise CommError in a process that this rank has forked, which shares its connections and is waited for."""
+        if os.getpid() != self._process:
+            raise CommError(
+                f"{what} in a process that rank {self._everyone.rank} has forked, a DataLoader's worker for instance: "
+                "it is no rank, and its calls would mix with the rank's own. Use the sharded model in the rank's own "
+                "process, or give the worker a copy that was made before sharding"
+            )
 
     # -- the order of gathers ------------------------------------------------------------------------------------
 
@@ -127,6 +138,7 @@ class Agreement:
         """Like `exchange_bytes`, but returns at once; the function it returns waits and gives the messages."""
         if self._control is None:
             return lambda: [message] * self._everyone.size
+        self.refuse_forks(what)
         size, made = self._everyone.size, self._recorder.progress
         first, rest = message[:INLINE], message[INLINE:]
         frame = FRAME.pack(self._number, made.steps, made.backwards, len(message), first, what.encode())

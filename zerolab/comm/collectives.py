@@ -242,6 +242,7 @@ class Comm:
             if issued.call is not None and self.backend == "gloo":  # elsewhere only the device knows
                 issued.call.waits.append((begin, time.perf_counter()))
 
+        self._agreement.refuse_forks(what)
         try:
             return Pending(wait, steps)
         except RuntimeError as error:

@@ -86,14 +86,14 @@ class Backward:
             return False
         Variable._execution_engine.queue_callback(self._end)
         self.under_way, self._reduces = True, self.sync
-        if self._stage.plain:  # the optimizer calls it by itself, or its step has failed
+        if self._stage.plain:  # the optimizer calls it by itself
             self._step.pause()
         for param in self._stage.listeners.values():
             param.drop()
+        self._stage.notice_edits()
+        self._stage.gather_stale()  # as forward would have, and other ranks' did
         self._comm.phase = "backward"
         self._stage.prefetcher.begin("backward")
-        self._stage.notice_edits()
-        self._stage.gather_stale()
         with plainly():
             for kept_back in self._kept_back.values():
                 kept_back.resume()

@@ -15,7 +15,6 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -209,9 +208,9 @@ class Engine(Stage):
             for unit in units:
                 unit.bucket.promote()
 
-    def before_optimizer(self, optimizer: Optimizer, units: list[Unit], frame: Any) -> None:
-        """`optimizer` is about to update `units`, in the call that `frame` is of."""
+    def before_optimizer(self, optimizer: Optimizer, units: list[Unit]) -> None:
+        """`optimizer` is about to update `units`."""
         self._forward.forget_calls()
         self._structure.check()
         self.check_grads_final(units)
-        self._step.begin(optimizer, units, frame)
+        self._step.begin(optimizer, units)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import functools
 import sys
+import zlib
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
@@ -21,7 +22,7 @@ from zerolab.engine.partition import Structure, modules_within, units_needed
 from zerolab.engine.precision import Precision
 from zerolab.engine.pytree import cast_floats, detached_from, grad_tensors, kept_by_modules
 from zerolab.engine.stage import Stage
-from zerolab.engine.step import Step, on_stack
+from zerolab.engine.step import Step
 from zerolab.engine.unit import Unit
 
 
@@ -94,7 +95,7 @@ class Forward:
         if self._depth == 1 and self._inputs is not None:
             args, kwargs = cast_floats((args, kwargs), self._inputs)
         for unit in new:
-            if self._training:
+            if self._training or recompute:  # of what the checkpoint called without gradients
                 self._turns.used(unit)
             self._stage.pre_forward(unit)
             unit.show_full()
@@ -160,7 +161,7 @@ class Forward:
         self._stage.notice_edits()
 
     def _notice_writes(self, unit: Unit) -> None:
-        """Forward has ended. What it wrote into the masters every rank wrote; into a copy of them, it would be lost."""
+        """Forward has ended. What all ranks wrote into the masters is kept; what a copy of them got would be lost."""
         if unit.full._version == self._versions[unit]:
             return
         if unit.full.untyped_storage()._cdata != unit.master.untyped_storage()._cdata:
@@ -168,6 +169,14 @@ class Forward:
                 f"rank {self._stage.rank}: forward wrote into parameters of {unit.name}, but it sees a copy that will "
                 "not last (in stage 3, and where Precision computes in another dtype). Edit parameters outside of "
                 "forward"
+            )
+        written: Any = unit.full.detach().cpu().view(torch.uint8).numpy()
+        what = f"comparison of what forward wrote into {unit.name}"
+        if len(set(self._stage.comm.exchange_bytes(zlib.crc32(written).to_bytes(4), what))) > 1:
+            raise RuntimeError(
+                f"rank {self._stage.rank}: forward wrote into parameters of {unit.name}, and not the same on every "
+                "rank (an Embedding with max_norm rescales what its own batch looks up). Edit parameters outside of "
+                "forward, alike on all ranks"
             )
         unit.version = unit.changes
 
@@ -178,7 +187,7 @@ class Forward:
 
     def forget_calls(self) -> None:
         """Control-C can skip `leave`. If the outermost call is over all the same, show the optimizer's parameters."""
-        if self._depth == 0 or on_stack(self._outermost):
+        if self._depth == 0 or _on_stack(self._outermost):
             return
         self._depth = 0
         for unit in self._stage.units:
@@ -224,6 +233,14 @@ def _unless_at_work(units: list[Unit], enter: Any, leave: Any) -> tuple[Any, Any
         return leave(module, args, kwargs, output)
 
     return entering, leaving
+
+
+def _on_stack(frame: Any) -> bool:
+    """Whether the call that `frame` is of is still under way."""
+    here: Any = sys._getframe()
+    while here is not None and here is not frame:
+        here = here.f_back
+    return here is not None
 
 
 def _autograd_runs() -> bool:

@@ -65,22 +65,21 @@ class Parameters:
             setattr(module, attribute, tensors[i])
 
     def show_full(self) -> None:
-        """Forward begins. Check that the parameters shown so far are still ours, then show the full ones."""
+        """Forward begins: show the full parameters."""
         with plainly():
-            storage = self.master.untyped_storage()._cdata  # an identity, also for slices without elements
             for i, (full, param) in enumerate(zip(self.full_params, self.params, strict=True)):
-                module, attribute = self.sites[i][0]
-                shown = module._parameters.get(attribute)
-                if (shown is not param and shown is not full) or param.untyped_storage()._cdata != storage:
-                    raise RuntimeError(
-                        f"rank {self.comm.rank}: the storage of {self.names[i]} was replaced after sharding (.to(), "
-                        ".double(), .half(), .data = ..., a new Parameter?). Convert the model before sharding it. To "
-                        "change values, edit them in place, inside `with zero.full_parameters():`, or with "
-                        "zero.load_full_state_dict()"
-                    )
                 if full.requires_grad != param.requires_grad:
                     self._follow(i)
         self.show(self.full_params)
+
+    def moved(self) -> str | None:
+        """The name of a parameter that no longer lies in the memory of the masters."""
+        with plainly():
+            storage = self.master.untyped_storage()._cdata  # an identity, also for slices without elements
+            for name, param in zip(self.names, self.params, strict=True):
+                if param.untyped_storage()._cdata != storage:
+                    return name
+        return None
 
     def _follow(self, i: int) -> None:
         """Parameter `i` became trainable or frozen: so does its full parameter, whose gradients come here."""

@@ -267,6 +267,13 @@ class Structure:
 
     def check(self) -> None:
         """Raise `RuntimeError` if parameters were added, replaced, moved or removed after sharding."""
+        for unit in self._units:
+            if name := unit.moved():
+                raise RuntimeError(
+                    f"rank {self._rank}: the storage of {name} was replaced after sharding (.to(), .double(), .half(), "
+                    ".data = ..., a new Parameter?). Convert the model before sharding it. To change values, edit them "
+                    "in place, inside `with zero.full_parameters():`, or with zero.load_full_state_dict()"
+                )
         if self._unchanged():
             return
         if problem := self._problem():

@@ -197,6 +197,8 @@ def run(func: Any, args: Any, kwargs: Any) -> Any:
     with plainly():
         attribute = _attribute(func)
         if attribute is not None and attribute not in VALUES:
+            if attribute == "grad" and func.__name__ == "__set__":  # or no rank would know of what it is a slice
+                _Rule("grad")._agreed(list(args), args[1])
             result = func(*args, **kwargs)
             if attribute == "data" and isinstance(result, Tensor) and (place := place_of(args[0])):
                 return marked(result, place)
@@ -225,10 +227,12 @@ def run(func: Any, args: Any, kwargs: Any) -> Any:
         with _Rule(call) as rule:
             result = func(*judged[0], **judged[1])
         if not rule.asked:  # no values, but what kind of tensor it is
-            result = func(*args, **kwargs) if stand_ins else result
-            if call not in NEW and any(isinstance(one, Tensor) and not place_of(one) for one in tree_leaves(result)):
-                raise _refusal(call, slices[0].place, UNSEEN)  # made of what no operation has shown
-            return result
+            given = {id(one) for one in tree_leaves((args, kwargs))}
+            for one in tree_leaves(result):
+                if call not in NEW and isinstance(one, Tensor) and not (place_of(one) or id(one) in given):
+                    if not any(one.dtype == other.dtype and one.is_set_to(other) for other in rule.converted):
+                        raise _refusal(call, slices[0].place, UNSEEN)  # made of what no operation has shown
+            return func(*args, **kwargs) if stand_ins else result
         for other in stand_ins.values():
             other.write_back()
         return _returned(result, rule, list(stand_ins.values()))
@@ -302,6 +306,7 @@ class _Rule(TorchDispatchMode):
         self.call = call
         self.asked = False  # whether an operation was seen
         self._seen: list[tuple[Tensor, Place]] = []  # slices that were given or made
+        self.converted: list[Tensor] = []  # of what is no slice, by `t.to(p)` or `t.type_as(p)`
 
     def place(self, value: Any) -> Place | None:
         """Autograd may have wrapped anew what was made as a slice."""
@@ -314,7 +319,10 @@ class _Rule(TorchDispatchMode):
         given = [(value, self.place(value)) for value in tree_leaves((args, kwargs)) if isinstance(value, Tensor)]
         slices = [(value, place) for value, place in given if place is not None]
         if not slices:
-            return op(*args, **kwargs)
+            result = op(*args, **kwargs)
+            if op._overloadpacket is aten._to_copy:
+                self.converted.append(result)
+            return result
         self.asked = True
         self._seen += slices
         place = slices[0][1]

@@ -15,6 +15,7 @@ import functools
 import sys
 import weakref
 import zlib
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -43,12 +44,11 @@ class Step:
     def __init__(self, stage: Stage) -> None:
         self._stage = stage
         self.hyperparameters = Hyperparameters(stage.comm)
-        self.frame: Any = None  # of optimizer.step(), inside of it
         self._counted = False  # a step since the last forward
         self._states: dict[Optimizer, list[Tensor]] = {}  # of those that step: what they keep for slices
 
-    def begin(self, optimizer: Optimizer, units: list[Unit], frame: Any) -> None:
-        """`optimizer` is about to update `units`, in the call that `frame` is of."""
+    def begin(self, optimizer: Optimizer, units: list[Unit]) -> None:
+        """`optimizer` is about to update `units`."""
         comm = self._stage.comm
         comm.phase = "step"
         comm.progress.steps += 1  # told with the comparison: a rank that left this step out has made one less
@@ -59,7 +59,6 @@ class Step:
             raise
         finally:
             comm.progress.steps -= 1
-        self.frame = frame
         with plainly():
             for unit in units:
                 unit.bucket.promote()
@@ -77,8 +76,6 @@ class Step:
             self._counted = True
 
     def forward_begins(self) -> None:
-        if self.frame is not None and not on_stack(self.frame):  # the step failed
-            self.leave()
         self._counted = False
 
     def enter(self, optimizer: Optimizer, units: list[Unit]) -> None:
@@ -100,21 +97,12 @@ class Step:
         for states in self._states.values():
             make_shown(states)
 
-    def leave(self, *optimizers: Optimizer) -> None:
-        """They are done, or have failed."""
-        self.frame = None
-        self.pause()
-        for optimizer in {*self._states, *optimizers}:  # if one wraps another, the inner one has left already
-            show_states(optimizer)
-        self._states.clear()
-
-
-def on_stack(frame: Any) -> bool:
-    """Whether the call that `frame` is of is still under way."""
-    here: Any = sys._getframe()
-    while here is not None and here is not frame:
-        here = here.f_back
-    return here is not None
+    def leave(self, optimizer: Optimizer) -> None:
+        """It is done, or has failed. If another one has called it, that one goes on."""
+        make_shown(self._states.pop(optimizer, []))
+        if not self._states:
+            self.pause()
+        show_states(optimizer)
 
 
 class Owner:
@@ -174,6 +162,15 @@ def _before_step(optimizer: Optimizer, args: Any, kwargs: Any) -> Any:
             f"{type(optimizer).__name__} was to step inside average_parameters() of an EMA, whose end takes back what "
             "is done to parameters inside: step before it or after it"
         )
+    for group in optimizer.param_groups:
+        for param in group["params"]:
+            if not hasattr(param, MARK) and param.grad is not None:
+                raise RuntimeError(
+                    f"{type(optimizer).__name__} was to update a parameter of shape {tuple(param.shape)} that is of no "
+                    "sharded model, with those of one: nobody averages its gradient, so each rank would train its own. "
+                    "Shard it with the model, as zerolab.shard(nn.ModuleList([model, criterion]), ...), or average its "
+                    "gradient and give it an optimizer to itself"
+                )
     watch(optimizer)
     if optimizer not in _stepped:
         _stepped.add(optimizer)
@@ -187,27 +184,36 @@ def _before_step(optimizer: Optimizer, args: Any, kwargs: Any) -> Any:
         if not isinstance(optimizer, SeesSlices):
             if problem := misfit(type(optimizer), engine.stage, engine.granularity):
                 raise RuntimeError(problem)
-        engine.before_optimizer(optimizer, units, sys._getframe(1))
+        engine.before_optimizer(optimizer, units)
     _under_way[optimizer] = owners
-    for handle, last in zip(_watched[optimizer], (True, False), strict=True):
-        handle.hooks_dict_ref().move_to_end(handle.id, last)
     args = tuple(_paused(optimizer, one) for one in args)
     return args, {key: _paused(optimizer, one) for key, one in kwargs.items()}
 
 
-def _enter(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-    """After the script's own hooks, and before the step."""
-    for engine, units in _owners(optimizer).items():
-        engine.enter_optimizer(optimizer, units)
+def _on_plain(step: Callable[..., Any]) -> Callable[..., Any]:
+    """The `step` of an optimizer's class, inside of all hooks, so that it sees plain tensors, and nothing else does."""
 
+    @functools.wraps(step)
+    def plain(optimizer: Optimizer, *args: Any, **kwargs: Any) -> Any:
+        if optimizer in _inside:  # called by the step of a class that is derived from this one
+            return step(optimizer, *args, **kwargs)
+        owners = _owners(optimizer)
+        _inside.add(optimizer)
+        try:
+            for engine, units in owners.items():
+                engine.enter_optimizer(optimizer, units)
+            result = step(optimizer, *args, **kwargs)
+            if (blocks := declared.get(type(optimizer))) and blocks.keys:
+                with plainly():
+                    blocks.check(optimizer)
+            return result
+        finally:
+            _inside.discard(optimizer)
+            for engine in owners:
+                engine.leave_optimizer(optimizer)
 
-def _leave(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-    """After the step, and before the script's own hooks."""
-    for engine in _owners(optimizer):
-        engine.leave_optimizer(optimizer)
-    if (blocks := declared.get(type(optimizer))) and blocks.keys:
-        with plainly():
-            blocks.check(optimizer)
+    plain.zerolab = True  # type: ignore[attr-defined]
+    return plain
 
 
 def _after_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
@@ -241,22 +247,27 @@ def _paused(optimizer: Optimizer, argument: Any) -> Any:
 
 
 _under_way: weakref.WeakKeyDictionary[Optimizer, dict[Any, list[Unit]]] = weakref.WeakKeyDictionary()  # of steps
+_inside: weakref.WeakSet[Optimizer] = weakref.WeakSet()  # those whose own code runs
 
 # -- states, and state dicts -------------------------------------------------------------------------------------------
 
 STAMP = "zerolab_slices"  # the entry of a state dict's parameter groups that says whose slices the state is of
 
-_watched: weakref.WeakKeyDictionary[Optimizer, Any] = weakref.WeakKeyDictionary()  # the handles of our hooks
+_watched: weakref.WeakSet[Optimizer] = weakref.WeakSet()
 _stepped: weakref.WeakSet[Optimizer] = weakref.WeakSet()
 _unchecked: weakref.WeakSet[Optimizer] = weakref.WeakSet()  # their state has come from elsewhere
 
 
 def watch(optimizer: Optimizer) -> None:
-    """From now on, what `optimizer` keeps for slices is known as slices."""
+    """From now on, what `optimizer` keeps for slices is known as slices, and its step sees them as plain tensors."""
     if optimizer not in _watched:
-        _watched[optimizer] = optimizer.register_step_pre_hook(_enter), optimizer.register_step_post_hook(_leave)
+        _watched.add(optimizer)
         optimizer.register_state_dict_post_hook(_stamp)
         optimizer.register_load_state_dict_post_hook(_loaded)
+    cls: Any = type(optimizer)
+    if not hasattr(cls.step, "zerolab"):
+        cls.step = Optimizer.profile_hook_step(_on_plain(cls.step.__wrapped__))  # as torch itself does it
+        cls.step.hooked = True
 
 
 def _loaded(optimizer: Optimizer) -> None:

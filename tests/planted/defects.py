@@ -239,8 +239,8 @@ DEFECTS = [
     Defect(
         "what an optimizer's first step makes is not marked",
         "engine/step.py",
-        "            show_states(optimizer)\n        self._states.clear()\n",
-        "            pass\n        self._states.clear()\n",
+        "            self.pause()\n        show_states(optimizer)\n",
+        "            self.pause()\n",
         "engine/test_states.py",
     ),
     Defect(
@@ -253,8 +253,43 @@ DEFECTS = [
     Defect(
         "hooks of an optimizer's step see the slices as plain tensors",
         "engine/step.py",
-        "handle.hooks_dict_ref().move_to_end(handle.id, last)",
-        "handle.hooks_dict_ref().move_to_end(handle.id, not last)",
+        "Optimizer.profile_hook_step(_on_plain(cls.step.__wrapped__))",
+        "_on_plain(cls.step)",
+        "engine/test_habits.py",
+    ),
+    Defect(
+        "an optimizer trains what is of no sharded model",
+        "engine/step.py",
+        "if not hasattr(param, MARK) and param.grad is not None:",
+        "if not hasattr(param, MARK) and param.grad is None:",
+        "engine/test_habits.py",
+    ),
+    Defect(
+        "a gradient that is no slice is taken for one",
+        "engine/slices.py",
+        '_Rule("grad")._agreed(list(args), args[1])',
+        "pass",
+        "engine/test_habits.py",
+    ),
+    Defect(
+        "what is assigned to .data is lost in a save",
+        "engine/partition.py",
+        "            if name := unit.moved():\n",
+        '            if name := "":\n',
+        "engine/test_habits.py engine/test_errors.py",
+    ),
+    Defect(
+        "ranks write otherwise in forward",
+        "engine/forward.py",
+        "zlib.crc32(written)",
+        "zlib.crc32(b'')",
+        "engine/test_habits.py",
+    ),
+    Defect(
+        "a recompute of what ran without gradients comes after its turn",
+        "engine/forward.py",
+        "if self._training or recompute:",
+        "if self._training:",
         "engine/test_habits.py",
     ),
     Defect(

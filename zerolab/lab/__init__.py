@@ -51,6 +51,7 @@ _HOME = {
     "zerolab.lab.scripts": ("torchrun",),
     "zerolab.lab.lessons.lesson17.clinic": ("admit", "uncover"),
     "zerolab.lab.exercises.verdicts": ("claim", "claims"),
+    "zerolab.lab.lessons.lesson21.replicas": ("replica",),
     "zerolab.lab.lessons.lesson19.trial": ("evidence", "envelopes", "laid_out"),
     "zerolab.tasks.data": ("batch", "cifar10", "digits", "pairs", "text", "windows"),
     "zerolab.tasks.models": ("CNN", "GPT", "Block", "ConvBlock", "PairEncoder", "ResidualBlock", "ResNet"),

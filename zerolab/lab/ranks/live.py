@@ -44,6 +44,7 @@ GROUP_TIMEOUT = 60.0
 START_TIMEOUT = 300.0  # seconds: torch is imported, perhaps on a machine whose cores are all taken
 INTERRUPT_TIMEOUT = 17.0  # seconds, after which a rank that ignores an interrupt is killed
 PATIENCE = 5.0  # how long the other ranks may go on after one has failed
+LIVES = 4  # of a rank, in a cell that starts the dead again: one that dies in each of them will not get any further
 LOOK = 0.2  # seconds: a longer time between two looks counts as this much, since the machine stood still
 # Kept out of the ranks' environment: the server's tokens, which any cell could print, and settings of another world.
 NOT_FOR_RANKS = ("JPY_", "JUPYTER_TOKEN", "JUPYTERHUB_", "GLOO_", "SLURM_")
@@ -163,6 +164,8 @@ class Session:
         self.emulated: str | None = None  # the emulated link, as it was asked for
         self._ranks: dict[int, Any] = {}  # of _Rank, or of a class with the same methods
         self._cells, self._worlds = itertools.count(1), itertools.count()
+        self._lives = dict.fromkeys(range(size), 0)  # how many lives of a rank have ended
+        self._always: list[str] = []  # cells that a rank runs first when it is started again
         self._open()
         if lent is not None:
             lent.watch(self._lose)
@@ -193,15 +196,22 @@ class Session:
         timeout: float | None = None,
         show: bool = False,
         watch: Callable[[dict[int, Result]], None] | None = None,
+        always: bool = False,
+        revive: bool = False,
     ) -> list[Result]:
         """Run `code` as a cell on all ranks, or on some. Returns what each did, in rank order.
 
         show: print and display the output here. watch: called several times a second with the results so far.
-        timeout: seconds after which the cell is interrupted.
+        timeout: seconds after which the cell is interrupted. always: ranks that are started again run this cell too.
+        revive: a rank that dies is no failure. It is started again at once, without a process group, while the others
+        go on, and runs the cells marked `always`, then this one.
 
         Raises RankFailure if the cell failed on a rank, was interrupted or took too long.
         """
-        return self._run(code, ranks, timeout, show, watch)
+        results = self._run(code, ranks, timeout, show, watch, revive=revive)
+        if always:
+            self._always.append(code)
+        return results
 
     def _call(
         self, function: str, *args: Any, ranks: Iterable[int] | None = None, timeout: float | None = None
@@ -220,6 +230,7 @@ class Session:
         show: bool = False,
         watch: Callable[[dict[int, Result]], None] | None = None,
         traces: bool = True,
+        revive: bool = False,
     ) -> list[Result]:
         chosen = self._choose(ranks)
         cell = next(self._cells)
@@ -231,7 +242,7 @@ class Session:
         try:
             if self._lease is not None:
                 self._lease.busy(True)
-            results, reason = self._collect(chosen, code, cell, timeout, watch)
+            results, reason = self._collect(chosen, code, cell, timeout, watch, revive)
         finally:
             if self._lease is not None:
                 self._lease.busy(False)
@@ -281,6 +292,7 @@ class Session:
         cell: int,
         timeout: float | None,
         watch: Callable[[dict[int, Result]], None] | None,
+        revive: bool = False,
     ) -> tuple[dict[int, Result], str]:
         """Send the cell and collect the answers until every rank is done, dead, or has ignored an interrupt."""
         results = {rank: Result(rank) for rank in ranks}
@@ -298,6 +310,10 @@ class Session:
                 for rank in list(waiting):
                     dead = self._ranks[rank].fate  # ask first, then read: so nothing it sent before it died is lost
                     self._receive(rank, results[rank], *waiting[rank])
+                    if dead and waiting[rank][1] and revive and deadline is None and self._may_live(rank):
+                        results[rank].write("stdout", f"{dead}, and started again\n")
+                        waiting[rank] = (self._revive(rank, code, poller), {"reply", "idle"})
+                        continue
                     if dead and waiting[rank][1]:
                         results[rank].failure = Failure("died", dead, time=time.time())
                     if dead or not waiting[rank][1]:
@@ -324,6 +340,22 @@ class Session:
                 deadline = deadline or Patience(INTERRUPT_TIMEOUT, longest=LOOK)
                 self._interrupt(waiting)
         return results, reason
+
+    def _may_live(self, rank: int) -> bool:
+        """Count the end of a life, and tell it to all who look; whether there may be another."""
+        self._lives[rank] += 1
+        self._store.set(f"lives/{rank}", str(self._lives[rank]))
+        return self._lives[rank] % LIVES > 0
+
+    def _revive(self, rank: int, code: str, poller: zmq.Poller) -> str:
+        """Start a dead rank again, and send it what it has to run. Returns the id of the last message, its cell."""
+        for readable in self._ranks[rank].sockets:
+            poller.unregister(readable)
+        self._ranks[rank].kill()
+        self.launch([rank])
+        for readable in self._ranks[rank].sockets:
+            poller.register(readable, zmq.POLLIN)
+        return [self._ranks[rank].send(each) for each in (*self._always, code)][-1]
 
     def _receive(self, rank: int, result: Result, message: str, missing: set[str]) -> None:
         """Read what the rank's kernel has sent. Removes from `missing` the signs of the cell's end that have come."""
@@ -437,6 +469,7 @@ class Session:
         if self.device == "cpu":
             rest["CUDA_VISIBLE_DEVICES"] = ""
         world = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": self.size, "LOCAL_WORLD_SIZE": self.size}
+        world["ZEROLAB_LIFE"] = self._lives[rank]
         meet = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": self._port, "OMP_NUM_THREADS": 1}
         if self._lease is not None:
             rest |= self._lease.environment

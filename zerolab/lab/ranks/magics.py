@@ -1,4 +1,7 @@
-"""`%%ranks` runs a cell on every rank, `%%ranks 0,2` on two of them, `%%ranks --timeout 30` for at most 30 seconds."""
+"""`%%ranks` runs a cell on every rank, `%%ranks 0,2` on two of them, `%%ranks --timeout 30` for at most 30 seconds.
+
+With `--revive`, a rank that dies is started again while the others go on. It first runs the cells with `--always`.
+"""
 
 from __future__ import annotations
 
@@ -18,13 +21,14 @@ class _Parser(argparse.ArgumentParser):
         raise Misused(f"%%ranks: {message}; write %%ranks, %%ranks 0,2 or %%ranks --timeout 30")
 
 
-def parse(line: str) -> tuple[list[int] | None, float | None]:
-    """The ranks that the line names (None: all), and the timeout in seconds."""
+def parse(line: str) -> argparse.Namespace:
+    """`ranks`: those that the line names (None: all), `timeout` in seconds, `always` and `revive` as in Session.run."""
     parser = _Parser(prog="%%ranks", add_help=False, allow_abbrev=False)
     parser.add_argument("ranks", nargs="?", type=_numbers)
     parser.add_argument("--timeout", type=float)
-    options = parser.parse_args(line.split())
-    return options.ranks, options.timeout
+    parser.add_argument("--always", action="store_true")
+    parser.add_argument("--revive", action="store_true")
+    return parser.parse_args(line.split())
 
 
 def _numbers(text: str) -> list[int]:
@@ -70,13 +74,16 @@ class Watch:
 
 
 def ranks(line: str, cell: str) -> None:
-    chosen, timeout = parse(line)
+    options = parse(line)
     live, watch = session.need(), Watch() if somebody_watches() else None
     if not cell.startswith("%%"):
         cell = f"# %%ranks\n{cell}"  # so that lines count as they do in the notebook
     results: dict[int, Result] = {}
     try:
-        results = {result.rank: result for result in live.run(cell, chosen, timeout, watch=watch)}
+        done = live.run(
+            cell, options.ranks, options.timeout, watch=watch, always=options.always, revive=options.revive
+        )
+        results = {result.rank: result for result in done}
     except RankFailure as failure:
         results = failure.results
         raise

@@ -31,6 +31,7 @@ LESSONS: dict[str, str] = {
     "18": "Over to production",
     "19": "Claims on trial, and the interview",
     "20": "FSDP in forty lines",
+    "21": "Nothing stops",
 }  # as their headings
 
 

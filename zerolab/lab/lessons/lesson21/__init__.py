@@ -1,0 +1,463 @@
+"""Lesson 21: who goes on after a death, what a checkpoint in the background may read, and an outer step."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from zerolab.lab.exercises.exercise import Exercise
+from zerolab.lab.exercises.observing import Play, Scene, in_groups
+
+# ---------------------------------------------------------------------- 21.1
+
+DEAD, BUSY = "dead", "busy"
+State = dict[str, list[Any]]
+Case = tuple[list[str], State, int]
+
+ALL_THERE: tuple[Case, ...] = (
+    (["A", "B"], {"A": [3, 3], "B": [3, 3]}, 1),
+    (["A", "B", "C"], {"A": [0, 0], "B": [0, 0], "C": [0, 0]}, 1),
+    (["A"], {"A": [7]}, 1),
+    (["A", "B", "C"], {"C": [5, 5], "A": [5, 5], "B": [5, 5]}, 2),  # in another order
+)
+AFTER_A_DEATH: tuple[Case, ...] = (
+    (["A", "B", "C"], {"A": [4, 4], "B": [4, DEAD], "C": [4, 4]}, 1),  # half a replica
+    (["A", "B", "C"], {"A": [4, 4], "B": [DEAD, DEAD], "C": [4, 4]}, 1),
+    (["A", "B", "C"], {"A": [4, 4], "B": [DEAD, BUSY], "C": [4, 4]}, 1),  # its rest will not come
+    (["A", "B", "C", "D"], {"A": [DEAD], "B": [9], "C": [DEAD], "D": [9]}, 2),
+    (["A", "C"], {"A": [4, 4], "B": [DEAD, DEAD], "C": [4, 4]}, 1),  # dead since before
+)
+STILL_BUSY: tuple[Case, ...] = (
+    (["A", "B"], {"A": [4, 4], "B": [BUSY, BUSY]}, 1),
+    (["A", "B", "C"], {"A": [4, 4], "B": [4, BUSY], "C": [4, 4]}, 1),
+    (["A", "B", "C"], {"A": [4, 4], "B": [DEAD, 4], "C": [BUSY, 4]}, 1),
+)
+NEWCOMERS: tuple[Case, ...] = (
+    (["A", "C"], {"A": [9, 9], "B": [0, 0], "C": [9, 9]}, 1),
+    (["B", "C"], {"A": [0, 0], "B": [9, 9], "C": [9, 9]}, 1),  # the newcomer is the first by name
+    (["A", "C"], {"A": [9, 9], "B": [0, BUSY], "C": [9, 9]}, 1),  # not yet there: not waited for
+    (["A", "C"], {"A": [9, 9], "B": [BUSY, BUSY], "C": [9, 9]}, 1),
+    (["B", "D"], {"A": [0], "B": [6], "C": [0], "D": [6], "E": [0]}, 1),  # three newcomers, two sources
+    (["C"], {"A": [0], "B": [0], "C": [12], "D": [0]}, 1),
+    (["A", "B", "C"], {"A": [8, 8], "B": [5, 5], "C": [8, 8]}, 1),  # one that missed three steps
+    (["A", "B", "C"], {"A": [2], "B": [10], "C": [2]}, 1),  # most are behind
+    (["A", "C"], {"A": [9, DEAD], "B": [0, 0], "C": [9, 9]}, 1),  # a death and a newcomer at once
+)
+TOO_FEW: tuple[Case, ...] = (
+    (["A", "B", "C"], {"A": [4], "B": [DEAD], "C": [DEAD]}, 2),
+    (["A", "B", "C"], {"A": [4, 4], "B": [DEAD, 4], "C": [4, DEAD]}, 2),
+    (["A"], {"A": [DEAD], "B": [BUSY]}, 1),
+    (["A"], {"A": [4], "B": [0]}, 2),  # just enough, with the newcomer
+    (["A", "B"], {"A": [DEAD, DEAD], "B": [DEAD, 3]}, 1),  # nobody
+)
+
+
+def decides(cases: tuple[Case, ...]) -> Callable[[Play], None]:
+    def act(play: Play) -> None:
+        for before, replicas, least in cases:
+            given = [*before], {name: [*ranks] for name, ranks in replicas.items()}
+            play.keep("`before`", given[0])
+            play.keep("`replicas`", given[1])
+            said = f"decide({before}, {replicas}, {least})"
+            with play.event(said, uses=()) as event:
+                event.results.add(said)
+                found = play.code.decide(*given, least)
+            play.see(said, plain(found))
+
+    return act
+
+
+def plain(found: Any) -> Any:
+    """A decision in one form: what kind of sequence it is in, and the order of sources, are free."""
+    if not isinstance(found, tuple | list) or len(found) != 3:
+        return found
+    members, step, sources = found
+    return (
+        list(members) if isinstance(members, tuple) else members,
+        step,
+        dict(sorted(sources.items())) if isinstance(sources, dict) else sources,
+    )
+
+
+QUORUM_BATTERY = (
+    Scene("", decides(ALL_THERE), "a replica is there if all of its ranks have asked; sort the members by name", (1, 2)),
+    Scene(
+        "after a death",
+        decides(AFTER_A_DEATH),
+        "a replica with a dead rank is not there, and is not waited for: the rest of it cannot train",
+        (1, 2),
+    ),
+    Scene(
+        "with a rank that is still busy",
+        decides(STILL_BUSY),
+        "a replica of `before` that is busy, with no dead rank, will ask soon: None until then",
+        (1, 2),
+    ),
+    Scene(
+        "with newcomers",
+        decides(NEWCOMERS),
+        "a replica that is not in `before` joins if it has asked, and nobody waits for it if it has not; those with "
+        "fewer steps take from those with the most, in turn",
+        (1, 2),
+    ),
+    Scene("with too few", decides(TOO_FEW), "None if fewer than `least` replicas are there, or nobody is", (1, 2)),
+)
+
+QUORUM_STUB = '''\
+from zerolab.lab.exercises import Todo
+
+
+def decide(before: list[str], replicas: dict[str, list], least: int) -> tuple | None:
+    """Who makes the next step: (members, step, sources), or None: not yet, look again.
+
+    before: the members of the last quorum. replicas: name -> one entry for each of its
+    ranks: an int if it has asked to go on, how many steps its parameters have seen;
+    "busy" if it lives and has not asked yet; "dead".
+
+    A replica is there if all its ranks have asked. One of `before` that is not there, but
+    has no dead rank, is waited for: None. Nobody else is. None, too, if fewer than `least`
+    are there; `least` is 1 or more.
+
+    members: those that are there, sorted by name. step: the most steps that one of them
+    has seen. sources: for each member with fewer steps, the name of one with `step`, from
+    which it takes the state. In the order of their names, the first that is behind takes
+    from the first that is not, the second from the second, and so on, in turn.
+    """
+    raise Todo("21.1")
+'''
+
+QUORUM = """\
+def decide(before: list[str], replicas: dict[str, list], least: int) -> tuple | None:
+    there = {}
+    for name, ranks in sorted(replicas.items()):
+        if "dead" in ranks:
+            continue
+        if "busy" not in ranks:
+            there[name] = ranks[0]
+        elif name in before:
+            return None
+    if len(there) < least:
+        return None
+    step = max(there.values())
+    newest = [name for name in there if there[name] == step]
+    behind = [name for name in there if there[name] < step]
+    sources = {name: newest[i % len(newest)] for i, name in enumerate(behind)}
+    return list(there), step, sources
+"""
+
+# ---------------------------------------------------------------------- 21.2
+
+
+def staged(play: Play, state: Any, change: Callable[[], None], name: str = "stage(state)") -> None:
+    """A copy, and then training goes on: what was staged must not change with it."""
+    play.keep("`state`", state)
+    got = play.call(name, play.code.stage, state, uses=())
+    play.at_most("bytes that the copy holds", held_by(got))
+    play.keep("what was staged", got)
+    with torch.no_grad(), play.event("the optimizer's next step"):
+        change()
+    play.see("whether the copy is a graph's", [tensor.grad_fn is not None for tensor in tensors_in(got)])
+
+
+def tensors_in(value: Any) -> list[Tensor]:
+    if isinstance(value, Tensor):
+        return [value]
+    parts = value.values() if isinstance(value, dict) else value if isinstance(value, list | tuple) else ()
+    return [tensor for part in parts for tensor in tensors_in(part)]
+
+
+def held_by(value: Any) -> float:
+    storages = {tensor.untyped_storage().data_ptr(): tensor.untyped_storage().nbytes() for tensor in tensors_in(value)}
+    return float(sum(storages.values()))
+
+
+def times(factor: float, *tensors: Tensor) -> None:
+    for tensor in tensors:
+        tensor.mul_(factor)
+
+
+def flat_dict(play: Play) -> None:
+    weight, bias = play.base(3, 4), play.base(4)
+    staged(play, {"weight": weight, "bias": bias, "step": 7}, lambda: times(2, weight, bias))
+
+
+def optimizers(play: Play) -> None:
+    """What Adam's state_dict() looks like: dicts in dicts, lists, numbers that are no tensors."""
+    averages = {i: {"step": torch.tensor(3.0), "exp_avg": play.base(5), "exp_avg_sq": play.base(5)} for i in range(2)}
+    groups = [{"lr": 1e-3, "betas": (0.9, 0.95), "params": [0, 1], "foreach": None}]
+    state = {"state": averages, "param_groups": groups}
+
+    def change() -> None:
+        for of_one in averages.values():
+            for tensor in of_one.values():
+                tensor.add_(1)
+        groups[0]["lr"] = 5e-4
+        groups[0]["params"].append(2)
+
+    staged(play, state, change)
+
+
+def parameters(play: Play) -> None:
+    params = [nn.Parameter(play.base(2, 3)), nn.Parameter(play.base(6))]
+    staged(play, {"parameters": params}, lambda: times(3, *params))
+
+
+def slices(play: Play) -> None:
+    """Parameters that are slices of one long storage, as an engine keeps them."""
+    flat = play.base(4096)
+    parts = flat[8:20], flat[100:101], flat[:0]
+    staged(play, {"slices": parts}, lambda: times(2, flat))
+
+
+def dtypes(play: Play) -> None:
+    tensors = [
+        play.base(3).to(torch.bfloat16),
+        play.base(3).long(),
+        torch.tensor([True, False, True]).to(torch.uint8),
+        play.base(4, 6).t(),
+        play.base(3).double() * (1 + 2.0**-40),
+    ]
+    staged(play, tensors, lambda: times(0, *tensors))
+
+
+def one_tensor(play: Play) -> None:
+    tensor = play.base(5)
+    staged(play, tensor, lambda: times(2, tensor))
+
+
+STAGE_BATTERY = (
+    Scene("", flat_dict, "clone each tensor: the optimizer writes into the old ones", (1, 2)),
+    Scene("with an optimizer's state", optimizers, "go into every dict, list and tuple, and make each anew", (1, 2)),
+    Scene("with parameters", parameters, "the copy belongs to no graph: detach() first", (1, 2)),
+    Scene("with slices of a long storage", slices, "copy the slice, and not the storage that it lies in", (1, 2)),
+    Scene("with other dtypes", dtypes, "the copy has the dtype and the shape of the tensor", (1,)),
+    Scene("with a tensor alone", one_tensor, "`state` itself may be a tensor", (1,)),
+)
+
+STAGE_STUB = '''\
+import torch
+from zerolab.lab.exercises import Todo
+
+
+def stage(state):
+    """A copy of `state` that no later step of training changes.
+
+    state: a tensor, a number, a string, None, or a dict, list or tuple of such, nested. Of
+    a tensor: the same values, dtype and shape, detached, in memory of its own, no more
+    than it needs. Dicts, lists and tuples are made anew; what is left stays as it is.
+    """
+    raise Todo("21.2")
+'''
+
+STAGE = """\
+import torch
+
+
+def stage(state):
+    if isinstance(state, torch.Tensor):
+        return state.detach().clone()
+    if isinstance(state, dict):
+        return {key: stage(value) for key, value in state.items()}
+    if isinstance(state, (list, tuple)):
+        return type(state)([stage(value) for value in state])
+    return state
+"""
+
+# ---------------------------------------------------------------------- 21.3
+
+
+class Rounds:
+    """A replica of some parameters, and what the answer makes of them after each round of local steps."""
+
+    def __init__(self, play: Play, *shapes: tuple[int, ...], name: str = "", dtype: Any = torch.float32, **options: Any):
+        self.play, self.name = play, name
+        self.params = [nn.Parameter(play.base(*shape).to(dtype) * (1 + 2.0**-30)) for shape in shapes]
+        play.keep(f"the parameters{name}", self.params)
+        with play.event(f"Outer(params, ...){name}"):
+            self.outer = play.code.Outer(self.params, group=play.group, **options)
+        self.number = 0
+
+    def local_steps(self, scale: float = 1.0) -> None:
+        self.number += 1
+        with torch.no_grad(), self.play.event(f"the local steps of round {self.number}{self.name}"):
+            for param in self.params:
+                moved = self.play.base(*param.shape).to(param.dtype)
+                param -= scale * moved * (1 + self.play.rank) / 16
+
+    def step(self) -> None:
+        self.play.call(f"step() after round {self.number}{self.name}", self.outer.step)
+
+
+def rounds(play: Play, times: int = 3, scale: float = 1.0, **options: Any) -> None:
+    play.loose = 1e-12 if options.get("dtype") == torch.float64 else 1e-5
+    replica = Rounds(play, (3, 4), (5,), **options)
+    for _ in range(times):
+        replica.local_steps(scale)
+        replica.step()
+
+
+def by_turns(play: Play) -> None:
+    play.loose = 1e-5
+    replicas = [Rounds(play, (4,), name=" of the first"), Rounds(play, (2, 3), name=" of the second", momentum=0.5)]
+    for _ in range(3):
+        for replica in replicas:
+            replica.local_steps()
+        for replica in replicas:
+            replica.step()
+
+
+def a_generator(play: Play) -> None:
+    """model.parameters() can be gone through only once."""
+    play.loose = 1e-5
+    params = [nn.Parameter(play.base(3)), nn.Parameter(play.base(2, 2))]
+    play.keep("the parameters", params)
+    with play.event("Outer(params, ...), a generator"):
+        outer = play.code.Outer((param for param in params), group=play.group)
+    for number in (1, 2):
+        with torch.no_grad(), play.event(f"the local steps of round {number}"):
+            for param in params:
+                param -= play.base(*param.shape) * (1 + play.rank) / 16
+        play.call(f"step() after round {number}", outer.step)
+
+
+def transposed(play: Play) -> None:
+    play.loose = 1e-5
+    param = nn.Parameter(play.base(3, 5).t())
+    play.keep("the parameters", [param])
+    with play.event("Outer(params, ...)"):
+        outer = play.code.Outer([param], group=play.group)
+    with torch.no_grad(), play.event("the local steps of round 1"):
+        param -= play.base(5, 3) * (1 + play.rank) / 16
+    play.call("step() after round 1", outer.step)
+
+
+def gradients_stay(play: Play) -> None:
+    """Parameters whose .grad is there, and which autograd goes on to use."""
+    play.loose = 1e-5
+    replica = Rounds(play, (3,), (2,))
+    replica.local_steps()
+    replica.step()
+    play.see("they are leaves that require a gradient", [p.is_leaf and p.requires_grad for p in replica.params])
+
+
+OUTER_BATTERY = (
+    Scene("", rounds),
+    Scene("with a single round", lambda play: rounds(play, times=1)),
+    Scene(
+        "without momentum, lr = 1",
+        lambda play: rounds(play, lr=1.0, momentum=0.0),
+        "then the result is the mean of the ranks' parameters",
+    ),
+    Scene("with other rates", lambda play: rounds(play, lr=0.4, momentum=0.6), "lr and momentum are arguments"),
+    Scene("with local steps that move nothing", lambda play: rounds(play, scale=0.0), "the outer gradient is zero"),
+    Scene("with two objects by turns", by_turns, "keep everything in self"),
+    Scene("with a generator of parameters", a_generator, "model.parameters() is gone through once: list(params)", (1, 2)),
+    Scene("with a transposed parameter", transposed, "a parameter may lie in any order in memory", (1, 2)),
+    Scene("in float64", lambda play: rounds(play, dtype=torch.float64), "keep the parameter's dtype", (1, 2)),
+    Scene("", gradients_stay, "write into the parameters, under torch.no_grad()", (1, 2)),
+    *in_groups(rounds, "only some ranks are in this group: pass group=..., and divide by its size"),
+)
+
+OUTER_STUB = '''\
+import torch
+import torch.distributed as dist
+from zerolab.lab.exercises import Todo
+
+
+class Outer:
+    """The outer optimizer of local steps. All ranks begin with the same parameters."""
+
+    def __init__(self, params, lr=0.7, momentum=0.9, group=None) -> None:
+        """Keep `old`, a copy of each parameter, and `speed`, zeros of the same shape."""
+        raise Todo("21.3")
+
+    @torch.no_grad()
+    def step(self) -> None:
+        """After the local steps, when each rank's parameters are others.
+
+        For each parameter:
+            gradient = old - mean of the ranks' parameters
+            speed = momentum * speed + gradient
+            old = old - lr * (gradient + momentum * speed)       (Nesterov)
+        and the parameter becomes `old`, in place. Each parameter is sent once.
+        """
+        raise Todo("21.3")
+'''
+
+OUTER = """\
+import torch
+import torch.distributed as dist
+
+
+class Outer:
+    def __init__(self, params, lr=0.7, momentum=0.9, group=None) -> None:
+        self.params, self.lr, self.momentum, self.group = list(params), lr, momentum, group
+        self.old = [param.detach().clone() for param in self.params]
+        self.speed = [torch.zeros_like(old) for old in self.old]
+
+    @torch.no_grad()
+    def step(self) -> None:
+        N = dist.get_world_size(self.group)
+        for param, old, speed in zip(self.params, self.old, self.speed):
+            total = param.detach().clone(memory_format=torch.contiguous_format)
+            dist.all_reduce(total, group=self.group)
+            gradient = old - total / N
+            speed.mul_(self.momentum).add_(gradient)
+            old -= self.lr * (gradient + self.momentum * speed)
+            param.copy_(old)
+"""
+
+EXERCISES = [
+    Exercise(
+        id="21.1",
+        title="who goes on",
+        difficulty=2,
+        section="Write: who goes on",
+        battery=QUORUM_BATTERY,
+        stub=QUORUM_STUB,
+        reference=QUORUM,
+        hints=(
+            "Go through the replicas by name, and ask three things of each, in this order. Does it have a dead rank? "
+            "Then it is out. Have all its ranks asked? Then it is there. Is it in `before`? Then return None.",
+            "Collect `there`, name -> steps (of its first rank: all ranks of a replica have seen the same). step is "
+            "the largest of there.values(); split the names into those that have it, `newest`, and those `behind`.",
+            "sources = {name: newest[i % len(newest)] for i, name in enumerate(behind)}",
+        ),
+        exports=("decide",),
+    ),
+    Exercise(
+        id="21.2",
+        title="what a checkpoint in the background reads",
+        difficulty=1,
+        section="Write: stage, then write",
+        battery=STAGE_BATTERY,
+        stub=STAGE_STUB,
+        reference=STAGE,
+        hints=(
+            "The function calls itself for what is in a dict, a list or a tuple. What is none of these, and no tensor, "
+            "it returns as it is.",
+            "A tensor: detach() alone is the same memory, clone() alone belongs to the graph. copy.deepcopy copies the "
+            "storage of which a slice is a part.",
+        ),
+        exports=("stage",),
+    ),
+    Exercise(
+        id="21.3",
+        title="the outer step",
+        difficulty=1,
+        section="Write: the outer step",
+        battery=OUTER_BATTERY,
+        stub=OUTER_STUB,
+        reference=OUTER,
+        hints=(
+            "The mean of the ranks' parameters: a copy of this rank's, all_reduce with group=self.group, divided by "
+            "dist.get_world_size(self.group).",
+            "`old` is what all ranks began the round with, the same everywhere. So each rank computes the same new "
+            "`old`, and nothing more need be sent. At the end: param.copy_(old).",
+        ),
+        exports=("Outer",),
+    ),
+]

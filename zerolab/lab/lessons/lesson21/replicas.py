@@ -20,7 +20,6 @@ from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import Any, TypeVar
 
-import torch
 import torch.distributed as dist
 from torch import Tensor
 
@@ -167,5 +166,3 @@ def replica(ranks: int) -> Seat:
     return seat
 
 
-def device() -> torch.device:
-    return torch.device("cpu")

@@ -1,0 +1,547 @@
+"""Lesson 21: other right answers, and known mistakes with what a learner is told."""
+
+from __future__ import annotations
+
+from zerolab.lab.exercises.mistakes import Mistake, edit
+from zerolab.lab.lessons.lesson21 import OUTER, QUORUM, STAGE
+
+# ---------------------------------------------------------------------- 21.1
+
+DECIDE_BY_SETS = """\
+from itertools import cycle
+
+
+def decide(before, replicas, least):
+    there = sorted(name for name in replicas if all(isinstance(rank, int) for rank in replicas[name]))
+    late = [name for name in before if name not in there and "dead" not in replicas[name]]
+    if late or len(there) < least:
+        return None
+    step = max(replicas[name][0] for name in there)
+    newest = cycle([name for name in there if replicas[name][0] == step])
+    sources = {name: next(newest) for name in there if replicas[name][0] != step}
+    return tuple(there), step, sources
+"""
+
+DECIDE_STEP_BY_STEP = """\
+def decide(before, replicas, least):
+    members, step = [], -1
+    for name in replicas:
+        asked = dead = 0
+        for rank in replicas[name]:
+            if rank == "dead":
+                dead += 1
+            elif rank != "busy":
+                asked += 1
+        if asked == len(replicas[name]):
+            members.append(name)
+            step = max(step, replicas[name][-1])
+        elif name in before and not dead:
+            return None
+    if len(members) < least:
+        return None
+    members.sort()
+    sources, sure, turn = {}, [], 0
+    for name in members:
+        if replicas[name][0] == step:
+            sure.append(name)
+    for name in members:
+        if name not in sure:
+            sources[name] = sure[turn]
+            turn = (turn + 1) % len(sure)
+    return members, step, sources
+"""
+
+_DEAD = '        if "dead" in ranks:\n            continue\n'
+_THERE = '        if "busy" not in ranks:\n            there[name] = ranks[0]\n        elif name in before:\n            return None\n'
+HALF = (
+    "half a replica was counted in: with one of its ranks dead, nobody has the other half of its shards, and its "
+    "replica cannot finish a step"
+)
+FOR_THE_DEAD = (
+    "it waits for a replica that has a dead rank: whether the rest of it asks or not, it cannot train, and so nobody "
+    "ever goes on"
+)
+FOR_NEWCOMERS = "it waits for a newcomer that has not asked yet: nobody knows how long that takes, and all would stand still"
+NOT_WAITED = (
+    "a replica of `before` is busy with the step before, and was left out: it lives, so it would be thrown out for "
+    "being a moment late. Return None until it has asked"
+)
+LEAST = "`least` is the smallest number of replicas that may go on: as many as `least` are enough, fewer are not"
+ORDER = "the members are in another order than that of their names: all ranks count their places by this list"
+NOT_THE_NEWEST = (
+    "the state of the member with the most steps is the one that counts: with another, steps that were made are lost"
+)
+IN_TURN = (
+    "all newcomers take from the same replica, which then sends for all of them while the others wait: take turns"
+)
+
+QUORUM_MISTAKES = {
+    "half a replica": Mistake(
+        edit(QUORUM, '        if "dead" in ranks:\n', '        if all(rank == "dead" for rank in ranks):\n').replace(
+            "there[name] = ranks[0]", "there[name] = next(rank for rank in ranks if rank != 'dead')"
+        ),
+        HALF,
+    ),
+    "any rank will do": Mistake(
+        edit(
+            QUORUM,
+            _DEAD + '        if "busy" not in ranks:\n            there[name] = ranks[0]\n',
+            "        asked = [rank for rank in ranks if isinstance(rank, int)]\n"
+            "        if asked:\n            there[name] = asked[0]\n",
+            "        elif name in before:\n",
+            '        elif name in before and "busy" in ranks:\n',
+        ),
+        HALF,
+    ),
+    "waits for the dead": Mistake(
+        edit(QUORUM, _DEAD, "", '"busy" not in ranks', '"busy" not in ranks and "dead" not in ranks'), FOR_THE_DEAD
+    ),
+    "waits for half of the dead": Mistake(
+        edit(
+            QUORUM,
+            _DEAD,
+            '        if "dead" in ranks and "busy" not in ranks:\n            continue\n',
+            '"busy" not in ranks:',
+            '"busy" not in ranks and "dead" not in ranks:',
+        ),
+        FOR_THE_DEAD,
+    ),
+    "waits for everybody": Mistake(edit(QUORUM, "elif name in before", "else"), FOR_NEWCOMERS),
+    "waits for newcomers that have begun to ask": Mistake(
+        edit(QUORUM, "elif name in before", "elif name in before or ranks != ['busy'] * len(ranks)"), FOR_NEWCOMERS
+    ),
+    "waits for nobody": Mistake(
+        edit(QUORUM, "        elif name in before:\n            return None\n", ""),
+        NOT_WAITED,
+    ),
+    "newcomers stay out": Mistake(
+        edit(QUORUM, '        if "busy" not in ranks:\n', '        if "busy" not in ranks and name in before:\n'),
+        "newcomers were left out: a replica that is not in `before` and has asked joins, or a run only ever shrinks",
+    ),
+    "least and no more": Mistake(edit(QUORUM, "len(there) < least", "len(there) <= least"), LEAST),
+    "least forgotten": Mistake(edit(QUORUM, "len(there) < least", "not there"), LEAST),
+    "counts ranks": Mistake(
+        edit(
+            QUORUM,
+            "len(there) < least",
+            "sum(isinstance(rank, int) for ranks in replicas.values() for rank in ranks) < least",
+            "    step = max",
+            "    if not there:\n        return None\n    step = max",
+        ),
+        "ranks were counted, and `least` counts replicas",
+    ),
+    "in the order given": Mistake(edit(QUORUM, "sorted(replicas.items())", "replicas.items()"), ORDER),
+    "old ones first": Mistake(
+        edit(
+            QUORUM,
+            "    return list(there), step, sources\n",
+            "    return sorted(there, key=lambda name: (name not in before, name)), step, sources\n",
+        ),
+        ORDER,
+    ),
+    "fewest steps": Mistake(
+        edit(
+            QUORUM,
+            "max(there.values())",
+            "min(there.values())",
+            "there[name] < step",
+            "there[name] > step",
+        ),
+        NOT_THE_NEWEST,
+    ),
+    "what most have": Mistake(
+        edit(
+            QUORUM,
+            "max(there.values())",
+            "max(there.values(), key=list(there.values()).count)",
+            "there[name] < step",
+            "there[name] != step",
+        ),
+        NOT_THE_NEWEST,
+    ),
+    "steps of the first": Mistake(edit(QUORUM, "max(there.values())", "next(iter(there.values()))"), NOT_THE_NEWEST),
+    "all from the first": Mistake(edit(QUORUM, "newest[i % len(newest)]", "newest[0]"), IN_TURN),
+    "all from the last": Mistake(edit(QUORUM, "newest[i % len(newest)]", "newest[-1]"), IN_TURN),
+    "one source each": Mistake(
+        edit(
+            QUORUM,
+            "{name: newest[i % len(newest)] for i, name in enumerate(behind)}",
+            "dict(zip(behind, newest))",
+        ),
+        "there are more newcomers than replicas to take from, and some got none: begin again with the first",
+    ),
+    "turns over all members": Mistake(
+        edit(
+            QUORUM,
+            "{name: newest[i % len(newest)] for i, name in enumerate(behind)}",
+            "{name: newest[i % len(newest)] for i, name in enumerate(there) if name in behind}",
+        ),
+        "the turns were counted over all members: only those that are behind take one",
+    ),
+    "only who is new": Mistake(
+        edit(QUORUM, "if there[name] < step]", "if name not in before]"),
+        "who takes the state is decided by its steps, not by `before`: a member that missed some is behind too, and at "
+        "the start nobody is",
+    ),
+    "sources are steps": Mistake(
+        edit(QUORUM, "{name: newest[i % len(newest)] for", "{name: step for"),
+        "`sources` says for each member that is behind the *name* of the one that it takes from",
+    ),
+    "the other way round": Mistake(
+        edit(QUORUM, "{name: newest[i % len(newest)] for", "{newest[i % len(newest)]: name for"),
+        "`sources` is the wrong way round: its keys are those that take, its values those that give",
+    ),
+    "everybody is a source": Mistake(
+        edit(QUORUM, "for i, name in enumerate(behind)}", "for i, name in enumerate(there)}"),
+        "members that have all steps are in `sources` too: they need nothing",
+    ),
+    "the next step": Mistake(
+        edit(QUORUM, "return list(there), step, sources", "return list(there), step + 1, sources"),
+        "`step` is how many steps have been made, as the replicas say it, and not the number after it",
+    ),
+    "an empty quorum": Mistake(
+        edit(
+            QUORUM,
+            "    if len(there) < least:\n        return None\n",
+            "    if len(there) < least:\n        return [], 0, {}\n",
+        ),
+        "if it cannot be decided yet, return None: an empty list of members is a decision too",
+    ),
+    "a list is used up": Mistake(
+        edit(QUORUM, "    there = {}\n", "    there = {}\n    before.sort(reverse=True)\n    before.pop()\n"),
+        "`before` was changed, and the caller's list with it: leave the arguments as they are",
+    ),
+    "returns nothing": Mistake(
+        edit(QUORUM, "    return list(there), step, sources\n", ""), "decide returns nothing: `return` is missing"
+    ),
+}
+
+# ---------------------------------------------------------------------- 21.2
+
+STAGE_BY_TREE = """\
+import torch
+from torch.utils._pytree import tree_map
+
+
+def stage(state):
+    def copied(value):
+        return torch.empty_like(value).copy_(value) if isinstance(value, torch.Tensor) else value
+
+    with torch.no_grad():
+        return tree_map(copied, state)
+"""
+
+STAGE_TO_CPU = """\
+import torch
+
+
+def stage(state):
+    match state:
+        case torch.Tensor():
+            return state.detach().to("cpu", copy=True)
+        case dict():
+            return dict(zip(state, map(stage, state.values())))
+        case list():
+            return [*map(stage, state)]
+        case tuple():
+            return (*map(stage, state),)
+    return state
+"""
+
+_CLONE = "state.detach().clone()"
+ALIAS = (
+    "what was staged is the same memory as the parameters: the next step writes into it, and the checkpoint gets a "
+    "bit of each step. Copy: clone()"
+)
+NESTED = "what is inside dicts, lists or tuples was not copied: stage each part of them too"
+STAGE_MISTAKES = {
+    "the state itself": Mistake("def stage(state):\n    return state\n", ALIAS),
+    "a new dict": Mistake(
+        "def stage(state):\n    return dict(state) if isinstance(state, dict) else state\n", ALIAS
+    ),
+    "copy.copy": Mistake("import copy\n\n\ndef stage(state):\n    return copy.copy(state)\n", ALIAS),
+    "detach": Mistake(edit(STAGE, _CLONE, "state.detach()"), ALIAS),
+    "to the CPU": Mistake(edit(STAGE, _CLONE, 'state.detach().to("cpu")'), ALIAS),
+    "contiguous": Mistake(edit(STAGE, _CLONE, "state.detach().contiguous()"), ALIAS),
+    "data": Mistake(edit(STAGE, _CLONE, "state.data"), ALIAS),
+    "deepcopy": Mistake(
+        "import copy\n\n\ndef stage(state):\n    return copy.deepcopy(state)\n",
+        "copy.deepcopy copies the whole storage that a slice lies in, and keeps parameters parameters: detach and clone "
+        "each tensor",
+    ),
+    "deepcopy of each": Mistake(
+        edit(STAGE, _CLONE, "copy.deepcopy(state.detach())", "import torch\n", "import copy\n\nimport torch\n"),
+        "copy.deepcopy copies the whole storage that a slice lies in: clone() copies the slice",
+    ),
+    "in the graph": Mistake(
+        edit(STAGE, _CLONE, "state.clone()"),
+        "the copy belongs to the graph of the parameter, and keeps it alive: detach() as well",
+    ),
+    "lists left": Mistake(
+        edit(STAGE, "    if isinstance(state, (list, tuple)):\n", "    if isinstance(state, tuple):\n"), NESTED
+    ),
+    "tuples left": Mistake(
+        edit(STAGE, "    if isinstance(state, (list, tuple)):\n", "    if isinstance(state, list):\n"), NESTED
+    ),
+    "tensors of the first level": Mistake(
+        "import torch\n\n\ndef stage(state):\n    if isinstance(state, torch.Tensor):\n"
+        "        return state.detach().clone()\n    if isinstance(state, dict):\n"
+        "        return {key: value.detach().clone() if isinstance(value, torch.Tensor) else value\n"
+        "                for key, value in state.items()}\n    return state\n",
+        NESTED,
+    ),
+    "tuples become lists": Mistake(
+        edit(STAGE, "type(state)([stage(value) for value in state])", "[stage(value) for value in state]"),
+        "a tuple became a list: what is loaded later should be what was saved",
+    ),
+    "as float32": Mistake(
+        edit(STAGE, _CLONE, "state.detach().clone().float()"),
+        "the dtype has changed: a checkpoint keeps what the run had, whole numbers and all 64 bits",
+    ),
+    "flat": Mistake(
+        edit(STAGE, _CLONE, "state.detach().flatten().clone()"), "the copy has lost the shape of the tensor"
+    ),
+    "in place": Mistake(
+        edit(
+            STAGE,
+            "        return {key: stage(value) for key, value in state.items()}\n",
+            "        for key, value in state.items():\n            state[key] = stage(value)\n        return state\n",
+        ),
+        "the copies were put into the caller's own dict, which training goes on to use: make a new one",
+    ),
+    "tensors only": Mistake(
+        edit(STAGE, "        return state.detach().clone()\n", "        return state.detach().clone()\n").replace(
+            "    return state\n", ""
+        ),
+        "what is no tensor, dict, list or tuple is missing: return it as it is",
+    ),
+}
+
+# ---------------------------------------------------------------------- 21.3
+
+OUTER_WITH_SGD = """\
+import torch
+import torch.distributed as dist
+
+
+class Outer:
+    def __init__(self, params, lr=0.7, momentum=0.9, group=None):
+        self.params, self.group = [*params], group
+        self.old = [param.detach().clone() for param in self.params]
+        self.sgd = torch.optim.SGD(self.old, lr=lr, momentum=momentum, nesterov=momentum > 0)
+
+    @torch.no_grad()
+    def step(self):
+        for param, old in zip(self.params, self.old):
+            old.grad = (old - param).contiguous()
+            dist.all_reduce(old.grad, group=self.group)
+            old.grad /= dist.get_world_size(self.group)
+        self.sgd.step()
+        for param, old in zip(self.params, self.old):
+            param.copy_(old)
+"""
+
+OUTER_FLAT = """\
+import torch
+import torch.distributed as dist
+
+
+class Outer:
+    def __init__(self, params, lr=0.7, momentum=0.9, group=None):
+        self.params, self.lr, self.momentum, self.group = list(params), lr, momentum, group
+        self.old = self.flat()
+        self.speed = torch.zeros_like(self.old)
+
+    def flat(self):
+        return torch.cat([param.detach().reshape(-1) for param in self.params])
+
+    @torch.no_grad()
+    def step(self):
+        new = self.flat() / dist.get_world_size(self.group)
+        dist.all_reduce(new, group=self.group)
+        gradient = self.old - new
+        self.speed = self.momentum * self.speed + gradient
+        self.old = self.old - self.lr * (gradient + self.momentum * self.speed)
+        start = 0
+        for param in self.params:
+            param.copy_(self.old[start : start + param.numel()].view(param.shape))
+            start += param.numel()
+"""
+
+_SPEED = "            speed.mul_(self.momentum).add_(gradient)\n"
+_OLD = "            old -= self.lr * (gradient + self.momentum * speed)\n"
+_BACK = "            param.copy_(old)\n"
+_ALL = "            dist.all_reduce(total, group=self.group)\n"
+SIGN = (
+    "the outer gradient points the wrong way: old - mean, since a step is *subtracted*. The local steps are undone, "
+    "and more"
+)
+SUM = "a sum over ranks, and not their mean: divide by the number of ranks in the group"
+NESTEROV = (
+    "this is momentum, but not Nesterov's: the step is gradient + momentum * speed, with the speed that has just been "
+    "updated"
+)
+OLD_ALIAS = (
+    "`old` is the same memory as the parameter, so the local steps move both, and the outer gradient is gone: keep a "
+    "clone"
+)
+WORLD = "all ranks of the world were taken, and only those of `group` share these parameters: group=self.group"
+KEPT = "the round that comes begins from the new parameters: `old` has to become them"
+OUTER_MISTAKES = {
+    "new - old": Mistake(edit(OUTER, "old - total / N", "total / N - old"), SIGN),
+    "added": Mistake(edit(OUTER, "old -= self.lr", "old += self.lr"), SIGN),
+    "a sum": Mistake(edit(OUTER, "total / N", "total"), SUM),
+    "a sum of differences": Mistake(
+        edit(
+            OUTER,
+            "param.detach().clone(memory_format=torch.contiguous_format)",
+            "(old - param).contiguous()",
+            "old - total / N",
+            "total",
+        ),
+        SUM,
+    ),
+    "divided by the world": Mistake(edit(OUTER, "get_world_size(self.group)", "get_world_size()"), WORLD),
+    "in the world": Mistake(edit(OUTER, _ALL, "            dist.all_reduce(total)\n"), WORLD),
+    "no mean": Mistake(
+        edit(OUTER, _ALL, "", "total / N", "total"),
+        "each rank took its own difference: nothing was sent, and the ranks have drifted apart. The mean of all is meant",
+    ),
+    "heavy ball": Mistake(edit(OUTER, "(gradient + self.momentum * speed)", "speed"), NESTEROV),
+    "the speed before": Mistake(edit(OUTER, _SPEED, "", _OLD, _OLD + _SPEED), NESTEROV),
+    "momentum once": Mistake(edit(OUTER, "gradient + self.momentum * speed", "gradient + speed"), NESTEROV),
+    "no momentum": Mistake(
+        edit(OUTER, "(gradient + self.momentum * speed)", "gradient"),
+        "plain SGD: the speed of the rounds before is not used",
+    ),
+    "dampened": Mistake(
+        edit(OUTER, ".add_(gradient)", ".add_(gradient, alpha=1 - self.momentum)"),
+        "speed = momentum * speed + gradient: the gradient is not scaled by 1 - momentum, as Adam's average would have it",
+    ),
+    "learning rate within": Mistake(
+        edit(OUTER, "add_(gradient)", "add_(gradient, alpha=self.lr)"),
+        "the learning rate was multiplied into the speed: it belongs to the step alone",
+    ),
+    "fixed rates": Mistake(
+        edit(OUTER, "list(params), lr, momentum, group", "list(params), 0.7, 0.9, group"),
+        "lr and momentum were written as numbers: take the arguments",
+    ),
+    "no learning rate": Mistake(edit(OUTER, "self.lr * (", "("), "the learning rate `lr` is not used"),
+    "old is the parameter": Mistake(
+        edit(OUTER, "param.detach().clone() for param in self.params]", "param.detach() for param in self.params]"),
+        OLD_ALIAS,
+    ),
+    "old is the parameter after a step": Mistake(
+        edit(OUTER, "zip(self.params, self.old, self.speed):\n", "zip(self.params, [*self.old], self.speed):\n").replace(
+            _BACK, _BACK + "        self.old = [param.detach() for param in self.params]\n"
+        ),
+        OLD_ALIAS,
+    ),
+    "old stays": Mistake(
+        edit(
+            OUTER,
+            _OLD + _BACK,
+            "            param.copy_(old - self.lr * (gradient + self.momentum * speed))\n",
+        ),
+        KEPT,
+    ),
+    "old becomes the mean": Mistake(
+        edit(
+            OUTER,
+            _OLD + _BACK,
+            "            param.copy_(old - self.lr * (gradient + self.momentum * speed))\n"
+            "            old.copy_(total / N)\n",
+        ),
+        KEPT,
+    ),
+    "not written back": Mistake(
+        edit(OUTER, _BACK, ""),
+        "the parameters are still those of this rank's local steps: param.copy_(old) at the end",
+    ),
+    "the mean is written back": Mistake(
+        edit(OUTER, _BACK, "            param.copy_(total / N)\n"),
+        "the parameters became the mean, and the outer step was made on `old` alone: param.copy_(old)",
+    ),
+    "the steps of rank 0": Mistake(
+        edit(
+            OUTER,
+            _ALL,
+            "            dist.broadcast(total, group=self.group, group_src=0)\n",
+            "total / N",
+            "total",
+        ),
+        "rank 0's parameters were taken for all: the work of the other ranks is lost. The mean of all is meant",
+    ),
+    "speed made anew": Mistake(
+        edit(
+            OUTER,
+            _SPEED,
+            "            speed = gradient.clone()\n",
+        ),
+        "the speed begins anew in every round: keep it, and update it in place",
+    ),
+    "speed on the class": Mistake(
+        edit(
+            OUTER,
+            "class Outer:\n",
+            "class Outer:\n    kept = {}\n\n",
+            "        self.speed = [torch.zeros_like(old) for old in self.old]\n",
+            "        for i, old in enumerate(self.old):\n            Outer.kept[i] = torch.zeros_like(old)\n",
+            "self.params, self.old, self.speed)",
+            "self.params, self.old, Outer.kept.values())",
+        ),
+        "the speed is kept on the class, where a second object overwrites it: keep it in self",
+    ),
+    "a generator used up": Mistake(
+        edit(
+            OUTER,
+            "self.params, self.lr",
+            "self.given, self.lr",
+            "list(params), lr",
+            "params, lr",
+            "for param in self.params]",
+            "for param in self.given]",
+            "zip(self.params,",
+            "zip(self.given,",
+        ),
+        "model.parameters() can be gone through only once, and in __init__ it is: keep list(params)",
+    ),
+    "view(-1)": Mistake(
+        edit(
+            OUTER,
+            "param.detach().clone(memory_format=torch.contiguous_format)",
+            "param.detach().view(-1).clone()",
+            "old - total / N",
+            "old - (total / N).view(old.shape)",
+        ),
+        "a parameter may be a transposed tensor, which view(-1) refuses: clone it, or use reshape(-1)",
+    ),
+    "in float32": Mistake(
+        edit(
+            OUTER,
+            "clone(memory_format=torch.contiguous_format)",
+            "float().contiguous().clone()",
+        ),
+        "float64 parameters were rounded to float32 on the way: keep the dtype",
+    ),
+    "sent twice": Mistake(
+        edit(
+            OUTER,
+            "            gradient = old - total / N\n",
+            "            before = old.contiguous().clone()\n            dist.all_reduce(before, group=self.group)\n"
+            "            gradient = (before - total) / N\n",
+        ),
+        "`old` was sent too: it is the same on all ranks, and twice the bytes are what local steps wanted to save",
+    ),
+    "a new parameter": Mistake(
+        edit(OUTER, _BACK, "            param.data = old.clone() + 0\n            self.params[0].requires_grad_(False)\n"),
+        "the parameter no longer requires a gradient: copy into it, under torch.no_grad(), and leave the rest",
+    ),
+}
+
+RIGHT = {
+    "21.1": [DECIDE_BY_SETS, DECIDE_STEP_BY_STEP],
+    "21.2": [STAGE_BY_TREE, STAGE_TO_CPU],
+    "21.3": [OUTER_WITH_SGD, OUTER_FLAT],
+}
+MISTAKES = {"21.1": QUORUM_MISTAKES, "21.2": STAGE_MISTAKES, "21.3": OUTER_MISTAKES}

@@ -709,4 +709,33 @@ QUESTIONS: dict[str, Question] = {
             1.015625 / 2.0356: "Adam keeps two averages.",
         },
     ),
+    "21.1": Question(
+        "ranks",
+        slips={
+            5 / 4: "Rank 2 lives, but the other half of its shards was rank 3's: its replica cannot make a step.",
+            6 / 4: "Nobody waits for the new processes.",
+            2 / 4: "Two replicas are left, of two ranks each.",
+            3 / 4: "Two replicas are left, of two ranks each.",
+        },
+    ),
+    "21.2": Question(
+        "bytes",
+        psi=136_960,
+        slips={
+            2: "That is the state of a replica: each of its two ranks holds half.",
+            1 / 3: "Those are the parameters alone: AdamW has two averages of each.",
+            2 / 3: "AdamW has two averages of each parameter, and the parameters themselves must come too.",
+            4 / 3: "Gradients are not handed over: they are made anew in each step.",
+        },
+    ),
+    "21.3": Question(
+        "bytes per step",
+        psi=136_960,
+        slips={
+            16: "That is what every step would send: with H = 16 it is sent once in 16 steps.",
+            4 / 3: _OWN_PART,
+            1 / 2: "An all-reduce is a reduce-scatter and an all-gather: each sends (N-1)/N.",
+            2: "`old` is the same on every rank, so only the parameters are sent.",
+        },
+    ),
 }

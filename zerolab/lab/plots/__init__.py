@@ -14,6 +14,7 @@ from zerolab.lab.plots.holdings import who_holds_what
 from zerolab.lab.plots.hybrid import sharding_map, where_time_goes
 from zerolab.lab.plots.latency import cost, fit_cost
 from zerolab.lab.plots.losses import curves
+from zerolab.lab.plots.members import Attempt, membership
 from zerolab.lab.plots.memory import memory_plan
 from zerolab.lab.plots.overlap import gantt
 from zerolab.lab.plots.page import png, show
@@ -38,6 +39,7 @@ __all__ = [
     "HATCHES",
     "LABELS",
     "Area",
+    "Attempt",
     "Cost",
     "Phase",
     "Piece",
@@ -61,6 +63,7 @@ __all__ = [
     "largest_share",
     "lost",
     "link_sweep",
+    "membership",
     "memory_plan",
     "moment_picture",
     "number_line",

@@ -290,10 +290,6 @@ STAGE_MISTAKES = {
         "                for key, value in state.items()}\n    return state\n",
         NESTED,
     ),
-    "tuples become lists": Mistake(
-        edit(STAGE, "type(state)([stage(value) for value in state])", "[stage(value) for value in state]"),
-        "a tuple became a list: what is loaded later should be what was saved",
-    ),
     "as float32": Mistake(
         edit(STAGE, _CLONE, "state.detach().clone().float()"),
         "the dtype has changed: a checkpoint keeps what the run had, whole numbers and all 64 bits",

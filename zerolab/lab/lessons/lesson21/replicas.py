@@ -93,6 +93,19 @@ class Seat:
                     found[rank] = what
         return found
 
+    def noted(self, key: str, ranks: Sequence[int], lives: Sequence[int]) -> list[Any] | None:
+        """What each of `ranks` noted under `key` in the life that `lives` gives it, None for one that died before.
+
+        None until that is known of all: then it is the same for whoever asks.
+        """
+        now, found = self.lives(), []
+        for rank in ranks:
+            entry = json.loads(self.store.get(f"{key}/{rank}")) if self.store.check([f"{key}/{rank}"]) else [None, None]
+            if entry[0] != lives[rank] and now[rank] == lives[rank]:
+                return None
+            found.append(entry[1] if entry[0] == lives[rank] else None)
+        return found
+
     def first(self, key: str, what: Any) -> Any:
         """What was written under `key`: `what`, unless somebody was there before."""
         return json.loads(self.store.compare_set(key, "", json.dumps(what)))

@@ -1,0 +1,609 @@
+# %% [markdown]
+# # 21 · Nothing stops
+#
+# **The question.** On 16,384 GPUs something broke every three hours (lesson 11). The usual answer is to stop all of
+# them, start all of them again and load the last checkpoint. If that takes ten minutes, 5 % of the cluster is spent on
+# it, and with ten times as many GPUs a third of it. But most of a cluster is fine at any moment. With
+# [hybrid sharding](../docs/glossary.md#hybrid-sharding) there is even a copy of everything elsewhere. So why does
+# anybody stop? In this lesson a rank is killed in the middle of a step, and the others go on. A newcomer takes a peer's
+# state and joins. A checkpoint is written while training changes what is in it. And then the opposite trouble: nobody
+# dies, but the link between two halves of the cluster is slow.
+
+# %%
+# %load_ext zerolab.lab
+from zerolab import lab
+from zerolab.lab import plots
+
+lab.start(6)
+
+# %% [markdown]
+# ## A replica is a world of its own
+#
+# Six ranks: three replicas, A, B and C, of two ranks each. In a replica, the two shard everything between them: the
+# package's `Zero3`. Between replicas only the mean of gradients travels. So far that is `mesh=(3, 2)` from lesson 12.
+# But a mesh belongs to one [process group](../docs/glossary.md#process-group), and a process group cannot lose a member:
+# when one dies, every collective of all six fails, and no call takes it out.
+#
+# So the six do not form one world. `lab.replica(ranks=2)` leaves that of `lab.start`, and makes each replica a world of
+# two, a job of its own. What connects replicas is a *store*, a small server of keys and values that outlives all of
+# them. Here it is in the notebook's process. There `lives/3` counts how often rank 3 has ended. In production that is
+# written by what started the process, such as torchrun's agent.
+#
+# Two new options of `%%ranks`: a cell with `--revive` doesn't fail when a rank dies. The others go on, and the dead rank is
+# started again, as an empty process. It runs the cells marked `--always`, and then the cell itself.
+
+# %%
+# %%ranks --always
+import os
+import signal
+import zlib
+
+import torch
+import zerolab
+from zerolab import lab
+from zerolab.lab import GPT, Block, batch, text
+
+me = lab.replica(ranks=2)  # me.name, me.place in it, me.rank among all, me.life
+words = text()
+
+
+def make_model():
+    torch.manual_seed(0)
+    return GPT(layers=2, width=64)
+
+
+print(f"place {me.place} of replica {me.name}")
+
+# %% [markdown]
+# ## Predict
+#
+# In step 4, rank 3 is killed in the middle of backward. Nothing is loaded, nobody waits for a new process. How many
+# ranks make step 4 in the end?
+#
+# Later a new replica B joins. Its two processes are empty, and the model has Ψ = 136,960 parameters, trained with
+# AdamW in float32. How many bytes does *each* of the two have to receive before it can take part? (Without AdamW's step
+# counter, which is a number that all know.)
+
+# %%
+lab.predict("21.1", 4)  # ranks
+lab.predict("21.2", "6 Ψ")  # bytes
+
+# %% [markdown]
+# ## Write: who goes on
+#
+# Before every step, those that are there agree on who makes it. That is a **[quorum](../docs/glossary.md#quorum)**. Each
+# rank writes into the store that it asks for quorum number 7, say, and how many steps its parameters have seen. Then
+# everybody looks at what all have written, and *decides*. Three things make this less simple than it sounds:
+#
+# - **Half a replica is none.** Rank 2 lives, but the other half of its shards died with rank 3. It cannot finish a step
+#   and nobody can use it: it ends too.
+# - **Busy is not dead.** A member of the last quorum that has not asked yet may just be slow. Leave it out, and a
+#   healthy replica is lost for a moment's delay. So it is waited for, but only as long as none of its ranks has died.
+# - **Newcomers are not waited for.** Nobody knows when they come. One that has asked is in; the next chance comes with
+#   the next step.
+#
+# You write the decision, which is a function of what is in the store. Nothing in it is a time limit: a rank is dead
+# when its process has ended.
+
+# %%
+# %%exercise 21.1
+
+# %%
+lab.check("21.1")
+
+# %% [markdown]
+# Ranks look at different moments, so two of them may decide differently. Only one decision may count. The store can do
+# that: `compare_set` writes a value only if there is none, and returns what is there afterwards. So the first to decide
+# writes, and all others read what it wrote.
+#
+# A step ends with a vote, for the same reason. When rank 3 dies in backward, some ranks may already have their
+# gradients and others have an error. If the first updated and the others did not, they would train two models. So an
+# update is made if *every* rank of the quorum has its gradients, and by nobody otherwise. Then the attempt is thrown
+# away, and the same step is tried again, by whoever is left. Nothing is lost but that attempt, as parameters change only
+# after the vote.
+
+# %%
+# %%ranks --always
+decide = lab.mine("21.1")
+
+
+def look(number):  # how often each rank has died, and what each replica is doing
+    lives = me.lives()
+    asked = me.notes(f"ask {number}", lives)
+    last = me.notes(f"ask {number - 1}", lives)
+
+    def state(rank):
+        alive = rank in last or number == 0
+        return asked[rank] if rank in asked else "busy" if alive else "dead"
+
+    return lives, {name: [state(r) for r in me.ranks_of(name)] for name in me.names}
+
+
+def quorum(number, step):  # members, step, sources, and the lives of all ranks
+    me.note(f"ask {number}", step)
+    before = me.read(f"quorum {number - 1}")[0] if number else me.names
+
+    def decided():
+        if me.read(f"quorum {number}") is None:
+            lives, replicas = look(number)
+            decision = decide(before, replicas, least=1)
+            if decision is not None:
+                me.first(f"quorum {number}", [*decision, lives])  # compare_set
+        return me.read(f"quorum {number}")
+
+    return me.until(decided)
+
+
+def all_have_it(number, members, lives, mine):
+    me.note(f"vote {number}", mine)
+    ranks = [rank for name in members for rank in me.ranks_of(name)]
+    return all(me.until(lambda: me.noted(f"vote {number}", ranks, lives)))
+
+
+# %% [markdown]
+# ## Kill it
+#
+# Now the training. `group` has this rank's *counterparts*: the ranks with the same place in the other replicas, which
+# hold the same shards. It is made anew when the members change, which takes milliseconds: a process group that belongs
+# to no world (`dist.ProcessGroupGloo`). Two lines matter most. One is the divisor, `group.size`: a mean over those who
+# are there. The other sends a newcomer what it needs: its shards of the parameters and of AdamW's two averages, from
+# its counterpart in the replica that `sources` names.
+
+# %%
+# %%ranks --always
+zero = zerolab.Zero3(make_model(), units=[Block])  # in the world of this replica
+adam = torch.optim.AdamW(zero.model.parameters(), lr=3e-3)
+local = zerolab.to_local  # this rank's slice
+
+
+def mean_over_replicas(group, loss):
+    grads = [local(param.grad) for param in zero.model.parameters()]
+    flat = torch.cat([*(grad.flatten() for grad in grads), loss.detach().view(1)])
+    group.all_reduce(flat)
+    flat /= group.size  # those who are there
+    parts = flat.split([*(grad.numel() for grad in grads), 1])
+    for grad, part in zip(grads, parts):
+        grad.copy_(part.view_as(grad))
+    return flat[-1].item()
+
+
+def state(step):  # this rank's shards: parameters, and AdamW's averages of them
+    for param in zero.model.parameters():
+        if param not in adam.state:
+            empty = {key: torch.zeros_like(local(param)) for key in ("exp_avg", "exp_avg_sq")}
+            adam.state[param] = {"step": torch.tensor(float(step))} | empty
+        averages = (local(adam.state[param][key]) for key in ("exp_avg", "exp_avg_sq"))
+        yield from (local(param).detach(), *averages)
+
+
+def hand_over(group, members, sources, step):
+    for name, source in sources.items():
+        for tensor in state(step) if me.name in (name, source) else ():
+            if me.name == source:
+                group.send(tensor.contiguous(), members.index(name))
+            else:
+                arrived = torch.empty_like(tensor)
+                group.receive(arrived, members.index(source))
+                tensor.copy_(arrived)
+
+
+def die_in_backward(module, args, output):
+    output.register_hook(lambda grad: os.kill(os.getpid(), signal.SIGKILL))
+
+
+# %%
+# %%ranks --revive
+def train(after=6):  # until so many steps after a newcomer has joined
+    step, number, group, joined, received = 0, 0, None, None, 0
+    attempts, errors = [], []
+    while me.read(f"quorum {number}"):  # a newcomer asks for the one that comes next
+        number += 1
+    while joined is None or step < joined + after:
+        members, newest, sources, lives = quorum(number, step)
+        if me.name in members and lives[me.rank] == me.life:
+            try:
+                if group is None or errors or members != attempts[-1][1]:
+                    group = me.group(number, members)
+                if sources:
+                    hand_over(group, members, sources, newest)
+                    joined, received = newest, received + group.received
+                step, made = newest, False
+                if step == 4 and me.rank == 3 and me.life == 0:
+                    zero.model.blocks[0].register_forward_hook(die_in_backward)
+                loss = zero.model(*batch(words, me.rank, step, 4, 64))
+                loss.backward()
+                loss = mean_over_replicas(group, loss)
+                made = True
+            except RuntimeError as error:  # somebody is gone
+                errors.append(error)
+                if len(errors) > 9:
+                    raise
+            made = all_have_it(number, members, lives, made)
+            attempts.append((step, members, sources, made, loss if made else None))
+            if made:
+                adam.step()
+                step, errors = step + 1, []
+            adam.zero_grad()
+        number += 1
+    return attempts, received
+
+
+attempts, received = train()
+shards = torch.cat([tensor.flatten() for tensor in state(0)])
+mark = zlib.crc32(shards.numpy().tobytes())
+
+# %% [markdown]
+# Rank 3 was killed, and rank 2 saw the connection close. What it printed is the engine's flight recorder (lesson 17):
+# which collective it was in, and who did not come. Then it ended, as half a replica. Both were started again.
+
+# %%
+attempts = lab.pull("attempts", rank=0)
+history = [plots.Attempt(*attempt[:4]) for attempt in attempts]
+again = next(of for of in history if of.made and of.step == 4)
+lab.measured("21.1", 2 * len(again.members))
+lab.reveal("21.1")
+lab.measured("21.2", lab.pull("received", rank=2))
+lab.reveal("21.2")
+
+# %%
+if lab.predicted("21.1"):
+    plots.show(plots.membership(history, ["A", "B", "C"]))
+
+# %% tags=["nbval-check-output"]
+marks = lab.pull("mark")
+same = [len(set(marks[place::2])) == 1 for place in (0, 1)]
+print("shards and averages of A, B and C are the same, bit for bit:", same)
+if lab.predicted("21.2"):
+    print(f"rank 2 received {lab.pull('received', rank=2):,} bytes")
+
+# %% [markdown]
+# The survivors threw one attempt away and went on. How many steps they made with two replicas depends on how long this
+# machine takes to start two processes: nobody waited for them. And when B came, it received half of 12Ψ on each of its
+# ranks: the parameters and two averages, sharded as everything is. Its own first model, made from the same seed, is of no
+# use. It is two dozen steps behind.
+#
+# ## Who is the divisor?
+#
+# Is the result right? There is something to compare with. One process that knows who was there can make the same steps:
+# in each, the mean over the micro-batches of those ranks.
+
+# %%
+# %%ranks 0,1
+full = zero.full_state_dict()
+one = make_model()
+its_adam = torch.optim.AdamW(one.parameters(), lr=3e-3)
+off = []
+for step, members, _, made, loss in attempts if rank == 0 else ():
+    if not made:
+        continue
+    ranks, total = [r for name in members for r in me.ranks_of(name)], 0.0
+    for r in ranks:
+        its_loss = one(*batch(words, r, step, 4, 64)) / len(ranks)
+        its_loss.backward()
+        total += its_loss.item() if r % 2 == me.place else 0.0
+    off.append(abs(2 * total - loss))  # `loss` is the mean over rank 0's counterparts
+    its_adam.step()
+    its_adam.zero_grad()
+apart = max((full[name] - p).abs().max().item() for name, p in one.named_parameters())
+
+# %% tags=["nbval-check-output"]
+print("the losses of one process, to 0.001:", max(lab.pull("off", rank=0)) < 1e-3)
+print("its parameters, to a learning rate:", lab.pull("apart", rank=0) < 3e-3)
+
+# %% [markdown]
+# Three micro-batches for each place, then two, then three, and the divisor was always the number that were in the sum.
+# Had it stayed 3 while two were there, every gradient would have been 2/3 as long. With SGD that is a smaller learning
+# rate, for as long as B is away. AdamW hides it, because it divides by the root of its second average, which shrinks
+# along: the loss will not tell you. Clipping would: it sees another norm.
+#
+# There is a choice in this. Dividing by those who are there makes the *global batch* smaller, by B's part. Lesson 11
+# said that the global batch should stay. It can: the survivors may compute B's micro-batches too, one more each on two
+# of four ranks, and the step takes longer. For a few steps of thousands it rarely matters. For a cluster that is often
+# two thirds of its size, it does.
+#
+# ## When all are gone
+#
+# A peer's state replaces the checkpoint as long as one replica lives. A power cut takes all of them, so checkpoints are
+# still written, only less often. Can training go on meanwhile? Writing is slow, and what is written changes with every
+# step. Fresh ranks:
+
+# %%
+import tempfile
+
+folder = tempfile.mkdtemp(prefix="zerolab-lesson-21-")
+lab.start(4)
+lab.push(folder=folder)
+
+# %%
+# %%ranks --always
+import os
+import signal
+import threading
+import time
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from safetensors.torch import load_file, save_file
+from zerolab import lab
+from zerolab.lab import GPT, batch, calls, text
+
+words = text()
+
+
+def make_model():
+    torch.manual_seed(0)
+    return GPT(layers=2, width=64)
+
+
+def one_step(model, adam, step, who=0):
+    model(*batch(words, who, step, 4, 64)).backward()
+    adam.step()
+    adam.zero_grad()
+
+
+# %% [markdown]
+# Rank 0 trains, and a thread of it writes. The disk here is so slow that each tensor takes as long as a step of
+# training: `between_steps` is a meeting of the two threads after every step, so that it comes out the same on every
+# machine. The file is then opened, and every tensor in it is looked up among the parameters of all steps.
+
+# %%
+# %%ranks 0
+def train_and_write(model, adam, tensors, steps):
+    between_steps, written, of_step = threading.Barrier(2, timeout=300), {}, []
+
+    def write():
+        for name, tensor in tensors.items():
+            between_steps.wait()
+            written[name] = tensor.detach().clone()  # what the file gets at this moment
+            between_steps.wait()
+        save_file(written, f"{folder}/of-a-thread.safetensors")
+
+    writer = threading.Thread(target=write)
+    writer.start()
+    for step in steps:
+        of_step.append({name: p.detach().clone() for name, p in model.named_parameters()})
+        between_steps.wait()
+        between_steps.wait()
+        one_step(model, adam, step)
+    writer.join()
+    loaded = load_file(f"{folder}/of-a-thread.safetensors")
+    return [
+        [step for step, state in enumerate(of_step) if torch.equal(tensor, state[name])][0]
+        for name, tensor in loaded.items()
+    ]
+
+
+model = make_model()
+adam = torch.optim.AdamW(model.parameters(), lr=3e-3)
+names = [name for name, _ in model.named_parameters()]
+live = dict(model.named_parameters())
+whose = train_and_write(model, adam, live, range(len(names)))
+
+# %% tags=["nbval-check-output"]
+whose = lab.pull("whose", rank=0)
+print("the step of each tensor in the file:", *sorted(whose))
+
+# %% [markdown]
+# Every tensor of another step, and the file opens without an error: a model that never was. With AdamW's averages it is
+# worse, since they belong to parameters of yet other steps. And nobody will notice until it is loaded, perhaps not even
+# then. A checkpoint in the background must not read anything that training writes.
+#
+# ## Write: stage, then write
+#
+# So there are two parts. To **[stage](../docs/glossary.md#staging)** is to copy everything that belongs to the
+# checkpoint, at one moment between two steps. Training waits for that, which is a copy within memory. Then a thread
+# writes the copy, however long it takes, and training goes on. The price is memory on the host: what a rank saves, 12
+# bytes for each parameter of its shards, twice while it is being written.
+#
+# What is a copy? `detach()` is not one, nor is `.cpu()` if the tensor is on the CPU already. And an optimizer's state is
+# full of dicts within dicts.
+
+# %%
+# %%exercise 21.2
+
+# %%
+lab.check("21.2")
+
+# %%
+# %%ranks 0
+stage = lab.mine("21.2")
+staged = stage(dict(model.named_parameters()))
+whose_staged = train_and_write(model, adam, staged, range(len(names)))
+
+# %% tags=["nbval-check-output"]
+print("the step of each tensor, staged:", set(lab.pull("whose_staged", rank=0)))
+
+# %% [markdown]
+# ## Killed midway
+#
+# The five steps of lesson 11 still hold, in the thread: write under another name, flush, rename. Rank 0 saves step 10
+# that way, trains on, begins to save step 20 and is killed when the thread has written half of it. Its next life looks
+# at what is there.
+
+# %%
+# %%ranks 0 --revive
+def write_staged(staged, step, half=None):
+    path = Path(folder, "checkpoint.safetensors")
+    tensors = {**staged, "step": torch.tensor(step)}
+    save_file(tensors, path.with_suffix(".part"))
+    data = path.with_suffix(".part").read_bytes()
+    with open(path.with_suffix(".part"), "wb") as file:
+        file.write(data[: len(data) // 2])
+        file.flush()
+        if half:
+            half.set()
+            threading.Event().wait()  # the disk is slow, and then comes the end
+        file.write(data[len(data) // 2 :])
+        file.flush()
+        os.fsync(file.fileno())
+    os.replace(path.with_suffix(".part"), path)
+
+
+if not Path(folder, "checkpoint.safetensors").exists():  # the first life
+    model = make_model()
+    adam = torch.optim.AdamW(model.parameters(), lr=3e-3)
+    for step in range(10):
+        one_step(model, adam, step)
+    writer = threading.Thread(target=write_staged, args=(stage(model.state_dict()), 10))
+    writer.start()
+    for step in range(10, 20):
+        one_step(model, adam, step)
+    writer.join()
+    half = threading.Event()
+    args = stage(model.state_dict()), 20, half
+    threading.Thread(target=write_staged, args=args, daemon=True).start()
+    one_step(model, adam, 20)  # training goes on meanwhile
+    half.wait()
+    os.kill(os.getpid(), signal.SIGKILL)
+
+sizes = {path.name: path.stat().st_size for path in Path(folder).glob("checkpoint*")}
+found = load_file(f"{folder}/checkpoint.safetensors")
+
+# %% tags=["nbval-check-output"]
+for name, size in sorted(lab.pull("sizes", rank=0).items()):
+    print(f"{name}: {size:,} bytes")
+print("the next life loads step", lab.pull("found", rank=0)["step"].item())
+
+# %% [markdown]
+# The half-written file has another name, and what loads is step 10, complete. With several ranks one thing is added:
+# the index may appear only when all have written, and the thread must not ask that with a collective in training's
+# group. The collectives of two threads have no order between them, so ranks could pair one's barrier with another's
+# gradients (lesson 09). It takes a group of its own, or keys in a store. And a second save must wait for the first, or
+# a third copy has to fit in memory.
+#
+# ## A slow link
+#
+# Now nobody dies. Two halves of a cluster are in two cities. Every step needs a mean over all gradients, and the link
+# between the cities is a hundred times slower than that within a node. Compressing helps by a small factor (lesson 12).
+# **[Local steps](../docs/glossary.md#local-steps)** help by any factor: each replica makes H steps on its own, with its
+# own AdamW and no communication at all, and then the replicas average their *parameters*.
+#
+# DiLoCo (arXiv 2311.08105) sees more in it than an average. What H steps have changed is a direction, and the mean of
+# these directions over replicas is as good as a gradient: the **[outer
+# gradient](../docs/glossary.md#outer-gradient)**, old parameters minus the mean of the new ones. So it gets an optimizer
+# of its own, SGD with Nesterov's momentum, which goes further in a direction that one round after another points to.
+# With a learning rate of 1 and no momentum, it is the plain average.
+#
+# Predict: 4 ranks, each a replica, Ψ = 136,960, float32, H = 16. How many bytes does a rank send per step, on average,
+# if an all-reduce goes round a ring?
+
+# %%
+lab.predict("21.3", "0.375 Ψ")  # bytes per step
+
+# %% [markdown]
+# ## Write: the outer step
+
+# %%
+# %%exercise 21.3
+
+# %%
+lab.check("21.3")
+
+# %% [markdown]
+# ## Measure: bytes against loss
+#
+# The same 64 steps of AdamW in six ways: with gradients averaged in every step; with H = 4 and H = 16, by the plain
+# average and by an outer step with momentum; and with no communication at all, in which case a rank is on its own. A
+# link of 20 MB/s is emulated.
+
+# %%
+lab.reset()
+lab.link("20 MB/s, 200 us")
+
+# %%
+# %%ranks
+Outer = lab.mine("21.3")
+STEPS = 64
+
+
+def average_gradients(model):
+    grads = [param.grad for param in model.parameters()]
+    flat = torch.cat([grad.flatten() for grad in grads])
+    dist.all_reduce(flat)
+    for grad, part in zip(grads, flat.split([grad.numel() for grad in grads])):
+        grad.copy_(part.view_as(grad) / world_size)
+
+
+def run(H, **outer):  # H = 1: gradients in every step; None: never
+    model = make_model()
+    adam = torch.optim.AdamW(model.parameters(), lr=3e-3)
+    rounds = Outer(model.parameters(), **outer) if outer else None
+    waited = sent = 0.0
+    for step in range(STEPS):
+        model(*batch(words, rank, step, 4, 64)).backward()
+        if H == 1:
+            begin = time.perf_counter()
+            with calls() as book:
+                average_gradients(model)
+            waited, sent = waited + time.perf_counter() - begin, sent + book.sent
+        adam.step()
+        adam.zero_grad()
+        if rounds and (step + 1) % H == 0:
+            begin = time.perf_counter()
+            with calls() as book:
+                rounds.step()
+            waited, sent = waited + time.perf_counter() - begin, sent + book.sent
+    with torch.no_grad():  # other text
+        loss = sum(model(*batch(words, 9, 9_990 + i, 32, 64)) for i in range(2)) / 2
+    return sent / STEPS, waited, loss.item()
+
+
+runs = {
+    "every step": run(1),
+    "H = 4, average": run(4, lr=1.0, momentum=0.0),
+    "H = 4, outer": run(4, lr=0.7, momentum=0.5),
+    "H = 16, average": run(16, lr=1.0, momentum=0.0),
+    "H = 16, outer": run(16, lr=0.7, momentum=0.5),
+    "alone": run(None),
+}
+full_momentum = run(4, lr=0.7, momentum=0.9)
+
+# %%
+runs = lab.pull("runs", rank=0)
+lab.measured("21.3", runs["H = 16, outer"][0])
+lab.reveal("21.3")
+
+# %%
+if lab.predicted("21.3"):
+    for name, (sent, waited, loss) in runs.items():
+        said = f"{sent:9,.0f} bytes per step, {waited:5.2f} s on the link"
+        print(f"{name:16} {said}, loss {loss:.2f}")
+    said = f"{lab.pull('full_momentum', rank=0)[2]:.2f}"
+    print(f"H = 4, outer with momentum 0.9: loss {said}")
+    dots = {name: (sent, loss) for name, (sent, _, loss) in runs.items() if sent}
+    every, rare = runs["every step"], runs["H = 16, average"]
+    said = f"A sixteenth of the bytes: loss {rare[2]:.2f}, and {every[2]:.2f} with all of them."
+    title, subtitle = "Bytes against loss", "64 steps of AdamW on 4 ranks, the same batches"
+    says = ("bytes sent per rank and step", "loss on other text")
+    plots.show(
+        plots.tradeoff(dots, title, subtitle, says, said, "every step", in_bytes_per_step=True)
+    )
+    assert round(every[0] / rare[0]) == 16
+
+# %% [markdown]
+# TEXT
+#
+# ## In production
+#
+# TEXT
+#
+# ## On trial
+#
+# TEXT
+#
+# ## Questions
+#
+# 1. x
+
+# %% [markdown] tags=["answer"]
+# **Answers**
+#
+# 1. x
+
+# %%
+import shutil
+
+shutil.rmtree(folder)
+lab.stop()
+lab.progress()

@@ -517,6 +517,24 @@ def test_placements(ranks, tmp_path):
         plots.placements({}, elements=4)
 
 
+def test_membership(tmp_path):
+    attempts = [plots.Attempt(step, "ABC", {}, True) for step in range(2)]
+    attempts += [plots.Attempt(2, "ABC", {}, False), plots.Attempt(2, "AC", {}, True)]
+    attempts += [plots.Attempt(3, "ABC", {"B": "A"}, True), plots.Attempt(4, "ABC", {}, True)]
+    figure, sentence = plots.membership(attempts, "ABC")
+    save(figure, tmp_path)
+    assert sentence == (
+        "2 steps by A, B, C, divided by 3; then 1 attempt thrown away; 1 step by A, C, divided by 2; "
+        "2 steps by A, B, C, divided by 3, B with the state of A."
+    )
+    (axes,) = figure.axes
+    assert [text.get_text() for text in axes.texts] == ["x"]  # B, in the attempt that was thrown away
+    labels = [label.get_text() for label in axes.get_xticklabels()]
+    assert labels == ["÷ 3\nsteps 0 to 1", "", "÷ 2\nstep 2", "÷ 3\nsteps 3 to 4"]
+    with pytest.raises(ValueError, match="no attempts"):
+        plots.membership([], "ABC")
+
+
 class AllForwards(Pipeline):
     """GPipe over identity stages, whose backward passes on what comes."""
 

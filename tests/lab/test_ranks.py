@@ -229,6 +229,26 @@ def test_a_dead_rank_is_reported_and_restarted(fresh: Session, capsys: pytest.Ca
     assert texts == ["True zerolab\n", "False zerolab\n"] * 2
 
 
+def test_a_cell_may_go_on_when_a_rank_dies(fresh: Session, capsys: pytest.CaptureFixture) -> None:
+    """The others wait for the next life of the dead, in this very cell; it has what was to be there always."""
+    fresh.run("import os, time, torch.distributed as dist; known = 7", always=True)
+    store = "store = dist.TCPStore(os.environ['MASTER_ADDR'], int(os.environ['MASTER_PORT']), wait_for_workers=False)"
+    code = f"""{store}
+life = int(os.environ["ZEROLAB_LIFE"])
+if os.environ["RANK"] == "2" and life == 0:
+    print("before", flush=True); os._exit(3)
+if os.environ["RANK"] == "2": store.set("born", "again")
+print(life, store.get("born").decode(), known, store.check(["lives/2"]))"""
+    fresh.run(code, show=True, revive=True)
+    told = capsys.readouterr().out
+    assert "ranks 0, 1, 3: 0 again 7 True\n" in told
+    assert "exited with code 3, and started again\n1 again 7 True\n" in told
+    assert "process group" not in told
+    error = fails(fresh, "if os.environ['RANK'] == '1': os._exit(4)", revive=True)
+    assert str(error).startswith("rank 1 exited with code 4")  # in each of its lives
+    fresh._always.clear()
+
+
 def test_a_rank_that_does_not_come_fails_the_others(fresh: Session, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(live, "GROUP_TIMEOUT", 1.5)
     monkeypatch.setattr(live, "PATIENCE", 0.5)
@@ -421,9 +441,9 @@ found = [moments(f) for f in (lambda: dist.all_reduce(x), two, chain, root, forw
 
 
 def test_the_magic_says_what_it_does_not_understand(four: Session) -> None:
-    assert parse("") == (None, None)
-    assert parse("0,2") == ([0, 2], None)
-    assert parse("1-3 --timeout 30") == ([1, 2, 3], 30.0)
+    assert vars(parse("")) == {"ranks": None, "timeout": None, "always": False, "revive": False}
+    assert vars(parse("0,2 --always")) == {"ranks": [0, 2], "timeout": None, "always": True, "revive": False}
+    assert vars(parse("1-3 --timeout 30 --revive"))["timeout"] == 30.0
     for wrong in ("a", "0,,2", "--wait 3", "--timeout x", "0 2"):
         with pytest.raises(ValueError, match="write %%ranks, %%ranks 0,2 or %%ranks --timeout 30"):
             parse(wrong)

@@ -720,7 +720,7 @@ QUESTIONS: dict[str, Question] = {
     ),
     "21.2": Question(
         "bytes",
-        psi=136_960,
+        psi=GPT_11,
         slips={
             2: "That is the state of a replica: each of its two ranks holds half.",
             1 / 3: "Those are the parameters alone: AdamW has two averages of each.",
@@ -730,7 +730,7 @@ QUESTIONS: dict[str, Question] = {
     ),
     "21.3": Question(
         "bytes per step",
-        psi=136_960,
+        psi=GPT_11,
         slips={
             16: "That is what every step would send: with H = 16 it is sent once in 16 steps.",
             4 / 3: _OWN_PART,

@@ -44,7 +44,7 @@ GROUP_TIMEOUT = 60.0
 START_TIMEOUT = 300.0  # seconds: torch is imported, perhaps on a machine whose cores are all taken
 INTERRUPT_TIMEOUT = 17.0  # seconds, after which a rank that ignores an interrupt is killed
 PATIENCE = 5.0  # how long the other ranks may go on after one has failed
-LIVES = 4  # of a rank, in a cell that starts the dead again: one that dies in each of them will not get any further
+LIVES = 4  # of a rank, in cells that start the dead again: one that has died so often will not get any further
 LOOK = 0.2  # seconds: a longer time between two looks counts as this much, since the machine stood still
 # Kept out of the ranks' environment: the server's tokens, which any cell could print, and settings of another world.
 NOT_FOR_RANKS = ("JPY_", "JUPYTER_TOKEN", "JUPYTERHUB_", "GLOO_", "SLURM_")

@@ -80,9 +80,7 @@ def ranks(line: str, cell: str) -> None:
         cell = f"# %%ranks\n{cell}"  # so that lines count as they do in the notebook
     results: dict[int, Result] = {}
     try:
-        done = live.run(
-            cell, options.ranks, options.timeout, watch=watch, always=options.always, revive=options.revive
-        )
+        done = live.run(cell, options.ranks, options.timeout, watch=watch, always=options.always, revive=options.revive)
         results = {result.rank: result for result in done}
     except RankFailure as failure:
         results = failure.results

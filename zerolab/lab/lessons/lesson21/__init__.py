@@ -83,7 +83,9 @@ def plain(found: Any) -> Any:
 
 
 QUORUM_BATTERY = (
-    Scene("", decides(ALL_THERE), "a replica is there if all of its ranks have asked; sort the members by name", (1, 2)),
+    Scene(
+        "", decides(ALL_THERE), "a replica is there if all of its ranks have asked; sort the members by name", (1, 2)
+    ),
     Scene(
         "after a death",
         decides(AFTER_A_DEATH),
@@ -187,7 +189,7 @@ def flat_dict(play: Play) -> None:
 def optimizers(play: Play) -> None:
     """What Adam's state_dict() looks like: dicts in dicts, lists, numbers that are no tensors."""
     averages = {i: {"step": torch.tensor(3.0), "exp_avg": play.base(5), "exp_avg_sq": play.base(5)} for i in range(2)}
-    groups = [{"lr": 1e-3, "betas": (0.9, 0.95), "params": [0, 1], "foreach": None}]
+    groups: list[dict[str, Any]] = [{"lr": 1e-3, "betas": (0.9, 0.95), "params": [0, 1], "foreach": None}]
     state = {"state": averages, "param_groups": groups}
 
     def change() -> None:
@@ -272,7 +274,9 @@ def stage(state):
 class Rounds:
     """A replica of some parameters, and what the answer makes of them after each round of local steps."""
 
-    def __init__(self, play: Play, *shapes: tuple[int, ...], name: str = "", dtype: Any = torch.float32, **options: Any):
+    def __init__(
+        self, play: Play, *shapes: tuple[int, ...], name: str = "", dtype: Any = torch.float32, **options: Any
+    ):
         self.play, self.name = play, name
         self.params = [nn.Parameter(play.base(*shape).to(dtype) * (1 + 2.0**-30)) for shape in shapes]
         play.keep(f"the parameters{name}", self.params)
@@ -285,7 +289,7 @@ class Rounds:
         with torch.no_grad(), self.play.event(f"the local steps of round {self.number}{self.name}"):
             for param in self.params:
                 moved = self.play.base(*param.shape).to(param.dtype)
-                param -= scale * moved * (1 + self.play.rank) / 16
+                param.sub_(scale * moved * (1 + self.play.rank) / 16)
 
     def step(self) -> None:
         self.play.call(f"step() after round {self.number}{self.name}", self.outer.step)
@@ -319,7 +323,7 @@ def a_generator(play: Play) -> None:
     for number in (1, 2):
         with torch.no_grad(), play.event(f"the local steps of round {number}"):
             for param in params:
-                param -= play.base(*param.shape) * (1 + play.rank) / 16
+                param.sub_(play.base(*param.shape) * (1 + play.rank) / 16)
         play.call(f"step() after round {number}", outer.step)
 
 
@@ -330,7 +334,7 @@ def transposed(play: Play) -> None:
     with play.event("Outer(params, ...)"):
         outer = play.code.Outer([param], group=play.group)
     with torch.no_grad(), play.event("the local steps of round 1"):
-        param -= play.base(5, 3) * (1 + play.rank) / 16
+        param.sub_(play.base(5, 3) * (1 + play.rank) / 16)
     play.call("step() after round 1", outer.step)
 
 
@@ -354,7 +358,9 @@ OUTER_BATTERY = (
     Scene("with other rates", lambda play: rounds(play, lr=0.4, momentum=0.6), "lr and momentum are arguments"),
     Scene("with local steps that move nothing", lambda play: rounds(play, scale=0.0), "the outer gradient is zero"),
     Scene("with two objects by turns", by_turns, "keep everything in self"),
-    Scene("with a generator of parameters", a_generator, "model.parameters() is gone through once: list(params)", (1, 2)),
+    Scene(
+        "with a generator of parameters", a_generator, "model.parameters() is gone through once: list(params)", (1, 2)
+    ),
     Scene("with a transposed parameter", transposed, "a parameter may lie in any order in memory", (1, 2)),
     Scene("in float64", lambda play: rounds(play, dtype=torch.float64), "keep the parameter's dtype", (1, 2)),
     Scene("", gradients_stay, "write into the parameters, under torch.no_grad()", (1, 2)),

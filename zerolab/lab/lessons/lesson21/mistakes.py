@@ -52,7 +52,6 @@ def decide(before, replicas, least):
 """
 
 _DEAD = '        if "dead" in ranks:\n            continue\n'
-_THERE = '        if "busy" not in ranks:\n            there[name] = ranks[0]\n        elif name in before:\n            return None\n'
 HALF = (
     "half a replica was counted in: with one of its ranks dead, nobody has the other half of its shards, and its "
     "replica cannot finish a step"
@@ -61,7 +60,9 @@ FOR_THE_DEAD = (
     "it waits for a replica that has a dead rank: whether the rest of it asks or not, it cannot train, and so nobody "
     "ever goes on"
 )
-FOR_NEWCOMERS = "it waits for a newcomer that has not asked yet: nobody knows how long that takes, and all would stand still"
+FOR_NEWCOMERS = (
+    "it waits for a newcomer that has not asked yet: nobody knows how long that takes, and all would stand still"
+)
 NOT_WAITED = (
     "a replica of `before` is busy with the step before, and was left out: it lives, so it would be thrown out for "
     "being a moment late. Return None until it has asked"
@@ -71,9 +72,7 @@ ORDER = "the members are in another order than that of their names: all ranks co
 NOT_THE_NEWEST = (
     "the state of the member with the most steps is the one that counts: with another, steps that were made are lost"
 )
-IN_TURN = (
-    "all newcomers take from the same replica, which then sends for all of them while the others wait: take turns"
-)
+IN_TURN = "all newcomers take from the same replica, which then sends for all of them while the others wait: take turns"
 
 QUORUM_MISTAKES = {
     "half a replica": Mistake(
@@ -256,9 +255,7 @@ ALIAS = (
 NESTED = "what is inside dicts, lists or tuples was not copied: stage each part of them too"
 STAGE_MISTAKES = {
     "the state itself": Mistake("def stage(state):\n    return state\n", ALIAS),
-    "a new dict": Mistake(
-        "def stage(state):\n    return dict(state) if isinstance(state, dict) else state\n", ALIAS
-    ),
+    "a new dict": Mistake("def stage(state):\n    return dict(state) if isinstance(state, dict) else state\n", ALIAS),
     "copy.copy": Mistake("import copy\n\n\ndef stage(state):\n    return copy.copy(state)\n", ALIAS),
     "detach": Mistake(edit(STAGE, _CLONE, "state.detach()"), ALIAS),
     "to the CPU": Mistake(edit(STAGE, _CLONE, 'state.detach().to("cpu")'), ALIAS),
@@ -266,8 +263,8 @@ STAGE_MISTAKES = {
     "data": Mistake(edit(STAGE, _CLONE, "state.data"), ALIAS),
     "deepcopy": Mistake(
         "import copy\n\n\ndef stage(state):\n    return copy.deepcopy(state)\n",
-        "copy.deepcopy copies the whole storage that a slice lies in, and keeps parameters parameters: detach and clone "
-        "each tensor",
+        "copy.deepcopy copies the whole storage that a slice lies in, and leaves parameters parameters: detach and "
+        "clone each tensor",
     ),
     "deepcopy of each": Mistake(
         edit(STAGE, _CLONE, "copy.deepcopy(state.detach())", "import torch\n", "import copy\n\nimport torch\n"),
@@ -401,7 +398,7 @@ OUTER_MISTAKES = {
     "in the world": Mistake(edit(OUTER, _ALL, "            dist.all_reduce(total)\n"), WORLD),
     "no mean": Mistake(
         edit(OUTER, _ALL, "", "total / N", "total"),
-        "each rank took its own difference: nothing was sent, and the ranks have drifted apart. The mean of all is meant",
+        "each rank took its own difference: nothing was sent, and the ranks have drifted apart. The mean is meant",
     ),
     "heavy ball": Mistake(edit(OUTER, "(gradient + self.momentum * speed)", "speed"), NESTEROV),
     "the speed before": Mistake(edit(OUTER, _SPEED, "", _OLD, _OLD + _SPEED), NESTEROV),
@@ -412,7 +409,7 @@ OUTER_MISTAKES = {
     ),
     "dampened": Mistake(
         edit(OUTER, ".add_(gradient)", ".add_(gradient, alpha=1 - self.momentum)"),
-        "speed = momentum * speed + gradient: the gradient is not scaled by 1 - momentum, as Adam's average would have it",
+        "speed = momentum * speed + gradient: the gradient is not scaled by 1 - momentum, as Adam's averages are",
     ),
     "learning rate within": Mistake(
         edit(OUTER, "add_(gradient)", "add_(gradient, alpha=self.lr)"),
@@ -428,9 +425,9 @@ OUTER_MISTAKES = {
         OLD_ALIAS,
     ),
     "old is the parameter after a step": Mistake(
-        edit(OUTER, "zip(self.params, self.old, self.speed):\n", "zip(self.params, [*self.old], self.speed):\n").replace(
-            _BACK, _BACK + "        self.old = [param.detach() for param in self.params]\n"
-        ),
+        edit(
+            OUTER, "zip(self.params, self.old, self.speed):\n", "zip(self.params, [*self.old], self.speed):\n"
+        ).replace(_BACK, _BACK + "        self.old = [param.detach() for param in self.params]\n"),
         OLD_ALIAS,
     ),
     "old stays": Mistake(
@@ -530,7 +527,9 @@ OUTER_MISTAKES = {
         "`old` was sent too: it is the same on all ranks, and twice the bytes are what local steps wanted to save",
     ),
     "a new parameter": Mistake(
-        edit(OUTER, _BACK, "            param.data = old.clone() + 0\n            self.params[0].requires_grad_(False)\n"),
+        edit(
+            OUTER, _BACK, "            param.data = old.clone() + 0\n            self.params[0].requires_grad_(False)\n"
+        ),
         "the parameter no longer requires a gradient: copy into it, under torch.no_grad(), and leave the rest",
     ),
 }

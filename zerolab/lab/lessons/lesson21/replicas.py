@@ -166,7 +166,7 @@ class Seat:
 
 
 def replica(ranks: int) -> Seat:
-    """Leave the world that this live rank is in, and join that of its replica: ranks 0 to `ranks` - 1 are A, and so on."""
+    """Leave the world that this live rank is in, and join that of its replica. Ranks 0 to `ranks` - 1 are A."""
     if "ZEROLAB_LIFE" not in os.environ:
         raise Misused("lab.replica works on live ranks that lab.start has started, not on a cluster's engines")
     if dist.is_initialized():
@@ -177,5 +177,3 @@ def replica(ranks: int) -> Seat:
     seat = Seat(ranks, store, rank, int(os.environ["ZEROLAB_LIFE"]), everyone)
     seat.meet()
     return seat
-
-

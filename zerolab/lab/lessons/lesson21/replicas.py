@@ -16,7 +16,7 @@ import json
 import os
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any, TypeVar
 
@@ -29,7 +29,7 @@ from zerolab.world.processes import Patience
 T = TypeVar("T")
 LOOK = 0.005  # seconds between two looks into the store
 PATIENCE = 300.0  # seconds: it ends only what can never come
-GROUP_TIMEOUT = timedelta(seconds=60)  # of a collective whose other ranks are alive and do not come
+GROUP_TIMEOUT = timedelta(seconds=120)  # of a collective whose other ranks are alive and do not come
 NAMES = "ABCDEFGHIJKLMNOPQRSTUVWXYZ"
 
 
@@ -43,7 +43,7 @@ class Counterparts:
     rank: int
     size: int
     group: Any
-    received: int = field(default=0)  # bytes, of `receive`
+    received: int = 0  # bytes, of `receive`
 
     def all_reduce(self, tensor: Tensor) -> None:
         self.group.allreduce([tensor]).wait()

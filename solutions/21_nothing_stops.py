@@ -30,8 +30,8 @@ lab.start(6)
 # them. Here it is in the notebook's process. There `lives/3` counts how often rank 3 has ended. In production that is
 # written by what started the process, such as torchrun's agent.
 #
-# Two new options of `%%ranks`: a cell with `--revive` doesn't fail when a rank dies. The others go on, and the dead rank is
-# started again, as an empty process. It runs the cells marked `--always`, and then the cell itself.
+# Two new options of `%%ranks`. A cell with `--revive` does not fail when a rank dies: the others go on, and the dead rank
+# is started again, as an empty process. It runs the cells marked `--always`, and then the cell itself.
 
 # %%
 # %%ranks --always
@@ -596,7 +596,8 @@ lab.reveal("21.3")
 if lab.predicted("21.3"):
     for name, (sent, loss) in runs.items():
         print(f"{name:16} {sent:9,.0f} bytes per step, loss {loss:.2f}")
-    print(f"H = 4, outer, but with momentum 0.9: loss {lab.pull('strong', rank=0):.2f}")
+    strong, alone = lab.pull("strong", rank=0), runs["alone"][1]
+    print(f"H = 4, outer, but with momentum 0.9: loss {strong:.2f}")
     dots = {name: of for name, of in runs.items() if of[0]}
     every, rare = runs["every step"], runs["H = 16, outer"]
     said = f"A sixteenth of the bytes: loss {rare[1]:.2f}, and {every[1]:.2f} with all of them."
@@ -604,10 +605,18 @@ if lab.predicted("21.3"):
     says = ("bytes sent per rank and step", "loss on other text")
     picture = plots.tradeoff(dots, title, subtitle, says, said, "every step", True)
     plots.show(picture)
-    assert round(every[0] / rare[0]) == 16
+    assert round(every[0] / rare[0]) == 16 and every[1] < rare[1] < alone < strong
 
 # %% [markdown]
-# MEASURED
+# The bytes are divided by H, and the time on the link nearly so: if your outer step sends each tensor by itself, each is
+# a message with a latency of its own. The loss pays something, and what is left is still better than a rank on its own.
+# Which H is worth it depends on what a step would wait otherwise. This is another run than the synchronous one, though,
+# and not a faster way to make the same: local steps change the mathematics.
+#
+# And look at the last line. 0.7 and 0.9 are the paper's rates, and here they are worse than no communication at all. With
+# momentum 0.9, the speed adds up about ten rounds, so where rounds agree, an outer step is up to 0.7 / (1 - 0.9) = 7
+# times the mean of what the ranks have moved. At the start of a run they all agree, and this run has only 16. The outer
+# optimizer is tuned like any other.
 #
 # ## In production
 #
@@ -644,7 +653,9 @@ if lab.predicted("21.3"):
 # > "DiLoCo trains as well as synchronous training, and communicates 500 times less."
 #
 # **Verdict: true under a condition.** That it sends H times less is arithmetic, and you have measured it. As for the
-# loss, the paper's abstract says so for 8 workers on the C4 data set. VERDICT
+# loss, the paper's abstract says so for 8 workers on the C4 data set. Here it
+# depended on H and on the outer optimizer: with one choice most of the gain of communication was kept, with another it
+# was worse than none. Ask for how many rounds, from which start, and against which learning rate of the baseline.
 #
 # ## Questions
 #

@@ -195,31 +195,32 @@ def die_in_backward(module, args, output):
 # %%
 # %%ranks --revive
 def train(after=6):  # until so many steps after a newcomer has joined
-    step, number, group, joined, received = 0, 0, None, None, 0
-    attempts, errors = [], []
+    step, number, joined, received = 0, 0, None, 0
+    group, last, made, attempts, errors = None, None, False, [], []
     while me.read(f"quorum {number}"):  # a newcomer asks for the one that comes next
         number += 1
     while joined is None or step < joined + after:
         members, newest, sources, lives = quorum(number, step)
         if me.name in members and lives[me.rank] == me.life:
+            mine = False
             try:
-                if group is None or errors or members != attempts[-1][1]:
-                    group = me.group(number, members)
+                if not made or (members, lives) != last:
+                    group, last = me.group(number, members), (members, lives)
                 if sources:
                     hand_over(group, members, sources, newest)
                     joined, received = newest, received + group.received
-                step, made = newest, False
+                step = newest
                 if step == 4 and me.rank == 3 and me.life == 0:
                     zero.model.blocks[0].register_forward_hook(die_in_backward)
                 loss = zero.model(*batch(words, me.rank, step, 4, 64))
                 loss.backward()
                 loss = mean_over_replicas(group, loss)
-                made = True
+                mine = True
             except RuntimeError as error:  # somebody is gone
                 errors.append(error)
                 if len(errors) > 9:
                     raise
-            made = all_have_it(number, members, lives, made)
+            made = all_have_it(number, members, lives, mine)
             attempts.append((step, members, sources, made, loss if made else None))
             if made:
                 adam.step()
@@ -258,7 +259,7 @@ if lab.predicted("21.2"):
     print(f"rank 2 received {lab.pull('received', rank=2):,} bytes")
 
 # %% [markdown]
-# The survivors threw one attempt away and went on. How many steps they made with two replicas depends on how long this
+# The survivors threw an attempt away and went on. How many steps they made with two replicas depends on how long this
 # machine takes to start two processes: nobody waited for them. And when B came, it received half of 12Ψ on each of its
 # ranks: the parameters and two averages, sharded as everything is. Its own first model, made from the same seed, is of no
 # use: it has made no step.
@@ -300,7 +301,8 @@ print("its parameters, to one learning rate:", lab.pull("apart", rank=0) < 3e-3)
 # There is a choice in this. Dividing by those who are there makes the *global batch* smaller, by B's part. Lesson 11
 # said that the global batch should stay. It can: the survivors may compute B's micro-batches too, one more each on two
 # of four ranks, and the step takes longer. For a few steps of thousands it rarely matters. For a cluster that is often
-# two thirds of its size, it does.
+# two thirds of its size, it does. (torchft has two modes: a divisor that follows the number of replicas, or a fixed
+# number of replicas, with any others as spares that add zeros.)
 #
 # ## When all are gone
 #
@@ -322,7 +324,7 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file, save, save_file
 from zerolab import lab
 from zerolab.lab import GPT, batch, calls, text
 
@@ -421,16 +423,14 @@ print("the step of each tensor, staged:", set(lab.pull("whose_staged", rank=0)))
 #
 # The five steps of lesson 11 still hold, in the thread: write under another name, flush, rename. Rank 0 saves step 10
 # that way, trains on, begins to save step 20 and is killed when the thread has written half of it. Its next life looks
-# at what is there.
+# at what is there. (Only parameters are saved here, for brevity.)
 
 
 # %%
 # %%ranks 0 --revive
 def write_staged(staged, step, half=None):
     path = folder / "checkpoint.safetensors"
-    tensors = {**staged, "step": torch.tensor(step)}
-    save_file(tensors, path.with_suffix(".part"))
-    data = path.with_suffix(".part").read_bytes()
+    data = save({**staged, "step": torch.tensor(step)})  # bytes
     with open(path.with_suffix(".part"), "wb") as file:
         file.write(data[: len(data) // 2])
         file.flush()
@@ -471,8 +471,8 @@ print("the next life loads step", lab.pull("found", rank=0)["step"].item())
 # %% [markdown]
 # The half-written file has another name, and what loads is step 10, complete. With several ranks one thing is added:
 # the index may appear only when all have written, and the thread must not ask that with a collective in training's
-# group. The collectives of two threads have no order between them, so ranks could pair one's barrier with another's
-# gradients (lesson 09). It takes a group of its own, or keys in a store. And a second save must wait for the first, or
+# group. The collectives of two threads have no order between them, so one rank's barrier could meet another's
+# gradients. It takes a group of its own, or keys in a store. And a second save must wait for the first, or
 # a third copy has to fit in memory.
 #
 # ## A slow link
@@ -613,19 +613,19 @@ if lab.predicted("21.3"):
 # Which H is worth it depends on what a step would wait otherwise. This is another run than the synchronous one, though,
 # and not a faster way to make the same: local steps change the mathematics.
 #
-# And look at the last line. 0.7 and 0.9 are the paper's rates, and here they are worse than no communication at all. With
-# momentum 0.9, the speed adds up about ten rounds, so where rounds agree, an outer step is up to 0.7 / (1 - 0.9) = 7
-# times the mean of what the ranks have moved. At the start of a run they all agree, and this run has only 16. The outer
-# optimizer is tuned like any other.
+# And look at the last line. 0.7 and 0.9 are usual rates, those of torchft's example `train_diloco.py`, and here they are
+# worse than no communication at all. With momentum 0.9, the speed adds up about ten rounds. So where rounds agree, an
+# outer step is up to 0.7 / (1 - 0.9) = 7 times the mean of what the ranks have moved. At the start of a run they agree,
+# and this run has only 16 rounds. The outer optimizer is tuned like any other.
 #
 # ## In production
 #
 # **[torchft](https://github.com/pytorch/torchft)** is the first half of this lesson for real clusters. A server, the
 # *lighthouse*, makes a quorum before every step; process groups are made anew when the members change; nobody updates
 # unless all have their gradients. A newcomer takes a peer's state while the others already compute, and adds zeros to
-# that step, so they do not even wait for the transfer. Its authors tell what it does in the title
-# of a report: "Fault Tolerant Llama: training with 2000 synthetic failures every ~15 seconds and no checkpoints on
-# Crusoe L40S" (the PyTorch blog, 2025).
+# that step, so they do not even wait for the transfer. The title of its authors' report says what that is good for:
+# "Fault Tolerant Llama: training with 2000 synthetic failures every ~15 seconds and no checkpoints on Crusoe L40S"
+# (PyTorch blog, 2025).
 #
 # What is harder there than here, and cannot be shown on one machine with CPUs:
 #
@@ -653,9 +653,9 @@ if lab.predicted("21.3"):
 # > "DiLoCo trains as well as synchronous training, and communicates 500 times less."
 #
 # **Verdict: true under a condition.** That it sends H times less is arithmetic, and you have measured it. As for the
-# loss, the paper's abstract says so for 8 workers on the C4 data set. Here it
-# depended on H and on the outer optimizer: with one choice most of the gain of communication was kept, with another it
-# was worse than none. Ask for how many rounds, from which start, and against which learning rate of the baseline.
+# loss, the paper's abstract says so for 8 workers on the C4 data set. Here it depended on H and on the outer optimizer:
+# with one choice some of what communication gains was kept, with another it was worse than none. Ask for how many
+# rounds, from which start, and against which learning rate of the baseline.
 #
 # ## Questions
 #

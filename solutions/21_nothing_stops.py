@@ -27,8 +27,8 @@ lab.start(6)
 #
 # So the six do not form one world. `lab.replica(ranks=2)` leaves that of `lab.start`, and makes each replica a world of
 # two, a job of its own. What connects replicas is a *store*, a small server of keys and values that outlives all of
-# them. Here it is in the notebook's process. There `lives/3` counts how often rank 3 has ended. In production that is
-# written by what started the process, such as torchrun's agent.
+# them. Here it is in the notebook's process, which has started the ranks and sees them end: the key `lives/3` counts
+# how often rank 3 has. In production, that is known to whatever started the process, such as torchrun's agent.
 #
 # Two new options of `%%ranks`. A cell with `--revive` does not fail when a rank dies: the others go on, and the dead rank
 # is started again, as an empty process. It runs the cells marked `--always`, and then the cell itself.
@@ -492,7 +492,7 @@ print("the next life loads step", lab.pull("found", rank=0)["step"].item())
 # if an all-reduce goes round a ring?
 
 # %%
-lab.predict("21.3", "0.375 Ψ")  # bytes per step
+lab.predict("21.3", "0.375 Ψ")  # bytes
 
 # %% [markdown]
 # ## Write: the outer step
@@ -600,7 +600,8 @@ if lab.predicted("21.3"):
     print(f"H = 4, outer, but with momentum 0.9: loss {strong:.2f}")
     dots = {name: of for name, of in runs.items() if of[0]}
     every, rare = runs["every step"], runs["H = 16, outer"]
-    said = f"A sixteenth of the bytes: loss {rare[1]:.2f}, and {every[1]:.2f} with all of them."
+    said = f"Loss {every[1]:.2f} with gradients in every step, {rare[1]:.2f} with a sixteenth"
+    said += f" of the bytes, {alone:.2f} with none."
     title, subtitle = "Bytes against loss", "64 steps of AdamW on 4 ranks, the same batches"
     says = ("bytes sent per rank and step", "loss on other text")
     picture = plots.tradeoff(dots, title, subtitle, says, said, "every step", True)

@@ -729,7 +729,7 @@ QUESTIONS: dict[str, Question] = {
         },
     ),
     "21.3": Question(
-        "bytes per step",
+        "bytes",
         psi=GPT_11,
         slips={
             16: "That is what every step would send: with H = 16 it is sent once in 16 steps.",

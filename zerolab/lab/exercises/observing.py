@@ -200,6 +200,10 @@ class Play:
         """What `rank` contributes: `16**rank * base`, so that a sum tells how often each rank's part is in it."""
         return base * 16.0**rank
 
+    def among(self, places: Sequence[int]) -> Any:
+        """A group of some of those that play; only they call this."""
+        return dist.new_group([self.members[place] for place in places], use_local_synchronization=True)
+
     # ------------------------------------------------------------------ events
 
     def keep(self, name: str, value: Any) -> Any:

@@ -57,6 +57,10 @@ FUNCTIONAL = {
     }.items()
     for kind in ("", "_autograd", "_coalesced")
 }
+COLLECTIVE_PARTS = {
+    "all_to_all": ("output_tensor_list", "input_tensor_list"),
+    "all_to_all_single": ("output", "input"),
+}
 STEPS = {"reduce_scatter", "all_reduce", "all_gather", "all_to_all", "broadcast"}  # methods of zerolab's Comm
 
 StandIn = tuple[Tensor, Tensor, Tensor]  # the answer's tensor, the one that is filled in its place, how it was before
@@ -349,6 +353,8 @@ class Spy:
         self.calls.append(traffic)
         if call.group == dist.group.WORLD:
             self._agree(traffic)
+        if call.name in ("all_to_all", "all_to_all_single"):
+            self._compare_parts(call)
         filled = COLLECTIVES[call.name]
         copies: list[StandIn] = []
         if asynchronous and arguments.get(filled) is not None:
@@ -360,6 +366,22 @@ class Spy:
             return started
         started.wait()
         return None
+
+    def _compare_parts(self, call: Invocation) -> None:
+        """gloo ends the process that gets more than it expects, and says nothing to one that gets less."""
+        output, given = (call.arguments[name] for name in COLLECTIVE_PARTS[call.name])
+        goes = _parts(given, call.arguments.get("input_split_sizes"), call.group)
+        comes = _parts(output, call.arguments.get("output_split_sizes"), call.group)
+        ranks = dist.get_process_group_ranks(call.group)
+        every = self.everyone([goes, comes], ranks)
+        for to in range(len(ranks)):
+            for source in range(len(ranks)):
+                sent, expected = every[source][0], every[to][1]
+                if sent and expected and sent[to] != expected[source]:
+                    raise ValueError(
+                        f"{call.name}: rank {source} of the group sends {sent[to]} elements to rank {to}, which "
+                        f"expects {expected[source]}"
+                    )
 
     def _functional(self, call: Invocation) -> Any:
         if call.module != functional.__name__:  # else it is a step of another one
@@ -472,6 +494,19 @@ class Spy:
                     raise GaveUp(f"{op}: not finished")
         except RuntimeError as error:
             raise GaveUp(f"{op}: {error}") from None
+
+
+def _parts(given: Any, splits: list[int] | None, group: Any) -> list[int]:
+    """Elements by rank of what an all-to-all is given; [] for what torch itself refuses."""
+    if isinstance(given, (list, tuple)):
+        return [part.numel() for part in given]
+    size = dist.get_world_size(group)
+    rows = given.shape[0] if given.dim() else 1
+    if not splits:
+        return [given.numel() // size] * size if rows % size == 0 else []
+    if len(splits) != size or sum(splits) != rows or min(splits) < 0:
+        return []
+    return [split * (given.numel() // max(1, rows)) for split in splits]
 
 
 def _refuse_uneven(call: Invocation) -> None:

@@ -23,6 +23,7 @@ from torch.utils._pytree import tree_leaves
 
 from zerolab.lab.ranks.intercept import bytes_in_a_ring, nbytes
 
+MESSAGES = ("send", "recv", "recv_any_source")
 NO_BYTES = ("barrier", "wait_tensor", "wrap_tensor_autograd")
 
 
@@ -39,7 +40,7 @@ class Book:
 
     world_size: int
     calls: list[Raw] = field(default_factory=list)
-    sizes: list[int] = field(default_factory=list)  # of each call's group
+    sent_by: list[float] = field(default_factory=list)  # by each call
 
     @property
     def payload(self) -> int:
@@ -48,7 +49,7 @@ class Book:
     @property
     def sent(self) -> float:
         """Bytes that this rank sends when the calls run as rings."""
-        return sum(bytes_in_a_ring(*call, size) for call, size in zip(self.calls, self.sizes, strict=True))
+        return sum(self.sent_by)
 
 
 class _Watch(TorchDispatchMode):
@@ -62,7 +63,8 @@ class _Watch(TorchDispatchMode):
         if function.namespace in ("c10d", "_c10d_functional"):  # the second is what DTensor and torch.compile use
             op = function._opname.strip("_")
             if op not in NO_BYTES:
-                size = _group_size(args, self.book.world_size)
+                group = _group(args)
+                size = group.size() if group is not None else self.book.world_size
                 largest = max(map(nbytes, tree_leaves((args, kwargs or {}))), default=0)
                 if op == "allgather":  # into a list, whose tensors are the ranks' parts
                     largest = sum(map(nbytes, tree_leaves(args[0])))
@@ -71,19 +73,29 @@ class _Watch(TorchDispatchMode):
                 elif op == "all_gather_into_tensor":  # it returns its result
                     largest = nbytes(args[0]) * size
                 self.book.calls.append(Raw(op, largest))
-                self.book.sizes.append(size)
+                self.book.sent_by.append(_sent(op, largest, args, group, size))
         return function(*args, **(kwargs or {}))
 
 
-def _group_size(args: Any, world_size: int) -> int:
-    """How many ranks make the call together."""
+def _group(args: Any) -> dist.ProcessGroup | None:
+    """The group that makes the call, if its arguments name one."""
     for value in tree_leaves(args):
         kind: Any = value._type() if isinstance(value, torch.ScriptObject) else None
         if kind is not None and kind.name() == "ProcessGroup":
-            return dist.ProcessGroup.unbox(value).size()
+            return dist.ProcessGroup.unbox(value)
     name: Any = args[-1] if args else None
     named = isinstance(name, str)
-    return _resolve_process_group(name).size() if named else world_size
+    return _resolve_process_group(name) if named else None
+
+
+def _sent(op: str, payload: int, args: Any, group: dist.ProcessGroup | None, size: int) -> float:
+    """What this rank sends: of a message all, of an uneven all-to-all what its splits give to others."""
+    if op in MESSAGES:
+        return float(payload) if op == "send" else 0.0
+    if op == "alltoall_base" and (splits := args[4]):
+        rank = group.rank() if group is not None else dist.get_rank()
+        return nbytes(args[1]) * (1 - splits[rank] / max(1, sum(splits)))
+    return bytes_in_a_ring(op, payload, size)
 
 
 @contextmanager

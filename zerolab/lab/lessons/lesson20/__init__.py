@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import gc
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -19,17 +19,12 @@ from zerolab.lab.exercises.observing import Play, Scene, in_groups
 # ---------------------------------------------------------------------- 20.1
 
 
-def among(play: Play, places: Sequence[int]) -> Any:
-    """A group of some of those that play; only they call this."""
-    return dist.new_group([play.members[place] for place in places], use_local_synchronization=True)
-
-
 def mesh_of(play: Play, kind: str) -> tuple[Any, Any]:
     """The shard group and the replicate group of this rank."""
-    alone = among(play, [play.rank])
+    alone = play.among([play.rank])
     if kind == "hybrid":  # 2 x 2
         low, column = 2 * (play.rank // 2), play.rank % 2
-        return among(play, [low, low + 1]), among(play, [column, column + 2])
+        return play.among([low, low + 1]), play.among([column, column + 2])
     return (play.group, alone) if kind == "sharded" else (alone, play.group)
 
 

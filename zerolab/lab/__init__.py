@@ -45,6 +45,7 @@ _HOME = {
     "zerolab.lab.lessons.lesson09.recorded": ("Recorded",),
     "zerolab.lab.lessons.lesson11": ("crash",),  # these two are modules
     "zerolab.lab.lessons.lesson18": ("production",),
+    "zerolab.lab.lessons.lesson22.ring": ("ring_gradients", "seen"),
     "zerolab.lab.lessons.lesson15.pipeline": ("Pipeline", "Paced"),
     "zerolab.lab.lessons.lesson09.processor": ("Processor",),
     "zerolab.lab.activations": ("saved",),
@@ -54,7 +55,7 @@ _HOME = {
     "zerolab.lab.lessons.lesson21.replicas": ("replica",),
     "zerolab.lab.lessons.lesson19.trial": ("evidence", "envelopes", "laid_out"),
     "zerolab.tasks.data": ("batch", "cifar10", "digits", "pairs", "text", "windows"),
-    "zerolab.tasks.models": ("CNN", "GPT", "Block", "ConvBlock", "PairEncoder", "ResidualBlock", "ResNet"),
+    "zerolab.tasks.models": ("CNN", "GPT", "MLP", "Block", "ConvBlock", "PairEncoder", "ResidualBlock", "ResNet"),
 }
 _MODULE_OF = {name: module for module, names in _HOME.items() for name in names}
 

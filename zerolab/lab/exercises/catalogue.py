@@ -32,6 +32,7 @@ LESSONS: dict[str, str] = {
     "19": "Claims on trial, and the interview",
     "20": "FSDP in forty lines",
     "21": "Nothing stops",
+    "22": "Experts, and long contexts",
 }  # as their headings
 
 

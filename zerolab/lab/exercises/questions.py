@@ -738,4 +738,39 @@ QUESTIONS: dict[str, Question] = {
             2: "`old` is the same on every rank, so only the parameters are sent.",
         },
     ),
+    "22.1": Question(
+        "bytes",
+        slips={
+            0.5: "Backward sends gradients both ways, too: four ways in all.",
+            4 / 3: "A quarter of the tokens has its expert on its own rank, and isn't sent: (N-1)/N, here 3/4.",
+            2 / 3: "Backward sends gradients both ways, too; and a quarter of the tokens is not sent at all.",
+            3 / 4: "Three of the four ways: tokens, results, and the gradients of both.",
+        },
+    ),
+    "22.2": Question(
+        "times",
+        slips={
+            0.5: "The mean over the replicas divides by 2; one process divides by the number of losses, 4.",
+            0.25: "It is divided by 2 where it should be 4: the divisor is too small, so the gradient is too large.",
+            2: "That is G = 4, where an expert has no replica and nothing is divided at all.",
+        },
+    ),
+    "22.3": Question(
+        "%",
+        slips={
+            37.5 / 34.375: "That is a capacity factor of 1: with 1.25, an expert takes a quarter more than an eighth.",
+            50 / 34.375: "Expert 0 keeps what it has room for.",
+            15.625 / 34.375: "That is what expert 0 keeps, of all tokens.",
+            68.75 / 34.375: "That is of the tokens that chose expert 0; asked for are per cent of all.",
+        },
+    ),
+    "22.4": Question(
+        "times the mean",
+        slips={
+            0.96: "That is with one chunk on each rank, 4 of 10 pairs. With two, one of the 4 pairs at home is hidden.",
+            9: "Those are the pairs of rank 3, 15: divide by the mean of the four, 36 pairs by 4.",
+            3: "That is against rank 0, which has 3 pairs; asked for is the mean.",
+            1.125: "That is the limit of many small chunks; here a pair on the diagonal is computed whole.",
+        },
+    ),
 }

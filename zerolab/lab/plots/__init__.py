@@ -2,12 +2,14 @@
 
 from zerolab.lab.plots.addresses import address_map
 from zerolab.lab.plots.against import tradeoff
+from zerolab.lab.plots.attention import attention_map
 from zerolab.lab.plots.bandwidth import link_sweep
 from zerolab.lab.plots.bars import stacks
 from zerolab.lab.plots.bench import step_times
 from zerolab.lab.plots.calls import Cost, call_costs
 from zerolab.lab.plots.cells import before_after
 from zerolab.lab.plots.cuts import Area, who_computes_what
+from zerolab.lab.plots.experts import tokens_by_expert
 from zerolab.lab.plots.flat import flat_storage
 from zerolab.lab.plots.formats import binades, lost, number_line
 from zerolab.lab.plots.holdings import who_holds_what
@@ -45,6 +47,7 @@ __all__ = [
     "Piece",
     "Placed",
     "address_map",
+    "attention_map",
     "bands",
     "before_after",
     "binades",
@@ -79,6 +82,7 @@ __all__ = [
     "stacks",
     "step_times",
     "to_a_trillion",
+    "tokens_by_expert",
     "tradeoff",
     "token_weights",
     "where_time_goes",

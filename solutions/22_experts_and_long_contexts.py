@@ -1,0 +1,903 @@
+# %% [markdown]
+# # 22 · Experts, and long contexts
+#
+# **The question.** In everything so far, parameters travelled to the samples. Two kinds of models turn that around.
+# One has so many *parameters* in a layer that gathering them for every rank is hopeless, although each token needs
+# only a few of them: experts. The other has so many *tokens* in one sample that no GPU can hold it: the 100,000
+# tokens with which lesson 15 opened, and which it didn't solve. In both, tokens travel, or what has been made of
+# them. That changes what a step sends, which rank is the slowest, and whose gradients are averaged with whose. One
+# divisor in the wrong place, and your experts learn at several times the rate you set: DeepSpeed's ZeRO did that
+# until September 2024.
+
+# %%
+# %load_ext zerolab.lab
+from zerolab import lab
+from zerolab.lab import plots
+
+lab.start(4)
+
+# %% tags=["nbval-check-output"]
+# %%ranks
+import copy
+import gc
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+import zerolab
+from torch import nn
+from torch.utils.flop_counter import FlopCounterMode
+from zerolab import lab
+from zerolab.lab import GPT, MLP, Block, batch, calls, ring_gradients, saved, seen, text
+from zerolab.measure import ledger
+
+words = text()
+EXPERTS = 8
+everyone = dist.group.WORLD
+one = nn.ModuleList(MLP(128) for _ in range(EXPERTS))
+psi = sum(param.numel() for param in one.parameters())
+print(f"{EXPERTS} experts: {psi:,} parameters, of which a token uses {psi // EXPERTS:,}")
+
+# %% [markdown]
+# ## Experts
+#
+# Take the MLP out of a transformer's block and put eight in its place, the **[experts](../docs/glossary.md#expert)**.
+# A **[router](../docs/glossary.md#router)**, a linear layer with one output for each expert, decides for each token
+# which of them computes it: the one with the largest score after a softmax (Switch Transformer, arXiv 2101.03961;
+# others take two or eight and add up). What the expert returns is multiplied by that score, and so the router gets a
+# gradient. The layer has eight times the parameters, and a token costs what it cost before.
+#
+# Where are the experts? ZeRO-3 would keep an eighth... or a fourth, on four ranks, of each of them everywhere, and
+# gather *all* eight for every layer on every rank: any of them may be chosen by one of its tokens. The alternative
+# leaves an expert where it is, on one rank, and sends it the tokens: **[expert
+# parallelism](../docs/glossary.md#expert-parallelism)**. Each rank has something for each other rank, and never as
+# much as the next. The collective for that is the **[all-to-all](../docs/glossary.md#all-to-all)** with uneven
+# splits. Here, four ranks have four to seven tokens each, numbered, with two experts on a rank.
+
+# %%
+# %%ranks
+torch.manual_seed(rank)
+tokens = 10 * (rank + 1) + torch.arange(4.0 + rank)
+chosen = torch.randint(EXPERTS, tokens.shape)
+before = tokens[torch.argsort(chosen, stable=True)]  # by expert, and so by rank
+send = torch.bincount(chosen // 2, minlength=4)
+receive = torch.empty_like(send)
+dist.all_to_all_single(receive, send)  # how many will come?
+after = torch.empty(int(receive.sum()))
+dist.all_to_all_single(after, before, receive.tolist(), send.tolist())
+before, after = before.tolist(), after.tolist()
+
+# %%
+title = "An all-to-all, with uneven splits"
+plots.show(plots.before_after(title, lab.pull("before"), lab.pull("after")))
+
+# %% [markdown]
+# Read it by colours: what comes to a rank lies in the order of the ranks that it came from. Nobody knows in advance
+# how many tokens will come, so the ranks tell each other first, in an all-to-all of one number for each.
+#
+# ## Predict
+#
+# One such layer of width 128, on four ranks with two experts each. Each rank has 512 tokens, spread evenly over the
+# experts. Everything is float32. The tokens go to their experts, the results come back, and backward does the same
+# with gradients. How many bytes does a rank send in all? (Leave out the numbers of tokens.)
+
+# %%
+lab.predict("22.1", 4 * 512 * 128 * 4 * 3 / 4)  # bytes
+
+# %% [markdown]
+# ## Write: tokens to experts, and back
+#
+# `Exchange` is the all-to-all as autograd sees it. Nothing is added up here: a row goes somewhere, and its gradient
+# comes back. `dispatch` puts the tokens in order, asks how many will come, and sends them; `combine` is its way back.
+
+# %%
+# %%exercise 22.1
+
+# %%
+lab.check("22.1")
+
+# %% [markdown]
+# With these two, the layer is short. In a rank's `Experts` every expert is called, even if it has no rows: then all
+# ranks make the same calls in the same order, and an engine around them has nothing to complain about (lesson 20:
+# ranks that route to different units).
+
+# %%
+# %%ranks
+dispatch, combine = (lab.mine("22.1", name) for name in ("dispatch", "combine"))
+
+
+class Experts(nn.Module):
+    def __init__(self, each):
+        super().__init__()
+        self.each = nn.ModuleList(each)
+
+    def forward(self, rows, local):
+        out = torch.zeros_like(rows)
+        for number, expert in enumerate(self.each):
+            places = (local == number).nonzero().flatten()
+            out = out.index_copy(0, places, expert(rows[places]))
+        return out
+
+
+class MoE(nn.Module):
+    def __init__(self, width):
+        super().__init__()
+        self.router = nn.Linear(width, EXPERTS, bias=False)
+        self.kept = [Experts(MLP(width) for _ in range(EXPERTS))]  # why a list? Below.
+        self.group, self.bias, self.chosen = None, torch.zeros(EXPERTS), None
+
+    def forward(self, x):
+        flat = x.flatten(0, 1)
+        scores = self.router(flat).softmax(dim=-1)
+        self.chosen = (scores + self.bias).argmax(dim=-1)
+        if self.group is None:  # all experts are here
+            made = self.kept[0](flat, self.chosen)
+        else:
+            rows, local, way = dispatch(flat, self.chosen, EXPERTS, self.group)
+            made = combine(self.kept[0](rows, local), way)
+        return (made * scores.gather(1, self.chosen[:, None])).view_as(x)
+
+
+torch.manual_seed(rank)
+experts = Experts(MLP(128) for _ in range(2))
+x = torch.randn(512, 128, requires_grad=True)
+evenly = torch.arange(512) % EXPERTS
+with calls() as book:
+    rows, local, way = dispatch(x, evenly, EXPERTS, everyone)
+    combine(experts(rows, local), way).sum().backward()
+sent_tokens = sum(book.sent_by[1:])  # the first call is that of the numbers
+
+gathers = zerolab.Zero3(Experts(MLP(128) for _ in range(EXPERTS)), units=[MLP])
+with ledger(gathers) as book:
+    gathers.model(x, evenly).sum().backward()
+sent_parameters = book.moved
+
+# %%
+lab.measured("22.1", lab.pull("sent_tokens", rank=0))
+lab.reveal("22.1")
+
+# %% tags=["nbval-check-output"]
+if lab.predicted("22.1"):
+    tokens = lab.pull("sent_tokens", rank=0)
+    parameters = lab.pull("sent_parameters", rank=0)
+    print(f"tokens to experts and back: {tokens:,.0f} bytes", end="; ")
+    print(f"experts to tokens: {parameters:,}")
+    print(f"even at {512 * parameters / tokens:,.0f} tokens on each rank")
+
+# %% [markdown]
+# Tokens cost in proportion to their number, parameters in proportion to the experts. `Zero3` gathers each expert
+# twice and scatters its gradient, 3Ψ(N-1)/N, and that would be worth it only with thousands of tokens on each rank.
+# For a layer of E experts of 8C² parameters, one expert for each token, the point is at 6EC tokens a rank: with C =
+# 4,096 and 64 experts, 1.6 million. So real models send tokens. But unlike ZeRO's, these messages are in the way: no
+# expert can begin before its tokens are there, and their number is only known when the router has decided.
+#
+# ## Who averages what
+#
+# Now a model: a GPT of two blocks, with eight experts in each. Everything but the experts is replicated or sharded
+# over all four ranks, as ever. The experts are shared out over G ranks, an *expert group*. With G = 4 an expert is on
+# one rank. With G = 2 each pair has all eight, and two ranks have the same ones, an expert's **replicas**:
+#
+#               place 0     place 1
+#     pair 0    rank 0 ──── rank 1      ──  an expert group: tokens
+#                 │           │
+#     pair 1    rank 2 ──── rank 3       │  replicas: the same experts
+#               experts     experts
+#               0 to 3      4 to 7
+#
+# We want the gradients of one process that has the samples of all four ranks, and whose loss is the mean of their
+# four losses. A dense parameter's gradient on rank r comes from rank r's loss, so: the sum over four ranks, by four.
+# And an expert's?
+
+# %% [markdown]
+# ## Write: who averages what
+
+# %%
+# %%exercise 22.2
+
+# %%
+lab.check("22.2")
+
+# %% [markdown]
+# Compared with one process, in float64, for G = 1, 2 and 4:
+
+# %%
+# %%ranks
+average = lab.mine("22.2")
+GROUPS = {}  # G -> this rank's expert group, and its replicas
+for G in (1, 2, 4):
+    rows = [dist.new_group(range(first, first + G)) for first in range(0, 4, G)]
+    columns = [dist.new_group(range(first, 4, G)) for first in range(G)]
+    GROUPS[G] = rows[rank // G], columns[rank % G]
+
+
+def moe_model(dtype=torch.float64):
+    torch.manual_seed(0)
+    model = GPT(layers=2, width=64)
+    for block in model.blocks:
+        block.mlp = MoE(64)
+        block.mlp.kept[0].to(dtype)
+    return model.to(dtype)
+
+
+def shared_out(G, dtype=torch.float64):  # of each layer's experts, those of this rank
+    model, each = moe_model(dtype), EXPERTS // G
+    for block in model.blocks:
+        first = each * (rank % G)
+        block.mlp.kept = [Experts(block.mlp.kept[0].each[first : first + each])]
+        block.mlp.group = GROUPS[G][0]
+    return model
+
+
+def experts_of(model):
+    return [block.mlp.kept[0] for block in model.blocks]
+
+
+def loss_of(model, number, who):
+    x, y = batch(words, who, number, 2, 64)
+    return F.cross_entropy(model(x).flatten(0, 1), y.flatten())
+
+
+def grads_of(modules):
+    return [param.grad for module in modules for param in module.parameters()]
+
+
+def mine_of(one, G):  # those of one process's experts that this rank has
+    each = EXPERTS // G
+    first = each * (rank % G)
+    return [experts.each[first : first + each] for experts in experts_of(one)]
+
+
+one = moe_model()
+for who in range(4):
+    (loss_of(one, 0, who) / 4).backward()
+off = {}
+for G in GROUPS:
+    model = shared_out(G)
+    loss_of(model, 0, rank).backward()
+    ours = grads_of([model]), grads_of(experts_of(model))
+    average(*ours, everyone, GROUPS[G][1])
+    theirs = grads_of([one]), grads_of(mine_of(one, G))
+    for kind, a, b in zip(("dense", "experts"), ours, theirs):
+        size = max(grad.abs().max() for grad in b)
+        off[G, kind] = max((x - y).abs().max() / size for x, y in zip(a, b)).item()
+
+# %% tags=["nbval-check-output"]
+for G, kind in lab.pull("off", rank=0):
+    same = all(off[G, kind] < 1e-9 for off in lab.pull("off"))
+    print(f"G = {G}, {kind:7}: gradients of one process, to 9 digits: {same}")
+
+# %% [markdown]
+# Both kinds are divided by the same number, the four losses. They differ in who still has to *add*. An expert has had
+# the gradients of its tokens since they came back, from whichever rank's loss. Only its replicas have others.
+#
+# ## Together with ZeRO
+#
+# Can the engine do that? It knows one group for a whole model, and no parameter that is left out. So take two
+# engines: the experts are in a list, where `named_parameters()` doesn't find them, and the model around them is an
+# ordinary model for a `Zero3` over all ranks. Each layer's experts are a model for a second `Zero3`, over their
+# replicas. Their hooks don't meet: the inner model is called like any function in the outer one's forward.
+#
+# An engine *averages* over its group. With G = 2, an expert has two replicas. How many times one process's gradient
+# is what `Zero3` leaves in an expert's `.grad`?
+
+# %%
+lab.predict("22.2", 2)  # times
+
+# %%
+# %%ranks
+inf = float("inf")
+
+
+def with_zero(G, stage=3, dtype=torch.float64):
+    model = shared_out(G, dtype)
+    inner = [
+        zerolab.shard(experts, stage=stage, units=[MLP], group=GROUPS[G][1])
+        for experts in experts_of(model)
+    ]
+    return zerolab.shard(model, stage=stage, units=[Block]), inner
+
+
+def norm_of(grads):
+    return sum(grad.double().square().sum() for grad in grads).sqrt()
+
+
+times = {}
+for G in GROUPS:
+    outer, inner = with_zero(G)
+    loss_of(outer.model, 0, rank).backward()
+    norms = [zero.clip_grad_norm_(inf).item() for zero in inner]  # it clips nothing
+    right = [norm_of(grads_of([experts])).item() for experts in mine_of(one, G)]
+    times[G] = max(a / b for a, b in zip(norms, right))
+
+# %%
+lab.measured("22.2", round(lab.pull("times", rank=0)[2], 6))
+lab.reveal("22.2")
+
+# %% tags=["nbval-check-output"]
+if lab.predicted("22.2"):
+    for G, times in lab.pull("times", rank=0).items():
+        print(f"G = {G}: {times:.3f} x one process's gradient")
+
+# %% [markdown]
+# Divided by the replicas, 4/G, where it should be 4: too large, G times. And you won't see it in the loss. Adam
+# divides a gradient by its own size:
+
+# %%
+# %%ranks
+told = {}
+for name, way in (("SGD", torch.optim.SGD), ("AdamW", torch.optim.AdamW)):
+    moved = []
+    for factor in (1, 4):
+        copied = copy.deepcopy(mine_of(one, 4)[0])
+        for param, grad in zip(copied.parameters(), grads_of([mine_of(one, 4)[0]])):
+            param.grad = factor * grad
+        start = [param.detach().clone() for param in copied.parameters()]
+        way(copied.parameters(), lr=1e-3, weight_decay=0.0).step()
+        moved.append(norm_of([p.detach() - s for p, s in zip(copied.parameters(), start)]))
+    told[name] = (moved[1] / moved[0]).item()
+
+# %% tags=["nbval-check-output"]
+for name, times in lab.pull("told", rank=0).items():
+    print(f"gradients 4 times too large: {name}'s first step is {times:.2f} times as long")
+
+# %% [markdown]
+# What does see it: clipping, whose norm is now mostly that of the experts; SGD; a learning rate tuned with G = 1, and
+# a run that goes on with another G. DeepSpeed's ZeRO divided by the replicas until September 2024
+# ([#6545](https://github.com/deepspeedai/DeepSpeed/issues/6545): "ep_size times larger than the true gradient";
+# mended in [#6546](https://github.com/deepspeedai/DeepSpeed/pull/6546)). The remedy is one line after backward, and
+# the norm needs one too: an engine's `clip_grad_norm_` knows its own group, and each rank of an expert group has
+# other experts. Three steps of SGD, with both, beside one process:
+
+
+# %%
+# %%ranks
+def total_norm(outer, inner, group):
+    squares = sum(zero.clip_grad_norm_(inf) ** 2 for zero in inner)
+    dist.all_reduce(squares, group=group)  # the other ranks' experts
+    return (outer.clip_grad_norm_(inf) ** 2 + squares).sqrt()
+
+
+def params_of(outer, inner):
+    return [param for zero in (outer, *inner) for param in zero.model.parameters()]
+
+
+def right_factor(inner, G):  # from a mean over the replicas, 4 / G, to one over four
+    for param in params_of(*inner):
+        if param.grad is not None:
+            param.grad /= G
+
+
+def train_one(steps):
+    model, norms = moe_model(), []
+    params = [p for part in (model, *experts_of(model)) for p in part.parameters()]
+    sgd = torch.optim.SGD(params, 0.1)
+    for number in range(steps):
+        for who in range(4):
+            (loss_of(model, number, who) / 4).backward()
+        norms.append(norm_of(grads_of([model, *experts_of(model)])).item())
+        sgd.step()
+        sgd.zero_grad()
+    return model, norms
+
+
+alone, norms_alone = train_one(3)
+agree = {}
+for G in (2, 4):
+    (outer, inner), norms = with_zero(G), []
+    sgd = torch.optim.SGD(params_of(outer, inner), 0.1)
+    for number in range(3):
+        loss_of(outer.model, number, rank).backward()
+        right_factor([inner[0], inner[1:]], G)
+        norms.append(total_norm(outer, inner, GROUPS[G][0]).item())
+        sgd.step()
+        sgd.zero_grad()
+    pairs = [(outer, alone)]
+    pairs += [(zero, Experts(mine)) for zero, mine in zip(inner, mine_of(alone, G))]
+    worst = max(
+        (full - plain.state_dict()[name]).abs().max()
+        for zero, plain in pairs
+        for name, full in zero.full_state_dict().items()
+    )
+    norm_off = max(abs(a / b - 1) for a, b in zip(norms, norms_alone))
+    agree[G] = worst.item() < 1e-10, norm_off < 1e-10
+
+# %% tags=["nbval-check-output"]
+for G, (weights, norms) in lab.pull("agree", rank=0).items():
+    print(f"G = {G}, Zero3 for both: weights as of one process: {weights}; norm: {norms}")
+
+# %% [markdown]
+# Two engines, and one process's weights. What this costs: two checkpoints, since an engine saves what it knows, and
+# one of experts for each place. And it is easy to fall off. Register the experts as modules, wrap the model once, and
+# the engine does what it does for every model: it broadcasts the first rank's parameters.
+
+# %%
+# %%ranks
+model = shared_out(4, torch.float32)
+
+
+def different_experts():
+    first = experts_of(model)[0].each[0].up.weight.detach()
+    found = [torch.empty_like(first) for _ in range(4)]
+    dist.all_gather(found, first.contiguous())
+    return len({tuple(part.flatten()[:4].tolist()) for part in found})
+
+
+different = [different_experts()]
+for block in model.blocks:
+    block.mlp.experts = block.mlp.kept[0]  # now it is a part of the model
+zerolab.DDP(model)
+different.append(different_experts())
+
+# %% tags=["nbval-check-output"]
+before, after = lab.pull("different", rank=0)
+print(f"the first expert of each rank: {before} different ones; in one DDP: {after}")
+
+# %% [markdown]
+# Four different experts became one, without an error, because to the engine they had one name. torch's DDP does the
+# same. (FSDP2 has a remedy: `fully_shard(experts, mesh=...)` over the replicas first, then the model, and
+# `set_gradient_divide_factor` for the divisor. It is below, in production.)
+#
+# ## The fullest expert
+#
+# The router decides what is good for the loss, not what is good for you. What does it do with real text? Forty steps
+# of training, with AdamW, twice. The second time each expert has a *bias* that is added to its score for the choice
+# alone: after every step it rises a little if the expert had fewer tokens than the mean, and falls if it had more
+# (auxiliary-loss-free balancing, arXiv 2408.15664, used in DeepSeek-V3). "Fewer" must mean: of all ranks' tokens, so
+# the counts are all-reduced.
+
+# %%
+# %%ranks
+def counted(model):
+    each = [torch.bincount(block.mlp.chosen, minlength=EXPERTS) for block in model.blocks]
+    counts = torch.stack(each)
+    dist.all_reduce(counts)
+    return counts  # (layers, experts)
+
+
+def train(steps, speed):
+    outer, inner = with_zero(4, dtype=torch.float32)
+    adam = torch.optim.AdamW(params_of(outer, inner), lr=3e-3)
+    losses = []
+    for number in range(steps):
+        loss = loss_of(outer.model, number, rank)
+        loss.backward()
+        right_factor([inner[0], inner[1:]], 4)
+        adam.step()
+        adam.zero_grad()
+        counts = counted(outer.model)
+        for block, mine in zip(outer.model.blocks, counts):
+            block.mlp.bias += speed * torch.sign(mine.double().mean() - mine)
+        losses.append(loss.item())
+    choices = [block.mlp.chosen for block in outer.model.blocks]
+    return counts[0].tolist(), choices[0], losses
+
+
+skylines = {}
+chosen_at_last = {}
+for name, speed in (("as the router likes", 0.0), ("with a bias", 0.02)):
+    skylines[name], chosen_at_last[name], losses = train(40, speed)
+
+# %%
+skylines = lab.pull("skylines", rank=0)
+capacity = 1.25 * 4 * 128 / 8
+title = "Tokens by expert, after 40 steps"
+plots.show(plots.tokens_by_expert(skylines, title, capacity, learner=lab.passed("22.1")))
+
+# %% [markdown]
+# All ranks wait for the rank with the fullest experts, forward and backward, in each layer. And its memory is that of
+# its tokens, which nobody knew before: dropless training can run out of memory in the middle of a run, by the
+# router's choice.
+#
+# The older answer is a **[capacity](../docs/glossary.md#capacity)**: an expert takes at most a fixed number of tokens
+# of each rank, usually 1.25 times its even share, the *capacity factor*. Then all splits are even and known in
+# advance: no counts to exchange, and nothing to wait for on the host. What is beyond the capacity is **dropped**: the
+# token passes the layer unchanged, by the residual connection, and gets no gradient there. What is below it is
+# padding.
+#
+# Suppose half of a rank's tokens choose expert 0, and the others are spread evenly over the other seven. How many per
+# cent of the tokens does a capacity factor of 1.25 drop?
+
+# %%
+lab.predict("22.3", 50 - 100 * 1.25 / 8)  # %
+
+
+# %%
+# %%ranks
+def within(chosen, capacity):  # for each token, whether its expert still has room
+    one_hot = F.one_hot(chosen, EXPERTS)
+    place = (one_hot.cumsum(0) - 1).gather(1, chosen[:, None]).squeeze(1)
+    return place < capacity
+
+
+half = torch.cat([torch.zeros(112, dtype=torch.int64), 1 + torch.arange(112) % 7])
+dropped_of_half = 100 * (1 - within(half, 1.25 * 224 / 8).double().mean().item())
+dropped = {}
+for name, chosen in chosen_at_last.items():
+    room = int(1.25 * len(chosen) / EXPERTS)
+    kept = within(chosen, room)
+    rows = torch.tensor([len(chosen), EXPERTS * room, int(kept.sum())])
+    dist.all_reduce(rows)
+    dropped[name] = rows.tolist()
+
+# %%
+lab.measured("22.3", lab.pull("dropped_of_half", rank=0))
+lab.reveal("22.3")
+
+# %%
+if lab.predicted("22.3"):
+    for name, (rows, places, kept) in lab.pull("dropped", rank=0).items():
+        print(f"{name:20} {rows} tokens, {places} places:", end=" ")
+        print(f"{1 - kept / rows:.0%} dropped, {1 - kept / places:.0%} of what is sent is padding")
+
+# %% [markdown]
+# Capacity limits the damage to the time and pays in both coins, lost tokens and padding. (It is counted on each rank
+# here, so it drops more than the picture's line shows: an expert may be full on one rank and not on another.) The
+# bias removes the cause, most of it. On GPUs there is one more reason for even splits: `all_to_all_single` takes its
+# splits as Python numbers, so with uneven ones the host must wait for the router's result before it can start the
+# next kernel.
+#
+# ## A sample that fits nowhere
+#
+# Now lesson 15's opening case. One sequence of 100,000 tokens; its activations need more memory than a GPU has; ZeRO
+# divides parameters and samples, and there is one sample. So cut the *sequence*: each of N ranks has T/N of the
+# tokens of every sample, in every layer: **[context parallelism](../docs/glossary.md#context-parallelism)**.
+#
+# Who then needs anything from anyone? Embeddings, layer norms, the MLPs, the head and the loss look at one token at a
+# time. Attention does not: a query looks at the keys and values of all earlier tokens, most of which are elsewhere.
+# They have to come here. All-gather them, and a rank holds keys and values of the whole sequence, for one layer at a
+# time (Llama 3 does that, arXiv 2407.21783, section 3.3.2). Or let them come *one block after another*, in a ring,
+# and hold two: **[ring attention](../docs/glossary.md#ring-attention)** (arXiv 2310.01889). In N - 1 turns each block
+# has been everywhere.
+#
+# But a softmax divides by a sum over *all* keys, and here is one block of them. So keep, for each query, the weighted
+# mean of the values so far, and the log of the sum of exp(score) so far, **lse**. When a block comes, both can be
+# brought up to date: an **[online softmax](../docs/glossary.md#online-softmax)** (arXiv 1805.02867; FlashAttention
+# does the same within a GPU). One query, keys with the scores 1, 2 and 3, and values 10, 20 and 40, the third key in
+# another block:
+
+# %%
+# %%ranks
+scores, values = torch.tensor([1.0, 2.0, 3.0]), torch.tensor([10.0, 20.0, 40.0])
+whole = (scores.softmax(0) * values).sum()
+mean, lse = (scores[:2].softmax(0) * values[:2]).sum(), scores[:2].logsumexp(0)
+both = torch.logaddexp(lse, scores[2])  # the log of the sum of all three
+merged = mean * (lse - both).exp() + values[2] * (scores[2] - both).exp()
+example = [round(number.item(), 4) for number in (mean, lse, merged, whole)]
+
+# %% tags=["nbval-check-output"]
+mean, lse, merged, whole = lab.pull("example", rank=0)
+print(f"two keys: mean {mean}, lse {lse}; with the third: {merged}; all at once: {whole}")
+
+# %% [markdown]
+# ## Predict
+#
+# In causal attention a token sees only earlier ones. Cut a sequence into 8 chunks, and give four ranks two each, in
+# order: rank 0 has chunks 0 and 1, rank 3 has 6 and 7. A rank computes a pair of chunks, one of queries and one of
+# keys, only if there is something to see in it (on the diagonal, all of it). How much does rank 3 compute, in units
+# of the mean of the four ranks?
+
+# %%
+lab.predict("22.4", 15 / 9)  # times the mean
+
+# %% [markdown]
+# ## Write: one step of the ring
+
+# %%
+# %%exercise 22.3
+
+# %%
+lab.check("22.3")
+
+# %% [markdown]
+# The ring is a loop of `turn` and `merge`. Backward goes around once more, and with each block goes the gradient that
+# it has got so far; after N turns it is at home. It computes the weights again, from scores and lse, so nothing of
+# size T × T is ever kept. (`ring_gradients` has it in 25 lines; `seen` lists the pairs of chunks that have something
+# to see. `places` are the tokens' places in the sequence: they decide who may see whom, and travel with the keys.)
+
+# %%
+# %%ranks
+turn, merge = lab.mine("22.3", "turn"), lab.mine("22.3", "merge")
+
+
+class Ring(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, q, k, v, places, group):
+        nothing = torch.full(q.shape[:-1], -torch.inf, dtype=q.dtype)
+        states = [*zip(torch.zeros_like(q).chunk(2, -2), nothing.chunk(2, -1))]
+        block, theirs = torch.stack([k, v]), places
+        for step in range(dist.get_world_size(group)):
+            if step:
+                block, theirs = turn(block, group), turn(theirs, group)
+            for i, j in seen(places, theirs):
+                visible = places.chunk(2)[i][:, None] >= theirs.chunk(2)[j]
+                key, value = (part.chunk(2, -2)[j] for part in block)
+                states[i] = merge(q.chunk(2, -2)[i], key, value, visible, *states[i])
+        out, lse = (torch.cat(parts, 2) for parts in zip(*states))
+        ctx.save_for_backward(q, k, v, out, lse)
+        ctx.ring = places, group
+        return out
+
+    @staticmethod
+    def backward(ctx, grad):
+        places, group = ctx.ring
+        size = dist.get_world_size(group)
+        kept = ctx.saved_tensors
+        grads = ring_gradients(grad, kept, places, size, lambda block: turn(block, group))
+        return *grads, None, None
+
+
+def contiguous(N, r, T):  # the places of rank r of N
+    return torch.arange(T).chunk(N)[r]
+
+
+def zigzag(N, r, T):
+    chunks = torch.arange(T).chunk(2 * N)
+    return torch.cat([chunks[r], chunks[2 * N - 1 - r]])
+
+
+rings = {1: GROUPS[4][1], 2: GROUPS[2][0], 4: everyone}
+random = torch.Generator().manual_seed(0)
+T = 64
+whole = [torch.randn(2, 4, T, 16, generator=random, dtype=torch.float64) for _ in range(4)]
+q, k, v = (tensor.clone().requires_grad_() for tensor in whole[:3])
+want = F.scaled_dot_product_attention(q, k, v, is_causal=True)
+want.backward(whole[3])
+ring_off, flop, owners = {}, {}, {}
+for N in (2, 4):
+    for way in (contiguous, zigzag):
+        places = way(N, dist.get_rank(rings[N]), T)
+        mine = [tensor[:, :, places].clone().requires_grad_() for tensor in whole[:3]]
+        with FlopCounterMode(display=False) as counter:
+            got = Ring.apply(*mine, places, rings[N])
+        got.backward(whole[3][:, :, places])
+        found = [got, *(tensor.grad for tensor in mine)]
+        wanted = [t[:, :, places] for t in (want, q.grad, k.grad, v.grad)]
+        worst = max((a - b).abs().max() / b.abs().max() for a, b in zip(found, wanted))
+        ring_off[N, way.__name__] = worst.item()
+        flop[N, way.__name__] = counter.get_total_flops()
+        owners[N, way.__name__] = [rank] if N < 4 else places.view(2, -1)[:, 0].tolist()
+
+# %% tags=["nbval-check-output"]
+for N, way in lab.pull("ring_off", rank=0):
+    same = all(off[N, way] < 1e-12 for off in lab.pull("ring_off"))
+    print(f"{N} ranks, {way:10}: output and gradients of one process, to 12 digits: {same}")
+
+# %%
+flops = lab.pull("flop")
+amounts = [of[4, "contiguous"] for of in flops]
+lab.measured("22.4", round(amounts[3] / (sum(amounts) / 4), 4))
+lab.reveal("22.4")
+
+# %% [markdown]
+# ## Zigzag
+#
+# Whoever has late tokens has more to look at, and in a ring everyone waits for everyone in each turn. The remedy
+# costs nothing: give each rank an early chunk and a late one, rank r the chunks r and 2N - 1 - r. (Zigzag, as in
+# ring-flash-attention; Llama 3 cuts its sequences in the same way. Striped attention, arXiv 2311.09431, deals tokens
+# out in turn.)
+
+# %%
+if lab.predicted("22.4"):
+    found, ways = lab.pull("owners"), {}
+    for way in ("contiguous", "zigzag"):
+        ranks_of = {first: r for r, of in enumerate(found) for first in of[4, way]}
+        ways[way] = [ranks_of[first] for first in sorted(ranks_of)]
+    flop = {way: [of[4, way] for of in lab.pull("flop")] for way in ways}
+    plots.show(plots.attention_map(ways, flop))
+
+# %% [markdown]
+# With 2N chunks, rank 3 computes 15 of the 36 pairs in the first picture, and 9 in the second, like everyone else.
+# Turn by turn it is the same: after the first, each rank of a zigzag ring has two pairs in every turn. Contiguous,
+# some rank has four in each turn, while others have nothing to see, and wait.
+#
+# ## The whole model, on a piece of a sequence
+#
+# Now a GPT with `Ring` in place of its attention, and one sequence of 512 tokens. The rest of the model needs no
+# change, but for one thing that is easy to forget: position embeddings must get a token's *place in the sequence*.
+# And the parameters? Every rank has all of them, its own tokens, and its own mean of losses. That is data
+# parallelism, to which a token is as good as a sample: `Zero3` over all four ranks, with its usual divisor, is right.
+# (If the ranks have equally many tokens. Lesson 14 says what otherwise.)
+
+
+# %%
+# %%ranks
+class RingAttention(nn.Module):
+    def __init__(self, whole, places, group):
+        super().__init__()
+        self.qkv, self.out, self.heads = whole.qkv, whole.out, whole.heads
+        self.places, self.group = places, group
+
+    def forward(self, x, mask=None):
+        B, T, C = x.shape
+        qkv = self.qkv(x).view(B, T, 3, self.heads, C // self.heads)
+        y = Ring.apply(*qkv.permute(2, 0, 3, 1, 4), self.places, self.group)
+        return self.out(y.transpose(1, 2).reshape(B, T, C))
+
+
+class LongGPT(GPT):
+    places = None
+
+    def forward(self, tokens, targets):
+        x = self.token(tokens) + self.position(self.places)
+        for block in self.blocks:
+            x = block(x)
+        return F.cross_entropy(self.head(self.norm(x)).flatten(0, 1), targets.flatten())
+
+
+def long_model(N, dtype=torch.float64):
+    torch.manual_seed(0)
+    model = LongGPT(layers=2, width=64, context=512).to(dtype)
+    model.places = zigzag(N, dist.get_rank(rings[N]), 512)
+    for block in model.blocks:
+        block.attention = RingAttention(block.attention, model.places, rings[N])
+    return model
+
+
+x, y = batch(words, 0, 0, 1, 512)  # one sequence, the same on all ranks
+torch.manual_seed(0)
+plain = GPT(layers=2, width=64, context=512).double()
+sgd = torch.optim.SGD(plain.parameters(), 0.1)
+F.cross_entropy(plain(x).flatten(0, 1), y.flatten()).backward()
+sgd.step()
+
+zero = zerolab.Zero3(long_model(4), units=[Block])
+places = zero.model.places
+sgd = torch.optim.SGD(zero.model.parameters(), 0.1)
+zero.model(x[:, places], y[:, places]).backward()
+sgd.step()
+full, want = zero.full_state_dict(), plain.state_dict()
+long_same = max((full[name] - want[name]).abs().max().item() for name in want) < 1e-12
+
+kept_by = {}
+for N in (1, 2, 4):
+    model = long_model(N, torch.float32)
+    gc.collect()
+    with saved(model) as kept, calls() as book:
+        model(x[:, model.places], y[:, model.places])
+    kept_by[N] = kept.peak, book.sent
+
+# %% tags=["nbval-check-output"]
+same = all(lab.pull("long_same"))
+print("one sequence on four ranks, with Zero3: one process's weights after a step:", same)
+
+# %%
+kept_by, bars = lab.pull("kept_by", rank=0), {}
+for N, (kept, sent) in kept_by.items():
+    bars[f"{N} rank{'s' * (N > 1)}"] = {"activations": kept / 1e6}
+    print(f"{N} ranks: {kept / 512:,.0f} bytes for each token of the sequence;", end=" ")
+    print(f"{sent:,.0f} bytes sent in forward")
+subtitle = "one sequence of 512 tokens: what a rank keeps for backward"
+title = "Activations, with a ring"
+plots.show(plots.stacks(bars, title, subtitle, "MB", learner=lab.passed("22.3")))
+
+# %% [markdown]
+# That is what thousand GPUs with ZeRO-3 alone could not do: half of the activations with two ranks, a quarter with
+# four. What it sends is keys and values, 2TC(N-1)/N numbers a layer and rank, which hardly grows with N, while the
+# computing that could hide it falls as 1/N. In numbers of a real model: 32 layers of width 4,096 keep about 34 bytes
+# for each layer, token and unit of width in 16 bits, if nothing of size T × T is kept (Korthikanti et al., arXiv
+# 2205.05198, equation 1 and section 5):
+
+# %% tags=["nbval-check-output"]
+kept = 34 * 32 * 4096 * 100_000
+for N in (1, 8, 64):
+    print(f"100,000 tokens on {N:2} ranks: {kept / N / 1e9:6.1f} GB of activations on each")
+
+# %% [markdown]
+# ## Heads instead of tokens
+#
+# There is a second way, and you have all that it needs. Just before attention, an all-to-all turns "all heads of my
+# tokens" into "all tokens of my heads"; then attention is local; and another turns it back (DeepSpeed-Ulysses, arXiv
+# 2309.14509). Four tensors (q, k, v, and the output) of TC/N numbers each are sent once, (N-1)/N of them: less than a
+# ring's, and falling with N. Its limit is the number of heads. And as each rank sees whole sequences, there is
+# nothing to balance.
+
+# %%
+# %%ranks
+Exchange = lab.mine("22.1", "Exchange")
+
+
+def tokens_to_heads(t):  # (B, H, T / N, D) -> (B, H / N, T, D)
+    B, H, t_own, D = t.shape
+    rows = t.permute(1, 0, 2, 3).contiguous()  # heads first: rank r gets the r-th quarter
+    each = [H // 4] * 4
+    parts = Exchange.apply(rows, each, each, everyone).view(4, H // 4, B, t_own, D)
+    return parts.permute(2, 1, 0, 3, 4).reshape(B, H // 4, 4 * t_own, D)
+
+
+def heads_to_tokens(t):  # (B, H / N, T, D) -> (B, H, T / N, D)
+    B, h, T, D = t.shape
+    rows = t.view(B, h, 4, T // 4, D).permute(2, 1, 0, 3, 4).flatten(0, 1).contiguous()
+    back = Exchange.apply(rows, [h] * 4, [h] * 4, everyone)  # (H, B, T / N, D)
+    return back.permute(1, 0, 2, 3)
+
+
+places = contiguous(4, rank, 64)
+mine = [tensor[:, :, places] for tensor in whole[:3]]
+with calls() as book:
+    by_heads = [tokens_to_heads(t) for t in mine]
+    out = heads_to_tokens(F.scaled_dot_product_attention(*by_heads, is_causal=True))
+with calls() as around:
+    Ring.apply(*mine, places, everyone)
+q, k, v = whole[:3]
+want = F.scaled_dot_product_attention(q, k, v, is_causal=True)[:, :, places]
+ulysses = (out - want).abs().max().item() < 1e-12, book.sent, around.sent
+
+# %% tags=["nbval-check-output"]
+same, by_heads, around = lab.pull("ulysses", rank=0)
+print(f"by heads, as in one process: {same}; {by_heads:,.0f} bytes sent", end=", ")
+print(f"in a ring {around:,.0f}")
+
+# %% [markdown]
+# ## In production
+#
+# FSDP2 does what our two engines did, on this CPU too: the experts are wrapped first, over the mesh of their
+# replicas, and told the divisor. Here with G = 2:
+
+# %%
+# %%ranks
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import fully_shard
+
+model = shared_out(2)
+replicas, world = DeviceMesh.from_group(GROUPS[2][1], "cpu"), DeviceMesh("cpu", range(4))
+ratios = []
+for factor in (None, 4):
+    model = shared_out(2)
+    for experts in experts_of(model):
+        fully_shard(experts, mesh=replicas)
+        if factor:
+            experts.set_gradient_divide_factor(factor)
+    for block in model.blocks:
+        fully_shard(block, mesh=world)
+    fully_shard(model, mesh=world)
+    loss_of(model, 0, rank).backward()
+    full = [grad.full_tensor() for grad in grads_of(experts_of(model))]
+    ratios.append((norm_of(full) / norm_of(grads_of(mine_of(one, 2)))).item())
+
+# %% tags=["nbval-check-output"]
+plain, told = lab.pull("ratios", rank=0)
+print(f"FSDP2, experts over their replicas: {plain:.3f} x one process's gradient", end="; ")
+print(f"with set_gradient_divide_factor(4): {told:.3f}")
+
+# %% [markdown]
+# What a CPU cannot show, so here it is only named. An expert layer stands still while its tokens travel, so
+# production goes to great lengths there: DeepSeek-V3 lets a token go to at most four nodes, sends it in fp8, and
+# gives 20 of a GPU's 132 multiprocessors to the kernels that send (arXiv 2412.19437, sections 2.1.2 and 3.2.2), which
+# the experts then lack. torch's symmetric memory has an all-to-all whose splits stay on the GPU (`all_to_all_vdev`,
+# in `torch.distributed._symmetric_memory`), so that the host need not wait for the router. Ring attention hides a
+# turn behind the computing of a block, if the blocks are long enough, on copy engines where there are any. torch's
+# own ring, `torch.distributed.tensor.experimental.context_parallel`, wraps three CUDA kernels and no CPU one, so it
+# cannot run beside ours; it balances by head and tail, which is our zigzag.
+#
+# ## Questions
+#
+# 1. A layer has 64 experts, and each token uses one. What does expert parallelism send in a step, and what would
+#    ZeRO-3 send? What decides which is less?
+# 2. Sixteen ranks, experts shared out over eight. Over which ranks is an expert's gradient all-reduced, and by what
+#    is it divided? What goes wrong with the obvious divisor, and why may nobody notice?
+# 3. You wrap a model with registered experts, another set on each rank, in one DDP. What happens, and when?
+# 4. Capacity or dropless: what does each cost, in tokens, bytes, memory and waiting?
+# 5. Why can softmax be computed one block of keys after another, and what must be kept for each query?
+# 6. A sequence is cut among 8 ranks. What is wrong with cutting it in order, what does zigzag change, and what does
+#    ZeRO have to know of all this?
+
+# %% [markdown] tags=["answer"]
+# **Answers**
+#
+# 1. Four times the tokens' activations, (N-1)/N of them: there and back, forward and backward. ZeRO-3 sends 3(N-1)/N
+#    of all 64 experts' parameters. It is decided by tokens per rank against 6EC, which few runs reach.
+# 2. Over its 2 replicas, and divided by 16: its tokens came from all ranks, each of whose losses counts 1/16. Divided
+#    by 2, it is 8 times too large. Adam's steps don't depend on the size of gradients, so the loss looks right; the
+#    norm that clips doesn't.
+# 3. DDP broadcasts rank 0's parameters when it is built, and from then on averages gradients of what it takes for one
+#    expert. The other experts are gone before the first step.
+# 4. Capacity: lost tokens and padding, known sizes, even splits. Dropless: every token is computed; the fullest rank
+#    decides the time and needs the memory; the counts must reach the host.
+# 5. Two means over disjoint keys combine with weights exp(lse - new lse). So the mean so far and its lse are enough.
+# 6. The last rank computes nearly twice the mean (for long blocks 15/8), and all wait for it. Zigzag gives each an
+#    early chunk and a late one: equal. ZeRO needs to know nothing: each rank has other tokens, and gradients are
+#    averaged over all.
+
+# %%
+lab.stop()
+lab.progress()

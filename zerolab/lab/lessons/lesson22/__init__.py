@@ -1,0 +1,515 @@
+"""Lesson 22: tokens that go to experts and back, whose gradients are averaged with whom, and one step of a ring."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from zerolab.lab.exercises.exercise import Exercise
+from zerolab.lab.exercises.observing import Play, Scene, in_groups
+
+# ---------------------------------------------------------------------- 22.1
+
+
+def exchanged(play: Play, by_one: bool = False, wide: bool = True, turned: bool = False) -> None:
+    """Rank r sends rank s some 1 + r + 2s rows, or, by_one, only rank 0 does. turned: a transposed gradient."""
+    here, N = play.rank, play.size
+
+    def rows(source: int, to: int) -> int:
+        return (1 + source + 2 * to) * (not by_one or source == 0)
+
+    send, receive = [rows(here, to) for to in range(N)], [rows(source, here) for source in range(N)]
+    width = (6,) if wide else ()
+    base = play.base(40, *width, name="the rows")[: sum(send)]
+    x = play.keep("`rows`", play.share(base, here).requires_grad_())
+    got = play.call(
+        "Exchange.apply(rows, send, receive, group)", play.code.Exchange.apply, x, send, receive, play.group
+    )
+    if not isinstance(got, Tensor) or got.grad_fn is None:
+        return
+    grad = play.share(play.base(60, *width)[: sum(receive)], here)
+    grad = play.keep("the gradient that came back", grad.t().contiguous().t() if turned else grad)
+    with play.event("Exchange's backward"):
+        got.backward(grad)
+
+
+class Routed:
+    """Tokens of one rank, and the experts that they have chosen."""
+
+    def __init__(self, play: Play, tokens: int, experts: int, choice: str, name: str = "", dtype=torch.float32) -> None:
+        self.play, self.name, self.experts = play, name, experts * play.size
+        random = torch.Generator().manual_seed(100 * play.rank + tokens)
+        chosen = torch.randint(self.experts, (tokens,), generator=random)
+        if choice == "the last":
+            chosen = torch.full_like(chosen, self.experts - 1)
+        elif choice == "only its own":
+            chosen = chosen % experts + experts * play.rank
+        elif choice == "backwards":
+            chosen = (self.experts - 1 - torch.arange(tokens) * self.experts // max(1, tokens)).clamp(0)
+        x = play.share(play.base(16, 12, name=f"the tokens{name}")[:tokens], play.rank).to(dtype)
+        self.x = play.keep(f"`x`{name}", x.requires_grad_())
+        self.chosen = play.keep(f"`chosen`{name}", chosen)
+
+    def dispatch(self) -> None:
+        with self.play.event(f"dispatch{self.name}", slack=64.0 * self.play.size) as event:
+            self.rows, self.local, *self.rest = self.play.code.dispatch(
+                self.x, self.chosen, self.experts, self.play.group
+            )
+        event.see("the rows", self.rows)
+        event.see("`local`", self.local)
+
+    def combine(self) -> None:
+        made = self.rows * (1.0 + self.local[:, None]) * (2.0 + self.play.rank)  # what the experts make of them
+        self.result = self.play.call(f"combine{self.name}", self.play.code.combine, made, *self.rest)
+
+    def backward(self, plainly: bool = False) -> None:
+        if not isinstance(self.result, Tensor) or self.result.grad_fn is None:
+            return
+        with self.play.event(f"the backward pass{self.name}"):
+            if plainly:
+                self.result.sum().backward()  # its gradient is one number, expanded
+            else:
+                self.result.backward(torch.ones_like(self.result) * (1.0 + torch.arange(len(self.x)))[:, None])
+
+
+def routed(
+    play: Play,
+    tokens: int = 9,
+    experts: int = 2,
+    choice: str = "any",
+    fewer: int = 2,
+    dtype: torch.dtype = torch.float32,
+) -> None:
+    """Rank r has `tokens` - `fewer` * r tokens."""
+    made = Routed(play, max(0, tokens - fewer * play.rank), experts, choice, dtype=dtype)
+    made.dispatch()
+    made.combine()
+    made.backward(plainly=choice == "backwards")
+
+
+def two_layers(play: Play) -> None:
+    """Two dispatches before both ways back."""
+    first, second = Routed(play, 8, 2, "any", " of layer 1"), Routed(play, 5 + play.rank, 1, "any", " of layer 2")
+    first.dispatch()
+    second.dispatch()
+    first.combine()
+    second.combine()
+    second.backward()
+    first.backward()
+
+
+def without_gradients(play: Play) -> None:
+    with torch.no_grad():
+        made = Routed(play, 7, 2, "any")
+        made.dispatch()
+        made.combine()
+
+
+ORDER = "what arrives lies by the rank it came from, then by expert; and the way back undoes each step, the last first"
+SPLITS = "every rank sends and receives another number of rows: send and receive change places on the way back"
+KEEP_WAY = "keep what the way back needs in ctx, or in what dispatch returns: two layers are under way at once"
+WORLD_ABOUT = "only some ranks take part: pass group=..., and take the number of ranks from it"
+DISPATCH_BATTERY = (
+    Scene("", exchanged, SPLITS),
+    Scene("when only rank 0 sends", lambda play: exchanged(play, by_one=True), SPLITS, sizes=(2, 3)),
+    Scene(
+        "with a transposed gradient",
+        lambda play: exchanged(play, turned=True),
+        "the gradient may lie in any order in memory: contiguous()",
+        sizes=(1, 2),
+    ),
+    Scene("with rows of one number", lambda play: exchanged(play, wide=False), "rows.shape[1:] may be empty"),
+    Scene("", routed, ORDER),
+    Scene("with one expert on each rank", lambda play: routed(play, experts=1), ORDER),
+    Scene("with three experts on each rank", lambda play: routed(play, experts=3, tokens=14), ORDER),
+    Scene("with as many tokens on all ranks", lambda play: routed(play, fewer=0), ORDER),
+    Scene(
+        "when all tokens choose the last expert",
+        lambda play: routed(play, choice="the last"),
+        "some ranks send everything to one, and some receive nothing: all make the same calls",
+    ),
+    Scene(
+        "when each token chooses an expert of its own rank",
+        lambda play: routed(play, choice="only its own"),
+        "a rank sends itself rows like any other",
+        sizes=(2, 4),
+    ),
+    Scene("when the first tokens choose the last experts", lambda play: routed(play, choice="backwards"), ORDER),
+    Scene(
+        "when the last ranks have no tokens",
+        lambda play: routed(play, tokens=4, fewer=4),
+        "a rank without tokens sends nothing, and its experts may get rows all the same",
+        sizes=(2, 3),
+    ),
+    Scene("with two layers by turns", two_layers, KEEP_WAY, sizes=(2, 3)),
+    Scene("in float64", lambda play: routed(play, dtype=torch.float64), "keep the dtype of the rows", sizes=(1, 2)),
+    Scene("under torch.no_grad()", without_gradients, KEEP_WAY, sizes=(1, 2)),
+    *in_groups(routed, WORLD_ABOUT),
+)
+
+DISPATCH_STUB = '''\
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from zerolab.lab.exercises import Todo
+
+
+class Exchange(torch.autograd.Function):
+    """Rows go to other ranks, and in backward their gradients come back."""
+
+    @staticmethod
+    def forward(ctx, rows: Tensor, send: list[int], receive: list[int], group):
+        """(sum(send), ...) -> (sum(receive), ...): the first send[0] rows go to rank 0 of
+        `group`, the next send[1] to rank 1; receive[r] rows come from rank r.
+
+        dist.all_to_all_single(output, rows, receive, send, group=...) fills `output`.
+        """
+        raise Todo("22.1")
+
+    @staticmethod
+    def backward(ctx, grad: Tensor):
+        """The rows' gradient. `grad` may lie in any order in memory, and must not for the
+        collective: contiguous(). Return a value for each argument of forward.
+        """
+        raise Todo("22.1")
+
+
+def dispatch(x: Tensor, chosen: Tensor, experts: int, group) -> tuple[Tensor, Tensor, object]:
+    """Send each token to the rank that has its expert.
+
+    x (T, C); chosen (T,), int64: each token's expert, from 0. There are `experts`, the same
+    number on each of the N ranks of `group`, in order: expert e is on e // (experts / N).
+    T differs from rank to rank, and may be 0.
+
+    Returns: rows (R, C), what has come to this rank: first from rank 0, then from rank 1 ...,
+    of each rank by expert, and those for one expert in their order in x;
+    local (R,), int64: which of *this rank's* experts each row is for, from 0;
+    and one object with whatever `combine` needs.
+    """
+    raise Todo("22.1")
+
+
+def combine(rows: Tensor, way: object) -> Tensor:
+    """The way back: what the experts made of `rows`, (R, C) -> (T, C), in the order of x.
+
+    way: what dispatch returned last.
+    """
+    raise Todo("22.1")
+'''
+
+DISPATCH = """\
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+
+class Exchange(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, rows: Tensor, send: list[int], receive: list[int], group):
+        ctx.back = receive, send, group
+        output = rows.new_empty(sum(receive), *rows.shape[1:])
+        dist.all_to_all_single(output, rows.contiguous(), receive, send, group=group)
+        return output
+
+    @staticmethod
+    def backward(ctx, grad: Tensor):
+        return Exchange.apply(grad, *ctx.back), None, None, None
+
+
+def dispatch(x: Tensor, chosen: Tensor, experts: int, group) -> tuple[Tensor, Tensor, object]:
+    N = dist.get_world_size(group)
+    order = torch.argsort(chosen, stable=True)
+    counts = torch.bincount(chosen, minlength=experts)  # of rows for each expert
+    arrive = torch.empty_like(counts)
+    dist.all_to_all_single(arrive, counts, group=group)  # by rank, then by local expert
+    send, receive = (c.view(N, -1).sum(dim=1).tolist() for c in (counts, arrive))
+    rows = Exchange.apply(x[order], send, receive, group)
+    local = torch.arange(experts // N).repeat(N).repeat_interleave(arrive)
+    return rows, local, (order, send, receive, group)
+
+
+def combine(rows: Tensor, way: object) -> Tensor:
+    order, send, receive, group = way
+    back = Exchange.apply(rows, receive, send, group)
+    return back[torch.argsort(order)]
+"""
+
+# ---------------------------------------------------------------------- 22.2
+
+
+def averaged(play: Play, replicas: str, several: bool = True, dtype: torch.dtype = torch.float32) -> None:
+    """The gradients of a step. replicas: "all", "alone", or "columns" of 2 x 2: ranks with the same experts."""
+    if replicas == "columns":
+        column = play.rank % 2
+        group = play.among([column, column + 2])
+    else:
+        group = play.group if replicas == "all" else play.among([play.rank])
+    shapes = ((3, 4), (5,)) if several else ()
+    dense = [play.share(play.base(*shape, name="a dense gradient"), play.rank).to(dtype) for shape in (*shapes, (7, 2))]
+    experts = [
+        play.share(play.base(*shape, name="an expert's gradient"), play.rank).to(dtype) for shape in (*shapes, (2, 6))
+    ]
+    play.keep("`dense`", dense)
+    play.keep("`experts`", experts)
+    play.call("average(dense, experts, everyone, replicas)", play.code.average, dense, experts, play.group, group)
+
+
+DIVISOR = (
+    "an expert's gradient has come from tokens of all ranks, wherever its replicas are: count them, not the replicas"
+)
+AVERAGE_BATTERY = (
+    Scene("with each expert on one rank", lambda play: averaged(play, "alone"), DIVISOR),
+    Scene("with all experts on every rank", lambda play: averaged(play, "all"), DIVISOR),
+    Scene("with two replicas of each expert", lambda play: averaged(play, "columns"), DIVISOR, sizes=(4,)),
+    Scene("with one gradient of each kind", lambda play: averaged(play, "alone", several=False), DIVISOR, sizes=(1, 2)),
+    Scene("in float64", lambda play: averaged(play, "all", dtype=torch.float64), "keep the dtype", sizes=(2,)),
+    *in_groups(lambda play: averaged(play, "alone"), "only some ranks train this model: pass group=..., and ask it"),
+)
+
+AVERAGE_STUB = '''\
+import torch.distributed as dist
+from torch import Tensor
+from zerolab.lab.exercises import Todo
+
+
+def average(dense: list[Tensor], experts: list[Tensor], everyone, replicas) -> None:
+    """Make of this rank's gradients, in place, those of one process: one whose loss is the
+    mean of the losses of all ranks in `everyone`.
+
+    dense: of parameters that every rank has. experts: of those experts that the ranks of
+    `replicas` have; the others' are elsewhere. Each rank's loss is the mean over its own
+    tokens, and backward has run: the way back of the tokens was the way back of gradients.
+    """
+    raise Todo("22.2")
+'''
+
+AVERAGE = """\
+import torch.distributed as dist
+from torch import Tensor
+
+
+def average(dense: list[Tensor], experts: list[Tensor], everyone, replicas) -> None:
+    ranks = dist.get_world_size(everyone)
+    for grads, group in ((dense, everyone), (experts, replicas)):
+        for grad in grads:
+            dist.all_reduce(grad, group=group)
+            grad /= ranks
+"""
+
+# ---------------------------------------------------------------------- 22.3
+
+
+def turned(
+    play: Play, *shape: int, dtype: torch.dtype = torch.float32, times: int = 1, crosswise: bool = False
+) -> None:
+    """`times` turns of the ring, one after another."""
+    block = play.share(play.base(*shape, name="a rank's block"), play.rank).to(dtype)
+    if crosswise:
+        block = block.t()
+    for number in range(times):
+        name = "" if times == 1 else f", turn {number + 1}"
+        block = play.keep(f"`block`{name}", block)
+        got = play.call(f"turn(block, group){name}", play.code.turn, block, play.group)
+        if not isinstance(got, Tensor):
+            return
+        play.see("what it returns lies in memory of its own", got.data_ptr() != block.data_ptr())
+        block = got
+
+
+def attended(
+    play: Play,
+    blocks: tuple[int, ...] = (4, 4),
+    queries: int = 5,
+    heads: tuple[int, ...] = (2,),
+    size: float = 1.0,
+    hides: str = "",
+    dtype: torch.dtype = torch.float32,
+) -> None:
+    """merge, block after block. hides: what `visible` hides: "" nothing, "later" keys, "all" of the first block."""
+    random = torch.Generator().manual_seed(len(blocks) + queries)
+
+    def numbers(*shape: int) -> Tensor:
+        return torch.randn(*shape, generator=random, dtype=torch.float64).to(dtype)
+
+    play.loose = 1e-5 if dtype == torch.float32 else 1e-12
+    width = 4
+    q = play.keep("`q`", size * numbers(*heads, queries, width))
+    out, lse = torch.zeros_like(q), torch.full(q.shape[:-1], -torch.inf, dtype=dtype)
+    start = 0
+    for number, keys in enumerate(blocks):
+        k, v = numbers(*heads, keys, width), numbers(*heads, keys, width)
+        visible = torch.ones(queries, keys, dtype=torch.bool)
+        if hides == "later":
+            visible = torch.arange(queries)[:, None] >= start + torch.arange(keys)
+        elif hides == "all" and number == 0:
+            visible &= False
+        elif hides == "rows":
+            visible[number::2] = False
+        start += keys
+        names = [f"{name} of block {number + 1}" for name in ("`k`", "`v`", "`visible`", "`out`", "`lse`")]
+        for name, tensor in zip(names, (k, v, visible, out, lse), strict=True):
+            play.keep(name, tensor)
+        with play.event(f"merge, block {number + 1}", uses=()) as event:
+            out, lse = play.code.merge(q, k, v, visible, out, lse)
+        event.see("out", out)
+        event.see("lse", lse)
+
+
+MERGE = "write down out and lse for two keys by hand, one block for each: which weights has the first got too much?"
+HIDDEN = "a query may see nothing of a block, or of all so far: -inf - -inf is no number"
+RING = "rank r sends to r + 1 and receives from r - 1, around the end; and the numbers are those in the group"
+RING_BATTERY = (
+    Scene("", lambda play: turned(play, 3, 4), RING),
+    Scene("with a single number", lambda play: turned(play), RING),
+    Scene("with whole numbers", lambda play: turned(play, 6, dtype=torch.int64), "keep the dtype of `block`"),
+    Scene(
+        "with a transposed block",
+        lambda play: turned(play, 3, 4, crosswise=True),
+        "the block may lie in any order in memory: contiguous()",
+        sizes=(1, 2),
+    ),
+    Scene(
+        "around the ring", lambda play: turned(play, 5, times=4), "what comes must stay as it is, and so must `block`"
+    ),
+    *in_groups(
+        lambda play: turned(play, 3, 4), "only some ranks are in this ring: a message goes to a rank of the *group*"
+    ),
+    Scene("", attended, MERGE, sizes=(1, 2)),
+    Scene("with one block", lambda play: attended(play, blocks=(6,)), MERGE, sizes=(1,)),
+    Scene("with blocks of several lengths", lambda play: attended(play, blocks=(3, 1, 7)), MERGE, sizes=(1,)),
+    Scene("with two leading dimensions", lambda play: attended(play, heads=(2, 3)), MERGE, sizes=(1,)),
+    Scene("with large scores", lambda play: attended(play, size=300.0), "exp(90) has no float32: subtract", sizes=(1,)),
+    Scene("with later keys hidden", lambda play: attended(play, blocks=(2, 2, 2), hides="later"), HIDDEN, sizes=(1,)),
+    Scene("with a first block that nobody sees", lambda play: attended(play, hides="all"), HIDDEN, sizes=(1,)),
+    Scene("with blocks that only some queries see", lambda play: attended(play, hides="rows"), HIDDEN, sizes=(1,)),
+    Scene("in float64", lambda play: attended(play, hides="later", dtype=torch.float64), "keep the dtype", sizes=(1,)),
+)
+
+RING_STUB = '''\
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from zerolab.lab.exercises import Todo
+
+
+def turn(block: Tensor, group) -> Tensor:
+    """Send `block` to the next rank of `group`, around the end, and return what the rank
+    before sends, of the same shape, in memory of its own. `block` stays as it is. A group
+    of one rank gets its own block.
+
+    dist.P2POp(dist.isend, tensor, group=..., group_peer=...) says what is to be done,
+    irecv in the same way; dist.batch_isend_irecv(list of them) starts it, and returns a
+    list: wait() for each. torch has no message to oneself.
+    """
+    raise Todo("22.3")
+
+
+def merge(q: Tensor, k: Tensor, v: Tensor, visible: Tensor, out: Tensor, lse: Tensor):
+    """Attention to some keys is known; here is a block of others.
+
+    q (..., Q, D); k, v (..., K, D); visible (Q, K), bool: which key each query may see.
+    A query's scores are q @ k.mT / sqrt(D), where it may see; its weights are exp(score),
+    divided by their sum.
+    out (..., Q, D), lse (..., Q): the weighted mean of v over the keys so far, and the log
+    of the sum of exp(score). Before the first block they are 0 and -inf.
+
+    -> (out, lse) over all keys with these. A query that has seen none keeps 0 and -inf.
+    Nothing that comes in is changed. Scores may be in the hundreds.
+    """
+    raise Todo("22.3")
+'''
+
+RING_ANSWER = """\
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+
+def turn(block: Tensor, group) -> Tensor:
+    rank, N = dist.get_rank(group), dist.get_world_size(group)
+    if N == 1:
+        return block.clone()
+    block = block.contiguous()
+    coming = torch.empty_like(block)
+    send = dist.P2POp(dist.isend, block, group=group, group_peer=(rank + 1) % N)
+    receive = dist.P2POp(dist.irecv, coming, group=group, group_peer=(rank - 1) % N)
+    for work in dist.batch_isend_irecv([send, receive]):
+        work.wait()
+    return coming
+
+
+def merge(q: Tensor, k: Tensor, v: Tensor, visible: Tensor, out: Tensor, lse: Tensor):
+    scores = (q @ k.mT / q.shape[-1] ** 0.5).masked_fill(~visible, -torch.inf)
+    new = torch.logaddexp(lse, scores.logsumexp(dim=-1))
+    base = new.masked_fill(new == -torch.inf, 0.0)  # nothing seen: any number will do
+    out = out * (lse - base).exp()[..., None] + (scores - base[..., None]).exp() @ v
+    return out, new
+"""
+
+EXERCISES = [
+    Exercise(
+        id="22.1",
+        title="tokens to experts, and back",
+        difficulty=3,
+        section="Write: tokens to experts, and back",
+        battery=DISPATCH_BATTERY,
+        stub=DISPATCH_STUB,
+        reference=DISPATCH,
+        hints=(
+            "Exchange: `output` has sum(receive) rows and the other dimensions of `rows`. Keep receive, send and group "
+            "in ctx: backward is the same exchange with the two lists in each other's place, and three times None.",
+            "dispatch: order = torch.argsort(chosen, stable=True) puts x in the order of the experts, which is also "
+            "that of the ranks. counts = torch.bincount(chosen, minlength=experts); an even all_to_all_single of "
+            "counts tells each rank how many rows come, from each rank and for each of its experts.",
+            "counts.view(N, -1).sum(dim=1).tolist() is `send`, and so for what arrives. local = torch.arange(experts "
+            "// N).repeat(N).repeat_interleave(arrive). combine exchanges with `receive` and `send` swapped, and then "
+            "back[torch.argsort(order)] puts the rows where the tokens were.",
+        ),
+        exports=("dispatch", "combine", "Exchange"),
+        errors={
+            "Split sizes doesn't match total dim 0 size": "the lists of an all-to-all must add up to the rows: "
+            "output has sum(receive) of them, and the call takes first what comes, then what goes",
+            "Tensors must be contiguous": "a gradient may be an expanded or transposed tensor: contiguous()",
+            "returned an incorrect number of gradients": "backward returns a value for each argument of forward: the "
+            "gradient of the rows, and None for the two lists and the group",
+        },
+    ),
+    Exercise(
+        id="22.2",
+        title="who averages what",
+        difficulty=1,
+        section="Write: who averages what",
+        battery=AVERAGE_BATTERY,
+        stub=AVERAGE_STUB,
+        reference=AVERAGE,
+        hints=(
+            "Two questions for each of the two kinds: over which ranks must gradients still be *added up*, and by how "
+            "many is the sum divided?",
+            "An expert has already got the gradients of all tokens that came to it, whichever rank they came from: its "
+            "all-reduce adds up what its replicas have got. One process would divide by the number of all losses.",
+            "For (dense, everyone) and (experts, replicas): dist.all_reduce(grad, group=group), then grad /= "
+            "dist.get_world_size(everyone), for both.",
+        ),
+        exports=("average",),
+    ),
+    Exercise(
+        id="22.3",
+        title="one step of the ring",
+        difficulty=2,
+        section="Write: one step of the ring",
+        battery=RING_BATTERY,
+        stub=RING_STUB,
+        reference=RING_ANSWER,
+        hints=(
+            "turn: rank and size are those in the group, the peers (rank + 1) % N and (rank - 1) % N. merge: the log "
+            "of a sum of two sums is torch.logaddexp(lse, scores.logsumexp(dim=-1)); hidden keys have the score -inf.",
+            "The old `out` was divided by exp(lse). Now the divisor is exp(new): out * exp(lse - new), and a new key's "
+            "weight is exp(score - new). Differences of logs stay small where exp(score) would overflow.",
+            "Where `new` is -inf, nothing has been seen: subtract 0 there in its place, and everything comes out 0. "
+            "base = new.masked_fill(new == -torch.inf, 0.0); out = out * (lse - base).exp()[..., None] + (scores - "
+            "base[..., None]).exp() @ v.",
+        ),
+        exports=("turn", "merge"),
+        errors={"contiguous": "what is sent must lie in one piece in memory: block.contiguous()"},
+    ),
+]

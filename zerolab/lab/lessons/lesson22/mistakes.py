@@ -1,0 +1,569 @@
+"""Lesson 22: other right answers, and known mistakes with what a learner is told."""
+
+from __future__ import annotations
+
+from zerolab.lab.exercises.mistakes import Mistake, edit
+from zerolab.lab.lessons.lesson22 import AVERAGE, DISPATCH, RING_ANSWER
+
+# ---------------------------------------------------------------------- 22.1
+
+BY_FUNCTIONAL = """\
+import torch
+import torch.distributed as dist
+import torch.distributed._functional_collectives as functional
+
+
+class Exchange(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, rows, send, receive, group):
+        ctx.send, ctx.receive, ctx.group = list(send), list(receive), group
+        out = torch.empty(sum(receive), *rows.shape[1:], dtype=rows.dtype, device=rows.device)
+        work = dist.all_to_all_single(out, rows.detach().contiguous(), receive, send, group=group, async_op=True)
+        work.wait()
+        return out
+
+    @staticmethod
+    def backward(ctx, grad):
+        out = grad.new_empty(sum(ctx.send), *grad.shape[1:])
+        dist.all_to_all_single(
+            out, grad.contiguous(), output_split_sizes=ctx.send, input_split_sizes=ctx.receive, group=ctx.group
+        )
+        return (out, *3 * (None,))
+
+
+def dispatch(x, chosen, experts, group):
+    N, rank = dist.get_world_size(group), dist.get_rank(group)
+    order = chosen.sort(stable=True).indices
+    counts = torch.bincount(chosen, minlength=experts)
+    everybody = [torch.empty_like(counts) for _ in range(N)]
+    dist.all_gather(everybody, counts, group=group)
+    mine = torch.stack(everybody).view(N, N, -1)[:, rank]  # by source and local expert
+    send, receive = counts.view(N, -1).sum(1).tolist(), mine.sum(1).tolist()
+    rows = functional.all_to_all_single_autograd(x[order], receive, send, group)
+    local = torch.cat([torch.full((n,), e) for row in mine.tolist() for e, n in enumerate(row)])
+    return functional.wait_tensor(rows), local, {"order": order, "send": send, "receive": receive, "group": group}
+
+
+def combine(rows, way):
+    back = Exchange.apply(rows, way["receive"], way["send"], way["group"])
+    return torch.zeros_like(back).index_copy(0, way["order"], back)
+"""
+
+BY_MESSAGES = """\
+import torch
+import torch.distributed as dist
+
+
+def exchange(rows, send, receive, group):
+    me, out = dist.get_rank(group), rows.new_empty(sum(receive), *rows.shape[1:])
+    goes, comes = [part.contiguous() for part in rows.split(send)], out.split(receive)
+    comes[me].copy_(goes[me])
+    ops = []
+    for other in range(len(send)):
+        if other != me and len(goes[other]):
+            ops.append(dist.P2POp(dist.isend, goes[other], group=group, group_peer=other))
+        if other != me and len(comes[other]):
+            ops.append(dist.P2POp(dist.irecv, comes[other], group=group, group_peer=other))
+    for work in dist.batch_isend_irecv(ops) if ops else []:
+        work.wait()
+    return out
+
+
+class Exchange(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, rows, send, receive, group):
+        ctx.save_for_backward()
+        ctx.there, ctx.here, ctx.group = send, receive, group
+        return exchange(rows, send, receive, group)
+
+    @staticmethod
+    def backward(ctx, grad):
+        return exchange(grad, ctx.here, ctx.there, ctx.group), None, None, None
+
+
+def dispatch(x, chosen, experts, group):
+    N = group.size()
+    each = experts // N
+    places = [(chosen == e).nonzero().flatten() for e in range(experts)]
+    counts = torch.tensor([len(place) for place in places])
+    coming = torch.zeros(experts, dtype=torch.int64)
+    dist.all_to_all(list(coming.split(each)), list(counts.split(each)), group=group)
+    order = torch.cat(places)
+    send = [int(part.sum()) for part in counts.split(each)]
+    receive = [int(part.sum()) for part in coming.split(each)]
+    local = torch.tensor([e % each for e, n in enumerate(coming.tolist()) for _ in range(n)], dtype=torch.int64)
+    return Exchange.apply(x.index_select(0, order), send, receive, group), local, (order, receive, send, group)
+
+
+def combine(rows, way):
+    order, *back = way
+    inverse = torch.empty_like(order)
+    inverse[order] = torch.arange(len(order))
+    return Exchange.apply(rows, *back).index_select(0, inverse)
+"""
+
+NO_GRADIENT = (
+    "dist's collectives know nothing of autograd, so no gradient finds its way back: send the rows with Exchange.apply"
+)
+SWAP = "on the way back what was received is sent: `receive` and `send` change places, in backward and in combine"
+UNSORTED = (
+    "an all-to-all cuts the rows into pieces, one for each rank, so rows for one rank must lie together: put x in the "
+    "order of the experts first"
+)
+BY_EXPERT = (
+    "the rows lie in another order than the counts say: from each rank by expert, and those for one expert in the "
+    "order of x, torch.argsort(chosen, stable=True)"
+)
+UNDO = "the rows are back, and lie as they were sent: put each where its token was, back[torch.argsort(order)]"
+LOCAL = "`local` counts this rank's own experts, from 0: expert e is number e % (experts / N) on its rank"
+LOCAL_ORDER = "`local` has another order than the rows: from each rank first all rows for expert 0, then those for 1"
+WORLD = "that went over all processes: pass group=..., and ask the group for its size"
+ARRIVE = "other ranks send other numbers of rows: exchange the counts before the rows"
+MINLENGTH = "experts that nobody here has chosen count, too, with 0: bincount(chosen, minlength=experts)"
+CONTIGUOUS = "a gradient may be an expanded or transposed tensor, which a collective refuses: grad.contiguous()"
+SCALED = (
+    "the tokens' gradients were divided: each token's gradient belongs to that token alone, so they travel as they "
+    "are. Averaging is for parameters"
+)
+ON_THE_CLASS = "the way back was kept on the class, where the next exchange overwrites it: keep it in ctx"
+NONES = "backward returns a value for each argument of forward: the gradient of the rows, and None three times"
+TOO_MUCH = "every rank was sent everything: a token goes to the one rank that has its expert"
+
+_SEND = "dist.all_to_all_single(output, rows.contiguous(), receive, send, group=group)"
+_BACK = "        return Exchange.apply(grad, *ctx.back), None, None, None\n"
+_ORDER = "order = torch.argsort(chosen, stable=True)"
+_ROWS = "    rows = Exchange.apply(x[order], send, receive, group)\n"
+_LOCAL = "torch.arange(experts // N).repeat(N).repeat_interleave(arrive)"
+_COUNTS = "    dist.all_to_all_single(arrive, counts, group=group)  # by rank, then by local expert\n"
+_PLAIN = (
+    "    rows = x.new_empty(sum(receive), x.shape[1])\n"
+    "    dist.all_to_all_single(rows, x[order].detach(), receive, send, group=group)\n"
+)
+
+DISPATCH_MISTAKES = {
+    "no way back": Mistake(edit(DISPATCH, _BACK, "        return grad, None, None, None\n"), SWAP),
+    "backward as forward": Mistake(
+        edit(DISPATCH, "ctx.back = receive, send, group", "ctx.back = send, receive, group"), SWAP
+    ),
+    "combine as dispatch": Mistake(
+        edit(DISPATCH, "Exchange.apply(rows, receive, send, group)", "Exchange.apply(rows, send, receive, group)"), SWAP
+    ),
+    "splits exchanged": Mistake(
+        edit(DISPATCH, "rows.contiguous(), receive, send, group", "rows.contiguous(), send, receive, group"),
+        "all_to_all_single takes first the rows that come from each rank, and then those that go: receive, send",
+    ),
+    "without autograd": Mistake(edit(DISPATCH, _ROWS, _PLAIN), NO_GRADIENT),
+    "back without autograd": Mistake(
+        edit(
+            DISPATCH,
+            "    back = Exchange.apply(rows, receive, send, group)\n",
+            "    back = rows.new_empty(sum(send), rows.shape[1])\n"
+            "    dist.all_to_all_single(back, rows.detach(), send, receive, group=group)\n",
+        ),
+        NO_GRADIENT,
+    ),
+    "unsorted": Mistake(edit(DISPATCH, _ORDER, "order = torch.arange(len(chosen))"), UNSORTED),
+    "sorted by rank": Mistake(
+        edit(DISPATCH, _ORDER, "order = torch.argsort(chosen // (experts // N), stable=True)"), BY_EXPERT
+    ),
+    "the last first": Mistake(
+        edit(DISPATCH, _ORDER, "order = len(chosen) - 1 - torch.argsort(chosen.flip(0), stable=True)"), BY_EXPERT
+    ),
+    "descending": Mistake(edit(DISPATCH, "(chosen, stable=True)", "(chosen, stable=True, descending=True)"), BY_EXPERT),
+    "left as sent": Mistake(edit(DISPATCH, "return back[torch.argsort(order)]", "return back"), UNDO),
+    "sorted again": Mistake(edit(DISPATCH, "return back[torch.argsort(order)]", "return back[order]"), UNDO),
+    "numbers of all experts": Mistake(
+        edit(DISPATCH, _LOCAL, f"{_LOCAL} + dist.get_rank(group) * (experts // N)"), LOCAL
+    ),
+    "local by expert": Mistake(
+        edit(DISPATCH, _LOCAL, "torch.arange(experts // N).repeat_interleave(N).repeat_interleave(arrive)"), LOCAL_ORDER
+    ),
+    "local from what goes": Mistake(edit(DISPATCH, "repeat_interleave(arrive)", "repeat_interleave(counts)"), ARRIVE),
+    "sources": Mistake(
+        edit(DISPATCH, _LOCAL, "torch.arange(N).repeat_interleave(experts // N).repeat_interleave(arrive)"),
+        "that is the rank from which each row came: asked for is the expert for which it is",
+    ),
+    "as many come as go": Mistake(edit(DISPATCH, _COUNTS, "    arrive.copy_(counts)\n"), ARRIVE),
+    "no minlength": Mistake(edit(DISPATCH, "bincount(chosen, minlength=experts)", "bincount(chosen)"), MINLENGTH),
+    "experts dealt out": Mistake(
+        edit(
+            DISPATCH,
+            _ORDER,
+            "each = experts // N\n    chosen = chosen % N * each + chosen // N\n    " + _ORDER,
+        ),
+        "experts were dealt out in turn: neighbours are on one rank, expert e on e // (experts / N)",
+    ),
+    "rows of all": Mistake(edit(DISPATCH, _SEND, _SEND.replace(", group=group", "")), WORLD),
+    "counts of all": Mistake(edit(DISPATCH, "(arrive, counts, group=group)", "(arrive, counts)"), WORLD),
+    "the size of all": Mistake(edit(DISPATCH, "N = dist.get_world_size(group)", "N = dist.get_world_size()"), WORLD),
+    "no group at all": Mistake(
+        edit(
+            DISPATCH,
+            _SEND,
+            _SEND.replace(", group=group", ""),
+            "(arrive, counts, group=group)",
+            "(arrive, counts)",
+            "get_world_size(group)",
+            "get_world_size()",
+        ),
+        WORLD,
+    ),
+    "not contiguous": Mistake(edit(DISPATCH, "rows.contiguous()", "rows"), CONTIGUOUS),
+    "divides tokens": Mistake(
+        edit(
+            DISPATCH,
+            "return Exchange.apply(grad, *ctx.back),",
+            "return Exchange.apply(grad, *ctx.back) / len(ctx.back[0]),",
+        ),
+        SCALED,
+    ),
+    "on the class": Mistake(
+        edit(
+            DISPATCH,
+            "ctx.back = receive, send, group",
+            "Exchange.back = receive, send, group",
+            "*ctx.back",
+            "*Exchange.back",
+        ),
+        ON_THE_CLASS,
+    ),
+    "one value": Mistake(edit(DISPATCH, "*ctx.back), None, None, None", "*ctx.back)"), NONES),
+    "a value too few": Mistake(edit(DISPATCH, "*ctx.back), None, None, None", "*ctx.back), None, None"), NONES),
+    "not waited for": Mistake(
+        edit(DISPATCH, _SEND, _SEND.replace("group=group", "group=group, async_op=True")),
+        "with async_op=True the rows come later: keep what the call returns, and wait() for it",
+    ),
+    "everything to all": Mistake(
+        edit(
+            DISPATCH,
+            "        output = rows.new_empty(sum(receive), *rows.shape[1:])\n        " + _SEND + "\n",
+            "        N, rank = dist.get_world_size(group), dist.get_rank(group)\n"
+            "        sizes = [torch.zeros(N, dtype=torch.int64) for _ in range(N)]\n"
+            "        dist.all_gather(sizes, torch.tensor(send), group=group)\n"
+            "        most = max(int(size.sum()) for size in sizes)\n"
+            "        padded = rows.new_zeros(most, *rows.shape[1:])\n"
+            "        padded[: len(rows)] = rows\n"
+            "        parts = [torch.empty_like(padded) for _ in range(N)]\n"
+            "        dist.all_gather(parts, padded, group=group)\n"
+            "        output = torch.cat([part[: int(size.sum())].split(size.tolist())[rank] "
+            "for part, size in zip(parts, sizes)])\n",
+        ),
+        TOO_MUCH,
+    ),
+    "in the order of the result": Mistake(
+        edit(
+            DISPATCH,
+            "    return rows, local, (order",
+            "    return rows[torch.argsort(local, stable=True)], local, (order",
+        ),
+        "the rows were sorted again after they came, and neither `local` nor the way back knows of it: leave them as "
+        "they came, rank by rank",
+    ),
+}
+
+# ---------------------------------------------------------------------- 22.2
+
+IN_A_BUCKET = """\
+import torch
+import torch.distributed as dist
+
+
+def average(dense, experts, everyone, replicas):
+    for grads, group in [(dense, everyone), (experts, replicas)]:
+        flat = torch.cat([grad.flatten() for grad in grads]) / everyone.size()
+        dist.all_reduce(flat, group=group)
+        for grad, part in zip(grads, flat.split([grad.numel() for grad in grads])):
+            grad.copy_(part.view_as(grad))
+"""
+
+BY_AVG = """\
+import torch.distributed as dist
+
+
+def average(dense, experts, everyone, replicas):
+    N, R = dist.get_world_size(everyone), dist.get_world_size(replicas)
+    works = []
+    for grad in dense:
+        works.append(dist.all_reduce(grad, dist.ReduceOp.AVG, group=everyone, async_op=True))
+    for grad in experts:
+        works.append(dist.all_reduce(grad, dist.ReduceOp.AVG, group=replicas, async_op=True))
+    for work in works:
+        work.wait()
+    for grad in experts:
+        grad.mul_(R / N)
+"""
+
+REPLICAS = (
+    "the experts' gradients were divided by their replicas. But the tokens came from all ranks, and each rank's loss "
+    "counts 1/N: divide by the number of all ranks. Otherwise they are too large, as many times as ranks share the "
+    "experts out"
+)
+MIXED = (
+    "the experts' gradients were added up over all ranks: other ranks have *other* experts at this place. Only the "
+    "replicas have the same"
+)
+EXPERTS_ALONE = "the experts' gradients were not added up over their replicas, which have had other tokens"
+NOT_DIVIDED = "the losses are averaged, so the gradients are: divide the sums by the number of all ranks"
+DENSE = "every rank has the dense parameters, and its own tokens' gradient for them: add up over everyone"
+IN_PLACE = "the lists that came in still hold the old gradients: change the tensors themselves, in place"
+PROCESSES = "that was all processes, and not `everyone`: pass group=..., and ask it for its size"
+
+_LOOP = "((dense, everyone), (experts, replicas))"
+AVERAGE_MISTAKES = {
+    "divided by the replicas": Mistake(edit(AVERAGE, "grad /= ranks", "grad /= dist.get_world_size(group)"), REPLICAS),
+    "an average of the replicas": Mistake(
+        edit(
+            AVERAGE,
+            "            dist.all_reduce(grad, group=group)\n            grad /= ranks\n",
+            "            dist.all_reduce(grad, dist.ReduceOp.AVG, group=group)\n",
+        ),
+        REPLICAS,
+    ),
+    "experts not divided": Mistake(
+        edit(AVERAGE, "grad /= ranks", "grad /= ranks if group is everyone and grads is dense else 1"),
+        "the experts' gradients are sums over the losses of all ranks, and their mean is asked for: divide them, too",
+    ),
+    "nothing divided": Mistake(edit(AVERAGE, "            grad /= ranks\n", ""), NOT_DIVIDED),
+    "all over everyone": Mistake(edit(AVERAGE, _LOOP, "((dense, everyone), (experts, everyone))"), MIXED),
+    "experts left out": Mistake(edit(AVERAGE, _LOOP, "((dense, everyone),)"), EXPERTS_ALONE),
+    "experts only divided": Mistake(
+        edit(AVERAGE, _LOOP, "((dense, everyone),)") + "    for grad in experts:\n        grad /= ranks\n",
+        EXPERTS_ALONE,
+    ),
+    "dense left out": Mistake(edit(AVERAGE, _LOOP, "((experts, replicas),)"), DENSE),
+    "dense over the replicas": Mistake(edit(AVERAGE, "(dense, everyone)", "(dense, replicas)"), DENSE),
+    "groups exchanged": Mistake(edit(AVERAGE, _LOOP, "((dense, replicas), (experts, everyone))"), MIXED),
+    "new tensors": Mistake(edit(AVERAGE, "            grad /= ranks\n", "            grad = grad / ranks\n"), IN_PLACE),
+    "copies": Mistake(
+        edit(AVERAGE, "            dist.all_reduce", "            grad = grad.clone()\n            dist.all_reduce"),
+        IN_PLACE,
+    ),
+    "divided twice": Mistake(
+        edit(AVERAGE, "grad /= ranks", "grad /= ranks * dist.get_world_size(replicas)"),
+        "divided once too often: the number of all ranks has the replicas in it already",
+    ),
+    "all processes": Mistake(edit(AVERAGE, "dist.get_world_size(everyone)", "dist.get_world_size()"), PROCESSES),
+    "over all processes": Mistake(edit(AVERAGE, _LOOP, "((dense, None), (experts, replicas))"), PROCESSES),
+    "not waited for": Mistake(
+        edit(AVERAGE, "group=group)", "group=group, async_op=True)"),
+        "with async_op=True the sum comes later, and the division hits what was there before: wait() first",
+    ),
+}
+
+# ---------------------------------------------------------------------- 22.3
+
+BY_MAXIMUM = """\
+import math
+
+import torch
+import torch.distributed as dist
+
+
+def turn(block, group):
+    ranks = dist.get_process_group_ranks(group)
+    here = ranks.index(dist.get_rank())
+    coming = torch.empty(block.shape, dtype=block.dtype, device=block.device)
+    if len(ranks) == 1:
+        return coming.copy_(block)
+    works = [
+        dist.isend(block.contiguous(), ranks[(here + 1) % len(ranks)], group=group),
+        dist.irecv(coming, ranks[here - 1], group=group),
+    ]
+    for work in works:
+        work.wait()
+    return coming
+
+
+def merge(q, k, v, visible, out, lse):
+    scores = torch.einsum("...qd,...kd->...qk", q, k) / math.sqrt(q.size(-1))
+    scores = torch.where(visible, scores, float("-inf"))
+    top = torch.maximum(lse, scores.max(dim=-1).values)
+    top = torch.where(top.isinf(), torch.zeros_like(top), top)
+    before, now = torch.exp(lse - top), torch.exp(scores - top.unsqueeze(-1))
+    total = before + now.sum(dim=-1)
+    mean = (out * before.unsqueeze(-1) + now @ v) / total.clamp(min=torch.finfo(q.dtype).tiny).unsqueeze(-1)
+    return mean, top + total.log()
+"""
+
+BY_SOFTMAX = """\
+import torch
+import torch.distributed as dist
+
+
+def turn(block, group):
+    rank, N = dist.get_rank(group), dist.get_world_size(group)
+    send, receive = ([0] * N for _ in range(2))
+    send[(rank + 1) % N] = receive[(rank - 1) % N] = block.numel()
+    coming = torch.empty_like(block, memory_format=torch.contiguous_format).flatten()
+    dist.all_to_all_single(coming, block.flatten(), receive, send, group=group)
+    return coming.view(block.shape)
+
+
+def merge(q, k, v, visible, out, lse):
+    scores = (q @ k.transpose(-2, -1)) * q.shape[-1] ** -0.5
+    scores = scores + torch.zeros_like(visible, dtype=q.dtype).masked_fill(visible.logical_not(), -torch.inf)
+    here = torch.nan_to_num(scores.softmax(dim=-1), nan=0.0) @ v
+    both = torch.stack([lse, scores.logsumexp(dim=-1)])
+    weights = torch.nan_to_num(both.softmax(dim=0), nan=0.0)[..., None]
+    return weights[0] * out + weights[1] * here, both.logsumexp(dim=0)
+"""
+
+OTHER_WAY = "blocks go to the next rank, r + 1, and come from the one before"
+ITSELF = "in a group of one rank there is nobody to send to: return a copy of the block"
+PEERS = "a peer's number in its group is not its number among all processes: group_peer=..., or get_global_rank"
+OWN = "the block's own memory was given back, or changed: receive into a new tensor"
+WAIT = "messages are over when they are waited for: wait() for each of what batch_isend_irecv returns"
+BLOCKING = "everybody sends, and nobody receives: start both at once, with batch_isend_irecv"
+IN_ONE_PIECE = "a transposed block does not lie in one piece in memory, which a message must: contiguous()"
+RESCALE = (
+    "`out` is a mean over fewer keys: its weight in the new mean is exp(lse - new), what the old keys have of the new "
+    "sum"
+)
+NEW_WEIGHTS = "the new keys' weights are exp(score - new), where `new` is the lse of all keys, old and new"
+HALVES = "two means were averaged as if both blocks weighed the same: each weighs exp of its lse"
+OVERFLOW = "exp of a large score is infinite: subtract before exp, and add logs with torch.logaddexp and logsumexp"
+NOTHING_SEEN = (
+    "-inf - -inf is no number: where a query has seen nothing, subtract 0 instead, and everything comes out 0"
+)
+SCALE = "the scores are q @ k.mT / sqrt(D), D the length of a query: without it the weights are too sharp"
+INVERTED = "`visible` is True where a query may see: hide the others, ~visible"
+ZEROED = "a hidden key's score was made 0, and exp(0) = 1: it still has weight. Its score must be -inf"
+UNHIDDEN = "every query sees every key of the block: fill the scores where `visible` is False with -inf"
+LSE = "`lse` of all keys is the log of the *sum* of two sums: torch.logaddexp(lse, scores.logsumexp(dim=-1))"
+CHANGED = "`out` and `lse` that came in were changed: make new tensors"
+
+_SCORES = "(q @ k.mT / q.shape[-1] ** 0.5)"
+_MASK = ".masked_fill(~visible, -torch.inf)"
+_NEW = "torch.logaddexp(lse, scores.logsumexp(dim=-1))"
+_OUT = "out * (lse - base).exp()[..., None] + (scores - base[..., None]).exp() @ v"
+_WAITS = "    for work in dist.batch_isend_irecv([send, receive]):\n        work.wait()\n"
+
+RING_MISTAKES = {
+    "the other way": Mistake(
+        edit(RING_ANSWER, "(rank + 1) % N", "(rank + N - 1) % N", "(rank - 1) % N", "(rank + 1) % N"), OTHER_WAY
+    ),
+    "to itself": Mistake(edit(RING_ANSWER, "    if N == 1:\n        return block.clone()\n", ""), ITSELF),
+    "the block itself": Mistake(edit(RING_ANSWER, "return block.clone()", "return block"), OWN),
+    "into the block": Mistake(edit(RING_ANSWER, "coming = torch.empty_like(block)", "coming = block"), OWN),
+    "numbers of the world": Mistake(
+        edit(
+            RING_ANSWER,
+            "group_peer=(rank + 1) % N",
+            "peer=(rank + 1) % N",
+            "group_peer=(rank - 1) % N",
+            "peer=(rank - 1) % N",
+        ),
+        PEERS,
+    ),
+    "a ring of all": Mistake(
+        edit(
+            RING_ANSWER,
+            "dist.get_rank(group), dist.get_world_size(group)",
+            "dist.get_rank(), dist.get_world_size()",
+            "group=group, group_peer=(rank + 1) % N",
+            "peer=(rank + 1) % N",
+            "group=group, group_peer=(rank - 1) % N",
+            "peer=(rank - 1) % N",
+        ),
+        "the ring went over all processes: rank, size and messages are those of `group`",
+    ),
+    "not waited for": Mistake(edit(RING_ANSWER, _WAITS, "    dist.batch_isend_irecv([send, receive])\n"), WAIT),
+    "sends first": Mistake(
+        edit(
+            RING_ANSWER,
+            _WAITS,
+            "    dist.send(block, group=group, group_dst=(rank + 1) % N)\n"
+            "    dist.recv(coming, group=group, group_src=(rank - 1) % N)\n",
+        ),
+        BLOCKING,
+    ),
+    "not contiguous": Mistake(edit(RING_ANSWER, "    block = block.contiguous()\n", ""), IN_ONE_PIECE),
+    "adds what comes": Mistake(
+        edit(RING_ANSWER, "    return coming\n", "    return block + coming\n"),
+        "the two blocks were added up: nothing is reduced in this ring, a block is passed on as it is",
+    ),
+    "old mean as it was": Mistake(edit(RING_ANSWER, "out * (lse - base).exp()[..., None]", "out"), RESCALE),
+    "weights of the block": Mistake(
+        edit(RING_ANSWER, "(scores - base[..., None]).exp() @ v", "scores.softmax(dim=-1).nan_to_num(0.0) @ v"),
+        NEW_WEIGHTS,
+    ),
+    "two means, averaged": Mistake(
+        edit(RING_ANSWER, f"out = {_OUT}", "out = (out + scores.softmax(dim=-1).nan_to_num(0.0) @ v) / 2"), HALVES
+    ),
+    "two means, added": Mistake(
+        edit(RING_ANSWER, f"out = {_OUT}", "out = out + scores.softmax(dim=-1).nan_to_num(0.0) @ v"), RESCALE
+    ),
+    "only this block": Mistake(
+        edit(RING_ANSWER, f"out = {_OUT}", "out = scores.softmax(dim=-1).nan_to_num(0.0) @ v"),
+        "that is the attention to this block alone: `out` has what was before",
+    ),
+    "sums, not divided": Mistake(
+        edit(RING_ANSWER, f"out = {_OUT}", "out = out + scores.exp() @ v"),
+        "the weights were not divided by their sum: `out` is a mean, of all keys so far",
+    ),
+    "exp first": Mistake(
+        edit(
+            RING_ANSWER,
+            _NEW,
+            "(lse.exp() + scores.exp().sum(dim=-1)).log()",
+            _OUT,
+            "(out * lse.exp()[..., None] + scores.exp() @ v) / base.exp()[..., None]",
+        ),
+        OVERFLOW,
+    ),
+    "no number": Mistake(edit(RING_ANSWER, "new.masked_fill(new == -torch.inf, 0.0)", "new"), NOTHING_SEEN),
+    "a large number for -inf": Mistake(
+        edit(RING_ANSWER, "~visible, -torch.inf)", "~visible, -1e9)"),
+        "a hidden key's score was made very low, and where a query sees nothing, all such scores are alike and get "
+        "weight: -inf, and no weight at all",
+    ),
+    "no scale": Mistake(edit(RING_ANSWER, _SCORES, "(q @ k.mT)"), SCALE),
+    "scaled by D": Mistake(edit(RING_ANSWER, "q.shape[-1] ** 0.5", "q.shape[-1]"), "divided by D, and not by its root"),
+    "scaled by keys": Mistake(
+        edit(RING_ANSWER, "q.shape[-1] ** 0.5", "k.shape[-2] ** 0.5"),
+        "divided by the root of the number of keys: D is the length of a query, q.shape[-1]",
+    ),
+    "inverted": Mistake(edit(RING_ANSWER, "~visible", "visible"), INVERTED),
+    "zero scores": Mistake(edit(RING_ANSWER, _MASK, ".masked_fill(~visible, 0.0)"), ZEROED),
+    "times visible": Mistake(edit(RING_ANSWER, _SCORES + _MASK, _SCORES + " * visible"), ZEROED),
+    "nothing hidden": Mistake(edit(RING_ANSWER, _MASK, ""), UNHIDDEN),
+    "logs added": Mistake(
+        edit(
+            RING_ANSWER,
+            f"    new = {_NEW}\n",
+            f"    new = {_NEW}\n    added = lse + scores.logsumexp(dim=-1)\n",
+            "return out, new",
+            "return out, added",
+        ),
+        LSE,
+    ),
+    "the larger log": Mistake(
+        edit(RING_ANSWER, "return out, new", "return out, torch.maximum(lse, scores.logsumexp(dim=-1))"), LSE
+    ),
+    "the block's log": Mistake(edit(RING_ANSWER, "return out, new", "return out, scores.logsumexp(dim=-1)"), LSE),
+    "the sum itself": Mistake(
+        edit(RING_ANSWER, "return out, new", "return out, new.exp()"),
+        "`lse` is the *log* of the sum: the sum itself overflows",
+    ),
+    "the maximum": Mistake(
+        edit(RING_ANSWER, "return out, new", "return out, scores.amax(dim=-1)"),
+        "the largest score alone does not say how large the sum is: return the log of the sum",
+    ),
+    "in place": Mistake(
+        edit(
+            RING_ANSWER,
+            "    out = " + _OUT + "\n    return out, new",
+            "    out *= (lse - base).exp()[..., None]\n    out += (scores - base[..., None]).exp() @ v\n"
+            "    lse.copy_(new)\n    return out, lse",
+        ),
+        CHANGED,
+    ),
+    "lse first": Mistake(edit(RING_ANSWER, "return out, new", "return new, out"), "the mean comes first, then its lse"),
+}
+
+RIGHT = {
+    "22.1": [BY_FUNCTIONAL, BY_MESSAGES],
+    "22.2": [IN_A_BUCKET, BY_AVG],
+    "22.3": [BY_MAXIMUM, BY_SOFTMAX],
+}
+MISTAKES = {"22.1": DISPATCH_MISTAKES, "22.2": AVERAGE_MISTAKES, "22.3": RING_MISTAKES}

@@ -1,0 +1,46 @@
+"""Ring attention's backward, and which parts of causal attention there are to compute."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+
+def seen(mine: Tensor, theirs: Tensor) -> list[tuple[int, int]]:
+    """Which half of a rank's queries sees anything of which half of a block's keys; each half's places ascend."""
+    queries, keys = mine.chunk(2), theirs.chunk(2)
+    return [(i, j) for i in range(2) for j in range(2) if queries[i][-1] >= keys[j][0]]
+
+
+def ring_gradients(
+    grad: Tensor,
+    kept: tuple[Tensor, ...],
+    places: Tensor,
+    size: int,
+    turn: Callable[[Tensor], Tensor],
+) -> tuple[Tensor, Tensor, Tensor]:
+    """The gradients of q, k and v, each (..., T / N, D), in a ring of `size` ranks. kept: q, k, v, out and lse.
+
+    Keys and values go around once more, and with each the gradient that it has got so far; after N turns it is at home.
+    Weights are computed again, from scores and lse, so that none are kept (as in FlashAttention-2, arXiv 2307.08691).
+    """
+    q, k, v, out, lse = kept
+    scale = q.shape[-1] ** -0.5
+    delta = (grad * out).sum(dim=-1, keepdim=True)
+    of_q = torch.zeros_like(q)
+    block, theirs = torch.stack([k, v, torch.zeros_like(k), torch.zeros_like(v)]), places
+    for _ in range(size):
+        for i, j in seen(places, theirs):
+            rows = [tensor.chunk(2, dim=-2)[i] for tensor in (q, grad, delta, lse[..., None], of_q)]
+            query, of_out, offset, logs, of_query = rows
+            key, value, of_key, of_value = (tensor.chunk(2, dim=-2)[j] for tensor in block)
+            visible = places.chunk(2)[i][:, None] >= theirs.chunk(2)[j]
+            weights = ((query @ key.mT * scale).masked_fill(~visible, -torch.inf) - logs).exp()
+            of_value += weights.mT @ of_out
+            of_scores = weights * (of_out @ value.mT - offset) * scale
+            of_query += of_scores @ key
+            of_key += of_scores.mT @ query
+        block, theirs = turn(block), turn(theirs)
+    return of_q, block[2], block[3]

@@ -5,9 +5,9 @@
 # One has so many *parameters* in a layer that gathering them for every rank is hopeless, although each token needs
 # only a few of them: experts. The other has so many *tokens* in one sample that no GPU can hold it: the 100,000
 # tokens with which lesson 15 opened, and which it didn't solve. In both, tokens travel, or what has been made of
-# them. That changes what a step sends, which rank is the slowest, and whose gradients are averaged with whose. One
-# divisor in the wrong place, and your experts learn at several times the rate you set: DeepSpeed's ZeRO did that
-# until September 2024.
+# them. That changes what a step sends, which rank is the slowest, and whose gradients are averaged with whose. With
+# one divisor in the wrong place, the experts' gradients are several times too large, and no loss curve shows it: a
+# bug report of September 2024 found that in DeepSpeed's ZeRO.
 
 # %%
 # %load_ext zerolab.lab
@@ -43,16 +43,16 @@ print(f"{EXPERTS} experts: {psi:,} parameters, of which a token uses {psi // EXP
 #
 # Take the MLP out of a transformer's block and put eight in its place, the **[experts](../docs/glossary.md#expert)**.
 # A **[router](../docs/glossary.md#router)**, a linear layer with one output for each expert, decides for each token
-# which of them computes it: the one with the largest score after a softmax (Switch Transformer, arXiv 2101.03961;
-# others take two or eight and add up). What the expert returns is multiplied by that score, and so the router gets a
-# gradient. The layer has eight times the parameters, and a token costs what it cost before.
+# which of them computes it: the one with the largest score. (So does the Switch Transformer, arXiv 2101.03961; others
+# take two or eight and add up what they return.) The expert's result is multiplied by the score, and through that
+# factor the router gets a gradient. The layer has eight times the parameters, and a token costs what it cost before.
 #
-# Where are the experts? ZeRO-3 would keep an eighth... or a fourth, on four ranks, of each of them everywhere, and
-# gather *all* eight for every layer on every rank: any of them may be chosen by one of its tokens. The alternative
-# leaves an expert where it is, on one rank, and sends it the tokens: **[expert
-# parallelism](../docs/glossary.md#expert-parallelism)**. Each rank has something for each other rank, and never as
-# much as the next. The collective for that is the **[all-to-all](../docs/glossary.md#all-to-all)** with uneven
-# splits. Here, four ranks have four to seven tokens each, numbered, with two experts on a rank.
+# Where are the experts? With ZeRO-3 on four ranks, each has a fourth of every expert, and gathers *all* eight in each
+# layer: some token may choose any of them. The alternative leaves an expert whole, on one rank, and sends it its
+# tokens: **[expert parallelism](../docs/glossary.md#expert-parallelism)**. Each rank has something for every other,
+# and for each another number of rows. The collective for that is the **[all-to-all](../docs/glossary.md#all-to-all)**
+# with uneven splits. Here four ranks have four to seven tokens each, and two of the experts. Rank 0's tokens are 10,
+# 11, 12 and 13.
 
 # %%
 # %%ranks
@@ -72,8 +72,9 @@ title = "An all-to-all, with uneven splits"
 plots.show(plots.before_after(title, lab.pull("before"), lab.pull("after")))
 
 # %% [markdown]
-# Read it by colours: what comes to a rank lies in the order of the ranks that it came from. Nobody knows in advance
-# how many tokens will come, so the ranks tell each other first, in an all-to-all of one number for each.
+# Left, each rank has put its tokens in the order of their experts. Right, what comes to a rank lies in the order of
+# the ranks that it came from. Nobody knows in advance how many tokens will come, so the ranks tell each other first,
+# in an all-to-all of one number for each.
 #
 # ## Predict
 #
@@ -128,7 +129,7 @@ class MoE(nn.Module):
 
     def forward(self, x):
         flat = x.flatten(0, 1)
-        scores = self.router(flat).softmax(dim=-1)
+        scores = self.router(flat).sigmoid()
         self.chosen = (scores + self.bias).argmax(dim=-1)
         if self.group is None:  # all experts are here
             made = self.kept[0](flat, self.chosen)
@@ -166,10 +167,11 @@ if lab.predicted("22.1"):
 
 # %% [markdown]
 # Tokens cost in proportion to their number, parameters in proportion to the experts. `Zero3` gathers each expert
-# twice and scatters its gradient, 3Ψ(N-1)/N, and that would be worth it only with thousands of tokens on each rank.
-# For a layer of E experts of 8C² parameters, one expert for each token, the point is at 6EC tokens a rank: with C =
-# 4,096 and 64 experts, 1.6 million. So real models send tokens. But unlike ZeRO's, these messages are in the way: no
-# expert can begin before its tokens are there, and their number is only known when the router has decided.
+# twice and scatters its gradient, 3Ψ(N-1)/N, which is less only with thousands of tokens on each rank. With E experts
+# of 8C² parameters (biases left out) and one expert for each token, the two are even at 6EC tokens a rank: here
+# 6,144, and with C = 4,096 and 64 experts 1.6 million. So real models send tokens. But ZeRO's messages can be sent
+# ahead, and these can't: no expert begins before its tokens are there, and where they go is known only when the
+# router has decided.
 #
 # ## Who averages what
 #
@@ -185,10 +187,10 @@ if lab.predicted("22.1"):
 #               0 to 3      4 to 7
 #
 # We want the gradients of one process that has the samples of all four ranks, and whose loss is the mean of their
-# four losses. A dense parameter's gradient on rank r comes from rank r's loss, so: the sum over four ranks, by four.
-# And an expert's?
-
-# %% [markdown]
+# four losses. After backward a *dense* parameter, one that every rank has, has on rank r the gradient of rank r's
+# loss: add up over the four ranks, and divide by four. And an expert? Ask for it what was asked for the others: whose
+# losses are in this gradient already, whose are missing, and what does one process divide by?
+#
 # ## Write: who averages what
 
 # %%
@@ -267,18 +269,19 @@ for G, kind in lab.pull("off", rank=0):
     print(f"G = {G}, {kind:7}: gradients of one process, to 9 digits: {same}")
 
 # %% [markdown]
-# Both kinds are divided by the same number, the four losses. They differ in who still has to *add*. An expert has had
-# the gradients of its tokens since they came back, from whichever rank's loss. Only its replicas have others.
+# Both kinds are divided by the same number, that of the losses. They differ in what is still to be *added*. A token's
+# gradient has come to its expert on the way back, from whichever rank's loss. What an expert lacks is with its
+# replicas, which have had other tokens.
 #
 # ## Together with ZeRO
 #
-# Can the engine do that? It knows one group for a whole model, and no parameter that is left out. So take two
-# engines: the experts are in a list, where `named_parameters()` doesn't find them, and the model around them is an
-# ordinary model for a `Zero3` over all ranks. Each layer's experts are a model for a second `Zero3`, over their
-# replicas. Their hooks don't meet: the inner model is called like any function in the outer one's forward.
+# Can the engine do that? It knows one group for a whole model, and leaves no parameter out. So take several engines.
+# The experts are in a list, where `named_parameters()` doesn't find them: without them, the model is an ordinary
+# model for a `Zero3` over all ranks. And each layer's experts are a model of their own for another `Zero3`, over
+# their replicas. Their hooks don't meet, since the outer model calls the inner one like any function.
 #
-# An engine *averages* over its group. With G = 2, an expert has two replicas. How many times one process's gradient
-# is what `Zero3` leaves in an expert's `.grad`?
+# An engine *averages* over its group. With G = 2 each expert is on two ranks. What `Zero3` leaves in its `.grad` is
+# how many times the gradient of one process?
 
 # %%
 lab.predict("22.2", 2)  # times
@@ -319,7 +322,7 @@ if lab.predicted("22.2"):
         print(f"G = {G}: {times:.3f} x one process's gradient")
 
 # %% [markdown]
-# Divided by the replicas, 4/G, where it should be 4: too large, G times. And you won't see it in the loss. Adam
+# Divided by the 4/G replicas, where it should be by 4: too large, G times. And the loss won't tell you, because Adam
 # divides a gradient by its own size:
 
 # %%
@@ -341,12 +344,12 @@ for name, times in lab.pull("told", rank=0).items():
     print(f"gradients 4 times too large: {name}'s first step is {times:.2f} times as long")
 
 # %% [markdown]
-# What does see it: clipping, whose norm is now mostly that of the experts; SGD; a learning rate tuned with G = 1, and
-# a run that goes on with another G. DeepSpeed's ZeRO divided by the replicas until September 2024
-# ([#6545](https://github.com/deepspeedai/DeepSpeed/issues/6545): "ep_size times larger than the true gradient";
-# mended in [#6546](https://github.com/deepspeedai/DeepSpeed/pull/6546)). The remedy is one line after backward, and
-# the norm needs one too: an engine's `clip_grad_norm_` knows its own group, and each rank of an expert group has
-# other experts. Three steps of SGD, with both, beside one process:
+# What does suffer: SGD; clipping, whose norm is now mostly the experts'; and a run that goes on with another G, with
+# Adam's averages of another size. DeepSpeed's ZeRO divided by the replicas
+# ([#6545](https://github.com/deepspeedai/DeepSpeed/issues/6545), September 2024: the gradient is "ep_size times
+# larger than the true gradient"), and [#6546](https://github.com/deepspeedai/DeepSpeed/pull/6546) mended it. The
+# remedy is a line after backward. The norm for clipping needs one, too: an engine's `clip_grad_norm_` knows its own
+# group, and the other ranks of an expert group have other experts. Three steps of SGD with both, beside one process:
 
 
 # %%
@@ -357,11 +360,11 @@ def total_norm(outer, inner, group):
     return (outer.clip_grad_norm_(inf) ** 2 + squares).sqrt()
 
 
-def params_of(outer, inner):
-    return [param for zero in (outer, *inner) for param in zero.model.parameters()]
+def params_of(*zeros):
+    return [param for zero in zeros for param in zero.model.parameters()]
 
 
-def right_factor(inner, G):  # from a mean over the replicas, 4 / G, to one over four
+def right_factor(inner, G):  # from a mean over the 4 / G replicas to one over all four
     for param in params_of(*inner):
         if param.grad is not None:
             param.grad /= G
@@ -384,10 +387,10 @@ alone, norms_alone = train_one(3)
 agree = {}
 for G in (2, 4):
     (outer, inner), norms = with_zero(G), []
-    sgd = torch.optim.SGD(params_of(outer, inner), 0.1)
+    sgd = torch.optim.SGD(params_of(outer, *inner), 0.1)
     for number in range(3):
         loss_of(outer.model, number, rank).backward()
-        right_factor([inner[0], inner[1:]], G)
+        right_factor(inner, G)
         norms.append(total_norm(outer, inner, GROUPS[G][0]).item())
         sgd.step()
         sgd.zero_grad()
@@ -406,9 +409,10 @@ for G, (weights, norms) in lab.pull("agree", rank=0).items():
     print(f"G = {G}, Zero3 for both: weights as of one process: {weights}; norm: {norms}")
 
 # %% [markdown]
-# Two engines, and one process's weights. What this costs: two checkpoints, since an engine saves what it knows, and
-# one of experts for each place. And it is easy to fall off. Register the experts as modules, wrap the model once, and
-# the engine does what it does for every model: it broadcasts the first rank's parameters.
+# Several engines, and the weights of one process. What it costs is convenience: an engine saves and loads what it
+# knows, so there is a checkpoint of the model, and one of experts for each place and layer. And the mistake is near.
+# Register the experts as modules, wrap the model once, and the engine does for them what it does for every parameter:
+# it broadcasts the first rank's.
 
 # %%
 # %%ranks
@@ -433,17 +437,16 @@ before, after = lab.pull("different", rank=0)
 print(f"the first expert of each rank: {before} different ones; in one DDP: {after}")
 
 # %% [markdown]
-# Four different experts became one, without an error, because to the engine they had one name. torch's DDP does the
-# same. (FSDP2 has a remedy: `fully_shard(experts, mesh=...)` over the replicas first, then the model, and
-# `set_gradient_divide_factor` for the divisor. It is below, in production.)
+# Four different experts became one, without an error: they have one name and one shape, so to an engine they are one
+# parameter. torch's DDP broadcasts, too.
 #
 # ## The fullest expert
 #
-# The router decides what is good for the loss, not what is good for you. What does it do with real text? Forty steps
-# of training, with AdamW, twice. The second time each expert has a *bias* that is added to its score for the choice
-# alone: after every step it rises a little if the expert had fewer tokens than the mean, and falls if it had more
-# (auxiliary-loss-free balancing, arXiv 2408.15664, used in DeepSeek-V3). "Fewer" must mean: of all ranks' tokens, so
-# the counts are all-reduced.
+# Which expert gets how many tokens? Nothing makes the router spread them evenly, and an expert that is chosen more
+# learns more, so it is chosen more. Forty steps with real text and AdamW, twice. The second time each expert has a
+# *bias*, which is added to its score for the choice alone. After every step it rises a little if the expert had fewer
+# tokens than the mean, and falls if it had more (auxiliary-loss-free balancing, arXiv 2408.15664; DeepSeek-V3 uses
+# it). That is, fewer of *all ranks'* tokens, so the counts are all-reduced.
 
 # %%
 # %%ranks
@@ -455,44 +458,39 @@ def counted(model):
 
 
 def train(steps, speed):
-    outer, inner = with_zero(4, dtype=torch.float32)
-    adam = torch.optim.AdamW(params_of(outer, inner), lr=3e-3)
-    losses = []
+    outer, inner = with_zero(4, stage=1, dtype=torch.float32)
+    adam = torch.optim.AdamW(params_of(outer, *inner), lr=1e-3)
     for number in range(steps):
         loss = loss_of(outer.model, number, rank)
         loss.backward()
-        right_factor([inner[0], inner[1:]], 4)
+        right_factor(inner, 4)
         adam.step()
         adam.zero_grad()
         counts = counted(outer.model)
         for block, mine in zip(outer.model.blocks, counts):
             block.mlp.bias += speed * torch.sign(mine.double().mean() - mine)
-        losses.append(loss.item())
-    choices = [block.mlp.chosen for block in outer.model.blocks]
-    return counts[0].tolist(), choices[0], losses
+    return counts[0].tolist(), outer.model.blocks[0].mlp.chosen  # of the first layer
 
 
-skylines = {}
-chosen_at_last = {}
-for name, speed in (("as the router likes", 0.0), ("with a bias", 0.02)):
-    skylines[name], chosen_at_last[name], losses = train(40, speed)
+skylines, choices = {}, {}
+for name, speed in (("as the router likes", 0.0), ("with a bias", 0.01)):
+    skylines[name], choices[name] = train(40, speed)
 
 # %%
 skylines = lab.pull("skylines", rank=0)
 capacity = 1.25 * 4 * 128 / 8
-title = "Tokens by expert, after 40 steps"
+title = "Tokens by expert in the first layer, after 40 steps"
 plots.show(plots.tokens_by_expert(skylines, title, capacity, learner=lab.passed("22.1")))
 
 # %% [markdown]
-# All ranks wait for the rank with the fullest experts, forward and backward, in each layer. And its memory is that of
-# its tokens, which nobody knew before: dropless training can run out of memory in the middle of a run, by the
-# router's choice.
+# In each layer, forward and backward, all ranks wait for the one with the most tokens. Its activations are those of
+# the tokens that it got, which nobody knew before: a run can go out of memory in its thousandth step because a router
+# has changed its mind.
 #
-# The older answer is a **[capacity](../docs/glossary.md#capacity)**: an expert takes at most a fixed number of tokens
-# of each rank, usually 1.25 times its even share, the *capacity factor*. Then all splits are even and known in
-# advance: no counts to exchange, and nothing to wait for on the host. What is beyond the capacity is **dropped**: the
-# token passes the layer unchanged, by the residual connection, and gets no gradient there. What is below it is
-# padding.
+# The older remedy is a **[capacity](../docs/glossary.md#capacity)**: an expert takes at most a fixed number of tokens
+# from each rank, its even share times a *capacity factor* such as 1.25. Then all splits are even and known in
+# advance. A token beyond the capacity is **dropped**: the residual connection carries it past the layer, unchanged.
+# Room that is left is sent as padding.
 #
 # Suppose half of a rank's tokens choose expert 0, and the others are spread evenly over the other seven. How many per
 # cent of the tokens does a capacity factor of 1.25 drop?
@@ -512,7 +510,7 @@ def within(chosen, capacity):  # for each token, whether its expert still has ro
 half = torch.cat([torch.zeros(112, dtype=torch.int64), 1 + torch.arange(112) % 7])
 dropped_of_half = 100 * (1 - within(half, 1.25 * 224 / 8).double().mean().item())
 dropped = {}
-for name, chosen in chosen_at_last.items():
+for name, chosen in choices.items():
     room = int(1.25 * len(chosen) / EXPERTS)
     kept = within(chosen, room)
     rows = torch.tensor([len(chosen), EXPERTS * room, int(kept.sum())])
@@ -530,30 +528,30 @@ if lab.predicted("22.3"):
         print(f"{1 - kept / rows:.0%} dropped, {1 - kept / places:.0%} of what is sent is padding")
 
 # %% [markdown]
-# Capacity limits the damage to the time and pays in both coins, lost tokens and padding. (It is counted on each rank
-# here, so it drops more than the picture's line shows: an expert may be full on one rank and not on another.) The
-# bias removes the cause, most of it. On GPUs there is one more reason for even splits: `all_to_all_single` takes its
-# splits as Python numbers, so with uneven ones the host must wait for the router's result before it can start the
-# next kernel.
+# So capacity bounds time and memory, and pays with tokens that are dropped *and* with padding. (It is counted on each
+# rank, so more is beyond it than in the picture: an expert may be full for one rank and not for another.) The bias
+# goes to the cause. On GPUs, even splits have one more attraction: `all_to_all_single` takes its splits as Python
+# numbers, so with uneven ones the host has to wait until the router has computed them.
 #
 # ## A sample that fits nowhere
 #
-# Now lesson 15's opening case. One sequence of 100,000 tokens; its activations need more memory than a GPU has; ZeRO
-# divides parameters and samples, and there is one sample. So cut the *sequence*: each of N ranks has T/N of the
-# tokens of every sample, in every layer: **[context parallelism](../docs/glossary.md#context-parallelism)**.
+# Now lesson 15's opening case: one sequence of 100,000 tokens, whose activations need more memory than a GPU has.
+# ZeRO divides model states, data parallelism samples, and this is one sample. So cut the *sequence*: each of N ranks
+# has T/N of the tokens of every sample, in every layer: **[context
+# parallelism](../docs/glossary.md#context-parallelism)**.
 #
-# Who then needs anything from anyone? Embeddings, layer norms, the MLPs, the head and the loss look at one token at a
-# time. Attention does not: a query looks at the keys and values of all earlier tokens, most of which are elsewhere.
-# They have to come here. All-gather them, and a rank holds keys and values of the whole sequence, for one layer at a
-# time (Llama 3 does that, arXiv 2407.21783, section 3.3.2). Or let them come *one block after another*, in a ring,
-# and hold two: **[ring attention](../docs/glossary.md#ring-attention)** (arXiv 2310.01889). In N - 1 turns each block
-# has been everywhere.
+# Where does a rank then need anything from another? Embeddings, layer norms, MLPs, the head and the loss look at one
+# token at a time. Only attention doesn't: a query looks at the keys and values of all earlier tokens, and most of
+# them are elsewhere. All-gather them, and a rank holds keys and values of the whole sequence, one layer at a time
+# (Llama 3 does that, arXiv 2407.21783, section 3.3.2). Or let them come *one block after another*, around a ring, and
+# hold two: **[ring attention](../docs/glossary.md#ring-attention)** (arXiv 2310.01889). In N - 1 turns each block has
+# been everywhere.
 #
-# But a softmax divides by a sum over *all* keys, and here is one block of them. So keep, for each query, the weighted
-# mean of the values so far, and the log of the sum of exp(score) so far, **lse**. When a block comes, both can be
-# brought up to date: an **[online softmax](../docs/glossary.md#online-softmax)** (arXiv 1805.02867; FlashAttention
-# does the same within a GPU). One query, keys with the scores 1, 2 and 3, and values 10, 20 and 40, the third key in
-# another block:
+# But a softmax divides by a sum over *all* keys, and here is one block of them. So keep two things for each query:
+# the weighted mean of the values so far, and **lse**, the log of the sum of exp(score) so far. The mean has been
+# divided by exp(lse), so both can be brought up to date when a block comes: an **[online
+# softmax](../docs/glossary.md#online-softmax)** (arXiv 1805.02867; FlashAttention does the same within a GPU). One
+# query, keys with the scores 1, 2 and 3, and values 10, 20 and 40, and the third comes in another block:
 
 # %%
 # %%ranks
@@ -572,9 +570,9 @@ print(f"two keys: mean {mean}, lse {lse}; with the third: {merged}; all at once:
 # ## Predict
 #
 # In causal attention a token sees only earlier ones. Cut a sequence into 8 chunks, and give four ranks two each, in
-# order: rank 0 has chunks 0 and 1, rank 3 has 6 and 7. A rank computes a pair of chunks, one of queries and one of
-# keys, only if there is something to see in it (on the diagonal, all of it). How much does rank 3 compute, in units
-# of the mean of the four ranks?
+# order: rank 0 has chunks 0 and 1, rank 3 has 6 and 7. Count in pairs: a chunk of queries with a chunk of keys. A
+# pair in which there is nothing to see is not computed; one on the diagonal, where half is hidden, is computed whole.
+# How much does rank 3 compute, in units of the mean of the four ranks?
 
 # %%
 lab.predict("22.4", 15 / 9)  # times the mean
@@ -665,16 +663,16 @@ for N, way in lab.pull("ring_off", rank=0):
 # %%
 flops = lab.pull("flop")
 amounts = [of[4, "contiguous"] for of in flops]
-lab.measured("22.4", round(amounts[3] / (sum(amounts) / 4), 4))
+lab.measured("22.4", amounts[3] / (sum(amounts) / 4))
 lab.reveal("22.4")
 
 # %% [markdown]
 # ## Zigzag
 #
-# Whoever has late tokens has more to look at, and in a ring everyone waits for everyone in each turn. The remedy
-# costs nothing: give each rank an early chunk and a late one, rank r the chunks r and 2N - 1 - r. (Zigzag, as in
-# ring-flash-attention; Llama 3 cuts its sequences in the same way. Striped attention, arXiv 2311.09431, deals tokens
-# out in turn.)
+# Late tokens have more to look at, and in each turn of a ring everyone waits for the slowest. The remedy costs
+# nothing: give each rank an early chunk and a late one, rank r the chunks r and 2N - 1 - r. That is the **zigzag**
+# placement. (Llama 3 cuts its sequences like this. Striped attention, arXiv 2311.09431, deals the tokens out in
+# turn.)
 
 # %%
 if lab.predicted("22.4"):
@@ -686,17 +684,17 @@ if lab.predicted("22.4"):
     plots.show(plots.attention_map(ways, flop))
 
 # %% [markdown]
-# With 2N chunks, rank 3 computes 15 of the 36 pairs in the first picture, and 9 in the second, like everyone else.
-# Turn by turn it is the same: after the first, each rank of a zigzag ring has two pairs in every turn. Contiguous,
-# some rank has four in each turn, while others have nothing to see, and wait.
+# Rank 3 computes 15 of the 36 pairs on the left, and 9 on the right, like everyone. And so in each turn: after the
+# first, every rank of the zigzag ring computes two pairs. On the left, in each turn some rank computes four, and
+# others have nothing to see, and wait.
 #
 # ## The whole model, on a piece of a sequence
 #
-# Now a GPT with `Ring` in place of its attention, and one sequence of 512 tokens. The rest of the model needs no
-# change, but for one thing that is easy to forget: position embeddings must get a token's *place in the sequence*.
-# And the parameters? Every rank has all of them, its own tokens, and its own mean of losses. That is data
-# parallelism, to which a token is as good as a sample: `Zero3` over all four ranks, with its usual divisor, is right.
-# (If the ranks have equally many tokens. Lesson 14 says what otherwise.)
+# Now a GPT with `Ring` for its attention, and one sequence of 512 tokens. The rest of the model stays as it is, but
+# for one thing that is easy to forget: a token's position embedding is that of its *place in the sequence*. And who
+# averages what? Every rank uses all parameters on its own tokens, and its loss is a mean over them. That is data
+# parallelism, to which a token is as good as a sample: `Zero3` over all four ranks is right as it is. (If all have
+# equally many tokens; lesson 14 has the other case.)
 
 
 # %%
@@ -771,11 +769,11 @@ title = "Activations, with a ring"
 plots.show(plots.stacks(bars, title, subtitle, "MB", learner=lab.passed("22.3")))
 
 # %% [markdown]
-# That is what thousand GPUs with ZeRO-3 alone could not do: half of the activations with two ranks, a quarter with
-# four. What it sends is keys and values, 2TC(N-1)/N numbers a layer and rank, which hardly grows with N, while the
-# computing that could hide it falls as 1/N. In numbers of a real model: 32 layers of width 4,096 keep about 34 bytes
-# for each layer, token and unit of width in 16 bits, if nothing of size T × T is kept (Korthikanti et al., arXiv
-# 2205.05198, equation 1 and section 5):
+# That is what a thousand GPUs with ZeRO-3 alone can't do: two ranks halve the activations of *one* sequence, and four
+# quarter them. What a rank sends is keys and values (and their places), 2TC(N-1)/N numbers in a layer: almost as many
+# with 64 ranks as with 8, while the computing that could hide them falls with 1/N². For a model of 32 layers of width
+# 4,096 in 16 bits, count 34 bytes for each layer, token and unit of width, with nothing of size T × T (Korthikanti et
+# al., arXiv 2205.05198, equation 1 without the attention term):
 
 # %% tags=["nbval-check-output"]
 kept = 34 * 32 * 4096 * 100_000
@@ -785,11 +783,11 @@ for N in (1, 8, 64):
 # %% [markdown]
 # ## Heads instead of tokens
 #
-# There is a second way, and you have all that it needs. Just before attention, an all-to-all turns "all heads of my
-# tokens" into "all tokens of my heads"; then attention is local; and another turns it back (DeepSpeed-Ulysses, arXiv
-# 2309.14509). Four tensors (q, k, v, and the output) of TC/N numbers each are sent once, (N-1)/N of them: less than a
-# ring's, and falling with N. Its limit is the number of heads. And as each rank sees whole sequences, there is
-# nothing to balance.
+# There is a second way, and you have all that it takes. Before attention, an all-to-all turns "all heads of my
+# tokens" into "all tokens of my heads". Then attention is local, and another all-to-all turns its output back
+# (DeepSpeed-Ulysses, arXiv 2309.14509). Sent are q, k, v and the output, TC/N numbers each, (N-1)/N of them: with
+# more than two ranks less than in a ring, and falling with N. There is nothing to balance, either, since every rank
+# sees whole sequences. The limit is the number of heads.
 
 # %%
 # %%ranks
@@ -830,15 +828,14 @@ print(f"in a ring {around:,.0f}")
 # %% [markdown]
 # ## In production
 #
-# FSDP2 does what our two engines did, on this CPU too: the experts are wrapped first, over the mesh of their
-# replicas, and told the divisor. Here with G = 2:
+# FSDP2 does what our engines did, in one model: the experts are wrapped first, over a mesh of their replicas, and are
+# told the divisor. Here with G = 2:
 
 # %%
 # %%ranks
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import fully_shard
 
-model = shared_out(2)
 replicas, world = DeviceMesh.from_group(GROUPS[2][1], "cpu"), DeviceMesh("cpu", range(4))
 ratios = []
 for factor in (None, 4):
@@ -860,19 +857,18 @@ print(f"FSDP2, experts over their replicas: {plain:.3f} x one process's gradient
 print(f"with set_gradient_divide_factor(4): {told:.3f}")
 
 # %% [markdown]
-# What a CPU cannot show, so here it is only named. An expert layer stands still while its tokens travel, so
-# production goes to great lengths there: DeepSeek-V3 lets a token go to at most four nodes, sends it in fp8, and
-# gives 20 of a GPU's 132 multiprocessors to the kernels that send (arXiv 2412.19437, sections 2.1.2 and 3.2.2), which
-# the experts then lack. torch's symmetric memory has an all-to-all whose splits stay on the GPU (`all_to_all_vdev`,
-# in `torch.distributed._symmetric_memory`), so that the host need not wait for the router. Ring attention hides a
-# turn behind the computing of a block, if the blocks are long enough, on copy engines where there are any. torch's
-# own ring, `torch.distributed.tensor.experimental.context_parallel`, wraps three CUDA kernels and no CPU one, so it
-# cannot run beside ours; it balances by head and tail, which is our zigzag.
+# Some of what matters in production can't be shown on CPUs, so it is only named here. DeepSeek-V3 lets a token go to
+# at most four nodes, sends it in fp8, and gives 20 of a GPU's 132 multiprocessors to the kernels that send (arXiv
+# 2412.19437, sections 3.2.2, 3.3.3 and 3.5.1): the experts compute with the rest. torch's symmetric memory has an
+# all-to-all whose splits stay on the GPU, so that the host need not wait for the router (`torch.ops.symm_mem.all_to_all_vdev_2d`). A ring can hide each turn behind the computing of a block, if blocks are
+# long (arXiv 2310.01889, section 3), and copy engines can carry it without taking multiprocessors away. torch's own
+# ring, `torch.distributed.tensor.experimental.context_parallel`, knows three kernels for CUDA and none for the CPU,
+# so it can't run beside yours; its load balancer is the zigzag, under the name of head and tail.
 #
 # ## Questions
 #
-# 1. A layer has 64 experts, and each token uses one. What does expert parallelism send in a step, and what would
-#    ZeRO-3 send? What decides which is less?
+# 1. A layer has 64 experts, and each token uses one. What do expert parallelism and ZeRO-3 send for it in a step, and
+#    what decides which is less?
 # 2. Sixteen ranks, experts shared out over eight. Over which ranks is an expert's gradient all-reduced, and by what
 #    is it divided? What goes wrong with the obvious divisor, and why may nobody notice?
 # 3. You wrap a model with registered experts, another set on each rank, in one DDP. What happens, and when?
@@ -894,9 +890,9 @@ print(f"with set_gradient_divide_factor(4): {told:.3f}")
 # 4. Capacity: lost tokens and padding, known sizes, even splits. Dropless: every token is computed; the fullest rank
 #    decides the time and needs the memory; the counts must reach the host.
 # 5. Two means over disjoint keys combine with weights exp(lse - new lse). So the mean so far and its lse are enough.
-# 6. The last rank computes nearly twice the mean (for long blocks 15/8), and all wait for it. Zigzag gives each an
-#    early chunk and a late one: equal. ZeRO needs to know nothing: each rank has other tokens, and gradients are
-#    averaged over all.
+# 6. The last rank computes nearly twice the mean (15/8, as its blocks get long), and all wait for it. With zigzag
+#    each has an early chunk and a late one, and all compute the same. ZeRO needs to know nothing: ranks have other
+#    tokens, and gradients are averaged over all of them.
 
 # %%
 lab.stop()

@@ -95,6 +95,24 @@ def test_calls_count_lists_groups_and_functional_collectives(ranks):
     assert ranks.run(scattered_in_groups, ranks=2) == 2 * [([80, 40, 80], 40.0 + 0.0 + 40.0)]
 
 
+def sent_unevenly():
+    """Rank 0 sends rank 1 three rows of two numbers and keeps one; rank 1 sends rank 0 nothing and keeps two."""
+    rank = dist.get_rank()
+    send, receive = ([1, 3], [1, 0]) if rank == 0 else ([0, 2], [3, 2])
+    with calls() as book:
+        dist.all_to_all_single(torch.empty(sum(receive), 2), torch.ones(sum(send), 2), receive, send)
+    with calls() as message:
+        if rank == 0:
+            dist.send(torch.ones(5), dst=1)
+        else:
+            dist.recv(torch.empty(5), src=0)
+    return book.sent, message.sent
+
+
+def test_calls_count_uneven_splits_and_messages_by_what_this_rank_sends(ranks):
+    assert ranks.run(sent_unevenly, ranks=2) == [(3 * 2 * 4, 5 * 4), (0, 0)]
+
+
 def test_an_all_gather_counts_the_parts_of_all_ranks(ranks):
     assert ranks.run(gathered_in_two_ways, ranks=2) == 2 * [[80, 80]]
 

@@ -535,6 +535,29 @@ def test_membership(tmp_path):
         plots.membership([], "ABC")
 
 
+def test_tokens_by_expert(tmp_path):
+    figure, sentence = plots.tokens_by_expert({"freely": [6, 1, 1, 0], "evenly": [2, 2, 2, 2]}, "Tokens", capacity=2.5)
+    save(figure, tmp_path)
+    assert sentence == (
+        "freely: the fullest expert has 3.00 times the mean, 44 % are beyond the capacity; "
+        "evenly: the fullest expert has 1.00 times the mean, 0 % are beyond the capacity."
+    )
+    with pytest.raises(ValueError, match="no tokens"):
+        plots.tokens_by_expert({"none": [0, 0]}, "Tokens", capacity=1.0)
+
+
+def test_attention_map(tmp_path):
+    ways, flop = {"contiguous": [0, 0, 1, 1], "zigzag": [0, 1, 1, 0]}, {"contiguous": [3, 7], "zigzag": [5, 5]}
+    figure, sentence = plots.attention_map(ways, flop)
+    save(figure, tmp_path)
+    assert sentence == (
+        "contiguous: rank 1 computes 1.40 times the mean, and 2.33 times the least; zigzag: all ranks compute the same."
+    )
+    assert [text.get_text() for text in figure.axes[0].texts] == list("0001111111")
+    with pytest.raises(ValueError, match="the same ways"):
+        plots.attention_map(ways, {})
+
+
 class AllForwards(Pipeline):
     """GPipe over identity stages, whose backward passes on what comes."""
 

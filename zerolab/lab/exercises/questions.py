@@ -770,7 +770,7 @@ QUESTIONS: dict[str, Question] = {
             0.96: "That is with one chunk on each rank, 4 of 10 pairs. With two, one of the 4 pairs at home is hidden.",
             9: "Those are the pairs of rank 3, 15: divide by the mean of the four, 36 pairs by 4.",
             3: "That is against rank 0, which has 3 pairs; asked for is the mean.",
-            1.125: "That is the limit of many small chunks; here a pair on the diagonal is computed whole.",
+            1.05: "That is the limit of many small chunks; here a pair on the diagonal is computed whole.",
         },
     ),
 }

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 from matplotlib.figure import Figure
 from matplotlib.patches import Rectangle
@@ -28,7 +29,7 @@ def attention_map(ways: Mapping[str, Sequence[int]], flop: Mapping[str, Sequence
     figure = frame("Causal attention, shared out", subtitle, sentence, (9.0, height))
     width = 0.93 / len(ways)
     for number, (name, owners) in enumerate(ways.items()):
-        axes = figure.add_axes((0.05 + width * number, 0.19, 0.62 * width, 0.61))
+        axes = figure.add_axes((0.05 + width * number, 0.19, 0.56 * width, 0.61))
         plain(axes)
         axes.spines["bottom"].set_visible(False)
         for row, owner in enumerate(owners):
@@ -39,11 +40,11 @@ def attention_map(ways: Mapping[str, Sequence[int]], flop: Mapping[str, Sequence
         axes.set_xticks([])
         axes.set_yticks([])
         axes.set_title(name, loc="left", fontsize=11, color=INK, pad=5)
-        _bars(figure, flop[name], 0.05 + width * number + 0.66 * width, 0.26 * width)
+        _bars(figure, flop[name], 0.05 + width * number + 0.7 * width, 0.25 * width)
     return figure, sentence
 
 
-def _square(axes, row: int, column: int, owner: int) -> None:  # type: ignore[no-untyped-def]
+def _square(axes: Any, row: int, column: int, owner: int) -> None:
     if column > row:
         axes.add_patch(Rectangle((column + 0.04, row + 0.04), 0.92, 0.92, facecolor="white", edgecolor=PALE))
         return
@@ -57,11 +58,13 @@ def _bars(figure: Figure, flop: Sequence[float], left: float, width: float) -> N
     axes = figure.add_axes((left, 0.19, width, 0.61))
     plain(axes)
     mean = sum(flop) / len(flop)
+    box = {"facecolor": "white", "edgecolor": "none", "pad": 0.8}
     for rank, amount in enumerate(flop):
         look: Look = {"color": RANKS[rank % len(RANKS)], "edgecolor": INK, "linewidth": 0.7}
         axes.barh(rank, amount / mean, 0.6, **look)
-        axes.text(amount / mean + 0.05, rank, f"{amount / mean:.2f}", va="center", fontsize=9.5, color=INK)
-    axes.axvline(1.0, color=INK, linewidth=1.2, linestyle="--")
+        place: Look = {"va": "center", "fontsize": 9.5, "color": INK, "zorder": 5, "bbox": box}
+        axes.text(amount / mean + 0.08, rank, f"{amount / mean:.2f}", **place)
+    axes.axvline(1.0, color=INK, linewidth=1.2, linestyle="--", zorder=4)
     axes.set_yticks(range(len(flop)), [f"rank {rank}" for rank in range(len(flop))], fontsize=9.5)
     axes.set_xticks([])
     axes.set_xlim(0, 2.2)

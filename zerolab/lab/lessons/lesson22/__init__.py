@@ -174,17 +174,17 @@ class Exchange(torch.autograd.Function):
         raise Todo("22.1")
 
 
-def dispatch(x: Tensor, chosen: Tensor, experts: int, group) -> tuple[Tensor, Tensor, object]:
+def dispatch(x: Tensor, chosen: Tensor, experts: int, group):
     """Send each token to the rank that has its expert.
 
     x (T, C); chosen (T,), int64: each token's expert, from 0. There are `experts`, the same
     number on each of the N ranks of `group`, in order: expert e is on e // (experts / N).
     T differs from rank to rank, and may be 0.
 
-    Returns: rows (R, C), what has come to this rank: first from rank 0, then from rank 1 ...,
-    of each rank by expert, and those for one expert in their order in x;
-    local (R,), int64: which of *this rank's* experts each row is for, from 0;
-    and one object with whatever `combine` needs.
+    Returns three things. rows (R, C): what has come to this rank, first from rank 0, then
+    from rank 1 ...; of each rank by expert, and those for one expert in their order in x.
+    local (R,), int64: which of *this rank's* experts each row is for, from 0.
+    And one object with whatever `combine` needs.
     """
     raise Todo("22.1")
 
@@ -216,7 +216,7 @@ class Exchange(torch.autograd.Function):
         return Exchange.apply(grad, *ctx.back), None, None, None
 
 
-def dispatch(x: Tensor, chosen: Tensor, experts: int, group) -> tuple[Tensor, Tensor, object]:
+def dispatch(x: Tensor, chosen: Tensor, experts: int, group):
     N = dist.get_world_size(group)
     order = torch.argsort(chosen, stable=True)
     counts = torch.bincount(chosen, minlength=experts)  # of rows for each expert
@@ -258,8 +258,8 @@ DIVISOR = (
     "an expert's gradient has come from tokens of all ranks, wherever its replicas are: count them, not the replicas"
 )
 AVERAGE_BATTERY = (
-    Scene("with each expert on one rank", lambda play: averaged(play, "alone"), DIVISOR),
     Scene("with all experts on every rank", lambda play: averaged(play, "all"), DIVISOR),
+    Scene("with each expert on one rank", lambda play: averaged(play, "alone"), DIVISOR),
     Scene("with two replicas of each expert", lambda play: averaged(play, "columns"), DIVISOR, sizes=(4,)),
     Scene("with one gradient of each kind", lambda play: averaged(play, "alone", several=False), DIVISOR, sizes=(1, 2)),
     Scene("in float64", lambda play: averaged(play, "all", dtype=torch.float64), "keep the dtype", sizes=(2,)),

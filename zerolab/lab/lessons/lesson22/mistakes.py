@@ -303,7 +303,10 @@ MIXED = (
     "replicas have the same"
 )
 EXPERTS_ALONE = "the experts' gradients were not added up over their replicas, which have had other tokens"
-NOT_DIVIDED = "the losses are averaged, so the gradients are: divide the sums by the number of all ranks"
+NOT_DIVIDED = (
+    "the losses are averaged, so the gradients are: divide the sums by the number of all ranks, and in place, as "
+    "`grad /= ...` does. `grad = grad / ...` makes another tensor"
+)
 DENSE = "every rank has the dense parameters, and its own tokens' gradient for them: add up over everyone"
 IN_PLACE = "the lists that came in still hold the old gradients: change the tensors themselves, in place"
 PROCESSES = "that was all processes, and not `everyone`: pass group=..., and ask it for its size"
@@ -333,7 +336,9 @@ AVERAGE_MISTAKES = {
     "dense left out": Mistake(edit(AVERAGE, _LOOP, "((experts, replicas),)"), DENSE),
     "dense over the replicas": Mistake(edit(AVERAGE, "(dense, everyone)", "(dense, replicas)"), DENSE),
     "groups exchanged": Mistake(edit(AVERAGE, _LOOP, "((dense, replicas), (experts, everyone))"), MIXED),
-    "new tensors": Mistake(edit(AVERAGE, "            grad /= ranks\n", "            grad = grad / ranks\n"), IN_PLACE),
+    "new tensors": Mistake(
+        edit(AVERAGE, "            grad /= ranks\n", "            grad = grad / ranks\n"), NOT_DIVIDED
+    ),
     "copies": Mistake(
         edit(AVERAGE, "            dist.all_reduce", "            grad = grad.clone()\n            dist.all_reduce"),
         IN_PLACE,

@@ -57,7 +57,7 @@ class Lease:
         return {MARK: self._name, "CUDA_VISIBLE_DEVICES": "" if self.rehearsal else ",".join(self.gpus)}
 
     def busy(self, yes: bool) -> None:
-        """Tell the broker that a cell begins or ends on the ranks. Only time without a cell counts as idle."""
+        """Tell the broker that the start of ranks, or a cell on them, begins or ends. All other time counts as idle."""
         with suppress(OSError):  # the lease is over; the next cell will say so
             self._socket.sendall(line(busy=yes))
 

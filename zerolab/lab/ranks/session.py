@@ -67,6 +67,7 @@ def start(
     notices.show()
     _mention_others(stop_others)
     live: Session
+    lent = None
     status = Status()
     try:
         if backend == "ipyparallel":
@@ -75,6 +76,7 @@ def start(
             lent = lease.ask(number) if leased else None
             if lent is not None:
                 kind, says = _choose_leased(number, lent)
+                lent.busy(True)  # starting ranks, which may take long
             status(f"starting {_many(number)}: waiting for torch to be imported and for a Python process each ...")
             live = Session(number, kind, lent)
             live.launch(range(number))
@@ -84,6 +86,8 @@ def start(
         except BaseException:
             live.stop()
             raise
+        if lent is not None:
+            lent.busy(False)
     except BaseException:
         status("the ranks did not start")
         raise

@@ -8,9 +8,9 @@
 # ([The Llama 3 Herd of Models](https://arxiv.org/abs/2407.21783), section 3.3.4): one every three hours. Those were loud. The
 # quiet ones cost more: a run that goes on for a week, and whose numbers were wrong from the first step.
 #
-# This lesson is a clinic with eleven patients in four wards. Each is a real run, broken on purpose, on the live ranks below. You see the
-# evidence and nothing else: what the ranks printed, what they sent, what they held. You write down a diagnosis. Only then
-# do you see the code. Four times you mend it.
+# This lesson is a clinic with thirteen patients in five wards. Each is a real run, broken on purpose, on the live ranks
+# below (the last two in processes of their own). You see the evidence and nothing else: what the ranks printed, what they
+# sent, what they held. You write down a diagnosis. Only then do you see the code. Four times you mend it.
 
 # %%
 # %load_ext zerolab.lab
@@ -371,9 +371,41 @@ for rank, local in ((0, 0), (9, 1), (15, 7)):
     print(place({"RANK": str(rank), "LOCAL_RANK": str(local), "WORLD_SIZE": "16"}, 8))
 
 # %% [markdown]
+# ## Ward 5: nothing left but torch's own record
+#
+# Elsewhere there are no live ranks that compare calls and make a table. What there is: torch's own flight recorder. It is on
+# unless `TORCH_FR_BUFFER_SIZE` is 0 and notes the last 2,000 collectives of every rank. `torchfrtrace` lays the dumps of all
+# ranks side by side, call by call in each group, and reports the first calls that do not fit.
+#
+# These two patients ran in fresh processes, without this course's engine. When nothing moved any more, each rank dumped its
+# record as JSON, and what you read is torchfrtrace's report. (torch's own files are pickles, and reading a stranger's pickle
+# runs the stranger's code. On gloo, torch 2.13 leaves the members of the groups out of the record, and torchfrtrace ends with
+# a KeyError: so each rank adds its groups.)
+
+# %%
+lab.admit(12);
+
+# %%
+lab.predict("17.12", "b")
+
+# %%
+lab.reveal("17.12")
+lab.uncover(12)
+
+# %%
+lab.admit(13);
+
+# %%
+lab.predict("17.13", "c")
+
+# %%
+lab.reveal("17.13")
+lab.uncover(13)
+
+# %% [markdown]
 # ## In production
 #
-# torch has instruments of its own. `dist.monitored_barrier` (gloo) is a barrier that names the rank that did not come:
+# torch has more instruments of its own. `dist.monitored_barrier` (gloo) is a barrier that names the rank that did not come:
 
 # %%
 # %%ranks
@@ -419,9 +451,8 @@ print("steps with data:", lab.pull("made"), "· parameters equal at the end:", s
 # %% [markdown]
 # On NVIDIA GPUs:
 #
-# - torch keeps a **flight recorder** of NCCL's collectives if `TORCH_NCCL_TRACE_BUFFER_SIZE` (in newer versions `TORCH_FR_BUFFER_SIZE`) is
-#   more than 0, and with `TORCH_NCCL_DUMP_ON_TIMEOUT=1` writes it to a file for each rank when one times out; `torchfrtrace` compares the
-#   files ([tutorial](https://docs.pytorch.org/tutorials/unstable/flight_recorder_tutorial.html)). It is the table of ward 1.
+# - with `TORCH_NCCL_DUMP_ON_TIMEOUT=1` the flight recorder of ward 5 is written to a file for each rank when a collective times out, and
+#   `torchfrtrace` reads the folder ([tutorial](https://docs.pytorch.org/tutorials/unstable/flight_recorder_tutorial.html)).
 # - `TORCH_DISTRIBUTED_DEBUG=DETAIL` compares the shapes of every collective before it starts. It is slow: for finding, not for
 #   running.
 # - `py-spy dump --pid` shows the line that a process is in, without stopping it.

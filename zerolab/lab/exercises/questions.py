@@ -614,6 +614,22 @@ QUESTIONS: dict[str, Question] = {
             "d": "NaN is a number to backward(): it goes through, and makes every gradient NaN.",
         },
     ),
+    "17.12": Question(
+        words=_LETTERS,
+        against={
+            "a": "The three agree with each other. The analyzer measures everyone by the lowest rank, which is rank 0.",
+            "c": "It is call 3 on every rank, and calls 1 and 2 fitted. A rank that is behind is at another number.",
+            "d": "The kinds of call differ: reduce and all_reduce. Calls of one kind would differ in their sizes.",
+        },
+    ),
+    "17.13": Question(
+        words=_LETTERS,
+        against={
+            "a": "A rank that died leaves no dump. Rank 1 left one, and in it rank 1 waits in the group of experts.",
+            "b": "Ranks 0, 2 and 3 wait as well: they are in the report of the group called dense.",
+            "d": "Both reports say whom they expect: ranks 0 to 3. And the first call in each group came to an end.",
+        },
+    ),
     "18.1": Question(
         "× Zero3's bytes",
         slips={

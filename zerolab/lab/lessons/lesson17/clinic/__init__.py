@@ -3,7 +3,7 @@
     lab.admit(3)          run patient 3 and print the evidence
     lab.uncover(3)        its code, once there is a diagnosis: lab.predict("17.3", "d")
 
-The patients are in stops, numbers, memory and listings, so that nobody reads a diagnosis by accident.
+The patients are in stops, numbers, memory, listings and recorded, so that nobody reads a diagnosis by accident.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ import torch.distributed as dist
 from zerolab.lab.lessons.lesson17.clinic.patient import Patient
 from zerolab.lab.ranks.report import Misused, RankFailure
 
-_WARDS = ("stops", "numbers", "memory", "listings")
+_WARDS = ("stops", "numbers", "memory", "listings", "recorded")
 _ENDED = re.compile(r"^(rank \d+) was killed by (SIG[A-Z]+).*$")
 _TRACE = re.compile(r'^ *(File ".*|.*\.py.* line \d+.*|line \d+ of .*)$')
 
@@ -39,17 +39,21 @@ def _find(number: int) -> Patient:
 
 
 def admit(number: int) -> list[Any] | None:
-    """Run a patient on the live ranks and print the evidence, then the diagnoses to choose from.
+    """Run a patient, on the live ranks unless it is recorded, and print the evidence and the diagnoses to choose from.
 
     Returns what each rank measured, for a picture. Afterwards the ranks are ready for the next patient.
     """
-    from zerolab.lab.exercises.predictions import measured
     from zerolab.lab.ranks import session
     from zerolab.lab.ranks.report import show
 
-    patient, live = _find(number), session.need()
+    patient = _find(number)
     print(f"PATIENT {number}. {patient.complaint}\n")
-    results, found = {}, None
+    if patient.recorded:
+        from zerolab.lab.lessons.lesson17.clinic.recorded import analysis, dumps_of
+
+        print(analysis(dumps_of(patient)))
+        return _ask(patient)
+    live, results, found = session.need(), {}, None
     try:
         code = f"from {__name__} import examine as _examine; _seen = _examine({number}, rank, world_size)"
         results = {result.rank: result for result in live.run(code, timeout=60.0)}
@@ -65,10 +69,17 @@ def admit(number: int) -> list[Any] | None:
     if patient.reset:
         print()
         session.reset()
+    return _ask(patient, found)
+
+
+def _ask(patient: Patient, found: list[Any] | None = None) -> list[Any] | None:
+    """Print the diagnoses."""
+    from zerolab.lab.exercises.predictions import measured
+
     print("\nWhich is it, and why?")
     for letter, diagnosis in patient.choices.items():
         print(textwrap.fill(f"  {letter}  {diagnosis}", 100, subsequent_indent="     "))
-    measured(f"17.{number}", patient.answer)
+    measured(f"17.{patient.number}", patient.answer)
     return found
 
 

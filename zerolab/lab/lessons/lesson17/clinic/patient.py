@@ -14,7 +14,8 @@ class Patient:
     script: the code that is broken, shown once a diagnosis is written down. examine: runs it on every rank and prints
     what an engineer would see; returns numbers for a picture, if there is one. complaint: what was reported.
     choices: letter -> a diagnosis and its reason. answer: the right letter. story: what to learn from it.
-    reset: whether the ranks are out of step afterwards.
+    reset: whether the ranks are out of step afterwards. recorded: if not 0, `examine` runs in bare processes, and the
+    evidence is what torch's flight recorder has of them: so many calls on each rank, the last of which never ends.
     """
 
     number: int
@@ -25,3 +26,4 @@ class Patient:
     answer: str
     story: str
     reset: bool = False
+    recorded: int = 0

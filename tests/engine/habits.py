@@ -283,6 +283,194 @@ def node_hook(script: Script) -> None:
     torch.autograd.graph.register_multi_grad_hook(list(script.model.parameters()), print)
 
 
+# -- more of what scripts do -------------------------------------------------------------------------------------------
+
+
+@habit("Right. Each optimizer has its own units, and gradients that nobody used yet add up.")
+def two_optimizers(script: Script) -> None:
+    """Give parts of the model optimizers of their own, which step at different times"""
+    model = script.model
+    often = torch.optim.SGD([*model.first.parameters(), *model.head.parameters()], lr=0.1, momentum=0.9)
+    rarely = torch.optim.AdamW(model.blocks.parameters(), lr=0.01)
+    for number in range(4):
+        script.backward()
+        often.step()
+        often.zero_grad()
+        if number % 2:
+            rarely.step()
+            rarely.zero_grad()
+
+
+@habit("Right.")
+def later_group(script: Script) -> None:
+    """Thaw a block, and add its parameters to the optimizer then"""
+    block = script.model.blocks[0].requires_grad_(False)
+    script.optimizer = torch.optim.Adam([p for p in script.model.parameters() if p.requires_grad], lr=0.05)
+    for number in range(4):
+        if number == 2:
+            block.requires_grad_(True)
+            script.optimizer.add_param_group({"params": block.parameters(), "lr": 0.002})
+        script.backward()
+        script.step()
+
+
+@habit("Right: gradients of an input alone leave those of parameters as they are.")
+def adversarial(script: Script) -> None:
+    """Train on inputs that were moved against the model (FGSM)"""
+
+    def against(x: Tensor) -> Tensor:
+        x = x.clone().requires_grad_()
+        (grad,) = torch.autograd.grad(script.model(x).square().mean(), x)
+        return script.model((x + 0.1 * grad.sign()).detach()).square().mean()
+
+    for _ in range(3):
+        script.loss(against).backward()
+        script.step()
+
+
+@habit("Right.")
+def functional(script: Script) -> None:
+    """Call the model with its own parameters (functional_call)"""
+    params = dict(script.model.named_parameters())
+
+    def called(x: Tensor) -> Tensor:
+        return torch.func.functional_call(script.model, params, (x,)).abs().mean()
+
+    for _ in range(2):
+        script.loss(called).backward()
+        script.step()
+
+
+@habit("Right, with either kind of checkpoint.")
+def checkpoint_all(script: Script) -> None:
+    """Checkpoint a call of the whole model"""
+
+    def again(x: Tensor) -> Tensor:
+        x = x.clone().requires_grad_()
+        by_torch = [torch.utils.checkpoint.checkpoint(script.model, x, use_reentrant=kind) for kind in (True, False)]
+        return sum(out.abs().mean() for out in by_torch)
+
+    for _ in range(2):
+        script.loss(again).backward()
+        script.step()
+
+
+@habit("Right, with the same kind of checkpoint or without.")
+def only_checkpoint(script: Script) -> None:
+    """Checkpoint every call of the model, reentrantly"""
+    for number in range(2):
+        losses = []
+        for rank in script.ranks:
+            x = batch(rank, number).requires_grad_()
+            losses.append(torch.utils.checkpoint.checkpoint(script.model, x, use_reentrant=True).square().mean())
+        (sum(losses) / len(losses)).backward()
+        script.step()
+
+
+@habit("Right: copies of slices, and what an optimizer keeps for them, go back where they came from.")
+def roll_back(script: Script) -> None:
+    """Go back to weights and optimizer of a while ago"""
+    script.backward()
+    script.step()
+    weights = {name: p.detach().clone() for name, p in script.model.named_parameters()}
+    state = copy.deepcopy(script.optimizer.state_dict())
+    script.backward()
+    script.step()
+    with torch.no_grad():
+        for name, p in script.model.named_parameters():
+            p.copy_(weights[name])
+    script.optimizer.load_state_dict(state)
+    script.backward()
+    script.step()
+
+
+@habit("Right: `t.to(p)` asks `p` for nothing but its dtype and device.")
+def like_a_parameter(script: Script) -> None:
+    """Bring a number to a parameter's dtype and device"""
+    scale = torch.tensor(0.25)
+    script.backward()
+    for p in script.model.parameters():
+        p.grad.mul_(scale.to(p)).mul_(scale.type_as(p))
+    script.step()
+
+
+@habit("Right: all ranks leave the batch out.")
+def skip_errors(script: Script) -> None:
+    """Leave a batch out after an error"""
+    for number in range(4):
+        try:
+            script.backward()
+            if number == 1:
+                script.model(batch(0, 0)[:, :2])
+        except RuntimeError:
+            script.optimizer.zero_grad()
+            continue
+        script.step()
+
+
+@habit("Right: hooks see and change what they would in one process.")
+def module_hooks(script: Script) -> None:
+    """Change outputs and gradients in hooks of modules"""
+    script.model.blocks[0].register_forward_hook(lambda module, args, output: output * 1.5)
+    script.model.blocks[1].register_full_backward_pre_hook(lambda module, grads: (grads[0] * 0.5,))
+    for _ in range(2):
+        script.backward()
+        script.step()
+
+
+@habit(
+    "Right in stages 0 to 2, wherever ranks go. Refused in stage 3, on every rank.",
+    refused="The ranks went different ways through the model",
+    stages=(3,),
+    instead="draw alike on all ranks, or make one unit of the blocks",
+    ranks=2,
+)
+def layer_drop(script: Script) -> None:
+    """Call blocks one by one, and let each rank leave out others"""
+    model = script.model
+    for number in range(3):
+        losses = []
+        for rank in script.ranks:
+            x = model.first(batch(rank, number))
+            for depth, block in enumerate(model.blocks):
+                if (rank + depth + number) % 2:
+                    x = block(x)
+            losses.append(model.head(x).square().mean())
+        (sum(losses) / len(losses)).backward()
+        script.step()
+
+
+@habit("Refused, at the next forward, step or save.", refused="was replaced after sharding", instead="p.data.mul_(0.9)")
+def assign_data(script: Script) -> None:
+    """Assign to .data"""
+    for p in script.model.parameters():
+        p.data = p.data * 0.9
+    script.zero.full_state_dict()
+
+
+@habit(
+    "Refused, at the step: nobody would average the gradient of `scale`.",
+    refused="that is of no sharded model",
+    instead="zerolab.shard(nn.ModuleList([model, criterion])), so that it is one of the model's",
+)
+def learnt_loss(script: Script) -> None:
+    """Let an optimizer train parameters of a loss as well"""
+    scale = nn.Parameter(torch.zeros(()))
+    optimizer = torch.optim.AdamW([*script.model.parameters(), scale])
+    (script.loss() * scale.exp()).backward()
+    optimizer.step()
+
+
+@habit(
+    "Refused, at the line.", refused="that is no slice of anything", stages=(1, 2, 3), instead="`torch.zeros_like(p)`"
+)
+def made_gradients(script: Script) -> None:
+    """Make gradients by hand (evolution strategies)"""
+    for p in script.model.parameters():
+        p.grad = torch.ones(p.shape, dtype=p.dtype)
+    script.step()
+
+
 # -- weights ---------------------------------------------------------------------------------------------------------
 
 
@@ -828,194 +1016,6 @@ def gradient_penalty(script: Script) -> None:
         script.step()
 
 
-# -- more of what scripts do -------------------------------------------------------------------------------------------
-
-
-@habit("Right. Each optimizer has its own units, and gradients that nobody used yet add up.")
-def two_optimizers(script: Script) -> None:
-    """Give parts of the model optimizers of their own, which step at different times"""
-    model = script.model
-    often = torch.optim.SGD([*model.first.parameters(), *model.head.parameters()], lr=0.1, momentum=0.9)
-    rarely = torch.optim.AdamW(model.blocks.parameters(), lr=0.01)
-    for number in range(4):
-        script.backward()
-        often.step()
-        often.zero_grad()
-        if number % 2:
-            rarely.step()
-            rarely.zero_grad()
-
-
-@habit("Right.")
-def later_group(script: Script) -> None:
-    """Thaw a block, and add its parameters to the optimizer then"""
-    block = script.model.blocks[0].requires_grad_(False)
-    script.optimizer = torch.optim.Adam([p for p in script.model.parameters() if p.requires_grad], lr=0.05)
-    for number in range(4):
-        if number == 2:
-            block.requires_grad_(True)
-            script.optimizer.add_param_group({"params": block.parameters(), "lr": 0.002})
-        script.backward()
-        script.step()
-
-
-@habit("Right: gradients of an input alone leave those of parameters as they are.")
-def adversarial(script: Script) -> None:
-    """Train on inputs that were moved against the model (FGSM)"""
-
-    def against(x: Tensor) -> Tensor:
-        x = x.clone().requires_grad_()
-        (grad,) = torch.autograd.grad(script.model(x).square().mean(), x)
-        return script.model((x + 0.1 * grad.sign()).detach()).square().mean()
-
-    for _ in range(3):
-        script.loss(against).backward()
-        script.step()
-
-
-@habit("Right.")
-def functional(script: Script) -> None:
-    """Call the model with its own parameters (functional_call)"""
-    params = dict(script.model.named_parameters())
-
-    def called(x: Tensor) -> Tensor:
-        return torch.func.functional_call(script.model, params, (x,)).abs().mean()
-
-    for _ in range(2):
-        script.loss(called).backward()
-        script.step()
-
-
-@habit("Right, with either kind of checkpoint.")
-def checkpoint_all(script: Script) -> None:
-    """Checkpoint a call of the whole model"""
-
-    def again(x: Tensor) -> Tensor:
-        x = x.clone().requires_grad_()
-        by_torch = [torch.utils.checkpoint.checkpoint(script.model, x, use_reentrant=kind) for kind in (True, False)]
-        return sum(out.abs().mean() for out in by_torch)
-
-    for _ in range(2):
-        script.loss(again).backward()
-        script.step()
-
-
-@habit("Right, with the same kind of checkpoint or without.")
-def only_checkpoint(script: Script) -> None:
-    """Checkpoint every call of the model, reentrantly"""
-    for number in range(2):
-        losses = []
-        for rank in script.ranks:
-            x = batch(rank, number).requires_grad_()
-            losses.append(torch.utils.checkpoint.checkpoint(script.model, x, use_reentrant=True).square().mean())
-        (sum(losses) / len(losses)).backward()
-        script.step()
-
-
-@habit("Right: copies of slices, and what an optimizer keeps for them, go back where they came from.")
-def roll_back(script: Script) -> None:
-    """Go back to weights and optimizer of a while ago"""
-    script.backward()
-    script.step()
-    weights = {name: p.detach().clone() for name, p in script.model.named_parameters()}
-    state = copy.deepcopy(script.optimizer.state_dict())
-    script.backward()
-    script.step()
-    with torch.no_grad():
-        for name, p in script.model.named_parameters():
-            p.copy_(weights[name])
-    script.optimizer.load_state_dict(state)
-    script.backward()
-    script.step()
-
-
-@habit("Right: `t.to(p)` asks `p` for nothing but its dtype and device.")
-def like_a_parameter(script: Script) -> None:
-    """Bring a number to a parameter's dtype and device"""
-    scale = torch.tensor(0.25)
-    script.backward()
-    for p in script.model.parameters():
-        p.grad.mul_(scale.to(p)).mul_(scale.type_as(p))
-    script.step()
-
-
-@habit("Right: all ranks leave the batch out.")
-def skip_errors(script: Script) -> None:
-    """Leave a batch out after an error"""
-    for number in range(4):
-        try:
-            script.backward()
-            if number == 1:
-                script.model(batch(0, 0)[:, :2])
-        except RuntimeError:
-            script.optimizer.zero_grad()
-            continue
-        script.step()
-
-
-@habit("Right: hooks see and change what they would in one process.")
-def module_hooks(script: Script) -> None:
-    """Change outputs and gradients in hooks of modules"""
-    script.model.blocks[0].register_forward_hook(lambda module, args, output: output * 1.5)
-    script.model.blocks[1].register_full_backward_pre_hook(lambda module, grads: (grads[0] * 0.5,))
-    for _ in range(2):
-        script.backward()
-        script.step()
-
-
-@habit(
-    "Right in stages 0 to 2, wherever ranks go. Refused in stage 3, on every rank.",
-    refused="The ranks went different ways through the model",
-    stages=(3,),
-    instead="draw alike on all ranks, or make one unit of the blocks",
-    ranks=2,
-)
-def layer_drop(script: Script) -> None:
-    """Call blocks one by one, and let each rank leave out others"""
-    model = script.model
-    for number in range(3):
-        losses = []
-        for rank in script.ranks:
-            x = model.first(batch(rank, number))
-            for depth, block in enumerate(model.blocks):
-                if (rank + depth + number) % 2:
-                    x = block(x)
-            losses.append(model.head(x).square().mean())
-        (sum(losses) / len(losses)).backward()
-        script.step()
-
-
-@habit("Refused, at the next forward, step or save.", refused="was replaced after sharding", instead="p.data.mul_(0.9)")
-def assign_data(script: Script) -> None:
-    """Assign to .data"""
-    for p in script.model.parameters():
-        p.data = p.data * 0.9
-    script.zero.full_state_dict()
-
-
-@habit(
-    "Refused, at the step: nobody would average the gradient of `scale`.",
-    refused="that is of no sharded model",
-    instead="zerolab.shard(nn.ModuleList([model, criterion])), so that it is one of the model's",
-)
-def learnt_loss(script: Script) -> None:
-    """Let an optimizer train parameters of a loss as well"""
-    scale = nn.Parameter(torch.zeros(()))
-    optimizer = torch.optim.AdamW([*script.model.parameters(), scale])
-    (script.loss() * scale.exp()).backward()
-    optimizer.step()
-
-
-@habit(
-    "Refused, at the line.", refused="that is no slice of anything", stages=(1, 2, 3), instead="`torch.zeros_like(p)`"
-)
-def made_gradients(script: Script) -> None:
-    """Make gradients by hand (evolution strategies)"""
-    for p in script.model.parameters():
-        p.grad = torch.ones(p.shape, dtype=p.dtype)
-    script.step()
-
-
 _MEAN = "`loss.backward()` alone: `p.grad` is the average over the ranks, which start from the first rank's parameters"
 
 
@@ -1125,7 +1125,9 @@ BLIND = """
   too. In objects (`dist.all_gather_object`) a slice travels as a plain tensor.
 - What is done with `zerolab.to_local(t)`, with `t.data_ptr()` and with numpy's memory. `torch.tensor(p)` and
   `p.set_(...)`, of which torch tells no subclass, are about this rank's slice too.
-- In stage 0, edits of parameters on one rank only. In stages 1 to 3 every rank edits its own slices anyway.
+- In stage 0, edits that differ between ranks, of gradients too. In stages 1 to 3 every rank edits its own slices, and
+  the numbers by which it does so between backward and the optimizer's step are compared at that step
+  (`p.grad.div_(n)`, where n is this rank's own). Numbers in tensors are not.
 - Writes through `.data` inside forward, where in stage 3 and with a `Precision` the model shows a copy that does not
   last (other writes there are refused).
 - Hooks that forward itself registers on its parameters see this rank's own gradient, as with torch's DDP.

@@ -344,6 +344,27 @@ def test_hyperparameters_are_the_same_on_all_ranks(ranks, n):
                 assert caught == (None,) * n
 
 
+def scaled_by_hand(stage: int, own: bool) -> str:
+    """Gradients of summed losses, divided by a number of tokens: this rank's own, or everyone's."""
+    zero = zerolab.shard(build(PLAIN), stage, units=[Block])
+    optimizer = torch.optim.SGD(zero.model.parameters(), lr=0.1)
+    for step in range(3):
+        PLAIN.loss(zero.model, zero.rank, step).backward()
+        for p in zero.model.parameters():
+            p.grad.div_(10 + step + (zero.rank if own and step == 1 else 0))
+        said = attempt(optimizer.step)
+        if said != "no error":
+            return said
+    return "no error"
+
+
+def test_slices_are_scaled_alike_on_all_ranks(ranks):
+    for stage in (1, 2, 3):
+        assert ranks.run(scaled_by_hand, stage, False, ranks=2) == ["no error"] * 2
+        for said in ranks.run(scaled_by_hand, stage, True, ranks=2):
+            assert "div_ 12" in said and "on rank 1" in said and "div_ 11" in said and "on rank 0" in said, said
+
+
 @pytest.mark.exhaustive
 def test_a_hyperparameter_that_one_rank_alone_sets_after_backward(ranks):
     for caught in zip(*ranks.run(other_rates, "alone", ranks=3), strict=True):

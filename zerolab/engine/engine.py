@@ -104,6 +104,7 @@ class Engine(Stage):
         self.is_idle, self.check_grads_final = self._forward.is_idle, self._backward.check_grads_final
         self.enter_optimizer, self.pause_optimizer = self._step.enter, self._step.pause
         self.leave_optimizer, self.after_optimizer = self._step.leave, self._step.end
+        self.note_numbers = self._step.hyperparameters.note
         self.full_model = FullModel(self, self._forward, self._backward, self._structure)
 
         for unit, part in zip(self.units, parts, strict=True):
@@ -151,7 +152,7 @@ class Engine(Stage):
         The norm is float64 if a gradient is, else float32.
         """
         self.promote_grads(self.units)
-        self._step.hyperparameters.clip(max_norm, norm_type)
+        self.note_numbers("clip_grad_norm_", [max_norm, norm_type])
         with plainly():  # gradients as they are: this one knows of the other ranks
             return clip_to_norm(self, max_norm, norm_type)
 

@@ -2,7 +2,8 @@
 
 They are compared without a message of their own. What ranks exchange when a backward ends says what they have, and a
 step with that asks nobody. A step with anything else (the first; a rate that was set after backward) asks all ranks.
-How the gradients were clipped counts as one of them. A backward foresees that it will be as it was for the last step.
+The numbers by which a script has clipped, scaled or moved slices since backward count as one of them. A backward
+foresees that they will be as they were for the last step.
 """
 
 from __future__ import annotations
@@ -33,16 +34,18 @@ class Hyperparameters:
         self._stepped: list[weakref.ref[Optimizer]] = []  # in the order of their first steps, as on every rank
         self._agreed: weakref.WeakKeyDictionary[Optimizer, Described] = weakref.WeakKeyDictionary()
         self._offered: weakref.WeakKeyDictionary[Optimizer, Described] = weakref.WeakKeyDictionary()
-        self._clipped: list[tuple[float, float]] = []  # since the last backward: the largest norms, and their p
-        self._usually: list[tuple[float, float]] = []  # for the last step
+        self._done: list[str] = []  # since the last backward: calls, and the numbers they got
+        self._usually: list[str] = []  # for the last step
 
-    def clip(self, max_norm: float, norm_type: float) -> None:
-        """Gradients are clipped."""
-        self._clipped.append((float(max_norm), float(norm_type)))
+    def note(self, call: str, numbers: list[float]) -> None:
+        """Slices are changed by `numbers`, one or all of them."""
+        words = f"{call} {', '.join(map(str, numbers))}"
+        if self._done[-1:] != [words]:
+            self._done.append(words)
 
     def offer(self) -> bytes:
         """What this rank has now, in `DIGEST` bytes."""
-        everything, self._clipped = [], []
+        everything, self._done = [], []
         for number, reference in enumerate(self._stepped):
             if (optimizer := reference()) is not None:
                 self._offered[optimizer] = _of(optimizer, self._usually)
@@ -57,8 +60,8 @@ class Hyperparameters:
 
     def check(self, optimizer: Optimizer) -> None:
         """`optimizer` is about to step. Raises `RuntimeError` on every rank if they differ."""
-        self._usually = list(self._clipped)
-        mine = _of(optimizer, self._clipped)
+        self._usually = list(self._done)
+        mine = _of(optimizer, self._done)
         if self._agreed.get(optimizer) == mine:
             return
         what = "comparison of hyperparameters"
@@ -95,11 +98,11 @@ def first_difference(one: list[Any], other: list[Any]) -> tuple[Any, Any]:
     return next((a, b) for a, b in zip(one, other, strict=True) if a != b)
 
 
-def _of(optimizer: Optimizer, clipped: list[tuple[float, float]]) -> Described:
+def _of(optimizer: Optimizer, done: list[str]) -> Described:
     """What its class knows as hyperparameters. A script may keep other things in a group, of one rank alone."""
-    known, clips = optimizer.defaults, described({"gradients clipped by": clipped})
+    known, edits = optimizer.defaults, described({"slices changed by": done})
     groups = [{key: value for key, value in group.items() if key in known} for group in optimizer.param_groups]
-    return [*(described(group) for group in groups), clips]
+    return [*(described(group) for group in groups), edits]
 
 
 def _words(one: Any, other: Any) -> str:

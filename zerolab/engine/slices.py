@@ -65,6 +65,7 @@ class Sharded(Protocol):
     def is_idle(self) -> bool: ...
     def check_grads_final(self, units: list[Any]) -> None: ...
     def promote_grads(self, units: list[Any]) -> None: ...
+    def note_numbers(self, call: str, numbers: list[float]) -> None: ...
 
 
 @dataclass(frozen=True)
@@ -340,6 +341,8 @@ class _Rule(TorchDispatchMode):
             return marked(result, replace(place, rows=None)) if result.shape == self._own(args[0]).shape else result
         if not _elementwise(op):
             raise _refusal(self.call, place, f"is not done element by element ({name})")
+        if numbers := [one for one in tree_leaves((args, kwargs)) if type(one) in (int, float)]:
+            place.the_engine(self.call).note_numbers(self.call, numbers)
         lists = [value for value in (*args, *kwargs.values()) if isinstance(value, list | tuple)]
         columns = list(zip(*(value for value in lists if any(isinstance(one, Tensor) for one in value)), strict=False))
         others = [value for value in (*args, *kwargs.values()) if isinstance(value, Tensor)]

@@ -265,7 +265,7 @@ def watch(optimizer: Optimizer) -> None:
         optimizer.register_state_dict_post_hook(_stamp)
         optimizer.register_load_state_dict_post_hook(_loaded)
     cls: Any = type(optimizer)
-    if not hasattr(cls.step, "zerolab"):
+    if getattr(cls.step, "hooked", False) and not hasattr(cls.step, "zerolab"):
         cls.step = Optimizer.profile_hook_step(_on_plain(cls.step.__wrapped__))  # as torch itself does it
         cls.step.hooked = True
 

@@ -341,8 +341,9 @@ class _Rule(TorchDispatchMode):
             return marked(result, replace(place, rows=None)) if result.shape == self._own(args[0]).shape else result
         if not _elementwise(op):
             raise _refusal(self.call, place, f"is not done element by element ({name})")
-        if numbers := [one for one in tree_leaves((args, kwargs)) if type(one) in (int, float)]:
-            place.the_engine(self.call).note_numbers(self.call, numbers)
+        numbers = [one for one in tree_leaves((args, kwargs)) if type(one) in (int, float)]
+        if numbers and (engine := place.engine()) is not None:
+            engine.note_numbers(self.call, numbers)
         lists = [value for value in (*args, *kwargs.values()) if isinstance(value, list | tuple)]
         columns = list(zip(*(value for value in lists if any(isinstance(one, Tensor) for one in value)), strict=False))
         others = [value for value in (*args, *kwargs.values()) if isinstance(value, Tensor)]

@@ -22,7 +22,7 @@ A gradient, from autograd to the optimizer, in Zero2 (a -> b: a calls b):
     step.py       _before_step ->               the optimizer is about to step
     step.py           begin ->
     bucket.py             promote               in the dtype of the masters
-    step.py       _enter, enter ->
+    step.py       _on_plain, enter ->
     shown.py          become_plain              as plain tensors
 
 What a program does with them in between, it does with slices: slices.py.
@@ -43,7 +43,7 @@ A parameter of Zero3, through one step:
     zero3.py          pre_backward              gathered as before forward
     backward.py   _finish ->                    backward has passed the unit, and it is its turn
     zero3.py          post_backward             released, then reduced as in Zero2
-    step.py       _leave, leave ->              the optimizer has updated the slice
+    step.py       _on_plain, leave ->           the optimizer has updated the slice
     shown.py          become_shown              it is a slice again
     step.py       _after_step ->                hooks of the user's have run
     step.py           end ->

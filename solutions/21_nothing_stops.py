@@ -154,6 +154,7 @@ def all_have_it(number, members, lives, mine):
 # %%ranks --always
 zero = zerolab.Zero3(make_model(), units=[Block])  # in the world of this replica
 adam = torch.optim.AdamW(zero.model.parameters(), lr=3e-3)
+AVERAGES = ("exp_avg", "exp_avg_sq")
 local = zerolab.to_local  # this rank's slice
 
 
@@ -171,9 +172,9 @@ def mean_over_replicas(group, loss):
 def state(step):  # this rank's shards: parameters, and AdamW's averages of them
     for param in zero.model.parameters():
         if param not in adam.state:
-            empty = {key: torch.zeros_like(local(param)) for key in ("exp_avg", "exp_avg_sq")}
+            empty = {key: torch.zeros_like(local(param)) for key in AVERAGES}
             adam.state[param] = {"step": torch.tensor(float(step))} | empty
-        averages = (local(adam.state[param][key]) for key in ("exp_avg", "exp_avg_sq"))
+        averages = (local(adam.state[param][key]) for key in AVERAGES)
         yield from (local(param).detach(), *averages)
 
 
@@ -600,8 +601,8 @@ if lab.predicted("21.3"):
     print(f"H = 4, outer, but with momentum 0.9: loss {strong:.2f}")
     dots = {name: of for name, of in runs.items() if of[0]}
     every, rare = runs["every step"], runs["H = 16, outer"]
-    said = f"Loss {every[1]:.2f} with gradients in every step, {rare[1]:.2f} with a sixteenth"
-    said += f" of the bytes, {alone:.2f} with none."
+    said = f"Loss {every[1]:.2f} with gradients in every step, {rare[1]:.2f} with a"
+    said += f" sixteenth of the bytes, {alone:.2f} with none."
     title, subtitle = "Bytes against loss", "64 steps of AdamW on 4 ranks, the same batches"
     says = ("bytes sent per rank and step", "loss on other text")
     picture = plots.tradeoff(dots, title, subtitle, says, said, "every step", True)

@@ -27,7 +27,7 @@ from zerolab.lab.ranks.report import Misused
 from zerolab.world.processes import Patience
 
 T = TypeVar("T")
-LOOK = 0.005  # seconds between two looks into the store
+LOOK = 0.01  # seconds between two looks into the store
 PATIENCE = 300.0  # seconds: it ends only what can never come
 GROUP_TIMEOUT = timedelta(seconds=120)  # of a collective whose other ranks are alive and do not come
 NAMES = "ABCDEFGHIJKLMNOPQRSTUVWXYZ"
@@ -77,8 +77,14 @@ class Seat:
 
     def lives(self) -> list[int]:
         """How many lives of each rank have ended: the number of the life that it has now."""
-        keys = [f"lives/{rank}" for rank in range(len(self.names) * self.size)]
-        return [int(self.store.get(key)) if self.store.check([key]) else 0 for key in keys]
+        return [int(found or 0) for found in self._read_all("lives")]
+
+    def _read_all(self, key: str) -> list[bytes | None]:
+        """What is under `key` for each rank; in two questions to the store when all are there."""
+        keys = [f"{key}/{rank}" for rank in range(len(self.names) * self.size)]
+        if self.store.check(keys):
+            return self.store.multi_get(keys)
+        return [self.store.get(each) if self.store.check([each]) else None for each in keys]
 
     def note(self, key: str, what: Any) -> None:
         self.store.set(f"{key}/{self.rank}", json.dumps([self.life, what]))
@@ -86,11 +92,11 @@ class Seat:
     def notes(self, key: str, lives: Sequence[int] | None = None) -> dict[int, Any]:
         """Rank -> what it noted under `key`, of the ranks whose life has not ended since."""
         found = {}
-        for rank, now in enumerate(self.lives() if lives is None else lives):
-            if self.store.check([f"{key}/{rank}"]):
-                life, what = json.loads(self.store.get(f"{key}/{rank}"))
-                if life == now:
-                    found[rank] = what
+        now = self.lives() if lives is None else lives
+        for rank, entry in enumerate(self._read_all(key)):
+            life, what = json.loads(entry) if entry else (None, None)
+            if life == now[rank]:
+                found[rank] = what
         return found
 
     def noted(self, key: str, ranks: Sequence[int], lives: Sequence[int]) -> list[Any] | None:
@@ -98,12 +104,12 @@ class Seat:
 
         None until that is known of all: then it is the same for whoever asks.
         """
-        now, found = self.lives(), []
+        now, entries, found = self.lives(), self._read_all(key), []
         for rank in ranks:
-            entry = json.loads(self.store.get(f"{key}/{rank}")) if self.store.check([f"{key}/{rank}"]) else [None, None]
-            if entry[0] != lives[rank] and now[rank] == lives[rank]:
+            life, what = json.loads(entries[rank] or "[null, null]")
+            if life != lives[rank] and now[rank] == lives[rank]:
                 return None
-            found.append(entry[1] if entry[0] == lives[rank] else None)
+            found.append(what if life == lives[rank] else None)
         return found
 
     def first(self, key: str, what: Any) -> Any:
@@ -174,6 +180,7 @@ def replica(ranks: int) -> Seat:
     where = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
     store = dist.TCPStore(*where, wait_for_workers=False, timeout=GROUP_TIMEOUT)
     rank, everyone = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    store.compare_set(f"lives/{rank}", "", "0")
     seat = Seat(ranks, store, rank, int(os.environ["ZEROLAB_LIFE"]), everyone)
     seat.meet()
     return seat

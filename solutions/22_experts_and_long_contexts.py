@@ -1,13 +1,13 @@
 # %% [markdown]
 # # 22 · Experts, and long contexts
 #
-# **The question.** In everything so far, parameters travelled to the samples. Two kinds of models turn that around.
-# One has so many *parameters* in a layer that gathering them for every rank is hopeless, although each token needs
-# only a few of them: experts. The other has so many *tokens* in one sample that no GPU can hold it: the 100,000
-# tokens with which lesson 15 opened, and which it didn't solve. In both, tokens travel, or what has been made of
-# them. That changes what a step sends, which rank is the slowest, and whose gradients are averaged with whose. With
-# one divisor in the wrong place, the experts' gradients are several times too large, and no loss curve shows it: a
-# bug report of September 2024 found that in DeepSpeed's ZeRO.
+# **The question.** ZeRO brings parameters to the samples. Two kinds of models turn that around. One has so many
+# *parameters* in a layer that gathering them for every rank is hopeless, although each token needs only a few of
+# them: experts. The other has so many *tokens* in one sample that no GPU can hold it: the 100,000 tokens with which
+# lesson 15 opened, and which it didn't solve. In both, tokens travel, or what has been made of them. That changes
+# what a step sends, which rank is the slowest, and whose gradients are averaged with whose. With the wrong divisor,
+# the experts' gradients are several times too large, and no loss curve shows it. DeepSpeed's ZeRO had that mistake;
+# it was reported in September 2024.
 
 # %%
 # %load_ext zerolab.lab
@@ -177,7 +177,8 @@ if lab.predicted("22.1"):
 #
 # Now a model: a GPT of two blocks, with eight experts in each. Everything but the experts is replicated or sharded
 # over all four ranks, as ever. The experts are shared out over G ranks, an *expert group*. With G = 4 an expert is on
-# one rank. With G = 2 each pair has all eight, and two ranks have the same ones, an expert's **replicas**:
+# one rank. With G = 2 each pair has all eight, and two ranks have the same ones, each expert's
+# **[replicas](../docs/glossary.md#replica)**:
 #
 #               place 0     place 1
 #     pair 0    rank 0 ──── rank 1      ──  an expert group: tokens
@@ -528,10 +529,9 @@ if lab.predicted("22.3"):
         print(f"{1 - kept / rows:.0%} dropped, {1 - kept / places:.0%} of what is sent is padding")
 
 # %% [markdown]
-# So capacity bounds time and memory, and pays with tokens that are dropped *and* with padding. (It is counted on each
-# rank, so more is beyond it than in the picture: an expert may be full for one rank and not for another.) The bias
-# goes to the cause. On GPUs, even splits have one more attraction: `all_to_all_single` takes its splits as Python
-# numbers, so with uneven ones the host has to wait until the router has computed them.
+# So capacity bounds time and memory, and pays with tokens that are dropped *and* with padding. The bias goes to the
+# cause. On GPUs, even splits have one more attraction: `all_to_all_single` takes its splits as Python numbers, so
+# with uneven ones the host has to wait until the router has computed them.
 #
 # ## A sample that fits nowhere
 #
@@ -771,7 +771,7 @@ plots.show(plots.stacks(bars, title, subtitle, "MB", learner=lab.passed("22.3"))
 # %% [markdown]
 # That is what a thousand GPUs with ZeRO-3 alone can't do: two ranks halve the activations of *one* sequence, and four
 # quarter them. What a rank sends is keys and values (and their places), 2TC(N-1)/N numbers in a layer: almost as many
-# with 64 ranks as with 8, while the computing that could hide them falls with 1/N². For a model of 32 layers of width
+# with 64 ranks as with 8, while the computing that could hide them falls with 1/N. For a model of 32 layers of width
 # 4,096 in 16 bits, count 34 bytes for each layer, token and unit of width, with nothing of size T × T (Korthikanti et
 # al., arXiv 2205.05198, equation 1 without the attention term):
 
@@ -828,8 +828,8 @@ print(f"in a ring {around:,.0f}")
 # %% [markdown]
 # ## In production
 #
-# FSDP2 does what our engines did, in one model: the experts are wrapped first, over a mesh of their replicas, and are
-# told the divisor. Here with G = 2:
+# FSDP2 can have experts as a part of the model: they are wrapped first, over a mesh of their replicas, and what is
+# wrapped already is left alone when the rest is. The divisor must be told. Here with G = 2:
 
 # %%
 # %%ranks
@@ -840,11 +840,11 @@ replicas, world = DeviceMesh.from_group(GROUPS[2][1], "cpu"), DeviceMesh("cpu", 
 ratios = []
 for factor in (None, 4):
     model = shared_out(2)
-    for experts in experts_of(model):
-        fully_shard(experts, mesh=replicas)
-        if factor:
-            experts.set_gradient_divide_factor(factor)
     for block in model.blocks:
+        block.mlp.experts = block.mlp.kept[0]
+        fully_shard(block.mlp.experts, mesh=replicas)
+        if factor:
+            block.mlp.experts.set_gradient_divide_factor(factor)
         fully_shard(block, mesh=world)
     fully_shard(model, mesh=world)
     loss_of(model, 0, rank).backward()
@@ -860,7 +860,8 @@ print(f"with set_gradient_divide_factor(4): {told:.3f}")
 # Some of what matters in production can't be shown on CPUs, so it is only named here. DeepSeek-V3 lets a token go to
 # at most four nodes, sends it in fp8, and gives 20 of a GPU's 132 multiprocessors to the kernels that send (arXiv
 # 2412.19437, sections 3.2.2, 3.3.3 and 3.5.1): the experts compute with the rest. torch's symmetric memory has an
-# all-to-all whose splits stay on the GPU, so that the host need not wait for the router (`torch.ops.symm_mem.all_to_all_vdev_2d`). A ring can hide each turn behind the computing of a block, if blocks are
+# all-to-all whose splits stay on the GPU, so that the host need not wait for the router
+# (`torch.ops.symm_mem.all_to_all_vdev_2d`). A ring can hide each turn behind the computing of a block, if blocks are
 # long (arXiv 2310.01889, section 3), and copy engines can carry it without taking multiprocessors away. torch's own
 # ring, `torch.distributed.tensor.experimental.context_parallel`, knows three kernels for CUDA and none for the CPU,
 # so it can't run beside yours; its load balancer is the zigzag, under the name of head and tail.

@@ -526,7 +526,7 @@ lab.reveal("22.3")
 if lab.predicted("22.3"):
     for name, (rows, places, kept) in lab.pull("dropped", rank=0).items():
         print(f"{name:20} {rows} tokens, {places} places:", end=" ")
-        print(f"{1 - kept / rows:.0%} dropped, {1 - kept / places:.0%} of what is sent is padding")
+        print(f"{1 - kept / rows:.0%} dropped, {1 - kept / places:.0%} of the room is padding")
 
 # %% [markdown]
 # So capacity bounds time and memory, and pays with tokens that are dropped *and* with padding. The bias goes to the

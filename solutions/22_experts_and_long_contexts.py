@@ -526,7 +526,8 @@ lab.reveal("22.3")
 if lab.predicted("22.3"):
     for name, (rows, places, kept) in lab.pull("dropped", rank=0).items():
         print(f"{name:20} {rows} tokens, {places} places:", end=" ")
-        print(f"{1 - kept / rows:.0%} dropped, {1 - kept / places:.0%} of the room is padding")
+        padding = 1 - kept / places
+        print(f"{1 - kept / rows:.0%} dropped, {padding:.0%} of what is sent is padding")
 
 # %% [markdown]
 # So capacity bounds time and memory, and pays with tokens that are dropped *and* with padding. The bias goes to the
@@ -778,7 +779,7 @@ plots.show(plots.stacks(bars, title, subtitle, "MB", learner=lab.passed("22.3"))
 # %% tags=["nbval-check-output"]
 kept = 34 * 32 * 4096 * 100_000
 for N in (1, 8, 64):
-    print(f"100,000 tokens, N = {N:2}: {kept / N / 1e9:6.1f} GB of activations on each rank")
+    print(f"100,000 tokens, N = {N:2}: {kept / N / 1e9:6.1f} GB of activations on a rank")
 
 # %% [markdown]
 # ## Heads instead of tokens
@@ -854,7 +855,7 @@ for factor in (None, 4):
 # %% tags=["nbval-check-output"]
 plain, told = lab.pull("ratios", rank=0)
 if lab.predicted("22.2"):
-    print(f"FSDP2, experts over their replicas: {plain:.3f} x one process's gradient", end="; ")
+    print(f"FSDP2, over the replicas: {plain:.3f} x one process's gradient", end="; ")
     print(f"with set_gradient_divide_factor(4): {told:.3f}")
 
 # %% [markdown]

@@ -418,7 +418,10 @@ ITSELF = "in a group of one rank there is nobody to send to: return a copy of th
 PEERS = "a peer's number in its group is not its number among all processes: group_peer=..., or get_global_rank"
 OWN = "the block's own memory was given back, or changed: receive into a new tensor"
 WAIT = "messages are over when they are waited for: wait() for each of what batch_isend_irecv returns"
-BLOCKING = "everybody sends, and nobody receives: start both at once, with batch_isend_irecv"
+BLOCKING = (
+    "a message waits for its other side, which never comes: start the send and the receive at once, with "
+    "batch_isend_irecv, and take rank, size and both peers from `group`"
+)
 IN_ONE_PIECE = "a transposed block does not lie in one piece in memory, which a message must: contiguous()"
 RESCALE = (
     "`out` is a mean over fewer keys: its weight in the new mean is exp(lse - new), what the old keys have of the new "
@@ -470,7 +473,7 @@ RING_MISTAKES = {
             "group=group, group_peer=(rank - 1) % N",
             "peer=(rank - 1) % N",
         ),
-        "the ring went over all processes: rank, size and messages are those of `group`",
+        BLOCKING,
     ),
     "not waited for": Mistake(edit(RING_ANSWER, _WAITS, "    dist.batch_isend_irecv([send, receive])\n"), WAIT),
     "sends first": Mistake(

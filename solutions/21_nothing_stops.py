@@ -474,7 +474,9 @@ print("the next life loads step", lab.pull("found", rank=0)["step"].item())
 # the index may appear only when all have written, and the thread must not ask that with a collective in training's
 # group. The collectives of two threads have no order between them, so one rank's barrier could meet another's
 # gradients. It takes a group of its own, or keys in a store. And a second save must wait for the first, or
-# a third copy has to fit in memory.
+# a third copy has to fit in memory. `zerolab.save(path, zero, adam, background=True)` stages and writes like this, and
+# asks at the next moment at which all ranks are there anyway: it returns an object whose `wait()` they call together
+# before the next save, and there the index is written and the folder renamed.
 #
 # ## A slow link
 #

@@ -422,7 +422,7 @@ def module_hooks(script: Script) -> None:
     "Right in stages 0 to 2, wherever ranks go. Refused in stage 3, on every rank.",
     refused="The ranks went different ways through the model",
     stages=(3,),
-    instead="draw alike on all ranks, or make one unit of the blocks",
+    instead="draw alike on all ranks, or let the blocks be one unit",
     ranks=2,
 )
 def layer_drop(script: Script) -> None:

@@ -3,17 +3,21 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from math import lcm
 from typing import Any
 
 import pytest
 import torch
 import whole
 from blocks import SIZE, Adam8
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
 from jobs_common import attempt, worlds
 from reference import BF16, batch
 from torch import Tensor, nn
 
 import zerolab
+from zerolab.engine.blockwise import in_blocks
 
 ODD = {"units": nn.Sequential}
 
@@ -158,6 +162,34 @@ def test_saved_anywhere_loaded_anywhere(ranks, places, tmp_path):
                 assert torch.equal(state[key], value), key
 
 
+# -- where blocks lie -------------------------------------------------------------------------------------------------
+
+shapes = st.lists(st.lists(st.integers(0, 5), max_size=4).map(tuple), max_size=6)
+
+
+@settings(max_examples=200, deadline=None)
+@given(shapes, st.integers(1, 9), st.integers(1, 16), st.integers(1, 3), st.integers(1, 8), st.integers(1, 3))
+@example([(), (0,), (3, 0, 2), (1,), (7, 1), (65,)], 9, 16, 3, 5, 2)
+def test_slices_are_whole_blocks(shape_list, n, align, parts, size, blocks):
+    """Where parameters and shards begin at multiples of a block, each rank has whole blocks, and a number for each."""
+    tensors = [(f"p{i}", torch.empty(shape)) for i, shape in enumerate(shape_list)]
+    made = zerolab.Layout(tensors, n, lcm(align, size * blocks), lcm(parts, size * blocks))
+    for slot in made.slots:
+        numbers, place = in_blocks(made, slot, size)
+        assert place.shape == (-(-slot.numel // size),)
+        have: list[int] = []
+        for rank in range(n):
+            start, stop = (bound - slot.offset for bound in made.owned(slot, rank))
+            first, last = (bound - place.offset for bound in numbers.owned(place, rank))
+            if start < stop:
+                assert start % (size * blocks) == 0 and (stop % (size * blocks) == 0 or stop == slot.numel)
+                assert (first, last) == (start // size, -(-stop // size))
+            else:
+                assert first == last
+            have += range(first, last)
+        assert have == list(range(place.numel))
+
+
 # -- refused ----------------------------------------------------------------------------------------------------------
 
 
@@ -207,7 +239,7 @@ def test_refused_with_a_reason_on_every_rank(ranks, tmp_path):
         "cut anywhere": f"cut at multiples of 1: shard the model with granularity={SIZE}",
         "cut elsewhere": f"updates blocks of {SIZE} elements, and in stage 3 it sees slices that are cut at multiples",
         "blocks of another size": f"one number for each block of {2 * SIZE}",
-        "order": "conv.weight",
+        "order": "those of conv.weight, of strides",
         "none": "granularity=0 must be",
         "half": "granularity=1.5 must be",
         "size": "size must be at least 1",

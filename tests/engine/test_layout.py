@@ -35,7 +35,6 @@ def filled(made: Layout, tensors: list[tuple[str, torch.Tensor]], before: int = 
 
 
 cases = given(many_shapes, world_sizes, alignments)
-hard_blocks = example([(), (0,), (3, 0, 2), (1,), (7, 1), (65,)], 9, 16, 3, 5, 2)
 hard = example([(), (0,), (3, 0, 2), (1,), (7, 1), ()], 9, 16)
 
 
@@ -174,37 +173,5 @@ def test_the_picture_in_the_docstring_is_true():
 
 @pytest.mark.parametrize(("n", "align"), [(0, 1), (-1, 1), (2, 0)])
 def test_world_size_and_alignment_start_at_one(n, align):
-    with pytest.raises(ValueError, match=f"{n}, {align} and 1"):
+    with pytest.raises(ValueError, match=f"{n} and {align}"):
         Layout([("a", torch.empty(5))], n, align)
-
-
-@settings(max_examples=200, deadline=None)
-@given(many_shapes, world_sizes, alignments, st.integers(1, 3), st.integers(1, 8), st.integers(1, 3))
-@hard_blocks
-def test_slices_are_whole_blocks(shape_list, n, align, parts, size, blocks):
-    """With a granularity, each rank has whole blocks of a parameter, and as many numbers, one for each block."""
-    made = Layout(numbered(shape_list), n, align, parts, size * blocks)
-    assert made.size == n * made.shard_size and made.shard_size % parts == 0
-    assert all(slot.offset % align == 0 for slot in made.slots)
-    for slot in made.slots:
-        numbers, place = made.in_blocks(slot, size)
-        assert place.shape == (-(-slot.numel // size),)
-        have = []
-        for rank in range(n):
-            start, stop = (bound - slot.offset for bound in made.owned(slot, rank))
-            first, last = (bound - place.offset for bound in numbers.owned(place, rank))
-            if start < stop:
-                assert start % (size * blocks) == 0 and (stop % (size * blocks) == 0 or stop == slot.numel)
-                assert (first, last) == (start // size, -(-stop // size))
-            else:
-                assert first == last
-            have += range(first, last)
-        assert have == list(range(place.numel))
-
-
-def test_a_granularity_counts_elements_in_order():
-    image = torch.zeros(2, 3, 4, 4).to(memory_format=torch.channels_last)
-    with pytest.raises(ValueError, match=r"conv.weight, of strides .* lie in another"):
-        Layout([("conv.weight", image)], 2, granularity=8)
-    with pytest.raises(ValueError, match="granularity must be at least 1"):
-        Layout([], 2, granularity=0)

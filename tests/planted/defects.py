@@ -386,10 +386,10 @@ DEFECTS = [
     ),
     Defect(
         "a shard ends in the middle of a block",
-        "engine/layout.py",
-        "world_size * lcm(parts, granularity)",
-        "world_size * parts",
-        "engine/test_layout.py engine/test_blockwise.py",
+        "engine/unit.py",
+        "lcm(replicas, granularity)",
+        "replicas",
+        "engine/test_blockwise.py",
     ),
     Defect(
         "a save in the background writes what training changes",

@@ -2,17 +2,21 @@
 
 An elementwise optimizer may see any slice. A block-wise one, such as Adam with a quantised state (Dettmers et al.,
 arXiv 2110.02861), cuts each flattened parameter into blocks, from its first element on, and keeps numbers for each of
-them, such as a scale. It may see slices that are whole blocks, which a `Layout` with that granularity cuts.
+them, such as a scale. It may see slices that are whole blocks. A `Layout` cuts such if parameters and shards begin at
+multiples of a block: that is the granularity.
 """
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
 from torch import Tensor
 from torch.optim import ASGD, SGD, Adadelta, Adagrad, Adam, Adamax, AdamW, NAdam, Optimizer, RAdam, RMSprop, Rprop
+
+from zerolab.engine.layout import Layout, Slot
 
 
 @dataclass(frozen=True)
@@ -43,6 +47,25 @@ class Blocks:
                         f"{type(optimizer).__name__} keeps {what} in {key} for {param.numel()} elements; declared was "
                         f"one number for each block of {self.size}, which is ({self.count(param)},)"
                     )
+
+
+def in_blocks(layout: Layout, slot: Slot, size: int) -> tuple[Layout, Slot]:
+    """Where one number for each `size` elements of `slot` lies, if `layout` cuts at multiples of `size`."""
+    numbers = Slot(slot.name, (-(-slot.numel // size),), (1,), slot.offset // size)
+    blocks = copy.copy(layout)
+    blocks.slots, blocks.gaps, blocks.numel = [numbers], [], numbers.numel
+    blocks.size, blocks.shard_size = layout.size // size, layout.shard_size // size
+    return blocks, numbers
+
+
+def refuse_disorder(named: Iterable[tuple[str, Tensor]], granularity: int) -> None:
+    """Raise `ValueError` if elements lie in another order than that in which blocks are counted."""
+    for name, tensor in named if granularity > 1 else ():
+        if not tensor.is_contiguous():
+            raise ValueError(
+                f"granularity={granularity} counts elements in order, and those of {name}, of strides "
+                f"{tensor.stride()} and shape {tuple(tensor.shape)}, lie in another: use parameters that are contiguous"
+            )
 
 
 declared: dict[type, Blocks] = dict.fromkeys(

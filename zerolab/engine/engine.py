@@ -24,6 +24,7 @@ from torch.optim import Optimizer
 from zerolab.comm.collectives import Comm
 from zerolab.comm.groups import checked_mesh
 from zerolab.engine.backward import Backward
+from zerolab.engine.blockwise import refuse_disorder
 from zerolab.engine.clip import clip_to_norm
 from zerolab.engine.forward import Forward
 from zerolab.engine.full import FullModel, refuse_copy
@@ -86,6 +87,7 @@ class Engine(Stage):
 
         settings = [type(self).__name__, str(self.precision), f"offload={offload}", f"granularity={granularity}"]
         parts = agree_on_parts(model, units, self.comm, init is not None, settings)
+        refuse_disorder((pair for part in parts for pair in part.named), granularity)
         kinds = [KEEP if part.batch_norm else self.precision for part in parts]
         dtypes = [kind.dtypes(part.dtype, part.trainable) for kind, part in zip(kinds, parts, strict=True)]
         self.units = [

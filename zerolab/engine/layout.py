@@ -13,10 +13,9 @@ boundaries. That keeps all shards the same size, as reduce-scatter and all-gathe
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Iterable
 from dataclasses import dataclass
-from math import lcm, prod
+from math import prod
 
 import torch
 from torch import Tensor
@@ -45,23 +44,12 @@ class Layout:
 
     `align`: every parameter starts at a multiple of this many elements (kernels like 16-byte boundaries).
     `parts`: every shard can itself be cut into this many equal parts.
-    `granularity`: every parameter and every shard starts at a multiple of this many elements. So a rank's slice of a
-    parameter starts at a multiple of it within that parameter, whose elements must lie in order.
     """
 
-    def __init__(
-        self,
-        tensors: Iterable[tuple[str, Tensor]],
-        world_size: int,
-        align: int = 1,
-        parts: int = 1,
-        granularity: int = 1,
-    ) -> None:
-        if min(world_size, align, granularity) < 1:
-            given = f"{world_size}, {align} and {granularity}"
-            raise ValueError(f"world_size, align and granularity must be at least 1, not {given}")
-        self.world_size, self.granularity = world_size, granularity
-        align = lcm(align, granularity)
+    def __init__(self, tensors: Iterable[tuple[str, Tensor]], world_size: int, align: int = 1, parts: int = 1) -> None:
+        if world_size < 1 or align < 1:
+            raise ValueError(f"world_size and align must be at least 1, not {world_size} and {align}")
+        self.world_size = world_size
         self.slots: list[Slot] = []
         self.gaps: list[tuple[int, int]] = []  # stretches that belong to no parameter
         end = 0
@@ -70,15 +58,10 @@ class Layout:
             self._add_gap(end, offset)
             # A dense tensor keeps its memory order (channels_last stays channels_last).
             stride = torch.empty_like(tensor, device="meta").stride()
-            if granularity > 1 and not tensor.is_contiguous():
-                raise ValueError(
-                    f"granularity={granularity} counts elements in order, and those of {name}, of strides {stride} "
-                    f"and shape {tuple(tensor.shape)}, lie in another: use parameters that are contiguous"
-                )
             self.slots.append(Slot(name, tuple(tensor.shape), tuple(stride), offset))
             end = self.slots[-1].end
         self.numel = sum(slot.numel for slot in self.slots)
-        self.size = _round_up(max(end, 1), world_size * lcm(parts, granularity))
+        self.size = _round_up(max(end, 1), world_size * parts)
         self.shard_size = self.size // world_size
         self._add_gap(end, self.size)
 
@@ -95,14 +78,6 @@ class Layout:
         first, last = self.bounds(rank)
         start = min(max(slot.offset, first), last)
         return start, max(start, min(slot.end, last))
-
-    def in_blocks(self, slot: Slot, size: int) -> tuple[Layout, Slot]:
-        """Where one number for each `size` elements of `slot` lies. The granularity must be a multiple of `size`."""
-        numbers = Slot(slot.name, (-(-slot.numel // size),), (1,), slot.offset // size)
-        blocks = copy.copy(self)
-        blocks.slots, blocks.gaps, blocks.numel = [numbers], [], numbers.numel
-        blocks.size, blocks.shard_size = self.size // size, self.shard_size // size
-        return blocks, numbers
 
     def shard(self, flat: Tensor, rank: int) -> Tensor:
         """View of the shard of `rank`: (size,) -> (shard_size,)."""

@@ -23,6 +23,7 @@ from zerolab.engine.slices import plainly, refuse_gradient
 
 Named = list[tuple[str, nn.Parameter]]
 Site = tuple[nn.Module, str]  # a module and the name under which it holds a parameter
+Sites = list[list[Site]]  # of each parameter: all places that hold it
 
 
 class Parameters:
@@ -34,7 +35,7 @@ class Parameters:
     full_params: list[nn.Parameter]
     params: list[nn.Parameter]
 
-    def __init__(self, named: Named, sites: list[list[Site]], dtypes: Dtypes, comm: Comm, offload: bool) -> None:
+    def __init__(self, named: Named, sites: Sites, dtypes: Dtypes, comm: Comm, offload: bool) -> None:
         self.sites, self.dtypes, self.comm, self.offload = sites, dtypes, comm, offload
         self.names = [name for name, _ in named]
         self.trainable = any(p.requires_grad for _, p in named)  # as the ranks agreed

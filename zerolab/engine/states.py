@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 from torch.utils._pytree import tree_leaves
 
-from zerolab.engine.blockwise import Blocks, declared
+from zerolab.engine.blockwise import Blocks, declared, in_blocks
 from zerolab.engine.slices import Slice, marked, place_of, plainly
 
 CONTAINERS = {dict, list, tuple}
@@ -32,7 +32,7 @@ def mark_states(optimizer: Optimizer) -> None:
                     continue
                 for key, value in kept.items() if blocks.size > 1 else ():
                     if type(value) is Tensor and (each := blocks.per_number(param, key, value)):
-                        layout, slot = place.layout.in_blocks(place.slot, each)
+                        layout, slot = in_blocks(place.layout, place.slot, each)
                         marked(value, replace(place, layout=layout, slot=slot))
                 for value in _values({param: kept}):
                     if type(value) is Tensor:

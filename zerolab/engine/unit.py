@@ -16,6 +16,7 @@ Their gradients are in `bucket`. What the model shows of them is in parameters.p
 from __future__ import annotations
 
 from enum import Enum, auto
+from math import lcm
 from typing import Any
 
 import torch
@@ -25,7 +26,7 @@ from torch.autograd.graph import increment_version
 from zerolab.comm.collectives import Comm
 from zerolab.engine.bucket import Bucket, on_host
 from zerolab.engine.layout import Layout
-from zerolab.engine.parameters import Named, Parameters, Site
+from zerolab.engine.parameters import Named, Parameters, Sites
 from zerolab.engine.precision import Dtypes
 
 
@@ -42,21 +43,14 @@ class Unit(Parameters):
     """The parameters `named` (name in the model, parameter). `sites[i]`: every place that holds the i-th of them."""
 
     def __init__(
-        self,
-        name: str,
-        named: Named,
-        sites: list[list[Site]],
-        dtypes: Dtypes,
-        comm: Comm,
-        offload: bool = False,
-        granularity: int = 1,
+        self, name: str, named: Named, sites: Sites, dtypes: Dtypes, comm: Comm, offload: bool, granularity: int
     ) -> None:
         super().__init__(named, sites, dtypes, comm, offload)
         self.name = name
         alignment = max(1, 16 // min(dtypes.master.itemsize, dtypes.compute.itemsize))
         self.rank = comm.shard_group.rank  # which shard is this rank's
         replicas = comm.replicate_group.size if comm.replicate_group else 1
-        self.layout = Layout(named, comm.shard_group.size, alignment, replicas, granularity)
+        self.layout = Layout(named, comm.shard_group.size, lcm(alignment, granularity), lcm(replicas, granularity))
         self.bucket = Bucket(self)
         self.shard: Tensor
         self._state = FullState.STALE

@@ -1,6 +1,9 @@
 """What replicas that may die write into the store that outlives them, and read of each other there."""
 
+from concurrent.futures import ThreadPoolExecutor
+
 import pytest
+import torch
 import torch.distributed as dist
 
 from zerolab.lab.lessons.lesson21 import replicas
@@ -77,3 +80,19 @@ def test_only_on_live_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("ZEROLAB_LIFE", raising=False)
     with pytest.raises(Misused, match="on live ranks"):
         replica(2)
+
+
+def test_who_waits_for_a_rank_that_met_a_death_hears_of_it() -> None:
+    """A waits for B, and B for C, which dies: B's error ends A's wait, long before its time is over."""
+    store, tensor = dist.HashStore(), torch.zeros(1)
+    seats = [Seat(1, store, rank, 0, 3) for rank in range(3)]
+    with ThreadPoolExecutor(3) as pool:
+        a, b, c = pool.map(lambda seat: seat.group(0, ["A", "B", "C"]), seats)
+        waits = [pool.submit(a.receive, tensor.clone(), 1), pool.submit(b.receive, tensor.clone(), 2)]
+        c.group = None  # as the end of its process does
+        for wait in waits:
+            with pytest.raises(RuntimeError, match="(?i)closed|reset") as caught:
+                wait.result()
+            assert "imed out" not in str(caught.value)
+    with pytest.raises(RuntimeError, match="make another group"):
+        b.send(tensor, 0)

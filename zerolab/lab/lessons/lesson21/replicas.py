@@ -46,14 +46,24 @@ class Counterparts:
     received: int = 0  # bytes, of `receive`
 
     def all_reduce(self, tensor: Tensor) -> None:
-        self.group.allreduce([tensor]).wait()
+        self._run("allreduce", [tensor])
 
     def send(self, tensor: Tensor, to: int) -> None:
-        self.group.send([tensor], to, 0).wait()
+        self._run("send", [tensor], to, 0)
 
     def receive(self, tensor: Tensor, source: int) -> None:
-        self.group.recv([tensor], source, 0).wait()
+        self._run("recv", [tensor], source, 0)
         self.received += tensor.nbytes
+
+    def _run(self, call: str, *args: Any) -> None:
+        if self.group is None:
+            raise RuntimeError("a rank of this group is gone: make another group")
+        try:
+            getattr(self.group, call)(*args).wait()
+        except RuntimeError:
+            # This closes its connections. Another rank may be waiting for this one, and has heard nothing of the death.
+            self.group = None
+            raise
 
 
 class Seat:

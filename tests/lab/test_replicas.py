@@ -91,7 +91,7 @@ def test_who_waits_for_a_rank_that_met_a_death_hears_of_it() -> None:
         waits = [pool.submit(a.receive, tensor.clone(), 1), pool.submit(b.receive, tensor.clone(), 2)]
         c.group = None  # as the end of its process does
         for wait in waits:
-            with pytest.raises(RuntimeError, match="(?i)closed|reset") as caught:
+            with pytest.raises(RuntimeError, match=r"(?i)closed|reset") as caught:
                 wait.result()
             assert "imed out" not in str(caught.value)
     with pytest.raises(RuntimeError, match="make another group"):

@@ -809,7 +809,8 @@ for N, parts in whole.items():
         for name, (part, _) in of_rank[N].items():
             parts[name] = parts.get(name, []) + part.tolist()
 codes = {dtype for of_rank in of_ranks[:2] for _, dtype in of_rank[2].values()}
-print(f"scales saved by 3 ranks and loaded by 2: equal: {whole[2] == whole[3]}, codes: {codes}")
+same = whole[2] == whole[3]
+print(f"scales saved by 3 ranks and loaded by 2: equal: {same}, codes: {codes}")
 
 # %% [markdown]
 # Undeclared, it is refused, rather than train another model in silence. `OwnerOptimizer` gives each parameter one owner,

@@ -447,6 +447,7 @@ EXERCISES = [
             "it returns as it is.",
             "A tensor: detach() alone is the same memory, clone() alone belongs to the graph. copy.deepcopy copies the "
             "storage of which a slice is a part.",
+            "A dict: {key: stage(value) for key, value in state.items()}. A list or a tuple: type(state)([...]).",
         ),
         exports=("stage",),
     ),
@@ -463,6 +464,7 @@ EXERCISES = [
             "dist.get_world_size(self.group).",
             "`old` is what all ranks began the round with, the same everywhere. So each rank computes the same new "
             "`old`, and nothing more need be sent. At the end: param.copy_(old).",
+            "gradient = old - mean; speed.mul_(momentum).add_(gradient); old -= lr * (gradient + momentum * speed)",
         ),
         exports=("Outer",),
     ),

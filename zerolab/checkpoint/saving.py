@@ -116,7 +116,7 @@ class Saving:
             self._folder = folder = path.with_name(on_all_ranks(comm, "start of a save", check)[0])
             self._write = write
             if background:
-                on_all_ranks(comm, "copy of a checkpoint", lambda: take() and None)
+                on_all_ranks(comm, "copy of a checkpoint", lambda: bool(take()))
                 pool = ThreadPoolExecutor(1, "zerolab save")
                 self._write = pool.submit(write).result
                 pool.shutdown(wait=False)  # the thread ends with its work, for which a process that ends waits

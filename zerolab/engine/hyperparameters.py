@@ -2,8 +2,8 @@
 
 They are compared without a message of their own. What ranks exchange when a backward ends says what they have, and a
 step with that asks nobody. A step with anything else (the first; a rate that was set after backward) asks all ranks.
-The numbers by which a script has clipped, scaled or moved slices since backward count as one of them. A backward
-foresees that they will be as they were for the last step.
+The numbers with which a script has computed on slices since backward, to clip or to scale, count as one of them. A
+backward foresees that they will be as they were for the last step.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ class Hyperparameters:
         self._usually: list[str] = []  # for the last step
 
     def note(self, call: str, numbers: list[float]) -> None:
-        """Slices are changed by `numbers`, one or all of them."""
+        """Slices, one or all of them, are computed with `numbers`, whether or not the result is written back."""
         words = f"{call} {', '.join(map(str, numbers))}"
         if self._done[-1:] != [words]:
             self._done.append(words)
@@ -100,7 +100,7 @@ def first_difference(one: list[Any], other: list[Any]) -> tuple[Any, Any]:
 
 def _of(optimizer: Optimizer, done: list[str]) -> Described:
     """What its class knows as hyperparameters. A script may keep other things in a group, of one rank alone."""
-    known, edits = optimizer.defaults, described({"slices changed by": done})
+    known, edits = optimizer.defaults, described({"slices computed with": done})
     groups = [{key: value for key, value in group.items() if key in known} for group in optimizer.param_groups]
     return [*(described(group) for group in groups), edits]
 

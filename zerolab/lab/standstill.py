@@ -5,10 +5,11 @@
         if still.lasts():
             raise ...                      # it has slept for 3 seconds, while this process was there to see it
 
-A process comes on if its threads, or its children's, compute or wait for a core. One that waits for something else
-does neither, so whoever waits for such a process alone waits in vain. On a machine that is busy, a process that could
-compute waits for a core; on one that was stopped, nobody looked, and the seconds do not count. Outside Linux, where
-the system does not show who waits for a core, only what was computed counts.
+A process comes on if its threads, or its children's, compute. One that waits for something else does not, so whoever
+waits for such a process alone waits in vain. On a busy machine who computes waits for a core most of the time: that
+counts as well, up to a multiple of what was computed, for who only asks now and then whether it may go on has to wait
+for a core too. On a machine that was stopped nobody looked, and the seconds do not count. Outside Linux, where the
+system does not show who waits for a core, only what was computed counts.
 """
 
 from __future__ import annotations
@@ -21,6 +22,9 @@ from zerolab.world.processes import Patience
 
 EVERY = 0.5  # seconds between two looks
 MOVES = 0.4 * EVERY  # more than a process needs that only asks now and then whether it may go on
+BUSY = 30  # who computes gets a core for a second, and then waits for it no longer than these
+
+_Threads = dict[int, tuple[float, float]]  # of each, seconds of its life: it computed, it waited for a core
 
 
 class Standstill:
@@ -29,44 +33,55 @@ class Standstill:
     def __init__(self, pids: Callable[[], Iterable[int]], seconds: float) -> None:
         self._pids, self._seconds = pids, seconds
         self._patience, self._pause = Patience(seconds, longest=EVERY), Patience(EVERY)
-        self._before = self._moved()
+        self._before = self._look()
 
     def lasts(self) -> bool:
         """Whether none of the processes has come on for as many seconds as this one was there to see it."""
         left = self._patience.turn()
         if self._pause.turn() > 0:
             return False
-        self._pause, before, self._before = Patience(EVERY), self._before, self._moved()
-        if self._before.keys() != before.keys() or any(self._before[pid] - before[pid] > MOVES for pid in before):
+        self._pause, before, self._before = Patience(EVERY), self._before, self._look()
+        if any(moved(before.get(pid, {}), threads) > MOVES for pid, threads in self._before.items()):
             left, self._patience = self._seconds, Patience(self._seconds, longest=EVERY)
         return left <= 0
 
-    def _moved(self) -> dict[int, float]:
-        """For each process: seconds that it and its children have computed, or waited for a core, in their lives."""
-        return {pid: sum(_seconds(pid)) for pid in self._pids()}
+    def _look(self) -> dict[int, _Threads]:
+        return {pid: dict(_threads(pid)) for pid in self._pids()}
 
 
-def _seconds(pid: int) -> Iterator[float]:
-    """Of each thread of a process and of its children."""
+def moved(before: _Threads, now: _Threads) -> float:
+    """Seconds that a process computed, and waited for a core to compute on."""
+    moved = 0.0
+    for thread, (computed, waited) in now.items():
+        computed_before, waited_before = before.get(thread, (0.0, 0.0))
+        computed -= computed_before
+        moved += computed + min(waited - waited_before, BUSY * computed)
+    return moved
+
+
+def _threads(pid: int) -> Iterator[tuple[int, tuple[float, float]]]:
+    """The threads of a process and of its children."""
     if not Path("/proc/self/schedstat").exists():
-        yield from _computed(pid)
+        yield pid, (_computed(pid), 0.0)
         return
     with suppress(OSError):  # it has ended
         for task in Path(f"/proc/{pid}/task").iterdir():
             with suppress(OSError):
                 computed, waited, _ = (task / "schedstat").read_text().split()
-                yield (int(computed) + int(waited)) / 1e9
+                yield int(task.name), (int(computed) / 1e9, int(waited) / 1e9)
             with suppress(OSError):
                 for child in (task / "children").read_text().split():
-                    yield from _seconds(int(child))
+                    yield from _threads(int(child))
 
 
-def _computed(pid: int) -> Iterator[float]:
-    """The same where there is no such file."""
+def _computed(pid: int) -> float:
+    """The same of a process as a whole, where there is no such file."""
     import psutil
 
+    seconds = 0.0
     with suppress(psutil.Error):
         parent = psutil.Process(pid)
         for process in (parent, *parent.children(recursive=True)):
             with suppress(psutil.Error):
-                yield sum(process.cpu_times()[:2])
+                seconds += sum(process.cpu_times()[:2])
+    return seconds

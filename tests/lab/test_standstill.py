@@ -1,0 +1,55 @@
+"""Who computes is told from who only asks, on a core that ten others keep busy."""
+
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+
+import pytest
+
+from zerolab.lab.standstill import MOVES, Standstill, moved
+from zerolab.world.processes import Patience
+
+pytestmark = pytest.mark.skipif(not Path("/proc/self/schedstat").exists(), reason="only Linux shows who waits")
+
+COMPUTES = "while True: pass"
+ASKS = "import time\nwhile True: time.sleep(0.05)"
+FOR = 1.0  # seconds
+
+
+@contextmanager
+def on_a_busy_core(program: str) -> Iterator[int]:
+    """The process of `program`. Whoever wakes up waits for its turn, as in a batch job."""
+    place = f"os.sched_setaffinity(0, [{min(os.sched_getaffinity(0))}])"
+    batch = "os.sched_setscheduler(0, os.SCHED_BATCH, os.sched_param(0))"
+    with ExitStack() as stack:
+        for source in [COMPUTES] * 10 + [program]:
+            begun = f"import os; {place}; {batch}; print(flush=True)\n{source}"
+            process = stack.enter_context(subprocess.Popen([sys.executable, "-c", begun], stdout=subprocess.PIPE))
+            stack.callback(process.kill)
+            assert process.stdout is not None and process.stdout.read(1)
+        yield process.pid
+
+
+def test_one_that_only_asks_stands_still():
+    with on_a_busy_core(ASKS) as pid:
+        still, patience = Standstill(lambda: [pid], FOR), Patience(20 * FOR)
+        while not still.lasts():
+            assert patience.turn() > 0
+
+
+def test_one_that_computes_comes_on():
+    with on_a_busy_core(COMPUTES) as pid:
+        still, patience = Standstill(lambda: [pid], FOR), Patience(3 * FOR)
+        while patience.turn() > 0:
+            assert not still.lasts()
+
+
+def test_to_wait_for_a_core_counts_by_what_is_computed():
+    """As seen in half a second at a load of 30: a rank that asked others twice, and one that computed."""
+    before = {1: (5.0, 7.0), 2: (0.1, 0.1)}
+    assert moved(before, {1: (5.0025, 7.9), 2: (0.1, 0.1)}) < MOVES
+    assert moved(before, {1: (5.02, 7.48), 2: (0.1, 0.1)}) > MOVES
+    assert moved(before, {1: (5.0, 7.0), 2: (0.1, 0.1), 3: (0.3, 0.0)}) > MOVES

@@ -57,6 +57,14 @@ def test_a_rank_that_is_wrong_alone_is_named_and_the_others_are_right() -> None:
     assert "(rank 0 is right)" in verdict.text
 
 
+def test_memory_that_is_more_than_the_reference_s_is_a_bound() -> None:
+    reference = EXERCISES["02.1"].reference
+    source = edit(reference, "    views, offset", "    flat = flat.repeat(2)[:size]\n    views, offset")
+    verdict = judge.try_answer("02.1", source, told=False)
+    assert "bytes that `flat` keeps alive: 192, at most 96" in verdict.seen, verdict.text
+    assert verdict.likely == KINDS["bound"]
+
+
 AVERAGE = EXERCISES["03.1"].reference
 REDUCES = "dist.all_reduce(param.grad)"
 

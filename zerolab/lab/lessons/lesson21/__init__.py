@@ -53,6 +53,10 @@ TOO_FEW: tuple[Case, ...] = (
     (["A"], {"A": [4], "B": [0]}, 2),  # just enough, with the newcomer
     (["A", "B"], {"A": [DEAD, DEAD], "B": [DEAD, 3]}, 1),  # nobody
 )
+NONE_LEFT: tuple[Case, ...] = (  # of `before`: those that come back go on by themselves
+    (["A"], {"A": [DEAD], "B": [5], "C": [7]}, 1),
+    (["A", "B"], {"A": [DEAD, 6], "B": [DEAD, DEAD], "C": [6, 6], "D": [6, BUSY]}, 1),
+)
 
 
 def decides(cases: tuple[Case, ...]) -> Callable[[Play], None]:
@@ -106,6 +110,12 @@ QUORUM_BATTERY = (
         (1, 2),
     ),
     Scene("with too few", decides(TOO_FEW), "None if fewer than `least` replicas are there, or nobody is", (1, 2)),
+    Scene(
+        "with none of `before` left",
+        decides(NONE_LEFT),
+        "`before` says who is waited for, and nothing else: those that are there go on, from the most steps among them",
+        (1, 2),
+    ),
 )
 
 QUORUM_STUB = '''\
@@ -161,6 +171,7 @@ def staged(play: Play, state: Any, change: Callable[[], None], name: str = "stag
     play.keep("what was staged", got)
     with torch.no_grad(), play.event("the optimizer's next step"):
         change()
+    play.see("what is a tuple in the copy, and what a list", kinds(got))
     play.see("whether the copy is a graph's", [tensor.grad_fn is not None for tensor in tensors_in(got)])
 
 
@@ -169,6 +180,16 @@ def tensors_in(value: Any) -> list[Tensor]:
         return [value]
     parts = value.values() if isinstance(value, dict) else value if isinstance(value, list | tuple) else ()
     return [tensor for part in parts for tensor in tensors_in(part)]
+
+
+def kinds(value: Any, path: str = "stage(state)") -> dict[str, str]:
+    """Where dicts, lists and tuples are, in one that is nested: a tuple that became a list loads as another state."""
+    if not isinstance(value, dict | list | tuple):
+        return {}
+    kind = next(kind.__name__ for kind in (dict, list, tuple) if isinstance(value, kind))
+    parts = value.items() if isinstance(value, dict) else enumerate(value)
+    inside = [kinds(part, f"{path}[{key!r}]") for key, part in parts]
+    return {path: kind} | {place: found for each in inside for place, found in each.items()}
 
 
 def held_by(value: Any) -> float:
@@ -339,11 +360,15 @@ def transposed(play: Play) -> None:
 
 
 def gradients_stay(play: Play) -> None:
-    """Parameters whose .grad is there, and which autograd goes on to use."""
+    """Parameters that autograd goes on to use, and whoever else has a view of them."""
     play.loose = 1e-5
     replica = Rounds(play, (3,), (2,))
     replica.local_steps()
+    views = [param.detach() for param in replica.params]
     replica.step()
+    play.see(
+        "a view of each parameter sees what it becomes", [bool(v.eq(p).all()) for v, p in zip(views, replica.params)]
+    )
     play.see("they are leaves that require a gradient", [p.is_leaf and p.requires_grad for p in replica.params])
 
 
@@ -363,7 +388,12 @@ OUTER_BATTERY = (
     ),
     Scene("with a transposed parameter", transposed, "a parameter may lie in any order in memory", (1, 2)),
     Scene("in float64", lambda play: rounds(play, dtype=torch.float64), "keep the parameter's dtype", (1, 2)),
-    Scene("", gradients_stay, "write into the parameters, under torch.no_grad()", (1, 2)),
+    Scene(
+        "with parameters that others use",
+        gradients_stay,
+        "write into the parameters, under torch.no_grad(): copy_ keeps their memory, `.data =` gives another",
+        (1, 2),
+    ),
     *in_groups(rounds, "only some ranks are in this group: pass group=..., and divide by its size"),
 )
 

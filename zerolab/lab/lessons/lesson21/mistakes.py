@@ -67,7 +67,15 @@ NOT_WAITED = (
     "a replica of `before` is busy with the step before, and was left out: it lives, so it would be thrown out for "
     "being a moment late. Return None until it has asked"
 )
+ZERO_STEPS = (
+    "an entry of 0 was taken for one that has not asked: it has, and its parameters have seen no step. Ask for "
+    "isinstance(entry, int), and not whether it is true"
+)
 LEAST = "`least` is the smallest number of replicas that may go on: as many as `least` are enough, fewer are not"
+WITHOUT_OLD = (
+    "when none of `before` is left, those that are there go on without them, from the most steps that *they* have "
+    "seen: `before` says only who is waited for"
+)
 ORDER = "the members are in another order than that of their names: all ranks count their places by this list"
 NOT_THE_NEWEST = (
     "the state of the member with the most steps is the one that counts: with another, steps that were made are lost"
@@ -105,6 +113,29 @@ QUORUM_MISTAKES = {
         ),
         FOR_THE_DEAD,
     ),
+    "waits for whoever is busy beside the dead": Mistake(
+        edit(
+            QUORUM,
+            _DEAD,
+            '        if "dead" in ranks and not ("busy" in ranks and name in before):\n            continue\n',
+            "elif name in before:",
+            'elif name in before and "busy" in ranks:',
+        ),
+        FOR_THE_DEAD,
+    ),
+    "0 is not asked": Mistake(
+        edit(QUORUM, '"busy" not in ranks', "all(rank and rank != 'busy' for rank in ranks)"), ZERO_STEPS
+    ),
+    "0 has not asked, and is no one": Mistake(
+        edit(
+            QUORUM,
+            '"busy" not in ranks',
+            "all(rank and rank != 'busy' for rank in ranks)",
+            "elif name in before:",
+            "elif name in before and 'busy' in ranks:",
+        ),
+        ZERO_STEPS,
+    ),
     "waits for everybody": Mistake(edit(QUORUM, "elif name in before", "else"), FOR_NEWCOMERS),
     "waits for newcomers that have begun to ask": Mistake(
         edit(QUORUM, "elif name in before", "elif name in before or ranks != ['busy'] * len(ranks)"), FOR_NEWCOMERS
@@ -128,6 +159,21 @@ QUORUM_MISTAKES = {
             "    if not there:\n        return None\n    step = max",
         ),
         "ranks were counted, and `least` counts replicas",
+    ),
+    "counts the old ones": Mistake(
+        edit(QUORUM, "len(there) < least", "sum(name in before for name in there) < least"),
+        "only those of `before` were counted: a newcomer that is there makes the number up to `least` as well",
+    ),
+    "nobody without an old one": Mistake(
+        edit(QUORUM, "len(there) < least", "len(there) < least or not there.keys() & before"), WITHOUT_OLD
+    ),
+    "steps of the old ones": Mistake(
+        edit(
+            QUORUM,
+            "max(there.values())",
+            "max([there[name] for name in there if name in before], default=0)",
+        ),
+        WITHOUT_OLD,
     ),
     "in the order given": Mistake(edit(QUORUM, "sorted(replicas.items())", "replicas.items()"), ORDER),
     "old ones first": Mistake(
@@ -253,6 +299,7 @@ ALIAS = (
     "bit of each step. Copy: clone()"
 )
 NESTED = "what is inside dicts, lists or tuples was not copied: stage each part of them too"
+TUPLES = "a list came out as a tuple, or a tuple as a list: type(state)(...) makes the kind that was there"
 STAGE_MISTAKES = {
     "the state itself": Mistake("def stage(state):\n    return state\n", ALIAS),
     "a new dict": Mistake("def stage(state):\n    return dict(state) if isinstance(state, dict) else state\n", ALIAS),
@@ -263,12 +310,12 @@ STAGE_MISTAKES = {
     "data": Mistake(edit(STAGE, _CLONE, "state.data"), ALIAS),
     "deepcopy": Mistake(
         "import copy\n\n\ndef stage(state):\n    return copy.deepcopy(state)\n",
-        "copy.deepcopy copies the whole storage that a slice lies in, and leaves parameters parameters: detach and "
-        "clone each tensor",
+        "this copies whatever it finds, as copy.deepcopy and torch.save do: a parameter stays a parameter, and a slice "
+        "brings the whole storage that it lies in. Detach and clone each tensor",
     ),
     "deepcopy of each": Mistake(
         edit(STAGE, _CLONE, "copy.deepcopy(state.detach())", "import torch\n", "import copy\n\nimport torch\n"),
-        "copy.deepcopy copies the whole storage that a slice lies in: clone() copies the slice",
+        "the whole storage that a slice lies in was copied, as copy.deepcopy does: clone() copies the slice",
     ),
     "in the graph": Mistake(
         edit(STAGE, _CLONE, "state.clone()"),
@@ -301,6 +348,30 @@ STAGE_MISTAKES = {
             "        for key, value in state.items():\n            state[key] = stage(value)\n        return state\n",
         ),
         "the copies were put into the caller's own dict, which training goes on to use: make a new one",
+    ),
+    "tuples become lists": Mistake(
+        edit(STAGE, "type(state)([stage(value) for value in state])", "[stage(value) for value in state]"),
+        TUPLES,
+    ),
+    "lists become tuples": Mistake(
+        edit(STAGE, "type(state)([stage(value) for value in state])", "tuple(stage(value) for value in state)"),
+        TUPLES,
+    ),
+    "floats only": Mistake(
+        edit(STAGE, "isinstance(state, torch.Tensor)", "isinstance(state, torch.Tensor) and state.is_floating_point()"),
+        "tensors of whole numbers were not copied: training changes a counter or a mask as it changes a parameter",
+    ),
+    "no scalars": Mistake(
+        edit(STAGE, "isinstance(state, torch.Tensor)", "isinstance(state, torch.Tensor) and state.dim() > 0"),
+        "a tensor without dimensions was not copied: AdamW's `step` is one, and it is added to in place",
+    ),
+    "by numpy": Mistake(
+        edit(STAGE, _CLONE, "torch.from_numpy(state.detach().numpy().copy())"),
+        "numpy has no bfloat16: copy with torch, state.detach().clone()",
+    ),
+    "parameters again": Mistake(
+        edit(STAGE, _CLONE, "torch.nn.Parameter(state.detach().clone(), state.is_floating_point())"),
+        "the copy is an nn.Parameter, which asks for gradients: a plain tensor is meant, state.detach().clone()",
     ),
     "tensors only": Mistake(
         edit(STAGE, "        return state.detach().clone()\n", "        return state.detach().clone()\n").replace(
@@ -380,6 +451,11 @@ OLD_ALIAS = (
 )
 WORLD = "all ranks of the world were taken, and only those of `group` share these parameters: group=self.group"
 KEPT = "the round that comes begins from the new parameters: `old` has to become them"
+FIXED = "lr and momentum were written as numbers: take the arguments"
+FROM_OLD = (
+    "the step is made from `old`, where the round began, and not from where the local steps have come to: what they "
+    "moved is in the outer gradient already, and would count twice"
+)
 OUTER_MISTAKES = {
     "new - old": Mistake(edit(OUTER, "old - total / N", "total / N - old"), SIGN),
     "added": Mistake(edit(OUTER, "old -= self.lr", "old += self.lr"), SIGN),
@@ -417,7 +493,40 @@ OUTER_MISTAKES = {
     ),
     "fixed rates": Mistake(
         edit(OUTER, "list(params), lr, momentum, group", "list(params), 0.7, 0.9, group"),
-        "lr and momentum were written as numbers: take the arguments",
+        FIXED,
+    ),
+    "fixed learning rate": Mistake(
+        edit(OUTER, "list(params), lr, momentum, group", "list(params), 0.7, momentum, group"), FIXED
+    ),
+    "fixed momentum": Mistake(edit(OUTER, "list(params), lr, momentum, group", "list(params), lr, 0.9, group"), FIXED),
+    "learning rate of the gradient alone": Mistake(
+        edit(OUTER, "self.lr * (gradient + self.momentum * speed)", "(self.lr * gradient + self.momentum * speed)"),
+        "the learning rate belongs to all of the step: lr * (gradient + momentum * speed), with the brackets",
+    ),
+    "from the mean": Mistake(
+        edit(OUTER, _OLD, "            old.copy_(total / N - self.lr * (gradient + self.momentum * speed))\n"),
+        FROM_OLD,
+    ),
+    "from this rank's parameters": Mistake(
+        edit(
+            OUTER,
+            _OLD + _BACK,
+            "            param -= self.lr * (gradient + self.momentum * speed)\n            old.copy_(param)\n",
+        ),
+        FROM_OLD,
+    ),
+    "gathered": Mistake(
+        edit(
+            OUTER,
+            _ALL,
+            "            parts = [torch.empty_like(total) for _ in range(N)]\n"
+            "            dist.all_gather(parts, total, group=self.group)\n            total = sum(parts)\n",
+        ),
+        "every rank gets the parameters of all, N - 1 times as many bytes as it has: all_reduce sends less than twice",
+    ),
+    "in bfloat16": Mistake(
+        edit(OUTER, "param.detach().clone(", "param.detach().bfloat16().clone("),
+        "the parameters were rounded to bfloat16 before the mean: what few steps have moved is lost in that",
     ),
     "no learning rate": Mistake(edit(OUTER, "self.lr * (", "("), "the learning rate `lr` is not used"),
     "old is the parameter": Mistake(
@@ -526,10 +635,13 @@ OUTER_MISTAKES = {
         ),
         "`old` was sent too: it is the same on all ranks, and twice the bytes are what local steps wanted to save",
     ),
-    "a new parameter": Mistake(
-        edit(
-            OUTER, _BACK, "            param.data = old.clone() + 0\n            self.params[0].requires_grad_(False)\n"
-        ),
+    "other memory": Mistake(
+        edit(OUTER, _BACK, "            param.data = old.clone()\n"),
+        "each parameter was given other memory, and whoever has a view of the old one, such as a flat buffer, does not "
+        "see it: param.copy_(old)",
+    ),
+    "a frozen parameter": Mistake(
+        edit(OUTER, _BACK, _BACK + "            param.requires_grad_(False)\n"),
         "the parameter no longer requires a gradient: copy into it, under torch.no_grad(), and leave the rest",
     ),
 }

@@ -66,8 +66,7 @@ def decides(cases: tuple[Case, ...]) -> Callable[[Play], None]:
             play.keep("`before`", given[0])
             play.keep("`replicas`", given[1])
             said = f"decide({before}, {replicas}, {least})"
-            with play.event(said, uses=()) as event:
-                event.results.add(said)
+            with play.event(said, uses=()):  # None is an answer here, so it is not told that `return` is missing
                 found = play.code.decide(*given, least)
             play.see(said, plain(found))
 
@@ -171,7 +170,7 @@ def staged(play: Play, state: Any, change: Callable[[], None], name: str = "stag
     play.keep("what was staged", got)
     with torch.no_grad(), play.event("the optimizer's next step"):
         change()
-    play.see("what is a tuple in the copy, and what a list", kinds(got))
+    play.see("the kind of each part", kinds(got))
     play.see("whether the copy is a graph's", [tensor.grad_fn is not None for tensor in tensors_in(got)])
 
 
@@ -270,7 +269,8 @@ def stage(state):
 
     state: a tensor, a number, a string, None, or a dict, list or tuple of such, nested. Of
     a tensor: the same values, dtype and shape, detached, in memory of its own, no more
-    than it needs. Dicts, lists and tuples are made anew; what is left stays as it is.
+    than it needs. A dict, list or tuple is made anew, as what it was; what is left stays
+    as it is.
     """
     raise Todo("21.2")
 '''
@@ -418,7 +418,7 @@ class Outer:
             gradient = old - mean of the ranks' parameters
             speed = momentum * speed + gradient
             old = old - lr * (gradient + momentum * speed)       (Nesterov)
-        and the parameter becomes `old`, in place. Each parameter is sent once.
+        and the parameter becomes `old`, in place. Each is in one all-reduce and no more.
         """
         raise Todo("21.3")
 '''

@@ -207,6 +207,10 @@ QUORUM_MISTAKES = {
     "steps of the first": Mistake(edit(QUORUM, "max(there.values())", "next(iter(there.values()))"), NOT_THE_NEWEST),
     "all from the first": Mistake(edit(QUORUM, "newest[i % len(newest)]", "newest[0]"), IN_TURN),
     "all from the last": Mistake(edit(QUORUM, "newest[i % len(newest)]", "newest[-1]"), IN_TURN),
+    "from the last on": Mistake(
+        edit(QUORUM, "newest[i % len(newest)]", "newest[-1 - i % len(newest)]"),
+        "the turns begin at the wrong end: the first that is behind takes from the first, by name, that is not",
+    ),
     "one source each": Mistake(
         edit(
             QUORUM,
@@ -239,6 +243,18 @@ QUORUM_MISTAKES = {
     "everybody is a source": Mistake(
         edit(QUORUM, "for i, name in enumerate(behind)}", "for i, name in enumerate(there)}"),
         "members that have all steps are in `sources` too: they need nothing",
+    ),
+    "steps of all ranks": Mistake(
+        edit(QUORUM, "there[name] = ranks[0]", "there[name] = sum(ranks)"),
+        "the steps of a replica's ranks were added up: all of them have seen the same, so one of them tells it",
+    ),
+    "a majority": Mistake(
+        edit(QUORUM, "len(there) < least", "len(there) < max(least, len(before) // 2 + 1)"),
+        "a majority was asked for: `least` alone says how many are enough, and here one decision counts anyway",
+    ),
+    "members alone": Mistake(
+        edit(QUORUM, "return list(there), step, sources", "return list(there)"),
+        "a decision is three things: members, step and sources",
     ),
     "the next step": Mistake(
         edit(QUORUM, "return list(there), step, sources", "return list(there), step + 1, sources"),
@@ -338,6 +354,10 @@ STAGE_MISTAKES = {
         edit(STAGE, _CLONE, "state.detach().clone().float()"),
         "the dtype has changed: a checkpoint keeps what the run had, whole numbers and all 64 bits",
     ),
+    "as bfloat16": Mistake(
+        edit(STAGE, _CLONE, "state.detach().clone().bfloat16()"),
+        "the dtype has changed: a checkpoint keeps what the run had, whole numbers and all 64 bits",
+    ),
     "flat": Mistake(
         edit(STAGE, _CLONE, "state.detach().flatten().clone()"), "the copy has lost the shape of the tensor"
     ),
@@ -372,6 +392,10 @@ STAGE_MISTAKES = {
     "parameters again": Mistake(
         edit(STAGE, _CLONE, "torch.nn.Parameter(state.detach().clone(), state.is_floating_point())"),
         "the copy is an nn.Parameter, which asks for gradients: a plain tensor is meant, state.detach().clone()",
+    ),
+    "refuses the rest": Mistake(
+        edit(STAGE, "    return state\n", "    raise TypeError(type(state))\n"),
+        "numbers, strings and None belong to a state too: return them as they are",
     ),
     "tensors only": Mistake(
         edit(STAGE, "        return state.detach().clone()\n", "        return state.detach().clone()\n").replace(
@@ -451,6 +475,10 @@ OLD_ALIAS = (
 )
 WORLD = "all ranks of the world were taken, and only those of `group` share these parameters: group=self.group"
 KEPT = "the round that comes begins from the new parameters: `old` has to become them"
+SENT_TOO = (
+    "more was sent than the parameters: `old` and the speed are the same on all ranks already, and twice the bytes are "
+    "what local steps wanted to save"
+)
 FIXED = "lr and momentum were written as numbers: take the arguments"
 FROM_OLD = (
     "the step is made from `old`, where the round began, and not from where the local steps have come to: what they "
@@ -633,7 +661,31 @@ OUTER_MISTAKES = {
             "            before = old.contiguous().clone()\n            dist.all_reduce(before, group=self.group)\n"
             "            gradient = (before - total) / N\n",
         ),
-        "`old` was sent too: it is the same on all ranks, and twice the bytes are what local steps wanted to save",
+        SENT_TOO,
+    ),
+    "the speed is sent": Mistake(
+        edit(
+            OUTER,
+            _SPEED,
+            _SPEED + "            dist.all_reduce(speed, group=self.group)\n            speed /= N\n",
+        ),
+        SENT_TOO,
+    ),
+    "the mean on one rank": Mistake(
+        edit(OUTER, _ALL, "            dist.reduce(total, group=self.group, group_dst=0)\n"),
+        "only one rank got the sum, and the others go on with their own: all_reduce",
+    ),
+    "autograd's gradient": Mistake(
+        edit(OUTER, "old - total / N", "param.grad if param.grad is not None else torch.zeros_like(old)"),
+        "the outer gradient is no .grad: it is what the local steps have changed, old - mean",
+    ),
+    "one rank less": Mistake(
+        edit(OUTER, "total / N", "total / max(N - 1, 1)"),
+        "the mean is over all ranks of the group, this one as well: divide by N",
+    ),
+    "speed begins as the parameters": Mistake(
+        edit(OUTER, "torch.zeros_like(old)", "old.clone()"),
+        "the speed is 0 before the first round: zeros, and not a copy",
     ),
     "other memory": Mistake(
         edit(OUTER, _BACK, "            param.data = old.clone()\n"),

@@ -42,7 +42,7 @@ KINDS = {
     "meddling": "between the start of a collective and its wait, its tensors belong to it: change them before or after",
     "state": "the answer leaves something behind that was not there before: put it back, or do not touch it",
     "changed": "this must stay as it is: work on a copy",
-    "bound": "less will do: of memory, find what refers to it (a view, a list, an attribute); of calls, one that can go",
+    "bound": "less will do: of memory, see what refers to it (a view, a list, an attribute); of calls, one to omit",
 }
 
 NOTHING = Plain("NoneType", None)

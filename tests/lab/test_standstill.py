@@ -3,6 +3,7 @@
 import os
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
@@ -16,7 +17,7 @@ pytestmark = pytest.mark.skipif(not Path("/proc/self/schedstat").exists(), reaso
 
 COMPUTES = "while True: pass"
 ASKS = "import time\nwhile True: time.sleep(0.05)"
-FOR = 1.0  # seconds
+FOR = 2.0  # seconds: more than a stop of the machine takes off, which is one look
 
 
 @contextmanager
@@ -38,13 +39,15 @@ def test_one_that_only_asks_stands_still():
         still, patience = Standstill(lambda: [pid], FOR), Patience(20 * FOR)
         while not still.lasts():
             assert patience.turn() > 0
+            time.sleep(0.05)
 
 
 def test_one_that_computes_comes_on():
     with on_a_busy_core(COMPUTES) as pid:
-        still, patience = Standstill(lambda: [pid], FOR), Patience(3 * FOR)
+        still, patience = Standstill(lambda: [pid], FOR), Patience(2 * FOR)
         while patience.turn() > 0:
             assert not still.lasts()
+            time.sleep(0.05)
 
 
 def test_to_wait_for_a_core_counts_by_what_is_computed():

@@ -22,7 +22,7 @@ from zerolab.world.processes import Patience
 
 EVERY = 0.5  # seconds between two looks
 MOVES = 0.4 * EVERY  # more than a process needs that only asks now and then whether it may go on
-BUSY = 30  # who computes gets a core for a second, and then waits for it no longer than these
+BUSY = 30  # seconds of waiting for a core, at most, that count for each that was computed
 
 _Threads = dict[int, tuple[float, float]]  # of each, seconds of its life: it computed, it waited for a core
 
@@ -51,12 +51,12 @@ class Standstill:
 
 def moved(before: _Threads, now: _Threads) -> float:
     """Seconds that a process computed, and waited for a core to compute on."""
-    moved = 0.0
+    seconds = 0.0
     for thread, (computed, waited) in now.items():
         computed_before, waited_before = before.get(thread, (0.0, 0.0))
         computed -= computed_before
-        moved += computed + min(waited - waited_before, BUSY * computed)
-    return moved
+        seconds += computed + min(waited - waited_before, BUSY * computed)
+    return seconds
 
 
 def _threads(pid: int) -> Iterator[tuple[int, tuple[float, float]]]:

@@ -552,9 +552,9 @@ for H in (4, 16):
 lab.link(None)
 
 # %% [markdown]
-# Now the same 64 steps of AdamW in four ways: with gradients averaged in every step; with an outer step (lr 0.7,
-# momentum 0.5) after every 4th, and after every 16th; and with no communication at all, each rank on its own. On two
-# cores that takes ten seconds or more.
+# Now the same 64 steps of AdamW in five ways: with gradients averaged in every step; with an outer step (lr 0.7,
+# momentum 0.5) after every 4th, and after every 16th; after every 4th again, with momentum 0.9; and with no
+# communication at all, each rank on its own. On two cores that takes ten seconds or more.
 
 # %%
 # %%ranks

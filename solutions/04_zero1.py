@@ -550,33 +550,6 @@ if lab.predicted("04.2"):
 
 # %% [markdown]
 # **False.** All ranks do the same work. A main GPU would be the root of lesson 01, through which everything has to pass.
-#
-# > "ZeRO reduces communication."
-#
-# **False for stage 1.** You have counted it: stage 1 sends what DDP sends, to the byte. It reduces *memory*.
-#
-# > "ZeRO-1 keeps 12Ψ + 4Ψ/N bytes, ZeRO-2 8Ψ + 8Ψ/N."
-
-# %%
-# %%ranks
-half = zerolab.Precision(torch.bfloat16)
-rows = {"ZeRO-1, float32": package["held"]}
-rows["ZeRO-1, bfloat16"] = train(zerolab.Zero1, half, steps=2)["held"]
-rows["ZeRO-2, float32"] = train(zerolab.Zero2, steps=2)["held"]
-rows["ZeRO-2, bfloat16"] = train(zerolab.Zero2, half, steps=2)["held"]
-rows = {name: round(sum(held.values()) / psi, 2) for name, held in rows.items()}
-
-# %% tags=["nbval-check-output"]
-if lab.predicted("04.1"):
-    for name, size in lab.pull("rows", rank=0).items():
-        claimed = 12 + 4 / 4 if "ZeRO-1" in name else 8 + 8 / 4
-        print(f"{name:17} measured {size:5.2f} bytes per parameter, claimed {claimed:.2f}")
-
-# %% [markdown]
-# **False**, in float32 and with bfloat16. In float32, stage 1 keeps 8Ψ + 8Ψ/N: full parameters, full gradients, and a shard
-# of Adam's two averages. With bfloat16 it keeps 4Ψ + 12Ψ/N, because the float32 masters are sharded too. Stage 2, which is
-# lesson 05, also shards the gradients: 4Ψ + 12Ψ/N and 2Ψ + 14Ψ/N. If you plan a bfloat16 run by this claim, you buy 1.8 to
-# 1.9 times the memory you need on 4 GPUs, and three to four times on many.
 
 # %% [markdown]
 # ## Your engine on trial

@@ -656,6 +656,15 @@ for name in ("torch's DDP", "zerolab's DDP"):
 # schedule and a growing batch. ZeRO shares out what is stored, and changes no number. A better accuracy reported with
 # ZeRO comes from something else that was changed, often the batch.
 #
+# > "The learning rate should be scaled *linearly* based on the number of devices present."
+#
+# So says the guide of [Accelerate](https://huggingface.co/docs/accelerate/concept_guides/performance) (1.14). **True under
+# a condition.** Devices do not enter: with the same batch, 1, 2 and 4 ranks had the same losses, and a rate that follows the
+# ranks would have made three runs of it. What enters is the batch, which grows with the devices if each keeps its own. Then
+# the rule held here up to 16 times the rate, and at 64 times it had ended. All of that is for SGD. The guide multiplies the
+# rate of an AdamW, and for Adam theory and experiment speak for the square root
+# ([Malladi and others](https://arxiv.org/abs/2205.10287)).
+#
 # > "ZeRO trains faster."
 #
 # What could be faster? Each rank computes what it computed before. Count what it sends, and what memory it frees:

@@ -286,8 +286,7 @@ print(f"token_loss by {of_tokens:.5f} %")
 # No rank failed, no number looked strange, and a good part of each step went elsewhere.
 #
 # The same mistake waits in **[gradient accumulation](../docs/glossary.md#gradient-accumulation)**, where a rank splits its batch into micro-batches: the mean of
-# their means is wrong too. That was the trainer's mistake. Count the tokens of *all* micro-batches of all ranks before
-# the first backward, and divide each sum by that.
+# their means is wrong too. That was the trainer's mistake, which is on trial below.
 #
 # ## A table of which a batch reads 64 rows
 #
@@ -636,7 +635,10 @@ if lab.predicted("14.3"):
 #
 # If the model fits on one rank, gather it once: `with zero.full_parameters():` around the loop, or
 # `zerolab.export_weights` and a program made for inference. If it does not fit, split the *computation* (tensor
-# parallelism, lesson 15): then a few activations travel for each token, and no parameters.
+# parallelism, lesson 15): then a few activations travel for each token, and no parameters. Stages 1 and 2 save nothing
+# here: there are no gradients, and there is no optimizer state. (DeepSpeed's
+# [ZeRO-Inference](https://www.deepspeed.ai/2022/09/09/zero-inference.html) is for the one thing that stage 3 can do: to run,
+# slowly and in large batches, what does not fit on one device.)
 #
 # ## In production
 #
@@ -699,28 +701,44 @@ if lab.pull("there", rank=0):
 # %% [markdown]
 # ## On trial
 #
-# > "Suits sparse data."
+# > "Gradient accumulation is *supposed* to be mathematically equivalent to full batch training."
 #
-# **False.** You have measured it: whether a batch reads 16 rows of a table or 256, each rank sends the same 960,000
-# bytes, zeros included. As rows with their numbers, 256 rows take 55,296. Sparse *data* (texts, clicks) are neither
-# better nor worse for ZeRO than others. For sparse *gradients* it is the wrong tool: it holds a large table, and pays
-# for all of it in every step.
-#
-# > "Faster real-time or edge inference."
+# This begins Hugging Face's account of the mistake ([October 2024](https://huggingface.co/blog/gradient_accumulation)).
+# Take the four pieces of text from above as four micro-batches of *one* rank, with either loss:
+
+# %%
+# %%ranks
+counted = sum(4 * ((64 >> r) - 1) for r in range(4))  # the tokens of all four
+
+
+def accumulated(loss_of):
+    model = make_gpt()
+    for tokens in (batch_of(0, r) for r in range(4)):
+        predicted, targets = model(tokens)[:, :-1].flatten(0, 1), tokens[:, 1:].flatten()
+        loss_of(predicted, targets).backward()
+    torch.optim.SGD(model.parameters(), lr=1.0).step()
+    return ((moved(model) - right).norm() / right.norm()).item()
+
+
+def a_quarter_of_the_mean(predicted, targets):
+    return F.cross_entropy(predicted, targets, ignore_index=0) / 4
+
+
+def the_sum_over_all(predicted, targets):
+    return F.cross_entropy(predicted, targets, ignore_index=0, reduction="sum") / counted
+
+
+ways = a_quarter_of_the_mean, the_sum_over_all
+micro = {way.__name__: accumulated(way) for way in ways}
 
 # %% tags=["nbval-check-output"]
-if lab.predicted("14.3"):
-    psi, link = 867_072, 200e6
-    took = 1000 * 3 * psi / link
-    print(f"stage 3 sends {3 * psi:,} bytes a token, at 200 MB/s {took:.0f} ms;", end=" ")
-    print("stage 0 sends nothing")
+for way, off in lab.pull("micro", rank=0).items():
+    print(f"{way.replace('_', ' '):22} gives the full batch's gradient: {off < 1e-5}")
 
 # %% [markdown]
-# **False.** In inference there are no gradients and no optimizer state: what stages 1 and 2 save is not there. Stage 3
-# alone saves something, and pays for it with the whole model over the network, for every token. The only thing that it
-# makes possible is to run, slowly and in large batches, a model that does not fit on one device (DeepSpeed's
-# [ZeRO-Inference](https://www.deepspeed.ai/2022/09/09/zero-inference.html) is meant for just that). At the edge there
-# is one device, and nothing to share with.
+# **True under a condition**: each micro-batch's sum is divided by the number of tokens in all of them, which must be known
+# before the first backward. A mean of means is the same only where all have equally many. With a sampler that pads, or with
+# documents as they come, they have not.
 #
 # ## Questions
 #

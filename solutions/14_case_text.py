@@ -16,10 +16,6 @@
 
 # %%
 # %load_ext zerolab.lab
-import json
-import tempfile
-from pathlib import Path
-
 from zerolab import lab
 from zerolab.lab import plots
 
@@ -29,34 +25,10 @@ lab.start(4)
 # ## The data
 #
 # MRPC (the Microsoft Research Paraphrase Corpus) has pairs of sentences from the news, and for each pair a 1 if both
-# say the same, else a 0. It is one of the tasks of [GLUE](https://gluebenchmark.com/), which come as files `train.tsv`
-# and `dev.tsv`: a line for each pair, columns separated by tabs, and a first line that names them. That sounds easy to
-# read. Here is such a file, with 12 pairs. One of its sentences has a quotation mark that is never closed, as happens
-# in the news:
-
-# %% tags=["nbval-check-output"]
-import csv
-
-pair = "The index rose {} points.\tIt gained {} points."
-rows = [f"{i % 2}\t{i}\t{i}\t{pair.format(i, i)}" for i in range(12)]
-rows[3] = '1\t3\t3\t"We rose 3 points, he said.\tIt gained 3 points, he said.'
-folder = Path(tempfile.mkdtemp(prefix="zerolab-lesson-14-"))
-file = folder / "train.tsv"
-file.write_text("\n".join(["Quality\t#1 ID\t#2 ID\t#1 String\t#2 String", *rows]) + "\n")
-
-with open(file, newline="") as opened:
-    by_csv = list(csv.reader(opened, delimiter="\t"))[1:]
-data = lab.pairs(str(file), context=16)
-length = len(by_csv[-1][3])
-print(f"Python's csv module: {len(by_csv)} pairs,", end=" ")
-print(f"the last with {length} characters in its first sentence")
-print("lab.pairs:", len(data.targets) + len(data.validation_targets), "pairs")
-
-# %% [markdown]
-# For csv the quotation mark opens a field, which goes on to the next one or to the end of the file: one pair has
-# swallowed eight others, without an error. In GLUE's files quotes are plain characters (`quoting=csv.QUOTE_NONE`).
-# `lab.pairs` also goes by the names of the columns, because each task has them in another order. Give it the folder of
-# MRPC, QQP, RTE, QNLI or WNLI, if you have one. Without a folder, it makes pairs of its own:
+# say the same, else a 0. It is one of the tasks of [GLUE](https://gluebenchmark.com/), which come as files with a line for
+# each pair and columns separated by tabs. (Quotation marks are plain characters in them: read them with
+# `quoting=csv.QUOTE_NONE`, or one that is never closed swallows the lines that follow.) If you have the folder of MRPC, QQP,
+# RTE, QNLI or WNLI, give it to `lab.pairs`. Without a folder, it makes pairs of its own:
 
 # %% tags=["nbval-check-output"]
 data = lab.pairs(None, context=16)
@@ -86,7 +58,7 @@ import torch.nn.functional as F
 import zerolab
 from torch import nn
 from zerolab import lab
-from zerolab.lab import GPT, Block, calls, text
+from zerolab.lab import GPT, Block, text
 from zerolab.measure import ledger
 
 data = lab.pairs(None, context=16)
@@ -310,7 +282,7 @@ class Recommender(nn.Module):
         return self.score(self.table(products)).squeeze(1)
 
 
-def products_of(count):  # popular products have small numbers
+def products_of(count):  # some are more popular than others
     generator = torch.Generator().manual_seed(rank)
     return (20_000 * torch.rand(count, generator=generator) ** 3).long()
 
@@ -336,39 +308,24 @@ def table_traffic(count):
     return sent[0], changed
 
 
-def pairs_traffic(count):
-    """What it takes to send only the rows that were read: their numbers and gradients."""
-    model = Recommender(sparse=True)
-    model(products_of(count)).square().mean().backward()
-    grad = model.table.weight.grad.coalesce()
-    numbers, rows = torch.zeros(count, dtype=torch.long), torch.zeros(count, 16)
-    numbers[: grad._nnz()], rows[: grad._nnz()] = grad.indices()[0], grad.values()
-    with calls() as book:
-        for mine in (numbers, rows):  # to every rank, from every rank
-            to_all = mine.repeat(world_size, *[1] * (mine.dim() - 1))
-            dist.all_to_all_single(torch.empty_like(to_all), to_all)
-    return book.sent
-
-
-traffic = {count: (*table_traffic(count), pairs_traffic(count)) for count in (16, 64, 256)}
-read = (torch.unique(products_of(64)) // 5_000).bincount(minlength=4).tolist()
+traffic = {count: table_traffic(count) for count in (16, 64, 256)}
 
 # %%
 traffic = lab.pull("traffic", rank=0)
 lab.measured("14.2", traffic[64][0])
 lab.reveal("14.2")
 if lab.predicted("14.2"):
-    dense = {count: sent for count, (sent, _, _) in traffic.items()}
-    pairs = {count: sent for count, (_, _, sent) in traffic.items()}
+    dense = {count: sent for count, (sent, _) in traffic.items()}
+    pairs = {count: 3 * count * (8 + 16 * 4) for count in traffic}  # to three others: a number, 16 floats
     said = {"gradients and zeros": dense, "gradients and no zeros": pairs}
     titles = "Rows read, bytes sent", "A table of 20,000 rows; what each of 4 ranks reads"
     plots.show(plots.growth(said, "rows", *titles))
 
 # %% tags=["nbval-check-output"]
 if lab.predicted("14.2"):
-    for count, (sent, _, rows_only) in traffic.items():
+    for count, (sent, _) in traffic.items():
         print(f"{count:3} rows read: {sent:,} bytes sent in stage 2;", end=" ")
-        print(f"as rows and their numbers {rows_only:,.0f}")
+        print(f"as rows and their numbers it would be {pairs[count]:,}")
     changed = traffic[64][1][1]
     print("rows that AdamW changed in the step after, ", end="")
     print(f"whose batch read a single one: {changed:,}")
@@ -392,15 +349,9 @@ try:
 except RuntimeError as error:
     print("refused:", error) if rank == 0 else None
 
-# %%
-print("rows read by rank r's batch that lie in the shard of rank 0, 1, 2, 3:")
-for rank, row in enumerate(lab.pull("read")):
-    print(f"rank {rank}:", row)
-
 # %% [markdown]
 # What flat sharding does to a table: it cuts it into four equal parts, 5,000 rows each, whoever reads them. Memory
 # falls to a quarter, as for any parameter. But in stage 3 each rank has to gather all 20,000 rows to read 64 of them.
-# And where popular products have small numbers, as above, most of what is read lies in rank 0's part.
 #
 # Systems for recommenders (TorchRec, for one) keep the table in parts and send the *requests*: each rank asks the owner
 # for the rows that it needs, an all-to-all there and one back, and their gradients go the same way. That is model
@@ -430,53 +381,26 @@ lab.check("14.2")
 # %% [markdown]
 # Now it runs as in production: torchrun starts the processes, and nothing of this notebook is in them. Three seeds on
 # one rank, each with its own weights and order of samples, give a band; then the first seed on two ranks and on four, in
-# another stage each time. Starting seven processes takes most of these 20 seconds. (For MRPC, pass `"--data"` and its folder
-# to `lab.torchrun` as well.)
+# another stage each time. (Until your script has passed, the course's runs, on one rank.) Starting seven processes takes
+# most of these 20 seconds. For MRPC, add `"--data"` and its folder.
 
 # %%
-def run(ranks, stage, *seeds):
-    said = lab.torchrun("14.2", ranks, "--stage", stage, "--seeds", *seeds)
-    found = [json.loads(line) for line in said.splitlines() if line.startswith("{")]
-    for one in found:
-        loss, right = one["losses"][-1], 100 * one["accuracy"]
-        print(f"   seed {one['seed']}: loss {loss:.4f}, accuracy {right:.2f} %")
-    return found
-
-
-results = {1: run(1, 0, 0, 1, 2)}
+results = lab.reproduce("14.2")
 
 # %%
-if lab.passed("14.2"):  # until then only the course's script runs, on one rank
-    results[2] = run(2, 2, 0)
-
-# %%
-if lab.passed("14.2"):
-    results[4] = run(4, 3, 0)
-
-# %%
-one, most = results[1], max(results)
-losses = {f"{ranks} ranks, seed 0": found[0]["losses"] for ranks, found in results.items()}
-many = {name: of for name, of in losses.items() if not name.startswith("1 ")}
-curves = {f"1 rank, seed {each['seed']}": each["losses"] for each in one[: 4 - len(many)]}
-apart = [abs(a - b) for of in many.values() for a, b in zip(of, one[0]["losses"])]
-band = [100 * each["accuracy"] for each in one]
-said = ""
-if many:
-    said = f"Losses on 1 and on {most} ranks differ by {max(apart):.0e} at most. "
-said += f"The accuracies of three seeds go from {min(band):.1f} to {max(band):.1f} %. "
-said += f"Always the same answer: {baseline:.1f} %."
-titles = "The same run, on any number of ranks", "Sentence pairs, 60 steps"
-plots.show(plots.curves(curves | many, *titles, "loss", said))
+said = f"Always the same answer: {baseline:.1f} %."
+plots.show(plots.reproduced(results, "Sentence pairs, 60 steps", said))
 
 # %% tags=["nbval-check-output"]
 for ranks in list(results)[1:]:
-    first, other = one[0], results[ranks][0]
+    first, other = results[1][0], results[ranks][0]
     pairs = list(zip(first["losses"], other["losses"], strict=True))
     close = all(abs(a - b) < 1e-3 for a, b in pairs)
     right = abs(first["accuracy"] - other["accuracy"]) < 0.01
     print(f"{ranks} ranks against 1: losses within 0.001: {close},", end=" ")
     print(f"accuracies within 1 %: {right}")
-print("better than always the same answer, with every seed:", min(band) > 75)
+better = all(one["accuracy"] > 0.75 for one in results[1])
+print("better than always the same answer, with every seed:", better)
 
 # %% [markdown]
 # This is what a checked result looks like: a number beside the baseline, with the **band** of several
@@ -493,22 +417,10 @@ print("better than always the same answer, with every seed:", min(band) > 75)
 
 # %%
 # %%ranks
-import importlib.util
+from zerolab.lab import bert_and_gpt2
 
-there = importlib.util.find_spec("transformers") is not None
 two = dist.new_group([0, 1])  # two ranks, to save the time of the others' imports
-if there and rank < 2:
-    from transformers import BertConfig, BertForSequenceClassification
-    from transformers import GPT2Config, GPT2LMHeadModel
-    from transformers.utils import logging
-
-    logging.set_verbosity_error()
-    small = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4}
-    small |= {"intermediate_size": 64, "vocab_size": 4096, "max_position_embeddings": 32}
-    bert = BertConfig(**small, hidden_dropout_prob=0.0, attention_probs_dropout_prob=0.0)
-    small = {"vocab_size": 256, "n_positions": 64, "n_embd": 32, "n_layer": 2, "n_head": 4}
-    small |= {"bos_token_id": 0, "eos_token_id": 0}
-    gpt2 = GPT2Config(**small, resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0)
+models = bert_and_gpt2() if rank < 2 else {}  # {} where there is no transformers
 
 
 def train_bert(model, step):
@@ -539,24 +451,19 @@ def hugging_face(make, units, loss_of, stage):
 
 
 equal = {}
-if there and rank < 2:
-    kinds = {"BERT": (lambda: BertForSequenceClassification(bert), train_bert)}
-    kinds["GPT-2"] = (lambda: GPT2LMHeadModel(gpt2), train_gpt2)
-    for name, (make, loss_of) in kinds.items():
-        classes = {type(module).__name__: type(module) for module in make().modules()}
-        units = [classes["BertLayer" if name == "BERT" else "GPT2Block"]]
-        runs = [hugging_face(make, units, loss_of, stage) for stage in range(4)]
-        of_ddp = runs[0]
-        same = [torch.equal(of_ddp[0], of[0]) and of_ddp[1] == of[1] for of in runs[1:]]
-        equal[name] = len(of_ddp[0]), same
+for loss_of, (name, (make, unit)) in zip((train_bert, train_gpt2), models.items()):
+    runs = [hugging_face(make, [unit], loss_of, stage) for stage in range(4)]
+    of_ddp = runs[0]
+    same = [torch.equal(of_ddp[0], of[0]) and of_ddp[1] == of[1] for of in runs[1:]]
+    equal[name] = len(of_ddp[0]), same
 
 # %%
-if lab.pull("there", rank=0):
-    for name, (parameters, same) in lab.pull("equal", rank=0).items():
-        print(f"{name}: {parameters:,} parameters;", end=" ")
-        print(f"stages 1, 2, 3 equal DDP bit for bit after 3 steps: {same}")
-        assert same == [True] * 3
-else:
+equal = lab.pull("equal", rank=0)
+for name, (parameters, same) in equal.items():
+    print(f"{name}: {parameters:,} parameters;", end=" ")
+    print(f"stages 1, 2, 3 equal DDP bit for bit after 3 steps: {same}")
+    assert same == [True] * 3
+if not equal:
     print("transformers is not installed here: pip install transformers")
 
 # %% [markdown]
@@ -569,26 +476,15 @@ else:
 # %%
 lab.predict("14.3", 867_072 * 3)  # bytes
 
-# %% [markdown]
-# The ranks generate on an emulated link of 200 MB/s (lesson 01). The bytes are what counts; the times are printed beside
-# what the link alone takes, because the rest of them is this machine, and how busy it is.
-
-# %%
-lab.link("200 MB/s, 50 us")
-
 # %%
 # %%ranks
-import time
-
-
 @torch.no_grad()
 def generate(zero, tokens, count):
-    begin = time.perf_counter()
     with ledger(zero) as book:
         for _ in range(count):
             following = zero.model(tokens)[:, -1].argmax(dim=1, keepdim=True)
             tokens = torch.cat([tokens, following], dim=1)
-    return tokens, book.moved / count, (time.perf_counter() - begin) / count
+    return tokens, book.moved / count
 
 
 def generation(stage, sentences):
@@ -600,35 +496,24 @@ def generation(stage, sentences):
 
 sharded, whole, eight = generation(3, 1), generation(0, 1), generation(3, 8)
 same_text = torch.equal(sharded[0], whole[0])
-per_token = {"stage 3, 1 sentence": sharded[1:], "stage 3, 8 sentences": eight[1:]}
-per_token["stage 0, 1 sentence"] = whole[1:]
+per_token = {"stage 3, 1 sentence": sharded[1], "stage 3, 8 sentences": eight[1]}
+per_token["stage 0, 1 sentence"] = whole[1]
 
 # %%
-lab.link(None)
 per_token = lab.pull("per_token", rank=0)
-lab.measured("14.3", int(per_token["stage 3, 1 sentence"][0]))
+lab.measured("14.3", int(per_token["stage 3, 1 sentence"]))
 lab.reveal("14.3")
-
-# %%
-if lab.predicted("14.3"):
-    for name, (sent, seconds) in per_token.items():
-        took, link = 1000 * seconds, 1000 * sent / 200e6
-        print(f"{name:21} {sent:>10,.0f} bytes sent for each token:", end=" ")
-        print(f"{link:4.1f} ms of the link, {took:5.1f} ms in all")
-    assert per_token["stage 3, 1 sentence"][1] > 0.012  # the link's delay is a lower bound
-    assert per_token["stage 0, 1 sentence"][0] == 0
 
 # %% tags=["nbval-check-output"]
 print("sharded or whole, they write the same:", all(lab.pull("same_text")))
 if lab.predicted("14.3"):
-    psi = 867_072
-    sent = [per_token[f"stage 3, {many}"][0] for many in ("1 sentence", "8 sentences")]
-    print(f"{sent[0]:,.0f} bytes for a token,", end=" ")
-    print(f"{sent[0] / psi:.0f} for each parameter; for 8 tokens at once {sent[1]:,.0f}")
+    for name, sent in per_token.items():
+        print(f"{name:21} {sent:>10,.0f} bytes sent for each step,", end=" ")
+        print(f"{sent / 867_072:.0f} for each parameter")
 
 # %% [markdown]
 # For every token each rank has to have the whole model, 4Ψ bytes: three quarters come from the others, and it sends as
-# much. With 8 sentences it is the same for 8 tokens, so a large batch shares the price. A model of 7 billion parameters
+# much. With 8 sentences a step writes 8 tokens for the same bytes, so a large batch shares the price. A model of 7 billion parameters
 # in bf16 has 14 GB, and nearly all of it would cross the network for each token. One more trap: a sentence ends when
 # its end token comes, on every rank at another time. A rank that stops calling forward leaves the others waiting in a
 # gather, so all must go on until the last one is done.
@@ -679,9 +564,9 @@ def with_fsdp2():
 mesh = DeviceMesh("cpu", list(range(world_size)))
 fsdp2_off = ((with_fsdp2() - right).norm() / right.norm()).item()
 theirs = None
-if there and rank < 2:
+if models:
     torch.manual_seed(0)
-    model, tokens = GPT2LMHeadModel(gpt2), batch_of(0, rank)
+    model, tokens = models["GPT-2"][0](), batch_of(0, rank)
     labels = tokens.masked_fill(tokens == 0, -100)
     counted = sum(4 * ((64 >> r) - 1) for r in range(4))
     theirs = model(tokens, labels=labels, num_items_in_batch=counted).loss.item()
@@ -694,7 +579,7 @@ close = lab.pull("fsdp2_off", rank=0) < 1e-5
 print("FSDP2, divide factor 1, gives one process's gradient, to within rounding:", close)
 
 # %%
-if lab.pull("there", rank=0):
+if equal:
     print("Hugging Face's loss with num_items_in_batch is", end=" ")
     print("this rank's sum, divided by the count:", lab.pull("theirs", rank=0))
 
@@ -767,8 +652,5 @@ for way, off in lab.pull("micro", rank=0).items():
 #    and gathers all of them for each forward, so for each token. It trades speed for memory.
 
 # %%
-import shutil
-
-shutil.rmtree(folder)
 lab.stop()
 lab.progress()

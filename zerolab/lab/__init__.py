@@ -46,10 +46,11 @@ _HOME = {
     "zerolab.lab.lessons.lesson11": ("crash",),  # these two are modules
     "zerolab.lab.lessons.lesson18": ("production",),
     "zerolab.lab.lessons.lesson22.ring": ("ring_gradients", "seen"),
+    "zerolab.lab.lessons.lesson14.hugging_face": ("bert_and_gpt2",),
     "zerolab.lab.lessons.lesson15.pipeline": ("Pipeline", "Paced"),
     "zerolab.lab.lessons.lesson09.processor": ("Processor",),
     "zerolab.lab.activations": ("saved",),
-    "zerolab.lab.scripts": ("torchrun",),
+    "zerolab.lab.scripts": ("torchrun", "reproduce"),
     "zerolab.lab.lessons.lesson17.clinic": ("admit", "uncover"),
     "zerolab.lab.exercises.verdicts": ("claim", "claims"),
     "zerolab.lab.lessons.lesson21.replicas": ("replica",),

@@ -268,12 +268,6 @@ QUESTIONS: dict[str, Question] = {
         },
     ),
     "08.3": Question("%"),
-    "08.4": Question(
-        slips={
-            65536.0: "That is the largest number itself: the gradient is multiplied by 2^16 first.",
-            2.0**32: "The gradient is multiplied by the scale, so divide 65,504 by 2^16.",
-        }
-    ),
     "09.1": Question(
         "FLOP per byte",
         slips={

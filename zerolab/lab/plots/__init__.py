@@ -15,7 +15,7 @@ from zerolab.lab.plots.formats import binades, lost, number_line
 from zerolab.lab.plots.holdings import who_holds_what
 from zerolab.lab.plots.hybrid import sharding_map, where_time_goes
 from zerolab.lab.plots.latency import cost, fit_cost
-from zerolab.lab.plots.losses import curves
+from zerolab.lab.plots.losses import curves, reproduced
 from zerolab.lab.plots.members import Attempt, membership
 from zerolab.lab.plots.memory import memory_plan
 from zerolab.lab.plots.overlap import gantt
@@ -73,6 +73,7 @@ __all__ = [
     "pipeline_runs",
     "placements",
     "png",
+    "reproduced",
     "ring_against_root",
     "scaling",
     "shard_map",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
@@ -40,3 +41,18 @@ def curves(
     axes.set_xlim(first, first - 1 + max(len(series) for series in values.values()))
     legend(axes, axes.get_legend_handles_labels()[0], loc="best")
     return figure, sentence
+
+
+def reproduced(results: Mapping[int, Sequence[Mapping[str, Any]]], subtitle: str, baseline: str) -> tuple[Figure, str]:
+    """What `lab.reproduce` returns: the first seed on each number of ranks, and as many others as fit beside it.
+
+    baseline: a sentence about what an untrained model reaches.
+    """
+    one, most = results[1], max(results)
+    many = {f"{ranks} ranks, seed 0": found[0]["losses"] for ranks, found in results.items() if ranks > 1}
+    seeds = {f"1 rank, seed {each['seed']}": each["losses"] for each in one[: len(LOOKS) - len(many)]}
+    apart = [abs(a - b) for losses in many.values() for a, b in zip(losses, one[0]["losses"], strict=True)]
+    band = [100 * each["accuracy"] for each in one]
+    said = f"Losses on 1 and on {most} ranks differ by {max(apart):.0e} at most. " if many else ""
+    said += f"The accuracies of {len(one)} seeds go from {min(band):.1f} to {max(band):.1f} %. {baseline}"
+    return curves(seeds | many, "The same run, on any number of ranks", subtitle, "loss", said)

@@ -12,7 +12,7 @@ from zerolab.lab.lessons.lesson17 import clinic
 
 def test_every_patient_has_a_question_that_speaks_against_each_wrong_diagnosis():
     known = clinic.patients()
-    assert sorted(known) == list(range(1, 14))
+    assert sorted(known) == list(range(1, 10))
     for number, patient in known.items():
         question = QUESTIONS[f"17.{number}"]
         assert set(patient.choices) == set(question.words)
@@ -52,10 +52,10 @@ def test_the_code_is_shown_after_a_diagnosis(monkeypatch, tmp_path, capsys):
     monkeypatch.setenv("ZEROLAB_MY", str(tmp_path))
     from zerolab.lab import predict
 
-    clinic.uncover(8)
+    clinic.uncover(6)
     assert "cuda:0" not in capsys.readouterr().out
-    predict("17.8", "a")
-    clinic.uncover(8)
+    predict("17.6", "a")
+    clinic.uncover(6)
     assert "cuda:0" in capsys.readouterr().out
     with pytest.raises(ValueError, match="no patient 99"):
         clinic.uncover(99)
@@ -74,11 +74,10 @@ def test_patients_show_their_evidence_on_live_ranks(capsys):
     try:
         for number, evidence in (
             (3, "rank 2: no output, exit code -9"),
-            (5, "sent 0 bytes"),
-            (8, "cuda:1 0.0 of"),
-            (11, "'NoneType' object"),
-            (12, "Culprit rank 3; Error type: COLLECTIVE_TYPE_MISMATCH"),
-            (13, "group info: 1:dense"),
+            (4, "sent 187,200 bytes"),
+            (6, "cuda:1 0.0 of"),
+            (8, "Culprit rank 3; Error type: COLLECTIVE_TYPE_MISMATCH"),
+            (9, "group info: 1:dense"),
         ):
             clinic.admit(number)
             said = capsys.readouterr()

@@ -547,28 +547,12 @@ QUESTIONS: dict[str, Question] = {
     "17.4": Question(
         words=_LETTERS,
         against={
-            "b": "All four are on one machine, and nobody listens: a connection by hand is refused at once.",
-            "c": "Whoever waits for a fifth process listens on the port. There, a connection is refused.",
-            "d": "All four had come, and waited for the whole timeout. Nobody was still on the way.",
-        },
-    ),
-    "17.5": Question(
-        words=_LETTERS,
-        against={
-            "a": "Before the first step all ranks have the same parameters. And no byte was sent: nothing is reduced.",
-            "b": "The parameters were the same before step 0, so the same batch would have given the same loss.",
-            "c": "A sum needs bytes to travel, and gives all ranks the same gradient. Neither is there.",
-        },
-    ),
-    "17.6": Question(
-        words=_LETTERS,
-        against={
             "b": "Its gradient has the same bits as the others', and it sent as many bytes.",
             "c": "There is a line from before the first step: the parameters were the same.",
             "d": "The gradients are the same on all ranks to the last bit; another order would show there.",
         },
     ),
-    "17.7": Question(
+    "17.5": Question(
         words=_LETTERS,
         against={
             "a": "Then it would explode on one GPU too: the loss and the data are the same.",
@@ -576,7 +560,7 @@ QUESTIONS: dict[str, Question] = {
             "d": "Two sums would make it 4 times as large on 2 ranks, and 16 times on 4. It is 2 times and 4 times.",
         },
     ),
-    "17.8": Question(
+    "17.6": Question(
         words=_LETTERS,
         against={
             "a": "One replica takes less than half of a GPU. It fits.",
@@ -584,7 +568,7 @@ QUESTIONS: dict[str, Question] = {
             "c": "Both steps have the same peak: nothing was added between them.",
         },
     ),
-    "17.9": Question(
+    "17.7": Question(
         words=_LETTERS,
         against={
             "a": "Larger batches would cost more once, and then stay. This grows by the same with every batch.",
@@ -592,23 +576,7 @@ QUESTIONS: dict[str, Question] = {
             "d": "Nobody calls backward here, so there are no gradients.",
         },
     ),
-    "17.10": Question(
-        words=_LETTERS,
-        against={
-            "a": "The message says nothing about the GPUs of the machine. Here there are none, and it is the same.",
-            "b": "Then it would say that the default process group has not been initialised.",
-            "d": "The message is about how many elements device_ids has, not about where the model is.",
-        },
-    ),
-    "17.11": Question(
-        words=_LETTERS,
-        against={
-            "b": "That has a message of its own: trying to backward through the graph a second time.",
-            "c": "That has a message of its own: the tensor does not require grad.",
-            "d": "NaN is a number to backward(): it goes through, and makes every gradient NaN.",
-        },
-    ),
-    "17.12": Question(
+    "17.8": Question(
         words=_LETTERS,
         against={
             "a": "The three agree with each other. The analyzer measures everyone by the lowest rank, which is rank 0.",
@@ -616,7 +584,7 @@ QUESTIONS: dict[str, Question] = {
             "d": "The kinds of call differ: reduce and all_reduce. Calls of one kind would differ in their sizes.",
         },
     ),
-    "17.13": Question(
+    "17.9": Question(
         words=_LETTERS,
         against={
             "a": "A rank that died leaves no dump. Rank 1 left one, and in it rank 1 waits in the group of experts.",

@@ -1,4 +1,4 @@
-"""Lesson 17: four patients mended."""
+"""Lesson 17: two patients mended."""
 
 from __future__ import annotations
 
@@ -32,12 +32,12 @@ class Once:
 class Probe(nn.Module):
     """Its loss is linear in the parameters, so an update says which batches are in it. Notes where it was called."""
 
-    def __init__(self, rank: int, dtype: torch.dtype) -> None:
+    def __init__(self) -> None:
         super().__init__()
-        self.weight = nn.Parameter(torch.arange(1.0, 6, dtype=dtype) * (1 + 3 * rank))
-        self.scale = nn.Parameter(torch.full((), 2.0 + rank, dtype=dtype))
-        self.frozen = nn.Parameter(torch.full((3,), 1.0 + rank, dtype=dtype), requires_grad=False)
-        self.unused = nn.Parameter(torch.full((2,), 1.0 + rank, dtype=dtype))
+        self.weight = nn.Parameter(torch.arange(1.0, 6, dtype=torch.float64))
+        self.scale = nn.Parameter(torch.full((), 2.0, dtype=torch.float64))
+        self.frozen = nn.Parameter(torch.ones(3, dtype=torch.float64), requires_grad=False)
+        self.unused = nn.Parameter(torch.ones(2, dtype=torch.float64))
         self.called: list[Tensor] = []
 
     def forward(self, x: Tensor, y: Tensor) -> Tensor:
@@ -48,10 +48,9 @@ class Probe(nn.Module):
 class Training:
     """A model, this rank's batches, and what is looked at after a call that trains."""
 
-    def __init__(self, play: Play, owner: int, lr: float = 2.0**-4, dtype: torch.dtype = torch.float64) -> None:
-        """owner: the rank whose parameters the model has."""
-        self.play, self.lr, self.dtype, self.steps = play, lr, dtype, 0
-        self.model, self.start = Probe(owner, dtype), Probe(0, dtype)
+    def __init__(self, play: Play) -> None:
+        self.play, self.lr, self.steps = play, 2.0**-4, 0
+        self.model, self.start = Probe(), Probe()
 
     def batches(self, count: int, of_all: int) -> Batches:
         """This rank's `count`, of the `of_all` at most that a rank has."""
@@ -59,7 +58,7 @@ class Training:
         for _ in range(of_all):
             x = self.play.base(5, name=f"batch {self.steps}")
             y = self.play.base(1)
-            made.append(tuple(self.play.share(one, self.play.rank).to(self.dtype) for one in (x, y[0])))
+            made.append(tuple(self.play.share(one, self.play.rank).double() for one in (x, y[0])))
             self.steps += 1
         return self.play.keep("the batches", made[:count])
 
@@ -67,77 +66,11 @@ class Training:
         play, model = self.play, self.model
         for name in ("weight", "scale"):
             went = (getattr(self.start, name) - getattr(model, name)).detach() / self.lr
-            play.see(f"what {name} has come down by since rank 0's start, over lr", went)
+            play.see(f"what {name} has come down by since the start, over lr", went)
         play.see("weight, in each call of the model", model.called)
         for name in ("frozen", "unused"):
             play.see(f"the {name} parameter", getattr(model, name).detach())
         play.see("requires_grad of the parameters", [param.requires_grad for param in model.parameters()])
-
-
-# ---------------------------------------------------------------------- 17.2
-
-
-def train(
-    play: Play, *counts: int, lr: float = 2.0**-4, dtype: torch.dtype = torch.float64, kind: Callable = iter
-) -> None:
-    """As many batches on every rank in a call; each rank has other parameters at first."""
-    for number, count in enumerate(counts):
-        one = Training(play, play.rank, lr, dtype)  # anew: an engine takes a model once
-        data = one.batches(count, count)
-        what = f"train(), {count} batch{'es' * (count > 1)}{', again' * (number > 0)}"
-        with play.event(what, slack=math.inf):
-            result = play.code.train(one.model, kind(data), lr)
-        one.look()
-        play.clue("result", result)
-
-
-TRAIN_BATTERY = (
-    Scene("", lambda play: train(play, 1, 3)),
-    Scene("in float32", lambda play: train(play, 2, lr=2.0**-2, dtype=torch.float32), "keep the parameters' dtype"),
-    Scene("with batches that come from a generator", lambda play: train(play, 4, kind=lambda data: (b for b in data))),
-)
-
-TRAIN_STUB = '''\
-import torch
-import torch.distributed as dist
-from zerolab.lab.exercises import Todo
-
-
-def train(model, batches, lr):
-    """Train on this rank's batches with SGD. All ranks begin with rank 0's parameters and
-    take the same steps.
-
-    batches: as many on every rank, to go through once. model(x, y) returns the loss. A
-    parameter that is not trained, or not used, has no gradient: its .grad is None on every
-    rank.
-    """
-    raise Todo("17.2")  # take this line out, and mend the patient: it has four faults
-    optimizer = torch.optim.SGD(model.parameters(), lr=lr * (1 + dist.get_rank()))
-    for x, y in batches:
-        loss = model(x, y)
-        loss.backward()
-        optimizer.step()
-'''
-
-TRAIN = """\
-import torch
-import torch.distributed as dist
-
-
-def train(model, batches, lr):
-    for param in model.parameters():
-        dist.broadcast(param.data, src=0)
-    optimizer = torch.optim.SGD(model.parameters(), lr=lr)
-    for x, y in batches:
-        optimizer.zero_grad()
-        loss = model(x, y)
-        loss.backward()
-        for param in model.parameters():
-            if param.grad is not None:
-                dist.all_reduce(param.grad)
-                param.grad /= dist.get_world_size()
-        optimizer.step()
-"""
 
 
 # ---------------------------------------------------------------------- 17.1
@@ -145,7 +78,7 @@ def train(model, batches, lr):
 
 def uneven(play: Play, *calls: tuple[int, ...], adam: bool = False) -> None:
     """calls: how many batches each rank has, in each call of train()."""
-    one = Training(play, 0)
+    one = Training(play)
     trained = [one.model.weight, one.model.scale]
     optimizer: torch.optim.Optimizer = torch.optim.SGD(trained, lr=one.lr)
     if adam:
@@ -230,7 +163,7 @@ def train(model, optimizer, batches):
 """
 
 
-# ---------------------------------------------------------------------- 17.3
+# ---------------------------------------------------------------------- 17.2
 
 
 class Token:
@@ -323,7 +256,7 @@ def evaluate(model, batches):
     once; ranks may have different numbers of them, even none. The model is left in the
     mode, training or not, in which it came.
     """
-    raise Todo("17.3")  # take this line out, and mend the patient
+    raise Todo("17.2")  # take this line out, and mend the patient
     model.eval()
     total, count = torch.zeros(()), 0
     for x, y in batches:
@@ -350,60 +283,6 @@ def evaluate(model, batches):
 """
 
 
-# ---------------------------------------------------------------------- 17.4
-
-PLACES = (  # rank, local rank, world size, GPUs of the node
-    (0, 0, 4, 4), (3, 3, 4, 4), (9, 1, 16, 8), (15, 7, 16, 8), (1, 1, 4, 0), (5, 1, 8, 4), (6, 2, 8, 0), (0, 0, 1, 1),
-    (2, 2, 4, 8), (8, 0, 9, 8), (5, 1, 8, 8), (4, 2, 6, 3),
-)  # fmt: skip
-
-
-def place(play: Play) -> None:
-    for rank, local, size, gpus in PLACES:
-        environment = {"RANK": str(rank), "LOCAL_RANK": str(local), "WORLD_SIZE": str(size), "MASTER_ADDR": "node0"}
-        play.keep("the environment", environment)
-        name = f"RANK={rank} LOCAL_RANK={local} WORLD_SIZE={size}, {gpus} GPUs"
-        with play.event(name, uses=()):
-            got = play.code.place(environment, gpus)
-        if isinstance(got, dict):
-            got = {key: str(value) if isinstance(value, torch.device) else value for key, value in got.items()}
-        play.see("the result", got)
-
-
-PLACE_STUB = '''\
-from zerolab.lab.exercises import Todo
-
-
-def place(environment, gpus):
-    """Who this process is, and which GPU it uses: a dict with rank, world_size, device and
-    device_ids.
-
-    environment: what torchrun sets, such as {"RANK": "9", "LOCAL_RANK": "1", "WORLD_SIZE":
-    "16"}: the number in the job, the number on this node, how many in the job. gpus: of
-    this node. 0: the device is "cpu", device_ids None.
-    """
-    raise Todo("17.4")  # take this line out, and mend the patients
-    world_size = int(environment["WORLD_SIZE"])
-    return {
-        "rank": world_size,
-        "world_size": world_size,
-        "device": "cuda:0",
-        "device_ids": list(range(gpus)),
-    }
-'''
-
-PLACE = """\
-def place(environment, gpus):
-    local = int(environment["LOCAL_RANK"])
-    return {
-        "rank": int(environment["RANK"]),
-        "world_size": int(environment["WORLD_SIZE"]),
-        "device": f"cuda:{local}" if gpus else "cpu",
-        "device_ids": [local] if gpus else None,
-    }
-"""
-
-
 EXERCISES = [
     Exercise(
         id="17.1",
@@ -424,24 +303,6 @@ EXERCISES = [
     ),
     Exercise(
         id="17.2",
-        title="four faults at once",
-        difficulty=1,
-        section="Write: four faults at once",
-        battery=TRAIN_BATTERY,
-        stub=TRAIN_STUB,
-        reference=TRAIN,
-        hints=(
-            "Go by the fingerprints: parameters before the first step, gradients before the update, and "
-            "parameters after it have to be the same on all ranks.",
-            "dist.broadcast(param.data, src=0) for every parameter, the frozen ones too; the same lr on every rank; "
-            "optimizer.zero_grad() in every step.",
-            "After backward(), for every parameter with a gradient: dist.all_reduce(param.grad), then "
-            "param.grad /= dist.get_world_size().",
-        ),
-        exports=("train",),
-    ),
-    Exercise(
-        id="17.3",
         title="a validation that forgets",
         difficulty=1,
         section="Write: a validation that forgets",
@@ -455,20 +316,5 @@ EXERCISES = [
             "before model.eval().",
         ),
         exports=("evaluate",),
-    ),
-    Exercise(
-        id="17.4",
-        title="who, and on which GPU",
-        difficulty=1,
-        section="Write: who, and on which GPU",
-        battery=(Scene("", place),),
-        stub=PLACE_STUB,
-        reference=PLACE,
-        hints=(
-            "Ranks go from 0 to WORLD_SIZE - 1, over all nodes. GPUs are counted on each node, from 0.",
-            'local = int(environment["LOCAL_RANK"]) is this process\'s GPU.',
-            '"device": f"cuda:{local}" if gpus else "cpu", and device_ids is [local], or None without GPUs.',
-        ),
-        exports=("place",),
     ),
 ]

@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 from zerolab.lab.exercises.mistakes import Mistake, edit
-from zerolab.lab.lessons.lesson17 import EVALUATE, PLACE, TRAIN, UNEVEN, UNEVEN_STUB
+from zerolab.lab.lessons.lesson17 import EVALUATE, UNEVEN, UNEVEN_STUB
 
-SUMMED = "the gradients were summed over ranks, not averaged, or the learning rate was multiplied by their number"
-START = "rank 0's parameters count, on every rank: broadcast them, and do not average them or take another rank's"
+SUMMED = "the gradients were summed over ranks, not averaged"
 NOT_WAITED = (
     "a collective with async_op=True has only been started when it returns: wait() for it before its result is used"
 )
@@ -17,221 +16,7 @@ ASK_FIRST = (
 WITHOUT_A_BATCH = "a rank without a batch went on: first ask whether every rank has one"
 NO_RETURN = "the function returns nothing: `return` is missing"
 MODE = "leave the model in the mode in which it came: was = model.training, and model.train(was) at the end"
-ONE_GPU = "every process on a node would use cuda:0: one GPU for each, by its number on the node"
-ON_THE_NODE = "the node has no such GPU: GPUs are counted on each node, so go by LOCAL_RANK"
-STRINGS = "the environment holds strings: int() them"
 LESS_PRECISE = "the loss is less precise than it could be: return it in float32 or better, and round where you print"
-PLAIN_SGD = "plain SGD is asked for: lr times the gradient, without momentum, weight decay or another optimizer"
-NOT_ZEROED = "gradients of earlier steps are still there: zero_grad() is missing in the loop"
-KEYS = "the keys are rank, world_size, device and device_ids, and no others"
-GIVEN = "read what is in `environment`: this process's own is another one, and there is no process group yet"
-NO_GPU = "without a GPU the device is cpu, and device_ids is None"
-
-# ---------------------------------------------------------------------- 17.2
-
-# One message for all gradients, and one for all parameters.
-TRAIN_FLAT = """\
-import torch
-import torch.distributed as dist
-
-
-def train(model, batches, lr):
-    N, params = dist.get_world_size(), list(model.parameters())
-    with torch.no_grad():
-        start = torch.cat([p.flatten() for p in params])
-        dist.broadcast(start, 0)
-        for p, value in zip(params, start.split([p.numel() for p in params])):
-            p.copy_(value.view_as(p))
-    for x, y in batches:
-        grads = torch.autograd.grad(model(x, y), [p for p in params if p.requires_grad], allow_unused=True)
-        pairs = [(p, g) for p, g in zip([p for p in params if p.requires_grad], grads) if g is not None]
-        flat = torch.cat([g.flatten() for _, g in pairs])
-        dist.all_reduce(flat)
-        with torch.no_grad():
-            for (p, _), g in zip(pairs, flat.split([p.numel() for p, _ in pairs])):
-                p -= lr * g.view_as(p) / N
-"""
-
-# The state dict travels as an object, gradients are divided before the sum, and are awaited together.
-TRAIN_ASYNC = """\
-import torch
-import torch.distributed as dist
-from torch.optim import SGD
-
-
-def train(model, batches, lr):
-    state = [model.state_dict()]
-    dist.broadcast_object_list(state)
-    model.load_state_dict(state[0])
-    trained = [p for p in model.parameters() if p.requires_grad]
-    optimizer = SGD(trained, lr)
-    for batch in batches:
-        model(*batch).backward()
-        works = []
-        for p in filter(lambda p: p.grad is not None, trained):
-            p.grad.div_(dist.get_world_size())
-            works.append(dist.all_reduce(p.grad, async_op=True))
-        for work in works:
-            work.wait()
-        optimizer.step()
-        optimizer.zero_grad(set_to_none=True)
-"""
-
-_BROADCAST = "    for param in model.parameters():\n        dist.broadcast(param.data, src=0)\n"
-_REDUCE = (
-    "        for param in model.parameters():\n            if param.grad is not None:\n"
-    "                dist.all_reduce(param.grad)\n                param.grad /= dist.get_world_size()\n"
-)
-_STEP = "        optimizer.step()\n"
-
-TRAIN_MISTAKES = {
-    "own weights": Mistake(
-        edit(TRAIN, _BROADCAST, ""),
-        "the ranks began with different weights: give all of them rank 0's, before the first step",
-    ),
-    "no reduction": Mistake(
-        edit(TRAIN, _REDUCE, ""),
-        "nothing is reduced: every rank took its own gradient, and not the mean over all ranks",
-    ),
-    "sum": Mistake(edit(TRAIN, "                param.grad /= dist.get_world_size()\n", ""), SUMMED),
-    "divides twice": Mistake(
-        edit(TRAIN, "/= dist.get_world_size()", "/= dist.get_world_size() ** 2"),
-        "the gradients were divided by the number of ranks twice",
-    ),
-    "rate by rank": Mistake(
-        edit(TRAIN, "lr=lr)", "lr=lr * (1 + dist.get_rank()))"),
-        "the learning rate differs by rank: the same gradient gives another update",
-    ),
-    "no zero_grad": Mistake(
-        edit(TRAIN, "        optimizer.zero_grad()\n", ""),
-        NOT_ZEROED,
-    ),
-    "two faults": Mistake(
-        edit(TRAIN, _BROADCAST, "", "lr=lr)", "lr=lr * (1 + dist.get_rank()))"),
-        (
-            "the ranks began with different weights, and the learning rate differs by rank: broadcast rank 0's "
-            "parameters before the first step, and take the same lr everywhere"
-        ),
-    ),
-    "mean of the weights": Mistake(
-        edit(
-            TRAIN,
-            "        dist.broadcast(param.data, src=0)\n",
-            "        dist.all_reduce(param.data)\n        param.data /= dist.get_world_size()\n",
-        ),
-        START,
-    ),
-    "last rank's weights": Mistake(edit(TRAIN, "src=0", "src=dist.get_world_size() - 1"), START),
-    "frozen left out": Mistake(
-        edit(
-            TRAIN,
-            "        dist.broadcast(param.data, src=0)\n",
-            "        if param.requires_grad:\n            dist.broadcast(param.data, src=0)\n",
-        ),
-        "a parameter that is not trained has to be the same on all ranks too: broadcast every parameter",
-    ),
-    "reduces after the step": Mistake(
-        edit(TRAIN, _REDUCE + _STEP, _STEP + _REDUCE),
-        (
-            "the gradients were reduced after the step that should have used them: first backward(), then the "
-            "mean, then optimizer.step()"
-        ),
-    ),
-    "rank 0's gradient": Mistake(
-        edit(
-            TRAIN,
-            "dist.all_reduce(param.grad)\n                param.grad /= dist.get_world_size()",
-            "dist.broadcast(param.grad, 0)",
-        ),
-        "every rank took rank 0's gradient: a broadcast where the mean was wanted",
-    ),
-    "no wait": Mistake(
-        edit(TRAIN, "dist.all_reduce(param.grad)", "dist.all_reduce(param.grad, async_op=True)"),
-        NOT_WAITED,
-    ),
-    "forgets None": Mistake(
-        edit(TRAIN, "            if param.grad is not None:\n", "            if True:\n"),
-        "a parameter that is not used has no gradient: param.grad is None, leave it out (on every rank alike)",
-    ),
-    "no step": Mistake(
-        edit(TRAIN, _STEP, ""),
-        "the parameters are rank 0's, and never changed: optimizer.step() is missing, or sees no gradient",
-    ),
-    "first batch alone": Mistake(
-        edit(TRAIN, _STEP, _STEP + "        break\n"), "not every batch was used: there is one step for each"
-    ),
-    "float32 only": Mistake(
-        edit(
-            TRAIN,
-            "dist.all_reduce(param.grad)",
-            "wide = param.grad.float()\n                dist.all_reduce(wide)\n                param.grad = wide",
-        ),
-        "the gradients went through float32: reduce them in their own dtype",
-    ),
-    "lr times N": Mistake(edit(TRAIN, "lr=lr)", "lr=lr * dist.get_world_size())"), SUMMED),
-    "broadcasts after the step": Mistake(
-        edit(
-            TRAIN,
-            _BROADCAST,
-            "",
-            _STEP,
-            _STEP + _BROADCAST.replace("    ", "        ", 1).replace("\n    ", "\n        "),
-        ),
-        "rank 0's parameters came after the first step, so its gradients were those of other weights: first broadcast",
-    ),
-    "divides the loss alone": Mistake(
-        edit(TRAIN, _REDUCE, "", "loss = model(x, y)", "loss = model(x, y) / dist.get_world_size()"),
-        "dividing the loss by the number of ranks adds nothing of the others: all-reduce the gradients",
-    ),
-    "averages the parameters before the step": Mistake(
-        edit(TRAIN, "all_reduce(param.grad)", "all_reduce(param.data)", "param.grad /=", "param.data /="),
-        "the parameters were averaged, and the gradients were not: each rank still takes its own gradient",
-    ),
-    "broadcasts at the end": Mistake(
-        edit(TRAIN, _REDUCE, "") + _BROADCAST,
-        "in the steps nothing is reduced: a broadcast at the end leaves what rank 0 has learnt, and nobody else",
-    ),
-    "momentum": Mistake(
-        edit(TRAIN, "lr=lr)", "lr=lr, momentum=0.9)"),
-        PLAIN_SGD,
-    ),
-    "Adam": Mistake(
-        edit(TRAIN, "SGD(", "Adam("),
-        PLAIN_SGD,
-    ),
-    "zero_grad once": Mistake(
-        edit(TRAIN, "        optimizer.zero_grad()\n", "", "    for x, y", "    optimizer.zero_grad()\n    for x, y"),
-        NOT_ZEROED,
-    ),
-    "zero_grad too late": Mistake(
-        edit(TRAIN, "        optimizer.zero_grad()\n", "", _STEP, "        optimizer.zero_grad()\n" + _STEP),
-        "the parameters are rank 0's, and never changed: optimizer.step() is missing, or sees no gradient",
-    ),
-    "steps on rank 0": Mistake(
-        edit(TRAIN, _STEP, "        if dist.get_rank() == 0:\n            optimizer.step()\n"),
-        "only rank 0 made the steps: all ranks take the same step, with the same gradient",
-    ),
-    "the largest gradient": Mistake(
-        edit(TRAIN, "all_reduce(param.grad)", "all_reduce(param.grad, op=dist.ReduceOp.MAX)"),
-        "an element's largest gradient was taken, divided by N: the mean is the sum over ranks, divided by N",
-    ),
-    "four ranks for sure": Mistake(
-        edit(TRAIN, "/= dist.get_world_size()", "/= 4"),
-        "divided by a fixed number: the number of ranks is dist.get_world_size()",
-    ),
-    "scalars left out": Mistake(
-        edit(TRAIN, "is not None:", "is not None and param.dim() > 0:"),
-        "not every gradient was reduced: every parameter that has one needs the mean, a single number too",
-    ),
-    "several epochs": Mistake(
-        edit(TRAIN, "    for x, y in batches:", "    batches = list(batches)\n    for x, y in batches * 2:"),
-        "each batch is learnt from once, as it comes: there is one step for each",
-    ),
-    "broadcasts a copy": Mistake(
-        edit(TRAIN, "broadcast(param.data,", "broadcast(param.data.clone(),"),
-        "the ranks began with different weights: give all of them rank 0's, before the first step",
-    ),
-}
 
 # ---------------------------------------------------------------------- 17.1
 
@@ -285,6 +70,7 @@ def train(model, optimizer, batches):
     return steps
 """
 
+_STEP = "        optimizer.step()\n"
 _FLAG = (
     "        everyone = torch.tensor(0 if batch is None else 1)\n        dist.all_reduce(everyone, dist.ReduceOp.MIN)\n"
 )
@@ -423,7 +209,7 @@ UNEVEN_MISTAKES = {
     ),
 }
 
-# ---------------------------------------------------------------------- 17.3
+# ---------------------------------------------------------------------- 17.2
 
 EVALUATE_DETACHED = """\
 import torch
@@ -584,97 +370,6 @@ EVALUATE_MISTAKES = {
     ),
 }
 
-# ---------------------------------------------------------------------- 17.4
-
-PLACE_TORCH = """\
-import torch
-
-
-def place(environment, gpus):
-    rank, local, size = (int(environment[name]) for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE"))
-    if gpus == 0:
-        return dict(rank=rank, world_size=size, device=torch.device("cpu"), device_ids=None)
-    return dict(rank=rank, world_size=size, device=torch.device("cuda", local), device_ids=[local])
-"""
-
-PLACE_MODULO = """\
-def place(environment, gpus):
-    got = {"rank": int(environment.get("RANK", 0)), "world_size": int(environment.get("WORLD_SIZE", 1))}
-    mine = int(environment.get("LOCAL_RANK", 0)) % gpus if gpus else None
-    got["device"] = "cpu" if mine is None else "cuda:" + str(mine)
-    got["device_ids"] = None if mine is None else [mine]
-    return got
-"""
-
-PLACE_MISTAKES = {
-    "rank is the world size": Mistake(
-        edit(PLACE, 'int(environment["RANK"])', 'int(environment["WORLD_SIZE"])'),
-        "ranks go from 0 to world_size - 1: no process would be rank 0, and nobody would open the port",
-    ),
-    "rank on the node": Mistake(
-        edit(PLACE, 'int(environment["RANK"])', "local"),
-        "RANK is the number in the whole job, LOCAL_RANK the number on this node",
-    ),
-    "everyone on cuda:0": Mistake(edit(PLACE, 'f"cuda:{local}"', '"cuda:0"'), ONE_GPU),
-    "just cuda": Mistake(edit(PLACE, 'f"cuda:{local}"', '"cuda"'), ONE_GPU),
-    "cuda by rank": Mistake(edit(PLACE, "cuda:{local}", "cuda:{int(environment['RANK'])}"), ON_THE_NODE),
-    "ids by rank": Mistake(edit(PLACE, "[local] if", "[int(environment['RANK'])] if"), ON_THE_NODE),
-    "all of the node": Mistake(
-        edit(PLACE, "[local] if", "list(range(gpus)) if"), "device_ids can only name one GPU, this process's own"
-    ),
-    "strings": Mistake(edit(PLACE, 'int(environment["RANK"])', 'environment["RANK"]'), STRINGS),
-    "string id": Mistake(edit(PLACE, 'int(environment["LOCAL_RANK"])', 'environment["LOCAL_RANK"]'), STRINGS),
-    "a number, no list": Mistake(edit(PLACE, "[local] if", "local if"), "device_ids is a list with one number"),
-    "cuda without a GPU": Mistake(edit(PLACE, ' if gpus else "cpu"', ""), NO_GPU),
-    "ids without a GPU": Mistake(edit(PLACE, " if gpus else None", ""), NO_GPU),
-    "the node's GPUs are the world": Mistake(
-        edit(PLACE, 'int(environment["WORLD_SIZE"])', "max(1, gpus)"),
-        "WORLD_SIZE is the number of processes in the job: not this node's GPUs",
-    ),
-    "another name": Mistake(
-        edit(PLACE, '"LOCAL_RANK"', '"SLURM_LOCALID"'),
-        "the names are RANK, LOCAL_RANK and WORLD_SIZE, as torchrun sets them",
-    ),
-    "returns nothing": Mistake(edit(PLACE, "    return {", "    got = {"), NO_RETURN),
-    "by modulo": Mistake(
-        edit(PLACE, 'int(environment["LOCAL_RANK"])', 'int(environment["RANK"]) % max(1, gpus)'),
-        "RANK % gpus is the number on the node only if every node runs a process for each of its GPUs: use LOCAL_RANK",
-    ),
-    "asks the process group": Mistake(
-        "import torch.distributed as dist\n\n\n"
-        + edit(PLACE, 'int(environment["WORLD_SIZE"])', "dist.get_world_size()"),
-        GIVEN,
-    ),
-    "asks the system": Mistake(
-        "import os\n\n\n" + edit(PLACE, "    local", "    environment = os.environ\n    local"),
-        GIVEN,
-    ),
-    "names for ids": Mistake(
-        edit(PLACE, "[local] if", "[f'cuda:{local}'] if"),
-        "device_ids has the GPU's number, an int, and not its name",
-    ),
-    "a number for a device": Mistake(
-        edit(PLACE, 'f"cuda:{local}"', "local"),
-        "the device is cuda and LOCAL_RANK, as in cuda:1, where the node has GPUs",
-    ),
-    "takes it out": Mistake(
-        edit(PLACE, 'environment["LOCAL_RANK"]', 'environment.pop("LOCAL_RANK")'),
-        "the environment was changed: read it, and leave it as it is",
-    ),
-    "another key": Mistake(
-        edit(PLACE, '"device_ids"', '"device_id"'),
-        KEYS,
-    ),
-    "one key more": Mistake(
-        edit(PLACE, '        "rank"', '        "local_rank": local,\n        "rank"'),
-        KEYS,
-    ),
-    "a single GPU is none": Mistake(
-        edit(PLACE, 'if gpus else "cpu"', 'if gpus > 1 else "cpu"'),
-        "one GPU is a GPU: the device is cpu only where gpus is 0",
-    ),
-}
-
 EVALUATE_NAMED_LOSS = edit(
     EVALUATE,
     "    with torch.no_grad():\n",
@@ -682,54 +377,12 @@ EVALUATE_NAMED_LOSS = edit(
     _ADD,
     "            loss = model(x, y)\n            total += torch.tensor([loss.item() * len(x), len(x)])\n",
 )
-TRAIN_BY_HOOKS = """\
-import torch
-import torch.distributed as dist
-
-
-def train(model, batches, lr):
-    def average(grad):
-        grad = grad.clone()
-        dist.all_reduce(grad)
-        return grad / dist.get_world_size()
-
-    for tensor in model.state_dict().values():
-        dist.broadcast(tensor, src=0)
-    trained = [p for p in model.parameters() if p.requires_grad]
-    handles = [p.register_hook(average) for p in trained]
-    optimizer = torch.optim.SGD(trained, lr)
-    for x, y in batches:
-        optimizer.zero_grad()
-        model(x, y).backward()
-        optimizer.step()
-    for handle in handles:
-        handle.remove()
-"""
-
-TRAIN_BY_THE_ENGINE = """\
-import torch
-import zerolab
-
-
-def train(model, batches, lr):
-    zero = zerolab.DDP(model)
-    optimizer = torch.optim.SGD(zero.model.parameters(), lr=lr)
-    for x, y in batches:
-        optimizer.zero_grad()
-        zero.model(x, y).backward()
-        optimizer.step()
-"""
-
 RIGHT = {
-    "17.2": (TRAIN_FLAT, TRAIN_ASYNC, TRAIN_BY_HOOKS, TRAIN_BY_THE_ENGINE),
     "17.1": (_COLLECT, _OBJECTS),
-    "17.3": (EVALUATE_DETACHED, EVALUATE_GATHERED, EVALUATE_NAMED_LOSS),
-    "17.4": (PLACE_TORCH, PLACE_MODULO),
+    "17.2": (EVALUATE_DETACHED, EVALUATE_GATHERED, EVALUATE_NAMED_LOSS),
 }
 
 MISTAKES = {
-    "17.2": TRAIN_MISTAKES,
     "17.1": UNEVEN_MISTAKES,
-    "17.3": EVALUATE_MISTAKES,
-    "17.4": PLACE_MISTAKES,
+    "17.2": EVALUATE_MISTAKES,
 }

@@ -3,7 +3,7 @@
     lab.admit(3)          run patient 3 and print the evidence
     lab.uncover(3)        its code, once there is a diagnosis: lab.predict("17.3", "d")
 
-The patients are in stops, numbers, memory, listings and recorded, so that nobody reads a diagnosis by accident.
+The patients are in stops, numbers, memory and recorded, so that nobody reads a diagnosis by accident.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ import torch.distributed as dist
 from zerolab.lab.lessons.lesson17.clinic.patient import Patient
 from zerolab.lab.ranks.report import Misused, RankFailure
 
-_WARDS = ("stops", "numbers", "memory", "listings", "recorded")
+_WARDS = ("stops", "numbers", "memory", "recorded")
 _ENDED = re.compile(r"^(rank \d+) was killed by (SIG[A-Z]+).*$")
 _TRACE = re.compile(r'^ *(File ".*|.*\.py.* line \d+.*|line \d+ of .*)$')
 

@@ -56,7 +56,7 @@ class _Storages(TorchDispatchMode):
         return found
 
 
-# -- 8 ---------------------------------------------------------------------------------------------------------------
+# -- 6 ---------------------------------------------------------------------------------------------------------------
 
 
 def place(rank: int) -> torch.device:
@@ -96,7 +96,7 @@ def _everyone(rank: int, world_size: int) -> dict[str, dict[str, float]]:
 
 
 EVERYONE = Patient(
-    8,
+    6,
     "Out of memory on a node of four GPUs, with four ranks and a model that fits on one of them with room to spare.",
     (place,),
     _everyone,
@@ -112,7 +112,7 @@ EVERYONE = Patient(
     " you make the batch smaller. A process's own GPU is cuda:LOCAL_RANK.",
 )
 
-# -- 9 ---------------------------------------------------------------------------------------------------------------
+# -- 7 ---------------------------------------------------------------------------------------------------------------
 
 
 def evaluate(model: nn.Module, batches: Iterable[tuple[Tensor, Tensor]]) -> Tensor:
@@ -143,7 +143,7 @@ def _validation(rank: int, world_size: int) -> list[int]:
 
 
 VALIDATION = Patient(
-    9,
+    7,
     "It trains for hours and runs out of memory in the first validation, which has no backward and no optimizer.",
     (evaluate,),
     _validation,

@@ -43,49 +43,7 @@ def _grads(model: nn.Module) -> list[Tensor]:
     return [param.grad for param in model.parameters() if param.grad is not None]
 
 
-# -- 5 ---------------------------------------------------------------------------------------------------------------
-
-
-def train_alone(model: nn.Module, optimizer: torch.optim.Optimizer, x: Tensor, y: Tensor) -> Tensor:
-    loss = model(x, y)
-    loss.backward()
-    optimizer.step()
-    return loss.detach()
-
-
-def _alone(rank: int, world_size: int) -> dict[str, list[float]]:
-    model, words = _gpt(), text()
-    sgd = torch.optim.SGD(model.parameters(), lr=0.2)
-    losses = []
-    _before(model)
-    for step in range(30):
-        sgd.zero_grad()
-        with calls() as book:
-            loss = train_alone(model, sgd, *batch(words, rank, step, 8, 64))
-        losses.append(loss.item())
-        if step < 2:
-            _row(step, loss, _grads(model), model, book.sent)
-    return {"losses": losses}
-
-
-ALONE = Patient(
-    5,
-    "The loss falls on every rank, nothing fails. On four GPUs the model is no better than on one.",
-    (train_alone,),
-    _alone,
-    {
-        "a": "The ranks began with different weights: the reduction cannot bring them together again.",
-        "b": "All ranks train on the same batches: together, four GPUs do the work of a single one.",
-        "c": "Gradients are summed and not averaged: the steps are four times as long as they should be.",
-        "d": "Each rank steps with the gradient of its own batch: there are four models in training.",
-    },
-    "d",
-    "A model with no reduction is four models. Each of them learns, and so every loss falls. Zero bytes in the "
-    "ledger end the search at once. Without a ledger, compare fingerprints: after the update the parameters of "
-    "all ranks must have the same bits.",
-)
-
-# -- 6 ---------------------------------------------------------------------------------------------------------------
+# -- 4 ---------------------------------------------------------------------------------------------------------------
 
 
 def build(model: nn.Module, rank: int) -> torch.optim.Optimizer:
@@ -113,7 +71,7 @@ def _two_rates(rank: int, world_size: int) -> None:
 
 
 TWO_RATES = Patient(
-    6,
+    4,
     "Gradients are reduced. Yet a checkpoint of rank 0 scores differently from one of rank 1.",
     (build,),
     _two_rates,
@@ -129,7 +87,7 @@ TWO_RATES = Patient(
     " Look for `if rank == 0` around anything that changes the model.",
 )
 
-# -- 7 ---------------------------------------------------------------------------------------------------------------
+# -- 5 ---------------------------------------------------------------------------------------------------------------
 
 
 def reduce_gradients(model: nn.Module, group: dist.ProcessGroup) -> None:
@@ -165,7 +123,7 @@ def _scale(rank: int, world_size: int) -> list[float]:
 
 
 SCALE = Patient(
-    7,
+    5,
     "It trains well on one GPU. On four the loss explodes with SGD; with Adam nobody noticed anything.",
     (reduce_gradients,),
     _scale,
@@ -182,4 +140,4 @@ SCALE = Patient(
     "with N = 1 and N = 2, on the same batch.",
 )
 
-PATIENTS = (ALONE, TWO_RATES, SCALE)
+PATIENTS = (TWO_RATES, SCALE)

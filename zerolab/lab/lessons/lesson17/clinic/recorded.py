@@ -85,7 +85,7 @@ def analysis(dumps: list[Dump]) -> str:
 
 _patience = timedelta(seconds=2)
 
-# -- 12 --------------------------------------------------------------------------------------------------------------
+# -- 8 ---------------------------------------------------------------------------------------------------------------
 
 
 def logged_steps(
@@ -114,7 +114,7 @@ def _logged(rank: int, world_size: int) -> None:
 
 
 LOGGED = Patient(
-    12,
+    8,
     "It makes two steps and hangs. Nobody changed the training, only the log.",
     (logged_steps,),
     _logged,
@@ -132,7 +132,7 @@ LOGGED = Patient(
     recorded=3,
 )
 
-# -- 13 --------------------------------------------------------------------------------------------------------------
+# -- 9 ---------------------------------------------------------------------------------------------------------------
 
 
 def norms(squares: dict[str, Tensor], groups: dict[str, dist.ProcessGroup], names: Iterable[str]) -> dict[str, Tensor]:
@@ -152,7 +152,7 @@ def _crossed(rank: int, world_size: int) -> None:
 
 
 CROSSED = Patient(
-    13,
+    9,
     "It hangs in the gradient norm, in most starts. In the others it runs for weeks.",
     (norms, _crossed),
     _crossed,

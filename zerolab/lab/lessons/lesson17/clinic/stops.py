@@ -1,15 +1,11 @@
-"""Patients that stop: a hang, a run whose ranks part ways, a dead rank, and one that never starts."""
+"""Patients that stop: a hang, a run whose ranks part ways, and a dead rank."""
 
 from __future__ import annotations
 
 import os
 import re
 import signal
-import socket
-import sys
-import time
-from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Iterable
 from datetime import timedelta
 
 import torch
@@ -172,75 +168,4 @@ DEAD = Patient(
     reset=True,
 )
 
-# -- 4 ---------------------------------------------------------------------------------------------------------------
-
-
-def start(rank: int, world_size: int, port: int) -> None:
-    rank = world_size  # the listing: init_process_group(..., rank=world_size, world_size=world_size)
-    place = f"tcp://127.0.0.1:{port}?rank={rank}&world_size={world_size}"
-    next(dist.rendezvous(place, timeout=timedelta(seconds=1)))
-
-
-def _never_starts(rank: int, world_size: int) -> None:
-    free = [0]
-    if rank == 0:
-        with socket.socket() as probe:
-            probe.bind(("127.0.0.1", 0))
-            free = [probe.getsockname()[1]]
-    port = torch.tensor(free)
-    dist.broadcast(port, 0)
-    begin, said = time.monotonic(), ""
-    print(f"process {os.getpid()}: rank={world_size} world_size={world_size} 127.0.0.1:PORT", flush=True)
-    with _without_c_plus_plus():
-        try:
-            start(rank, world_size, int(port))
-        except dist.DistError as error:
-            said = str(error).splitlines()[0].replace(str(int(port)), "PORT")
-            said = f"{type(error).__name__}: {said}"
-    print(said)
-    print("it waited for its timeout of 1 s:", time.monotonic() - begin > 0.9)
-    print("then, by hand: connect to 127.0.0.1:PORT:", _by_hand(int(port)))
-
-
-def _by_hand(port: int) -> str:
-    """What `nc 127.0.0.1 PORT` would say."""
-    try:
-        socket.create_connection(("127.0.0.1", port), timeout=1.0).close()
-    except OSError as error:
-        return (os.strerror(error.errno) if error.errno else str(error)).lower()
-    return "connected"
-
-
-@contextmanager
-def _without_c_plus_plus() -> Iterator[None]:
-    """Leaves out what C++ writes to the standard error: twenty addresses on every rank."""
-    sys.stderr.flush()
-    kept, nothing = os.dup(2), os.open(os.devnull, os.O_WRONLY)
-    os.dup2(nothing, 2)
-    try:
-        yield
-    finally:
-        os.dup2(kept, 2)
-        os.close(kept)
-        os.close(nothing)
-
-
-RENDEZVOUS = Patient(
-    4,
-    "A listing from an article. All four processes start, and nothing happens for as long as the timeout allows.",
-    (start,),
-    _never_starts,
-    {
-        "a": "No process opens the port: that is the work of one rank, and none of the four is that one.",
-        "b": "A firewall drops what the processes send to the port: one of them listens there, unreachable.",
-        "c": "The world size is one too small: the process that listens on the port waits for a fifth one.",
-        "d": "The timeout is too short: the process that opens the port comes up later than the other three.",
-    },
-    "a",
-    "Rank 0 opens the port at MASTER_ADDR:MASTER_PORT, and all others connect to it. With rank=world_size nobody "
-    "is 0. So everyone waits for a server that nobody starts, and the message is about a network. A connection that "
-    "is refused at once says that nobody listens; a firewall mostly lets you wait. Ranks go from 0 to "
-    "world_size - 1.",
-)
-
-PATIENTS = (HANG, DESYNC, DEAD, RENDEZVOUS)
+PATIENTS = (HANG, DESYNC, DEAD)

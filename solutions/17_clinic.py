@@ -8,7 +8,7 @@
 # ([The Llama 3 Herd of Models](https://arxiv.org/abs/2407.21783), section 3.3.4): one every three hours. Those were loud. The
 # quiet ones cost more: a run that goes on for a week, and whose numbers were wrong from the first step.
 #
-# This lesson is a clinic with nine patients in four wards. Each is a real run, broken on purpose, on the live ranks
+# This lesson is a clinic with eleven patients in five wards. Each is a real run, broken on purpose, on the live ranks
 # below (two in processes of their own). You see the evidence and nothing else: what the ranks printed, what they
 # sent, what they held. You write down a diagnosis. Only then do you see the code. Two of them you mend.
 
@@ -287,30 +287,35 @@ lab.reveal("17.9")
 lab.uncover(9)
 
 # %% [markdown]
-# ## In production
+# ## Ward 5: as it was reported
 #
-# torch has more instruments of its own. `dist.monitored_barrier` (gloo) is a barrier that names the rank that did not come:
+# These two are rebuilt from bug reports of 2026, about two libraries that many people train with. Neither stops, and neither
+# prints an error. The report is named below the code.
 
 # %%
-# %%ranks
-from datetime import timedelta
-# torch's own: the lab's ranks have one that is faster
-from torch.distributed.distributed_c10d import monitored_barrier
-
-group = dist.new_group(timeout=timedelta(seconds=2))
-said = ""
-if rank != 3:  # rank 3 stays away, as patient 1's did
-    try:
-        monitored_barrier(group, timeout=timedelta(seconds=2))
-    except RuntimeError as error:
-        said = str(error).splitlines()[0]
+lab.admit(10);
 
 # %%
-print("rank 0:", lab.pull("said", rank=0))
-lab.reset()
+lab.predict("17.10", "a")
+
+# %%
+lab.reveal("17.10")
+lab.uncover(10)
+
+# %%
+lab.admit(11);
+
+# %%
+lab.predict("17.11", "d")
+
+# %%
+lab.reveal("17.11")
+lab.uncover(11)
 
 # %% [markdown]
-# And `DistributedDataParallel` has an answer to uneven data: inside `join()`, a rank whose batches are used up takes part in the
+# ## In production
+#
+# `DistributedDataParallel` has an answer to uneven data: inside `join()`, a rank whose batches are used up takes part in the
 # others' collectives with zeros, until all are done. Where yours stops with the shortest rank, this one goes on to the longest.
 
 # %%
@@ -333,10 +338,11 @@ same = len(set(lab.pull("mark"))) == 1
 print("steps with data:", lab.pull("made"), "· parameters equal at the end:", same)
 
 # %% [markdown]
-# On NVIDIA GPUs:
+# torch and others have more instruments:
 #
-# - with `TORCH_NCCL_DUMP_ON_TIMEOUT=1` the flight recorder of ward 4 is written to a file for each rank when a collective times out, and
-#   `torchfrtrace` reads the folder ([tutorial](https://docs.pytorch.org/tutorials/unstable/flight_recorder_tutorial.html)).
+# - `dist.monitored_barrier` (gloo) is a barrier that names the rank that did not come.
+# - On NVIDIA GPUs, with `TORCH_NCCL_DUMP_ON_TIMEOUT=1`, the flight recorder of ward 4 is written to a file for each rank when a
+#   collective times out, and `torchfrtrace` reads the folder ([tutorial](https://docs.pytorch.org/tutorials/unstable/flight_recorder_tutorial.html)).
 # - `TORCH_DISTRIBUTED_DEBUG=DETAIL` compares the shapes of every collective before it starts. It is slow: for finding, not for
 #   running.
 # - `py-spy dump --pid` shows the line that a process is in, without stopping it.
@@ -413,7 +419,7 @@ print("by chance it would be one in 625")
 #    others only felt its connection close (patient 3).
 # 3. Parameters before the first step: were they the same? Gradients after the reduction: was it made? Parameters after
 #    the update: is the optimizer the same? The first that differs names the part (patient 4). If none differs, compare
-#    with one process on the same total batch: the scale (patient 5), the data (lesson 03).
+#    with one process on the same total batch: the scale (patient 5), the data (lesson 03), the buffers (patient 10).
 # 4. Adam divides the average gradient by the root of the average square, so a constant factor cancels. Gradient norms that grow
 #    with N show it, and so does clipping, which then clips every step.
 # 5. Nothing that changes what it calls: not to skip, not to stop, not to catch the error and go on. It tells the others (an

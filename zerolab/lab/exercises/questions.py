@@ -592,6 +592,22 @@ QUESTIONS: dict[str, Question] = {
             "d": "Both reports say whom they expect: ranks 0 to 3. And the first call in each group came to an end.",
         },
     ),
+    "17.10": Question(
+        words=_LETTERS,
+        against={
+            "b": "The batches have the same fingerprint on all four ranks, in both steps.",
+            "c": "After the mean, all four ranks have the same gradients: it went over both nodes.",
+            "d": "The line from before the first step says that all four began with the same parameters.",
+        },
+    ),
+    "17.11": Question(
+        words=_LETTERS,
+        against={
+            "a": "Both runs have the same batch on each rank: the loader goes on where it was.",
+            "b": "Adam's state has the same bits in both. And a loss is computed before Adam steps.",
+            "c": "Then rank 0 would drop other elements too. It repeats its step to the last digit.",
+        },
+    ),
     "18.1": Question(
         "× Zero3's bytes",
         slips={

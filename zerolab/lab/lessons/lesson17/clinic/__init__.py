@@ -1,9 +1,9 @@
 """Broken runs for lesson 17: each is run on the live ranks, and shows what an engineer would see, and no more.
 
     lab.admit(3)          run patient 3 and print the evidence
-    lab.uncover(3)        its code, once there is a diagnosis: lab.predict("17.3", "d")
+    lab.uncover(3)        its code, once there is a diagnosis: lab.predict("17.3", ...)
 
-The patients are in stops, numbers, memory and recorded, so that nobody reads a diagnosis by accident.
+The patients are in stops, numbers, memory, recorded and reported, so that nobody reads a diagnosis by accident.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ import torch.distributed as dist
 from zerolab.lab.lessons.lesson17.clinic.patient import Patient
 from zerolab.lab.ranks.report import Misused, RankFailure
 
-_WARDS = ("stops", "numbers", "memory", "recorded")
+_WARDS = ("stops", "numbers", "memory", "recorded", "reported")
 _ENDED = re.compile(r"^(rank \d+) was killed by (SIG[A-Z]+).*$")
 _TRACE = re.compile(r'^ *(File ".*|.*\.py.* line \d+.*|line \d+ of .*)$')
 
@@ -103,6 +103,8 @@ def uncover(number: int) -> None:
     if predicted(f"17.{number}"):
         print("\n\n".join(inspect.getsource(part).rstrip() for part in patient.script))
         print(f"\n{textwrap.fill(patient.story, 100)}")
+        if patient.source:
+            print(f"\nRebuilt from {patient.source}")
     else:
         print(f'The code is shown once you have a diagnosis: lab.predict("17.{number}", ...)')
 

@@ -103,7 +103,7 @@ EVERYONE = Patient(
     {
         "a": "The model is too large for one GPU of this kind: it has to be sharded over all four of them.",
         "b": "The batch is too large for one GPU: the activations of a step do not fit beside the model.",
-        "c": "Something is kept from each step to the next: after a number of steps the GPU is full of it.",
+        "c": "Something is kept from one step to the next: in the end, after a few, the GPU is full of it.",
         "d": "The ranks were not spread over the GPUs: they all use one, and it is too small for all four.",
     },
     "d",

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import zlib
 from datetime import timedelta
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from zerolab.lab.lessons.lesson17.clinic.patient import Patient
+from zerolab.lab.lessons.lesson17.clinic.patient import Patient, fingerprint
 from zerolab.lab.ranks.counting import calls
 from zerolab.tasks.data import batch, text
 from zerolab.tasks.models import GPT
@@ -22,21 +21,14 @@ def _gpt(seed: int = 0) -> GPT:
     return GPT(layers=1, width=32)
 
 
-def _fingerprint(tensors: list[Tensor]) -> str:
-    """Four hexadecimal digits that are the same only where every bit is (almost certainly)."""
-    return f"{zlib.crc32(b''.join(t.detach().numpy().tobytes() for t in tensors)) & 0xFFFF:04x}"
-
-
 def _row(step: int, loss: Tensor, grads: list[Tensor], model: nn.Module, sent: float) -> None:
-    weights = _fingerprint(list(model.parameters()))
-    print(
-        f"step {step}: loss {loss:.4f}  gradients {_fingerprint(grads)}  parameters {weights}  sent {sent:,.0f} bytes"
-    )
+    weights = fingerprint(model.parameters())
+    print(f"step {step}: loss {loss:.4f}  gradients {fingerprint(grads)}  parameters {weights}  sent {sent:,.0f} bytes")
 
 
 def _before(model: nn.Module) -> None:
     """The line that stands above the rows."""
-    print(f"before:                                   parameters {_fingerprint(list(model.parameters()))}")
+    print(f"before:                                   parameters {fingerprint(model.parameters())}")
 
 
 def _grads(model: nn.Module) -> list[Tensor]:
@@ -112,7 +104,7 @@ def _scale(rank: int, world_size: int) -> list[float]:
         moved = (torch.cat([p.detach().flatten() for p in model.parameters()]) - before).norm().item()
         norms.append(norm)
         marks: list[str] = [""] * n
-        dist.all_gather_object(marks, _fingerprint(list(model.parameters())), group=group)
+        dist.all_gather_object(marks, fingerprint(model.parameters()), group=group)
         if rank == 0:
             print(f"{n} rank{'s' * (n > 1)}: loss {loss.item():.4f}  gradient norm {norm:.3f}  Adam moved {moved:.4f}")
         if rank == 0 and n == world_size:

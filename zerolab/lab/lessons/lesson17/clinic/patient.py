@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import zlib
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
+
+from torch import Tensor
 
 
 @dataclass(frozen=True)
@@ -16,6 +19,7 @@ class Patient:
     choices: letter -> a diagnosis and its reason. answer: the right letter. story: what to learn from it.
     reset: whether the ranks are out of step afterwards. recorded: if not 0, `examine` runs in bare processes, and the
     evidence is what torch's flight recorder has of them: so many calls on each rank, the last of which never ends.
+    source: the bug report that it was rebuilt from, told with the story.
     """
 
     number: int
@@ -27,3 +31,9 @@ class Patient:
     story: str
     reset: bool = False
     recorded: int = 0
+    source: str = ""
+
+
+def fingerprint(tensors: Iterable[Tensor]) -> str:
+    """Four hexadecimal digits that are the same only where every bit is (almost certainly)."""
+    return f"{zlib.crc32(b''.join(t.detach().numpy().tobytes() for t in tensors)) & 0xFFFF:04x}"

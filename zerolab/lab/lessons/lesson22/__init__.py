@@ -105,12 +105,11 @@ def without_gradients(play: Play) -> None:
         made.combine()
 
 
-ORDER = "what arrives lies by the rank it came from, then by expert; and the way back undoes each step, the last first"
 SPLITS = "every rank sends and receives another number of rows: send and receive change places on the way back"
 KEEP_WAY = "keep what the way back needs in ctx, or in what dispatch returns: two layers are under way at once"
 WORLD_ABOUT = "only some ranks take part: pass group=..., and take the number of ranks from it"
 DISPATCH_BATTERY = (
-    Scene("", exchanged, SPLITS),
+    Scene("", exchanged),
     Scene("when only rank 0 sends", lambda play: exchanged(play, by_one=True), SPLITS, sizes=(2, 3)),
     Scene(
         "with a transposed gradient",
@@ -119,10 +118,10 @@ DISPATCH_BATTERY = (
         sizes=(1, 2),
     ),
     Scene("with rows of one number", lambda play: exchanged(play, wide=False), "rows.shape[1:] may be empty"),
-    Scene("", routed, ORDER),
-    Scene("with one expert on each rank", lambda play: routed(play, experts=1), ORDER),
-    Scene("with three experts on each rank", lambda play: routed(play, experts=3, tokens=14), ORDER),
-    Scene("with as many tokens on all ranks", lambda play: routed(play, fewer=0), ORDER),
+    Scene("", routed),
+    Scene("with one expert on each rank", lambda play: routed(play, experts=1)),
+    Scene("with three experts on each rank", lambda play: routed(play, experts=3, tokens=14)),
+    Scene("with as many tokens on all ranks", lambda play: routed(play, fewer=0)),
     Scene(
         "when all tokens choose the last expert",
         lambda play: routed(play, choice="the last"),
@@ -134,7 +133,7 @@ DISPATCH_BATTERY = (
         "a rank sends itself rows like any other",
         sizes=(2, 4),
     ),
-    Scene("when the first tokens choose the last experts", lambda play: routed(play, choice="backwards"), ORDER),
+    Scene("when the first tokens choose the last experts", lambda play: routed(play, choice="backwards")),
     Scene(
         "when the last ranks have no tokens",
         lambda play: routed(play, tokens=4, fewer=4),
@@ -237,32 +236,63 @@ def combine(rows: Tensor, way: object) -> Tensor:
 # ---------------------------------------------------------------------- 22.2
 
 
-def averaged(play: Play, replicas: str, several: bool = True, dtype: torch.dtype = torch.float32) -> None:
-    """The gradients of a step. replicas: "all", "alone", or "columns" of 2 x 2: ranks with the same experts."""
+def averaged(
+    play: Play, replicas: str, several: bool = True, idle: bool = False, dtype: torch.dtype = torch.float32
+) -> None:
+    """The gradients of a step. replicas: "all", "alone", or "columns" of 2 x 2: ranks with the same experts.
+
+    idle: the first expert has got no tokens on odd ranks. In float64, no float32 has these values.
+    """
     if replicas == "columns":
         column = play.rank % 2
         group = play.among([column, column + 2])
     else:
         group = play.group if replicas == "all" else play.among([play.rank])
-    shapes = ((3, 4), (5,)) if several else ()
-    dense = [play.share(play.base(*shape, name="a dense gradient"), play.rank).to(dtype) for shape in (*shapes, (7, 2))]
-    experts = [
-        play.share(play.base(*shape, name="an expert's gradient"), play.rank).to(dtype) for shape in (*shapes, (2, 6))
-    ]
-    play.keep("`dense`", dense)
-    play.keep("`experts`", experts)
-    play.call("average(dense, experts, everyone, replicas)", play.code.average, dense, experts, play.group, group)
+
+    def gradients(name: str, *shapes: tuple[int, ...]) -> list[Tensor]:
+        made = [
+            play.share(play.base(*shape, name=name), play.rank).to(dtype) for shape in shapes[: 9 if several else 1]
+        ]
+        return [grad / 7 for grad in made] if dtype == torch.float64 else made
+
+    dense = gradients("a dense gradient", (3, 4), (5,), (7, 2))
+    experts = gradients("an expert's gradient", (2, 6), (4,))
+    if idle and play.rank % 2:
+        experts[0].zero_()
+    tensors = [*dense], [*experts]  # an answer may put others in the lists
+    where = {"alone": "each on one rank", "all": "all on every rank", "columns": "each on two ranks"}[replicas]
+    play.call(f"average(), experts {where}", play.code.average, dense, experts, play.group, group)
+    for name, seen in zip((f"`dense` (experts {where})", f"`experts` ({where})"), tensors, strict=True):
+        play.see(name, seen)
 
 
-DIVISOR = (
-    "an expert's gradient has come from tokens of all ranks, wherever its replicas are: count them, not the replicas"
-)
+def averaged_twice(play: Play) -> None:
+    """In one scene: what is right for both is no mean over the replicas, nor over those that share the experts."""
+    averaged(play, "alone")
+    averaged(play, "all")
+
+
 AVERAGE_BATTERY = (
-    Scene("with all experts on every rank", lambda play: averaged(play, "all"), DIVISOR),
-    Scene("with each expert on one rank", lambda play: averaged(play, "alone"), DIVISOR),
-    Scene("with two replicas of each expert", lambda play: averaged(play, "columns"), DIVISOR, sizes=(4,)),
-    Scene("with one gradient of each kind", lambda play: averaged(play, "alone", several=False), DIVISOR, sizes=(1, 2)),
-    Scene("in float64", lambda play: averaged(play, "all", dtype=torch.float64), "keep the dtype", sizes=(2,)),
+    Scene("", averaged_twice),
+    Scene(
+        "",
+        lambda play: averaged(play, "columns"),
+        "an expert's gradient has come from the tokens of all ranks, and its replicas have had other tokens",
+        sizes=(4,),
+    ),
+    Scene("with one gradient of each kind", lambda play: averaged(play, "alone", several=False), sizes=(1, 2)),
+    Scene(
+        "with an expert that got no tokens on some ranks",
+        lambda play: averaged(play, "all", idle=True),
+        "a gradient that is zero here may not be zero on a replica: all of them make the same calls",
+        sizes=(2, 3),
+    ),
+    Scene(
+        "in float64",
+        lambda play: averaged(play, "all", dtype=torch.float64),
+        "keep the dtype, all the way: float32 has seven digits",
+        sizes=(1, 2),
+    ),
     *in_groups(lambda play: averaged(play, "alone"), "only some ranks train this model: pass group=..., and ask it"),
 )
 
@@ -355,8 +385,9 @@ def attended(
         event.see("lse", lse)
 
 
-MERGE = "write down out and lse for two keys by hand, one block for each: which weights has the first got too much?"
-HIDDEN = "a query may see nothing of a block, or of all so far: -inf - -inf is no number"
+MERGE = "try it with two keys, one in each block: which weight does each get, and what is lse then?"
+HIDDEN = "a query may see nothing of a block, or nothing so far: it keeps what it had, and -inf - -inf is no number"
+LARGE = "exp(90) is more than a float32 can hold, and exp(-110) is 0: subtract before exp"
 RING = "rank r sends to r + 1 and receives from r - 1, around the end; and the numbers are those in the group"
 RING_BATTERY = (
     Scene("", lambda play: turned(play, 3, 4), RING),
@@ -378,10 +409,16 @@ RING_BATTERY = (
     Scene("with one block", lambda play: attended(play, blocks=(6,)), MERGE, sizes=(1,)),
     Scene("with blocks of several lengths", lambda play: attended(play, blocks=(3, 1, 7)), MERGE, sizes=(1,)),
     Scene("with two leading dimensions", lambda play: attended(play, heads=(2, 3)), MERGE, sizes=(1,)),
-    Scene("with large scores", lambda play: attended(play, size=300.0), "exp(90) has no float32: subtract", sizes=(1,)),
+    Scene("with large scores", lambda play: attended(play, size=300.0), LARGE, sizes=(1,)),
     Scene("with later keys hidden", lambda play: attended(play, blocks=(2, 2, 2), hides="later"), HIDDEN, sizes=(1,)),
     Scene("with a first block that nobody sees", lambda play: attended(play, hides="all"), HIDDEN, sizes=(1,)),
     Scene("with blocks that only some queries see", lambda play: attended(play, hides="rows"), HIDDEN, sizes=(1,)),
+    Scene(
+        "with as many keys as queries, later ones hidden",
+        lambda play: attended(play, queries=4, hides="later"),
+        "visible[i, j]: whether query i may see key j",
+        sizes=(1,),
+    ),
     Scene("in float64", lambda play: attended(play, hides="later", dtype=torch.float64), "keep the dtype", sizes=(1,)),
 )
 
@@ -394,8 +431,8 @@ from zerolab.lab.exercises import Todo
 
 def turn(block: Tensor, group) -> Tensor:
     """Send `block` to the next rank of `group`, around the end, and return what the rank
-    before sends, of the same shape, in memory of its own. `block` stays as it is. A group
-    of one rank gets its own block.
+    before sends, of the same shape, in memory of its own. `block` stays as it is. In a
+    group of one rank, return a copy of it.
 
     dist.P2POp(dist.isend, tensor, group=..., group_peer=...) says what is to be done,
     irecv in the same way; dist.batch_isend_irecv(list of them) starts it, and returns a
@@ -470,8 +507,12 @@ EXERCISES = [
             "Split sizes doesn't match total dim 0 size": "the lists of an all-to-all must add up to the rows: "
             "output has sum(receive) of them, and the call takes first what comes, then what goes",
             "Tensors must be contiguous": "a gradient may be an expanded or transposed tensor: contiguous()",
+            "Number of tensor splits not equal to group size": "an all-to-all of rows takes one number for each rank: "
+            "add up those of the rank's experts",
             "returned an incorrect number of gradients": "backward returns a value for each argument of forward: the "
             "gradient of the rows, and None for the two lists and the group",
+            "returned a gradient different than None": "backward's values stand in the order of forward's arguments: "
+            "the gradient of the rows first, then None three times",
         },
     ),
     Exercise(

@@ -103,7 +103,8 @@ def combine(rows, way):
 """
 
 NO_GRADIENT = (
-    "dist's collectives know nothing of autograd, so no gradient finds its way back: send the rows with Exchange.apply"
+    "no gradient finds its way back: rows travel with Exchange.apply, since dist's collectives know nothing of "
+    "autograd, and nothing on their way is detached"
 )
 SWAP = "on the way back what was received is sent: `receive` and `send` change places, in backward and in combine"
 UNSORTED = (
@@ -127,6 +128,11 @@ SCALED = (
 )
 ON_THE_CLASS = "the way back was kept on the class, where the next exchange overwrites it: keep it in ctx"
 NONES = "backward returns a value for each argument of forward: the gradient of the rows, and None three times"
+EMPTY = (
+    "a rank that has nothing to send, or gets nothing, makes the same calls as the others, in backward too: they wait "
+    "for it"
+)
+ADDED_UP = "nothing is added up here: a row's gradient goes back to the rank that sent the row, and to no other"
 TOO_MUCH = "every rank was sent everything: a token goes to the one rank that has its expert"
 
 _SEND = "dist.all_to_all_single(output, rows.contiguous(), receive, send, group=group)"
@@ -135,6 +141,7 @@ _ORDER = "order = torch.argsort(chosen, stable=True)"
 _ROWS = "    rows = Exchange.apply(x[order], send, receive, group)\n"
 _LOCAL = "torch.arange(experts // N).repeat(N).repeat_interleave(arrive)"
 _COUNTS = "    dist.all_to_all_single(arrive, counts, group=group)  # by rank, then by local expert\n"
+_HOME = "    back = Exchange.apply(rows, receive, send, group)\n"
 _PLAIN = (
     "    rows = x.new_empty(sum(receive), x.shape[1])\n"
     "    dist.all_to_all_single(rows, x[order].detach(), receive, send, group=group)\n"
@@ -156,15 +163,63 @@ DISPATCH_MISTAKES = {
     "back without autograd": Mistake(
         edit(
             DISPATCH,
-            "    back = Exchange.apply(rows, receive, send, group)\n",
+            _HOME,
             "    back = rows.new_empty(sum(send), rows.shape[1])\n"
             "    dist.all_to_all_single(back, rows.detach(), send, receive, group=group)\n",
         ),
         NO_GRADIENT,
     ),
+    "made of nothing": Mistake(
+        edit(DISPATCH, "Exchange.apply(rows, receive", "Exchange.apply(rows.detach(), receive"), NO_GRADIENT
+    ),
+    "no tokens, no calls": Mistake(
+        edit(
+            DISPATCH,
+            "    N = dist.get_world_size(group)\n",
+            "    N = dist.get_world_size(group)\n    if len(x) == 0:\n        return x, chosen, None\n",
+            "    order, send, receive, group = way\n",
+            "    if way is None:\n        return rows\n    order, send, receive, group = way\n",
+        ),
+        EMPTY,
+    ),
+    "no tokens, no way back": Mistake(
+        edit(DISPATCH, _HOME, f"    if len(order) == 0:\n        return rows.new_zeros(0, rows.shape[1])\n{_HOME}"),
+        EMPTY,
+    ),
+    "no rows, no way back": Mistake(
+        edit(
+            DISPATCH,
+            _HOME,
+            f"    if len(rows) == 0:\n        return rows.new_zeros(len(order), rows.shape[1])\n{_HOME}",
+        ),
+        EMPTY,
+    ),
+    "no rows, no gradients": Mistake(
+        edit(
+            DISPATCH,
+            "        return Exchange.apply(grad, *ctx.back), None",
+            "        if len(grad) == 0:\n"
+            "            return grad.new_zeros(sum(ctx.back[1]), *grad.shape[1:]), None, None, None\n"
+            "        return Exchange.apply(grad, *ctx.back), None",
+        ),
+        EMPTY,
+    ),
+    "nothing sent, no call": Mistake(edit(DISPATCH, _SEND, f"if sum(send):\n            {_SEND}"), EMPTY),
+    "no rows, no call": Mistake(edit(DISPATCH, _SEND, f"if sum(send) or sum(receive):\n            {_SEND}"), EMPTY),
     "unsorted": Mistake(edit(DISPATCH, _ORDER, "order = torch.arange(len(chosen))"), UNSORTED),
     "sorted by rank": Mistake(
         edit(DISPATCH, _ORDER, "order = torch.argsort(chosen // (experts // N), stable=True)"), BY_EXPERT
+    ),
+    "sorted by rank, experts sent along": Mistake(
+        edit(
+            DISPATCH,
+            _ORDER,
+            "order = torch.argsort(chosen // (experts // N), stable=True)",
+            f"    local = {_LOCAL}\n",
+            "    local = chosen.new_empty(len(rows))\n"
+            "    dist.all_to_all_single(local, chosen[order] % (experts // N), receive, send, group=group)\n",
+        ),
+        BY_EXPERT,
     ),
     "the last first": Mistake(
         edit(DISPATCH, _ORDER, "order = len(chosen) - 1 - torch.argsort(chosen.flip(0), stable=True)"), BY_EXPERT
@@ -174,6 +229,10 @@ DISPATCH_MISTAKES = {
     "sorted again": Mistake(edit(DISPATCH, "return back[torch.argsort(order)]", "return back[order]"), UNDO),
     "numbers of all experts": Mistake(
         edit(DISPATCH, _LOCAL, f"{_LOCAL} + dist.get_rank(group) * (experts // N)"), LOCAL
+    ),
+    "local of all sources": Mistake(
+        edit(DISPATCH, _LOCAL, "torch.arange(experts // N).repeat_interleave(arrive.view(N, -1).sum(dim=0))"),
+        LOCAL_ORDER,
     ),
     "local by expert": Mistake(
         edit(DISPATCH, _LOCAL, "torch.arange(experts // N).repeat_interleave(N).repeat_interleave(arrive)"), LOCAL_ORDER
@@ -217,6 +276,31 @@ DISPATCH_MISTAKES = {
         ),
         SCALED,
     ),
+    "gradients added up": Mistake(
+        edit(
+            DISPATCH,
+            "        return Exchange.apply(grad, *ctx.back), None",
+            "        grad = Exchange.apply(grad, *ctx.back)\n"
+            "        dist.all_reduce(grad, group=ctx.back[2])\n"
+            "        return grad, None",
+        ),
+        ADDED_UP,
+    ),
+    "in a global": Mistake(
+        edit(
+            DISPATCH,
+            "    return rows, local, (order, send, receive, group)\n",
+            "    global kept\n    kept = order, send, receive, group\n    return rows, local, None\n",
+            "receive, group = way",
+            "receive, group = kept",
+        ),
+        "two layers are under way at once, and the second dispatch overwrites what the first had kept: return it as "
+        "the third value, and use `way`",
+    ),
+    "local first": Mistake(
+        edit(DISPATCH, "return rows, local, (order", "return local, rows, (order"),
+        "dispatch returns the rows first, then `local`, then what combine needs",
+    ),
     "on the class": Mistake(
         edit(
             DISPATCH,
@@ -249,6 +333,18 @@ DISPATCH_MISTAKES = {
             "for part, size in zip(parts, sizes)])\n",
         ),
         TOO_MUCH,
+    ),
+    "by expert, and back": Mistake(
+        edit(
+            DISPATCH,
+            "    return rows, local, (order, send, receive, group)\n",
+            "    by = torch.argsort(local, stable=True)\n"
+            "    return rows[by], local[by], (order, send, receive, group, by)\n",
+            "    order, send, receive, group = way\n",
+            "    order, send, receive, group, by = way\n    rows = rows[torch.argsort(by)]\n",
+        ),
+        "the rows were sorted by expert after they came: leave them as they came, rank by rank; `local` says which "
+        "expert each is for",
     ),
     "in the order of the result": Mistake(
         edit(
@@ -309,6 +405,11 @@ NOT_DIVIDED = (
 )
 DENSE = "every rank has the dense parameters, and its own tokens' gradient for them: add up over everyone"
 IN_PLACE = "the lists that came in still hold the old gradients: change the tensors themselves, in place"
+LARGEST = (
+    "ReduceOp.MAX keeps the largest of the ranks' numbers, and the others' are lost: gradients add up, which is what "
+    "an all-reduce does if it is told nothing else"
+)
+TWICE = "divided once too often: the number of all ranks has the replicas in it already"
 PROCESSES = "that was all processes, and not `everyone`: pass group=..., and ask it for its size"
 
 _LOOP = "((dense, everyone), (experts, replicas))"
@@ -325,6 +426,83 @@ AVERAGE_MISTAKES = {
     "experts not divided": Mistake(
         edit(AVERAGE, "grad /= ranks", "grad /= ranks if group is everyone and grads is dense else 1"),
         "the experts' gradients are sums over the losses of all ranks, and their mean is asked for: divide them, too",
+    ),
+    "dense not divided": Mistake(
+        edit(AVERAGE, "grad /= ranks", "grad /= 1 if grads is dense else ranks"),
+        "the dense gradients are sums over the ranks' losses, and their mean is asked for: divide them, too",
+    ),
+    "divided by the expert group": Mistake(
+        edit(AVERAGE, "grad /= ranks", "grad /= ranks if grads is dense else ranks // dist.get_world_size(group)"),
+        "the experts' gradients were divided by the number of ranks that share the experts out. But one process "
+        "divides by the number of losses, all ranks'",
+    ),
+    "the largest": Mistake(edit(AVERAGE, "grad, group=group", "grad, dist.ReduceOp.MAX, group=group"), LARGEST),
+    "the largest of the dense": Mistake(
+        edit(
+            AVERAGE,
+            "grad, group=group",
+            "grad, dist.ReduceOp.MAX if grads is dense else dist.ReduceOp.SUM, group=group",
+        ),
+        LARGEST,
+    ),
+    "the largest of the experts": Mistake(
+        edit(
+            AVERAGE,
+            "grad, group=group",
+            "grad, dist.ReduceOp.SUM if grads is dense else dist.ReduceOp.MAX, group=group",
+        ),
+        LARGEST,
+    ),
+    "for the first alone": Mistake(
+        edit(AVERAGE, "dist.all_reduce(grad, group=group)", "dist.reduce(grad, group=group, group_dst=0)"),
+        "dist.reduce leaves the sum on one rank: all need it, and get it from an all-reduce",
+    ),
+    "the first's experts": Mistake(
+        edit(
+            AVERAGE,
+            "            dist.all_reduce(grad, group=group)\n",
+            "            if grads is dense:\n"
+            "                dist.all_reduce(grad, group=group)\n"
+            "            else:\n"
+            "                dist.broadcast(grad, group=group, group_src=0)\n",
+        ),
+        "the first replica's gradient was given to all: what the others' tokens said is lost. Add them up",
+    ),
+    "nothing where it is zero": Mistake(
+        edit(
+            AVERAGE,
+            "            dist.all_reduce",
+            "            if not grad.any():\n                continue\n            dist.all_reduce",
+        ),
+        "a gradient that is zero on this rank may not be zero on the others: they wait in an all-reduce that this rank "
+        "leaves out",
+    ),
+    "new lists": Mistake(
+        edit(
+            AVERAGE,
+            "    for grads, group",
+            "    dense, experts = ([grad.clone() for grad in grads] for grads in (dense, experts))\n    for grads, group",
+        )
+        + "    return dense, experts\n",
+        IN_PLACE,
+    ),
+    "zipped": Mistake(
+        edit(
+            AVERAGE,
+            "    for grads, group in ((dense, everyone), (experts, replicas)):\n        for grad in grads:\n",
+            "    for pair in zip(dense, experts):\n        for grad, group in zip(pair, (everyone, replicas)):\n",
+        ),
+        "zip ends with the shorter list, and the rest of the longer one was left as it was",
+    ),
+    "in float32": Mistake(
+        edit(
+            AVERAGE,
+            "            dist.all_reduce(grad, group=group)\n            grad /= ranks\n",
+            "            sums = grad.float()\n"
+            "            dist.all_reduce(sums, group=group)\n"
+            "            grad.copy_(sums / ranks)\n",
+        ),
+        "the sums went through float32, which has seven digits: keep the gradients' dtype",
     ),
     "nothing divided": Mistake(edit(AVERAGE, "            grad /= ranks\n", ""), NOT_DIVIDED),
     "all over everyone": Mistake(edit(AVERAGE, _LOOP, "((dense, everyone), (experts, everyone))"), MIXED),
@@ -343,9 +521,23 @@ AVERAGE_MISTAKES = {
         edit(AVERAGE, "            dist.all_reduce", "            grad = grad.clone()\n            dist.all_reduce"),
         IN_PLACE,
     ),
+    "experts divided twice": Mistake(
+        edit(AVERAGE, "grad /= ranks", "grad /= ranks * (1 if grads is dense else dist.get_world_size(replicas))"),
+        TWICE,
+    ),
+    "in the lists": Mistake(
+        edit(
+            AVERAGE,
+            "for grad in grads:",
+            "for i, grad in enumerate(grads):",
+            "grad /= ranks",
+            "grads[i] = grad / ranks",
+        ),
+        NOT_DIVIDED,
+    ),
     "divided twice": Mistake(
         edit(AVERAGE, "grad /= ranks", "grad /= ranks * dist.get_world_size(replicas)"),
-        "divided once too often: the number of all ranks has the replicas in it already",
+        TWICE,
     ),
     "all processes": Mistake(edit(AVERAGE, "dist.get_world_size(everyone)", "dist.get_world_size()"), PROCESSES),
     "over all processes": Mistake(edit(AVERAGE, _LOOP, "((dense, None), (experts, replicas))"), PROCESSES),
@@ -420,7 +612,7 @@ OWN = "the block's own memory was given back, or changed: receive into a new ten
 WAIT = "messages are over when they are waited for: wait() for each of what batch_isend_irecv returns"
 BLOCKING = (
     "a message waits for its other side, which never comes: start the send and the receive at once, with "
-    "batch_isend_irecv, and take rank, size and both peers from `group`"
+    "batch_isend_irecv, wait() for each of what it returns, and take rank, size and both peers from `group`"
 )
 IN_ONE_PIECE = "a transposed block does not lie in one piece in memory, which a message must: contiguous()"
 RESCALE = (
@@ -438,12 +630,19 @@ INVERTED = "`visible` is True where a query may see: hide the others, ~visible"
 ZEROED = "a hidden key's score was made 0, and exp(0) = 1: it still has weight. Its score must be -inf"
 UNHIDDEN = "every query sees every key of the block: fill the scores where `visible` is False with -inf"
 LSE = "`lse` of all keys is the log of the *sum* of two sums: torch.logaddexp(lse, scores.logsumexp(dim=-1))"
+BASES = (
+    "two bases are mixed up: weights are exp(score), so use exp, log, torch.logaddexp and logsumexp throughout, and "
+    "exp2, log2 or logaddexp2 nowhere"
+)
+THIS_BLOCK = "that is the attention to this block alone: `out` and `lse` have what was before"
+UNDIVIDED = "the weights were not divided by their sum: `out` is a mean, of all keys so far"
 CHANGED = "`out` and `lse` that came in were changed: make new tensors"
 
 _SCORES = "(q @ k.mT / q.shape[-1] ** 0.5)"
 _MASK = ".masked_fill(~visible, -torch.inf)"
 _NEW = "torch.logaddexp(lse, scores.logsumexp(dim=-1))"
 _OUT = "out * (lse - base).exp()[..., None] + (scores - base[..., None]).exp() @ v"
+_TOTAL = " / total.clamp(min=torch.finfo(q.dtype).tiny).unsqueeze(-1)"
 _WAITS = "    for work in dist.batch_isend_irecv([send, receive]):\n        work.wait()\n"
 
 RING_MISTAKES = {
@@ -485,6 +684,15 @@ RING_MISTAKES = {
         ),
         BLOCKING,
     ),
+    "receives first": Mistake(
+        edit(
+            RING_ANSWER,
+            _WAITS,
+            "    dist.recv(coming, group=group, group_src=(rank - 1) % N)\n"
+            "    dist.send(block, group=group, group_dst=(rank + 1) % N)\n",
+        ),
+        BLOCKING,
+    ),
     "not contiguous": Mistake(edit(RING_ANSWER, "    block = block.contiguous()\n", ""), IN_ONE_PIECE),
     "adds what comes": Mistake(
         edit(RING_ANSWER, "    return coming\n", "    return block + coming\n"),
@@ -503,11 +711,35 @@ RING_MISTAKES = {
     ),
     "only this block": Mistake(
         edit(RING_ANSWER, f"out = {_OUT}", "out = scores.softmax(dim=-1).nan_to_num(0.0) @ v"),
-        "that is the attention to this block alone: `out` has what was before",
+        THIS_BLOCK,
+    ),
+    "only this block, lse too": Mistake(
+        edit(
+            RING_ANSWER,
+            f"out = {_OUT}",
+            "out = scores.softmax(dim=-1).nan_to_num(0.0) @ v",
+            "return out, new",
+            "return out, scores.logsumexp(dim=-1)",
+        ),
+        THIS_BLOCK,
+    ),
+    "sums over a maximum, not divided": Mistake(edit(BY_MAXIMUM, _TOTAL, ""), UNDIVIDED),
+    "lse with log2": Mistake(edit(BY_MAXIMUM, "total.log()", "total.log2()"), BASES),
+    "sum of the logs, from the second on": Mistake(
+        edit(
+            RING_ANSWER,
+            _NEW,
+            "torch.where(lse == -torch.inf, scores.logsumexp(dim=-1), lse + scores.logsumexp(dim=-1))",
+        ),
+        LSE,
+    ),
+    "hidden times infinity": Mistake(
+        edit(RING_ANSWER, _MASK, " + ~visible * -torch.inf"),
+        "0 * inf is no number, and so is what is added to it: masked_fill, or torch.where",
     ),
     "sums, not divided": Mistake(
         edit(RING_ANSWER, f"out = {_OUT}", "out = out + scores.exp() @ v"),
-        "the weights were not divided by their sum: `out` is a mean, of all keys so far",
+        UNDIVIDED,
     ),
     "exp first": Mistake(
         edit(
@@ -565,6 +797,66 @@ RING_MISTAKES = {
             "    lse.copy_(new)\n    return out, lse",
         ),
         CHANGED,
+    ),
+    "logs of two": Mistake(edit(RING_ANSWER, "torch.logaddexp(", "torch.logaddexp2("), BASES),
+    "powers of two": Mistake(
+        edit(RING_ANSWER, "(lse - base).exp()", "(lse - base).exp2()", "[..., None]).exp()", "[..., None]).exp2()"),
+        BASES,
+    ),
+    "the old as a power of two": Mistake(edit(RING_ANSWER, "(lse - base).exp()", "(lse - base).exp2()"), BASES),
+    "all in base two": Mistake(
+        edit(
+            RING_ANSWER,
+            _NEW,
+            "torch.logaddexp2(lse, scores.exp2().sum(dim=-1).log2())",
+            "(lse - base).exp()",
+            "(lse - base).exp2()",
+            "[..., None]).exp()",
+            "[..., None]).exp2()",
+        ),
+        BASES,
+    ),
+    "lse in base two": Mistake(
+        edit(RING_ANSWER, "return out, new", "return out, new / torch.tensor(2.0, dtype=new.dtype).log()"), BASES
+    ),
+    "sum of the logs": Mistake(edit(RING_ANSWER, _NEW, "lse + scores.logsumexp(dim=-1)"), LSE),
+    "the larger log for both": Mistake(edit(RING_ANSWER, _NEW, "torch.maximum(lse, scores.logsumexp(dim=-1))"), LSE),
+    "lse without the scale": Mistake(
+        edit(RING_ANSWER, "scores.logsumexp(dim=-1)", "(scores * q.shape[-1] ** 0.5).logsumexp(dim=-1)"),
+        "lse and the weights come of the same scores, those divided by sqrt(D)",
+    ),
+    "halves from the second on": Mistake(
+        edit(
+            RING_ANSWER,
+            f"out = {_OUT}",
+            "here = scores.softmax(dim=-1).nan_to_num(0.0) @ v\n"
+            "    out = torch.where((lse == -torch.inf)[..., None], here, (out + here) / 2)",
+        ),
+        HALVES,
+    ),
+    "each other's weights": Mistake(
+        edit(
+            RING_ANSWER,
+            f"out = {_OUT}",
+            "here = scores.softmax(dim=-1).nan_to_num(0.0) @ v\n"
+            "    old = (lse - base).exp()[..., None]\n"
+            "    out = (1 - old) * out + old * here",
+        ),
+        "the two means have each other's weights: exp(lse - new) is that of the old one",
+    ),
+    "over the queries": Mistake(
+        edit(
+            RING_ANSWER,
+            f"out = {_OUT}",
+            "here = scores.softmax(dim=-2).nan_to_num(0.0) @ v\n"
+            "    old, now = ((log - base).exp()[..., None] for log in (lse, scores.logsumexp(dim=-1)))\n"
+            "    out = old * out + now * here",
+        ),
+        "each query has its own sum, over keys: the last dimension of the scores",
+    ),
+    "causal by itself": Mistake(
+        edit(RING_ANSWER, "~visible", "~torch.ones_like(visible).tril()"),
+        "which key a query may see is in `visible`: a block's first key is not the sequence's",
     ),
     "lse first": Mistake(edit(RING_ANSWER, "return out, new", "return new, out"), "the mean comes first, then its lse"),
 }

@@ -6,8 +6,8 @@
 # them: experts. The other has so many *tokens* in one sample that no GPU can hold it: the 100,000 tokens with which
 # lesson 15 opened, and which it didn't solve. In both, tokens travel, or what has been made of them. That changes
 # what a step sends, which rank is the slowest, and whose gradients are averaged with whose. With the wrong divisor,
-# the experts' gradients are several times too large, and no loss curve shows it. DeepSpeed's ZeRO had that mistake;
-# it was reported in September 2024.
+# the experts' gradients are several times too large, and under Adam no loss curve shows it. DeepSpeed's ZeRO had that
+# mistake until it was reported for the second time, in September 2024.
 
 # %%
 # %load_ext zerolab.lab
@@ -49,10 +49,10 @@ print(f"{EXPERTS} experts: {psi:,} parameters, of which a token uses {psi // EXP
 #
 # Where are the experts? With ZeRO-3 on four ranks, each has a fourth of every expert, and gathers *all* eight in each
 # layer: some token may choose any of them. The alternative leaves an expert whole, on one rank, and sends it its
-# tokens: **[expert parallelism](../docs/glossary.md#expert-parallelism)**. Each rank has something for every other,
-# and for each another number of rows. The collective for that is the **[all-to-all](../docs/glossary.md#all-to-all)**
-# with uneven splits. Here four ranks have four to seven tokens each, and two of the experts. Rank 0's tokens are 10,
-# 11, 12 and 13.
+# tokens: **[expert parallelism](../docs/glossary.md#expert-parallelism)**. Each rank has rows for every other, and not
+# equally many. The collective for that is the **[all-to-all](../docs/glossary.md#all-to-all)** with uneven splits. Here
+# four ranks have four to seven tokens each (rank 0 has 10, 11, 12 and 13), and two of the experts: rank 0 has the
+# experts 0 and 1, rank 1 has 2 and 3, and so on.
 
 # %%
 # %%ranks
@@ -99,8 +99,8 @@ lab.check("22.1")
 
 # %% [markdown]
 # With these two, the layer is short. In a rank's `Experts` every expert is called, even if it has no rows: then all
-# ranks make the same calls in the same order, and an engine around them has nothing to complain about (lesson 20:
-# ranks that route to different units).
+# ranks make the same calls in the same order, which an engine around them needs (lesson 20: ranks that route to
+# different units).
 
 # %%
 # %%ranks
@@ -189,8 +189,8 @@ if lab.predicted("22.1"):
 #
 # We want the gradients of one process that has the samples of all four ranks, and whose loss is the mean of their
 # four losses. After backward a *dense* parameter, one that every rank has, has on rank r the gradient of rank r's
-# loss: add up over the four ranks, and divide by four. And an expert? Ask for it what was asked for the others: whose
-# losses are in this gradient already, whose are missing, and what does one process divide by?
+# loss: add up over the four ranks, and divide by four. And an expert? Whose losses are in its gradient already, whose
+# are missing, and what does one process divide by?
 #
 # ## Write: who averages what
 
@@ -323,8 +323,8 @@ if lab.predicted("22.2"):
         print(f"G = {G}: {times:.3f} x one process's gradient")
 
 # %% [markdown]
-# Divided by the 4/G replicas, where it should be by 4: too large, G times. And the loss won't tell you, because Adam
-# divides a gradient by its own size:
+# Divided by the 4/G replicas instead of by 4, the gradient is G times too large. Under Adam the loss won't tell you,
+# because Adam divides a gradient by its own size:
 
 # %%
 # %%ranks
@@ -347,9 +347,11 @@ for name, times in lab.pull("told", rank=0).items():
 # %% [markdown]
 # What does suffer: SGD; clipping, whose norm is now mostly the experts'; and a run that goes on with another G, with
 # Adam's averages of another size. DeepSpeed's ZeRO divided by the replicas
-# ([#6545](https://github.com/deepspeedai/DeepSpeed/issues/6545), September 2024: the gradient is "ep_size times
-# larger than the true gradient"), and [#6546](https://github.com/deepspeedai/DeepSpeed/pull/6546) mended it. The
-# remedy is a line after backward. The norm for clipping needs one, too: an engine's `clip_grad_norm_` knows its own
+# ([#5618](https://github.com/deepspeedai/DeepSpeed/issues/5618), June 2024, and
+# [#6545](https://github.com/deepspeedai/DeepSpeed/issues/6545), September: the gradient is "ep_size times larger than
+# the true gradient"), and [#6546](https://github.com/deepspeedai/DeepSpeed/pull/6546) mended it. In August 2025 a user
+# of torch met it again: "loss curves are equivalent even with the doubled gradients"
+# ([#160285](https://github.com/pytorch/pytorch/issues/160285)). The remedy is a line after backward. The norm for clipping needs one, too: an engine's `clip_grad_norm_` knows its own
 # group, and the other ranks of an expert group have other experts. Three steps of SGD with both, beside one process:
 
 
@@ -411,9 +413,9 @@ for G, (weights, norms) in lab.pull("agree", rank=0).items():
 
 # %% [markdown]
 # Several engines, and the weights of one process. What it costs is convenience: an engine saves and loads what it
-# knows, so there is a checkpoint of the model, and one of experts for each place and layer. And the mistake is near.
-# Register the experts as modules, wrap the model once, and the engine does for them what it does for every parameter:
-# it broadcasts the first rank's.
+# knows, so there is a checkpoint of the model, and one of experts for each place and layer. And a mistake is close at
+# hand: register the experts as modules, wrap the model once, and the engine does for them what it does for every
+# parameter. It broadcasts the first rank's.
 
 # %%
 # %%ranks
@@ -447,7 +449,8 @@ print(f"the first expert of each rank: {before} different ones; in one DDP: {aft
 # learns more, so it is chosen more. Forty steps with real text and AdamW, twice. The second time each expert has a
 # *bias*, which is added to its score for the choice alone. After every step it rises a little if the expert had fewer
 # tokens than the mean, and falls if it had more (auxiliary-loss-free balancing, arXiv 2408.15664; DeepSeek-V3 uses
-# it). That is, fewer of *all ranks'* tokens, so the counts are all-reduced.
+# it). That is, fewer of *all ranks'* tokens, so the counts are all-reduced. (The dashed line is for the paragraph below
+# the picture.)
 
 # %%
 # %%ranks
@@ -493,8 +496,8 @@ plots.show(plots.tokens_by_expert(skylines, title, capacity, learner=lab.passed(
 # advance. A token beyond the capacity is **dropped**: the residual connection carries it past the layer, unchanged.
 # Room that is left is sent as padding.
 #
-# Suppose half of a rank's tokens choose expert 0, and the others are spread evenly over the other seven. How many per
-# cent of the tokens does a capacity factor of 1.25 drop?
+# Suppose half of a rank's tokens choose expert 0, and the others are spread evenly over the other seven. What
+# percentage of the rank's tokens does a capacity factor of 1.25 drop?
 
 # %%
 lab.predict("22.3", 50 - 100 * 1.25 / 8)  # %
@@ -579,7 +582,9 @@ print(f"two keys: mean {mean}, lse {lse}; with the third: {merged}; all at once:
 lab.predict("22.4", 15 / 9)  # times the mean
 
 # %% [markdown]
-# ## Write: one step of the ring
+# ## Write: one block more
+#
+# Lesson 01's `exchange` sends the blocks around the ring. What a rank does with each that comes is yours to write.
 
 # %%
 # %%exercise 22.3
@@ -588,14 +593,20 @@ lab.predict("22.4", 15 / 9)  # times the mean
 lab.check("22.3")
 
 # %% [markdown]
-# The ring is a loop of `turn` and `merge`. Backward goes around once more, and with each block goes the gradient that
+# The ring is a loop of turns, each an `exchange`, and of `merge`. Backward goes around once more, and with each block goes the gradient that
 # it has got so far; after N turns it is at home. It computes the weights again, from scores and lse, so nothing of
 # size T × T is ever kept. (`ring_gradients` has it in 25 lines; `seen` lists the pairs of chunks that have something
 # to see. `places` are the tokens' places in the sequence: they decide who may see whom, and travel with the keys.)
 
 # %%
 # %%ranks
-turn, merge = lab.mine("22.3", "turn"), lab.mine("22.3", "merge")
+merge = lab.mine("22.3")
+
+
+def turn(block, group):  # to the next rank of `group`, and from the one before
+    place, N = dist.get_rank(group), dist.get_world_size(group)
+    to, source = (dist.get_global_rank(group, (place + step) % N) for step in (1, -1))
+    return lab.exchange(block, to, source)
 
 
 class Ring(torch.autograd.Function):
@@ -830,7 +841,7 @@ print(f"in a ring {around:,.0f}")
 # ## In production
 #
 # FSDP2 can have experts as a part of the model: they are wrapped first, over a mesh of their replicas, and what is
-# wrapped already is left alone when the rest is. The divisor must be told. Here with G = 2:
+# wrapped already is left alone when the rest is. FSDP2 must be told the divisor. Here with G = 2:
 
 # %%
 # %%ranks
@@ -893,9 +904,9 @@ if lab.predicted("22.2"):
 # 4. Capacity: lost tokens and padding, known sizes, even splits. Dropless: every token is computed; the fullest rank
 #    decides the time and needs the memory; the counts must reach the host.
 # 5. Two means over disjoint keys combine with weights exp(lse - new lse). So the mean so far and its lse are enough.
-# 6. The last rank computes nearly twice the mean (15/8, as its blocks get long), and all wait for it. With zigzag
-#    each has an early chunk and a late one, and all compute the same. ZeRO needs to know nothing: ranks have other
-#    tokens, and gradients are averaged over all of them.
+# 6. The last of 8 ranks has 15/64 of all pairs of a query and a key that it sees, nearly twice the mean of 8/64, and all
+#    wait for it. With zigzag each has an early chunk and a late one, and all compute the same. ZeRO needs to know
+#    nothing: ranks have other tokens, and gradients are averaged over all of them.
 
 # %%
 lab.stop()

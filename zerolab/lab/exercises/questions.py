@@ -755,7 +755,7 @@ QUESTIONS: dict[str, Question] = {
             37.5 / 34.375: "That is a capacity factor of 1: with 1.25, an expert takes a quarter more than an eighth.",
             50 / 34.375: "Expert 0 keeps what it has room for.",
             15.625 / 34.375: "That is what expert 0 keeps, of all tokens.",
-            68.75 / 34.375: "That is of the tokens that chose expert 0; asked for are per cent of all.",
+            68.75 / 34.375: "That is of the tokens that chose expert 0; asked for is a share of all tokens.",
         },
     ),
     "22.4": Question(

@@ -1,4 +1,4 @@
-"""Lesson 22: tokens that go to experts and back, whose gradients are averaged with whom, and one step of a ring."""
+"""Lesson 22: tokens that go to experts and back, whose gradients are averaged with whom, and attention by blocks."""
 
 from __future__ import annotations
 
@@ -329,23 +329,6 @@ def average(dense: list[Tensor], experts: list[Tensor], everyone, replicas) -> N
 # ---------------------------------------------------------------------- 22.3
 
 
-def turned(
-    play: Play, *shape: int, dtype: torch.dtype = torch.float32, times: int = 1, crosswise: bool = False
-) -> None:
-    """`times` turns of the ring, one after another."""
-    block = play.share(play.base(*shape, name="a rank's block"), play.rank).to(dtype)
-    if crosswise:
-        block = block.t()
-    for number in range(times):
-        name = "" if times == 1 else f", turn {number + 1}"
-        block = play.keep(f"`block`{name}", block)
-        got = play.call(f"turn(block, group){name}", play.code.turn, block, play.group)
-        if not isinstance(got, Tensor):
-            return
-        play.see("what it returns lies in memory of its own", got.data_ptr() != block.data_ptr())
-        block = got
-
-
 def attended(
     play: Play,
     blocks: tuple[int, ...] = (4, 4),
@@ -388,24 +371,8 @@ def attended(
 MERGE = "try it with two keys, one in each block: which weight does each get, and what is lse then?"
 HIDDEN = "a query may see nothing of a block, or nothing so far: it keeps what it had, and -inf - -inf is no number"
 LARGE = "exp(90) is more than a float32 can hold, and exp(-110) is 0: subtract before exp"
-RING = "rank r sends to r + 1 and receives from r - 1, around the end; and the numbers are those in the group"
-RING_BATTERY = (
-    Scene("", lambda play: turned(play, 3, 4), RING),
-    Scene("with a single number", lambda play: turned(play), RING),
-    Scene("with whole numbers", lambda play: turned(play, 6, dtype=torch.int64), "keep the dtype of `block`"),
-    Scene(
-        "with a transposed block",
-        lambda play: turned(play, 3, 4, crosswise=True),
-        "the block may lie in any order in memory: contiguous()",
-        sizes=(1, 2),
-    ),
-    Scene(
-        "around the ring", lambda play: turned(play, 5, times=4), "what comes must stay as it is, and so must `block`"
-    ),
-    *in_groups(
-        lambda play: turned(play, 3, 4), "only some ranks are in this ring: a message goes to a rank of the *group*"
-    ),
-    Scene("", attended, MERGE, sizes=(1, 2)),
+MERGE_BATTERY = (
+    Scene("", attended, MERGE),
     Scene("with one block", lambda play: attended(play, blocks=(6,)), MERGE, sizes=(1,)),
     Scene("with blocks of several lengths", lambda play: attended(play, blocks=(3, 1, 7)), MERGE, sizes=(1,)),
     Scene("with two leading dimensions", lambda play: attended(play, heads=(2, 3)), MERGE, sizes=(1,)),
@@ -422,23 +389,10 @@ RING_BATTERY = (
     Scene("in float64", lambda play: attended(play, hides="later", dtype=torch.float64), "keep the dtype", sizes=(1,)),
 )
 
-RING_STUB = '''\
+MERGE_STUB = '''\
 import torch
-import torch.distributed as dist
 from torch import Tensor
 from zerolab.lab.exercises import Todo
-
-
-def turn(block: Tensor, group) -> Tensor:
-    """Send `block` to the next rank of `group`, around the end, and return what the rank
-    before sends, of the same shape, in memory of its own. `block` stays as it is. In a
-    group of one rank, return a copy of it.
-
-    dist.P2POp(dist.isend, tensor, group=..., group_peer=...) says what is to be done,
-    irecv in the same way; dist.batch_isend_irecv(list of them) starts it, and returns a
-    list: wait() for each. torch has no message to oneself.
-    """
-    raise Todo("22.3")
 
 
 def merge(q: Tensor, k: Tensor, v: Tensor, visible: Tensor, out: Tensor, lse: Tensor):
@@ -456,23 +410,9 @@ def merge(q: Tensor, k: Tensor, v: Tensor, visible: Tensor, out: Tensor, lse: Te
     raise Todo("22.3")
 '''
 
-RING_ANSWER = """\
+MERGED = """\
 import torch
-import torch.distributed as dist
 from torch import Tensor
-
-
-def turn(block: Tensor, group) -> Tensor:
-    rank, N = dist.get_rank(group), dist.get_world_size(group)
-    if N == 1:
-        return block.clone()
-    block = block.contiguous()
-    coming = torch.empty_like(block)
-    send = dist.P2POp(dist.isend, block, group=group, group_peer=(rank + 1) % N)
-    receive = dist.P2POp(dist.irecv, coming, group=group, group_peer=(rank - 1) % N)
-    for work in dist.batch_isend_irecv([send, receive]):
-        work.wait()
-    return coming
 
 
 def merge(q: Tensor, k: Tensor, v: Tensor, visible: Tensor, out: Tensor, lse: Tensor):
@@ -535,22 +475,21 @@ EXERCISES = [
     ),
     Exercise(
         id="22.3",
-        title="one step of the ring",
+        title="one block more",
         difficulty=2,
-        section="Write: one step of the ring",
-        battery=RING_BATTERY,
-        stub=RING_STUB,
-        reference=RING_ANSWER,
+        section="Write: one block more",
+        battery=MERGE_BATTERY,
+        stub=MERGE_STUB,
+        reference=MERGED,
         hints=(
-            "turn: rank and size are those in the group, the peers (rank + 1) % N and (rank - 1) % N. merge: the log "
-            "of a sum of two sums is torch.logaddexp(lse, scores.logsumexp(dim=-1)); hidden keys have the score -inf.",
+            "Hidden keys have the score -inf: masked_fill. The log of a sum of two sums is torch.logaddexp(lse, "
+            "scores.logsumexp(dim=-1)).",
             "The old `out` was divided by exp(lse). Now the divisor is exp(new): out * exp(lse - new), and a new key's "
             "weight is exp(score - new). Differences of logs stay small where exp(score) would overflow.",
             "Where `new` is -inf, nothing has been seen: subtract 0 there in its place, and everything comes out 0. "
             "base = new.masked_fill(new == -torch.inf, 0.0); out = out * (lse - base).exp()[..., None] + (scores - "
             "base[..., None]).exp() @ v.",
         ),
-        exports=("turn", "merge"),
-        errors={"contiguous": "what is sent must lie in one piece in memory: block.contiguous()"},
+        exports=("merge",),
     ),
 ]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from zerolab.lab.exercises.mistakes import Mistake, edit
-from zerolab.lab.lessons.lesson22 import AVERAGE, DISPATCH, RING_ANSWER
+from zerolab.lab.lessons.lesson22 import AVERAGE, DISPATCH, MERGED
 
 # ---------------------------------------------------------------------- 22.1
 
@@ -481,7 +481,8 @@ AVERAGE_MISTAKES = {
         edit(
             AVERAGE,
             "    for grads, group",
-            "    dense, experts = ([grad.clone() for grad in grads] for grads in (dense, experts))\n    for grads, group",
+            "    dense, experts = ([grad.clone() for grad in grads] for grads in (dense, experts))\n"
+            "    for grads, group",
         )
         + "    return dense, experts\n",
         IN_PLACE,
@@ -553,22 +554,6 @@ BY_MAXIMUM = """\
 import math
 
 import torch
-import torch.distributed as dist
-
-
-def turn(block, group):
-    ranks = dist.get_process_group_ranks(group)
-    here = ranks.index(dist.get_rank())
-    coming = torch.empty(block.shape, dtype=block.dtype, device=block.device)
-    if len(ranks) == 1:
-        return coming.copy_(block)
-    works = [
-        dist.isend(block.contiguous(), ranks[(here + 1) % len(ranks)], group=group),
-        dist.irecv(coming, ranks[here - 1], group=group),
-    ]
-    for work in works:
-        work.wait()
-    return coming
 
 
 def merge(q, k, v, visible, out, lse):
@@ -584,16 +569,6 @@ def merge(q, k, v, visible, out, lse):
 
 BY_SOFTMAX = """\
 import torch
-import torch.distributed as dist
-
-
-def turn(block, group):
-    rank, N = dist.get_rank(group), dist.get_world_size(group)
-    send, receive = ([0] * N for _ in range(2))
-    send[(rank + 1) % N] = receive[(rank - 1) % N] = block.numel()
-    coming = torch.empty_like(block, memory_format=torch.contiguous_format).flatten()
-    dist.all_to_all_single(coming, block.flatten(), receive, send, group=group)
-    return coming.view(block.shape)
 
 
 def merge(q, k, v, visible, out, lse):
@@ -605,16 +580,6 @@ def merge(q, k, v, visible, out, lse):
     return weights[0] * out + weights[1] * here, both.logsumexp(dim=0)
 """
 
-OTHER_WAY = "blocks go to the next rank, r + 1, and come from the one before"
-ITSELF = "in a group of one rank there is nobody to send to: return a copy of the block"
-PEERS = "a peer's number in its group is not its number among all processes: group_peer=..., or get_global_rank"
-OWN = "the block's own memory was given back, or changed: receive into a new tensor"
-WAIT = "messages are over when they are waited for: wait() for each of what batch_isend_irecv returns"
-BLOCKING = (
-    "a message waits for its other side, which never comes: start the send and the receive at once, with "
-    "batch_isend_irecv, wait() for each of what it returns, and take rank, size and both peers from `group`"
-)
-IN_ONE_PIECE = "a transposed block does not lie in one piece in memory, which a message must: contiguous()"
 RESCALE = (
     "`out` is a mean over fewer keys: its weight in the new mean is exp(lse - new), what the old keys have of the new "
     "sum"
@@ -643,79 +608,26 @@ _MASK = ".masked_fill(~visible, -torch.inf)"
 _NEW = "torch.logaddexp(lse, scores.logsumexp(dim=-1))"
 _OUT = "out * (lse - base).exp()[..., None] + (scores - base[..., None]).exp() @ v"
 _TOTAL = " / total.clamp(min=torch.finfo(q.dtype).tiny).unsqueeze(-1)"
-_WAITS = "    for work in dist.batch_isend_irecv([send, receive]):\n        work.wait()\n"
 
-RING_MISTAKES = {
-    "the other way": Mistake(
-        edit(RING_ANSWER, "(rank + 1) % N", "(rank + N - 1) % N", "(rank - 1) % N", "(rank + 1) % N"), OTHER_WAY
-    ),
-    "to itself": Mistake(edit(RING_ANSWER, "    if N == 1:\n        return block.clone()\n", ""), ITSELF),
-    "the block itself": Mistake(edit(RING_ANSWER, "return block.clone()", "return block"), OWN),
-    "into the block": Mistake(edit(RING_ANSWER, "coming = torch.empty_like(block)", "coming = block"), OWN),
-    "numbers of the world": Mistake(
-        edit(
-            RING_ANSWER,
-            "group_peer=(rank + 1) % N",
-            "peer=(rank + 1) % N",
-            "group_peer=(rank - 1) % N",
-            "peer=(rank - 1) % N",
-        ),
-        PEERS,
-    ),
-    "a ring of all": Mistake(
-        edit(
-            RING_ANSWER,
-            "dist.get_rank(group), dist.get_world_size(group)",
-            "dist.get_rank(), dist.get_world_size()",
-            "group=group, group_peer=(rank + 1) % N",
-            "peer=(rank + 1) % N",
-            "group=group, group_peer=(rank - 1) % N",
-            "peer=(rank - 1) % N",
-        ),
-        BLOCKING,
-    ),
-    "not waited for": Mistake(edit(RING_ANSWER, _WAITS, "    dist.batch_isend_irecv([send, receive])\n"), WAIT),
-    "sends first": Mistake(
-        edit(
-            RING_ANSWER,
-            _WAITS,
-            "    dist.send(block, group=group, group_dst=(rank + 1) % N)\n"
-            "    dist.recv(coming, group=group, group_src=(rank - 1) % N)\n",
-        ),
-        BLOCKING,
-    ),
-    "receives first": Mistake(
-        edit(
-            RING_ANSWER,
-            _WAITS,
-            "    dist.recv(coming, group=group, group_src=(rank - 1) % N)\n"
-            "    dist.send(block, group=group, group_dst=(rank + 1) % N)\n",
-        ),
-        BLOCKING,
-    ),
-    "not contiguous": Mistake(edit(RING_ANSWER, "    block = block.contiguous()\n", ""), IN_ONE_PIECE),
-    "adds what comes": Mistake(
-        edit(RING_ANSWER, "    return coming\n", "    return block + coming\n"),
-        "the two blocks were added up: nothing is reduced in this ring, a block is passed on as it is",
-    ),
-    "old mean as it was": Mistake(edit(RING_ANSWER, "out * (lse - base).exp()[..., None]", "out"), RESCALE),
+MERGE_MISTAKES = {
+    "old mean as it was": Mistake(edit(MERGED, "out * (lse - base).exp()[..., None]", "out"), RESCALE),
     "weights of the block": Mistake(
-        edit(RING_ANSWER, "(scores - base[..., None]).exp() @ v", "scores.softmax(dim=-1).nan_to_num(0.0) @ v"),
+        edit(MERGED, "(scores - base[..., None]).exp() @ v", "scores.softmax(dim=-1).nan_to_num(0.0) @ v"),
         NEW_WEIGHTS,
     ),
     "two means, averaged": Mistake(
-        edit(RING_ANSWER, f"out = {_OUT}", "out = (out + scores.softmax(dim=-1).nan_to_num(0.0) @ v) / 2"), HALVES
+        edit(MERGED, f"out = {_OUT}", "out = (out + scores.softmax(dim=-1).nan_to_num(0.0) @ v) / 2"), HALVES
     ),
     "two means, added": Mistake(
-        edit(RING_ANSWER, f"out = {_OUT}", "out = out + scores.softmax(dim=-1).nan_to_num(0.0) @ v"), RESCALE
+        edit(MERGED, f"out = {_OUT}", "out = out + scores.softmax(dim=-1).nan_to_num(0.0) @ v"), RESCALE
     ),
     "only this block": Mistake(
-        edit(RING_ANSWER, f"out = {_OUT}", "out = scores.softmax(dim=-1).nan_to_num(0.0) @ v"),
+        edit(MERGED, f"out = {_OUT}", "out = scores.softmax(dim=-1).nan_to_num(0.0) @ v"),
         THIS_BLOCK,
     ),
     "only this block, lse too": Mistake(
         edit(
-            RING_ANSWER,
+            MERGED,
             f"out = {_OUT}",
             "out = scores.softmax(dim=-1).nan_to_num(0.0) @ v",
             "return out, new",
@@ -727,23 +639,23 @@ RING_MISTAKES = {
     "lse with log2": Mistake(edit(BY_MAXIMUM, "total.log()", "total.log2()"), BASES),
     "sum of the logs, from the second on": Mistake(
         edit(
-            RING_ANSWER,
+            MERGED,
             _NEW,
             "torch.where(lse == -torch.inf, scores.logsumexp(dim=-1), lse + scores.logsumexp(dim=-1))",
         ),
         LSE,
     ),
     "hidden times infinity": Mistake(
-        edit(RING_ANSWER, _MASK, " + ~visible * -torch.inf"),
-        "0 * inf is no number, and so is what is added to it: masked_fill, or torch.where",
+        edit(MERGED, _MASK, " + ~visible * -torch.inf"),
+        "0 * inf is no number (nan), and nan spreads to every sum: use masked_fill, or torch.where",
     ),
     "sums, not divided": Mistake(
-        edit(RING_ANSWER, f"out = {_OUT}", "out = out + scores.exp() @ v"),
+        edit(MERGED, f"out = {_OUT}", "out = out + scores.exp() @ v"),
         UNDIVIDED,
     ),
     "exp first": Mistake(
         edit(
-            RING_ANSWER,
+            MERGED,
             _NEW,
             "(lse.exp() + scores.exp().sum(dim=-1)).log()",
             _OUT,
@@ -751,25 +663,25 @@ RING_MISTAKES = {
         ),
         OVERFLOW,
     ),
-    "no number": Mistake(edit(RING_ANSWER, "new.masked_fill(new == -torch.inf, 0.0)", "new"), NOTHING_SEEN),
+    "no number": Mistake(edit(MERGED, "new.masked_fill(new == -torch.inf, 0.0)", "new"), NOTHING_SEEN),
     "a large number for -inf": Mistake(
-        edit(RING_ANSWER, "~visible, -torch.inf)", "~visible, -1e9)"),
+        edit(MERGED, "~visible, -torch.inf)", "~visible, -1e9)"),
         "a hidden key's score was made very low, and where a query sees nothing, all such scores are alike and get "
         "weight: -inf, and no weight at all",
     ),
-    "no scale": Mistake(edit(RING_ANSWER, _SCORES, "(q @ k.mT)"), SCALE),
-    "scaled by D": Mistake(edit(RING_ANSWER, "q.shape[-1] ** 0.5", "q.shape[-1]"), "divided by D, and not by its root"),
+    "no scale": Mistake(edit(MERGED, _SCORES, "(q @ k.mT)"), SCALE),
+    "scaled by D": Mistake(edit(MERGED, "q.shape[-1] ** 0.5", "q.shape[-1]"), "divided by D, and not by its root"),
     "scaled by keys": Mistake(
-        edit(RING_ANSWER, "q.shape[-1] ** 0.5", "k.shape[-2] ** 0.5"),
+        edit(MERGED, "q.shape[-1] ** 0.5", "k.shape[-2] ** 0.5"),
         "divided by the root of the number of keys: D is the length of a query, q.shape[-1]",
     ),
-    "inverted": Mistake(edit(RING_ANSWER, "~visible", "visible"), INVERTED),
-    "zero scores": Mistake(edit(RING_ANSWER, _MASK, ".masked_fill(~visible, 0.0)"), ZEROED),
-    "times visible": Mistake(edit(RING_ANSWER, _SCORES + _MASK, _SCORES + " * visible"), ZEROED),
-    "nothing hidden": Mistake(edit(RING_ANSWER, _MASK, ""), UNHIDDEN),
+    "inverted": Mistake(edit(MERGED, "~visible", "visible"), INVERTED),
+    "zero scores": Mistake(edit(MERGED, _MASK, ".masked_fill(~visible, 0.0)"), ZEROED),
+    "times visible": Mistake(edit(MERGED, _SCORES + _MASK, _SCORES + " * visible"), ZEROED),
+    "nothing hidden": Mistake(edit(MERGED, _MASK, ""), UNHIDDEN),
     "logs added": Mistake(
         edit(
-            RING_ANSWER,
+            MERGED,
             f"    new = {_NEW}\n",
             f"    new = {_NEW}\n    added = lse + scores.logsumexp(dim=-1)\n",
             "return out, new",
@@ -778,35 +690,35 @@ RING_MISTAKES = {
         LSE,
     ),
     "the larger log": Mistake(
-        edit(RING_ANSWER, "return out, new", "return out, torch.maximum(lse, scores.logsumexp(dim=-1))"), LSE
+        edit(MERGED, "return out, new", "return out, torch.maximum(lse, scores.logsumexp(dim=-1))"), LSE
     ),
-    "the block's log": Mistake(edit(RING_ANSWER, "return out, new", "return out, scores.logsumexp(dim=-1)"), LSE),
+    "the block's log": Mistake(edit(MERGED, "return out, new", "return out, scores.logsumexp(dim=-1)"), LSE),
     "the sum itself": Mistake(
-        edit(RING_ANSWER, "return out, new", "return out, new.exp()"),
+        edit(MERGED, "return out, new", "return out, new.exp()"),
         "`lse` is the *log* of the sum: the sum itself overflows",
     ),
     "the maximum": Mistake(
-        edit(RING_ANSWER, "return out, new", "return out, scores.amax(dim=-1)"),
+        edit(MERGED, "return out, new", "return out, scores.amax(dim=-1)"),
         "the largest score alone does not say how large the sum is: return the log of the sum",
     ),
     "in place": Mistake(
         edit(
-            RING_ANSWER,
+            MERGED,
             "    out = " + _OUT + "\n    return out, new",
             "    out *= (lse - base).exp()[..., None]\n    out += (scores - base[..., None]).exp() @ v\n"
             "    lse.copy_(new)\n    return out, lse",
         ),
         CHANGED,
     ),
-    "logs of two": Mistake(edit(RING_ANSWER, "torch.logaddexp(", "torch.logaddexp2("), BASES),
+    "logs of two": Mistake(edit(MERGED, "torch.logaddexp(", "torch.logaddexp2("), BASES),
     "powers of two": Mistake(
-        edit(RING_ANSWER, "(lse - base).exp()", "(lse - base).exp2()", "[..., None]).exp()", "[..., None]).exp2()"),
+        edit(MERGED, "(lse - base).exp()", "(lse - base).exp2()", "[..., None]).exp()", "[..., None]).exp2()"),
         BASES,
     ),
-    "the old as a power of two": Mistake(edit(RING_ANSWER, "(lse - base).exp()", "(lse - base).exp2()"), BASES),
+    "the old as a power of two": Mistake(edit(MERGED, "(lse - base).exp()", "(lse - base).exp2()"), BASES),
     "all in base two": Mistake(
         edit(
-            RING_ANSWER,
+            MERGED,
             _NEW,
             "torch.logaddexp2(lse, scores.exp2().sum(dim=-1).log2())",
             "(lse - base).exp()",
@@ -817,17 +729,17 @@ RING_MISTAKES = {
         BASES,
     ),
     "lse in base two": Mistake(
-        edit(RING_ANSWER, "return out, new", "return out, new / torch.tensor(2.0, dtype=new.dtype).log()"), BASES
+        edit(MERGED, "return out, new", "return out, new / torch.tensor(2.0, dtype=new.dtype).log()"), BASES
     ),
-    "sum of the logs": Mistake(edit(RING_ANSWER, _NEW, "lse + scores.logsumexp(dim=-1)"), LSE),
-    "the larger log for both": Mistake(edit(RING_ANSWER, _NEW, "torch.maximum(lse, scores.logsumexp(dim=-1))"), LSE),
+    "sum of the logs": Mistake(edit(MERGED, _NEW, "lse + scores.logsumexp(dim=-1)"), LSE),
+    "the larger log for both": Mistake(edit(MERGED, _NEW, "torch.maximum(lse, scores.logsumexp(dim=-1))"), LSE),
     "lse without the scale": Mistake(
-        edit(RING_ANSWER, "scores.logsumexp(dim=-1)", "(scores * q.shape[-1] ** 0.5).logsumexp(dim=-1)"),
+        edit(MERGED, "scores.logsumexp(dim=-1)", "(scores * q.shape[-1] ** 0.5).logsumexp(dim=-1)"),
         "lse and the weights come of the same scores, those divided by sqrt(D)",
     ),
     "halves from the second on": Mistake(
         edit(
-            RING_ANSWER,
+            MERGED,
             f"out = {_OUT}",
             "here = scores.softmax(dim=-1).nan_to_num(0.0) @ v\n"
             "    out = torch.where((lse == -torch.inf)[..., None], here, (out + here) / 2)",
@@ -836,7 +748,7 @@ RING_MISTAKES = {
     ),
     "each other's weights": Mistake(
         edit(
-            RING_ANSWER,
+            MERGED,
             f"out = {_OUT}",
             "here = scores.softmax(dim=-1).nan_to_num(0.0) @ v\n"
             "    old = (lse - base).exp()[..., None]\n"
@@ -846,7 +758,7 @@ RING_MISTAKES = {
     ),
     "over the queries": Mistake(
         edit(
-            RING_ANSWER,
+            MERGED,
             f"out = {_OUT}",
             "here = scores.softmax(dim=-2).nan_to_num(0.0) @ v\n"
             "    old, now = ((log - base).exp()[..., None] for log in (lse, scores.logsumexp(dim=-1)))\n"
@@ -855,10 +767,10 @@ RING_MISTAKES = {
         "each query has its own sum, over keys: the last dimension of the scores",
     ),
     "causal by itself": Mistake(
-        edit(RING_ANSWER, "~visible", "~torch.ones_like(visible).tril()"),
+        edit(MERGED, "~visible", "~torch.ones_like(visible).tril()"),
         "which key a query may see is in `visible`: a block's first key is not the sequence's",
     ),
-    "lse first": Mistake(edit(RING_ANSWER, "return out, new", "return new, out"), "the mean comes first, then its lse"),
+    "lse first": Mistake(edit(MERGED, "return out, new", "return new, out"), "the mean comes first, then its lse"),
 }
 
 RIGHT = {
@@ -866,4 +778,4 @@ RIGHT = {
     "22.2": [IN_A_BUCKET, BY_AVG],
     "22.3": [BY_MAXIMUM, BY_SOFTMAX],
 }
-MISTAKES = {"22.1": DISPATCH_MISTAKES, "22.2": AVERAGE_MISTAKES, "22.3": RING_MISTAKES}
+MISTAKES = {"22.1": DISPATCH_MISTAKES, "22.2": AVERAGE_MISTAKES, "22.3": MERGE_MISTAKES}

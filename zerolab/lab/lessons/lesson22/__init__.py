@@ -57,10 +57,15 @@ class Routed:
             )
         event.see("the rows", self.rows)
         event.see("`local`", self.local)
+        event.said |= {
+            "the rows": "rows lie by the rank they came from; of each rank by expert, then in the order of x",
+            "`local`": "it has each row's expert, by its number on this rank, from 0",
+        }
 
     def combine(self) -> None:
         made = self.rows * (1.0 + self.local[:, None]) * (2.0 + self.play.rank)  # what the experts make of them
         self.result = self.play.call(f"combine{self.name}", self.play.code.combine, made, *self.rest)
+        self.play.tape[-1].said["the result"] = "it has a row for each token, in the order of x"
 
     def backward(self, plainly: bool = False) -> None:
         if not isinstance(self.result, Tensor) or self.result.grad_fn is None:

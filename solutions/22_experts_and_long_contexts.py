@@ -345,13 +345,15 @@ for name, times in lab.pull("told", rank=0).items():
     print(f"gradients 4 times too large: {name}'s first step is {times:.2f} times as long")
 
 # %% [markdown]
-# What does suffer: SGD; clipping, whose norm is now mostly the experts'; and a run that goes on with another G, with
-# Adam's averages of another size. DeepSpeed's ZeRO divided by the replicas
+# What does suffer: SGD; clipping, whose norm has the experts' part G times too large; and a run that goes on with
+# another G, with Adam's averages of another size. DeepSpeed's ZeRO divided by the replicas
 # ([#5618](https://github.com/deepspeedai/DeepSpeed/issues/5618), June 2024, and
 # [#6545](https://github.com/deepspeedai/DeepSpeed/issues/6545), September: the gradient is "ep_size times larger than
 # the true gradient"), and [#6546](https://github.com/deepspeedai/DeepSpeed/pull/6546) mended it. In August 2025 a user
 # of torch met it again: "loss curves are equivalent even with the doubled gradients"
-# ([#160285](https://github.com/pytorch/pytorch/issues/160285)). The remedy is a line after backward. The norm for clipping needs one, too: an engine's `clip_grad_norm_` knows its own
+# ([#160285](https://github.com/pytorch/pytorch/issues/160285)).
+#
+# The remedy is a line after backward. The norm for clipping needs one, too: an engine's `clip_grad_norm_` knows its own
 # group, and the other ranks of an expert group have other experts. Three steps of SGD with both, beside one process:
 
 
@@ -494,7 +496,7 @@ plots.show(plots.tokens_by_expert(skylines, title, capacity, learner=lab.passed(
 # The older remedy is a **[capacity](../docs/glossary.md#capacity)**: an expert takes at most a fixed number of tokens
 # from each rank, its even share times a *capacity factor* such as 1.25. Then all splits are even and known in
 # advance. A token beyond the capacity is **dropped**: the residual connection carries it past the layer, unchanged.
-# Room that is left is sent as padding.
+# Room that is left is sent as padding. (A layer like yours, without a capacity, is called *dropless*.)
 #
 # Suppose half of a rank's tokens choose expert 0, and the others are spread evenly over the other seven. What
 # percentage of the rank's tokens does a capacity factor of 1.25 drop?
@@ -576,7 +578,7 @@ print(f"two keys: mean {mean}, lse {lse}; with the third: {merged}; all at once:
 # In causal attention a token sees only earlier ones. Cut a sequence into 8 chunks, and give four ranks two each, in
 # order: rank 0 has chunks 0 and 1, rank 3 has 6 and 7. Count in pairs: a chunk of queries with a chunk of keys. A
 # pair in which there is nothing to see is not computed; one on the diagonal, where half is hidden, is computed whole.
-# How much does rank 3 compute, in units of the mean of the four ranks?
+# How much does rank 3 compute, as a multiple of the mean of the four ranks?
 
 # %%
 lab.predict("22.4", 15 / 9)  # times the mean

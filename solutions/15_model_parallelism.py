@@ -22,7 +22,7 @@ import torch.nn.functional as F
 import zerolab
 from torch import nn
 from zerolab import lab
-from zerolab.lab import GPT, Block, Paced, batch, calls, saved, text
+from zerolab.lab import GPT, Block, batch, calls, gpt_pipeline, saved, text
 from zerolab.lab.plots import Area
 from zerolab.measure import ledger, model_states
 
@@ -105,7 +105,8 @@ print("the same results in all three ways:", all(all(same) for same in lab.pull(
 # %% [markdown]
 # Follow the arrows, which are the **dependencies**. In the first row there are none: until backward has gradients to
 # average, no rank needs anything from another. In the second, no rank can begin a layer before *all* ranks have finished
-# the one before: each of them sends 3.07 kB after every layer, four times. In the third, each of three ranks sends one
+# the one before: each of them sends 3.07 kB after every layer, four times (the last time no layer follows, and there is
+# no arrow). In the third, each of three ranks sends one
 # message of 2.05 kB to one other rank, which can do nothing at all before.
 #
 # ## Predict
@@ -153,19 +154,12 @@ lab.check("15.1")
 # %% [markdown]
 # ## Attention, by heads
 #
-# Attention comes in complete units too: its heads, none of which looks at another. So give each rank some of the heads.
-# The first layer of our attention computes queries q, keys k and values v at once. Its weight has 3·C rows: first q of
-# all heads, then k of all heads, then v of all heads. Which rows does a rank need?
-
-# %%
-# %%exercise 15.2
-
-# %%
-lab.check("15.2")
-
-# %% [markdown]
-# The rest is as in the MLP: `Enter`, this rank's heads, this rank's columns of the output layer, `Leave`, the bias.
-# `split` replaces both halves of every block. Embeddings, layer norms and the model's head stay on both ranks.
+# Attention comes in complete units too: its heads, none of which looks at another. So each rank gets some of the heads.
+# The first layer of our attention computes queries q, keys k and values v at once, and its weight has 3·C rows: q of all
+# heads, then k of all heads, then v of all heads. What belongs to a rank's heads is therefore not one block of rows but
+# three. `heads_of` takes them. The rest is as in the MLP: `Enter`, this rank's heads, this rank's columns of the output
+# layer, `Leave`, the bias. `split` replaces both halves of every block. Embeddings, layer norms and the model's head stay
+# on both ranks.
 #
 # Four ranks give us two pairs, a **[mesh](../docs/glossary.md#mesh)** of 2 × 2. Ranks 0 and 1 divide one copy of the
 # model, ranks 2 and 3 another. Each pair is a process group, the rank's *tensor group*.
@@ -173,7 +167,11 @@ lab.check("15.2")
 # %%
 # %%ranks
 MyMLP, Enter, Leave = (lab.mine("15.1", name) for name in ("MyMLP", "Enter", "Leave"))
-heads_of = lab.mine("15.2")
+
+
+def heads_of(rows, place, size):  # (3 C, ...) -> (3 C / N, ...)
+    pieces = rows.detach().view(3, size, -1, *rows.shape[1:])  # q, k, v; a piece per rank
+    return nn.Parameter(pieces[:, place].flatten(0, 1).clone())
 
 
 class MyAttention(nn.Module):
@@ -181,10 +179,9 @@ class MyAttention(nn.Module):
         super().__init__()
         place, size = dist.get_rank(group), dist.get_world_size(group)
         self.group, self.heads = group, whole.heads // size
-        weight, bias = whole.qkv.weight.detach(), whole.qkv.bias.detach()
         out = whole.out.weight.detach().chunk(size, dim=1)[place]
-        self.weight = nn.Parameter(heads_of(weight, whole.heads, place, size))  # 3 C / N, C
-        self.bias = nn.Parameter(heads_of(bias, whole.heads, place, size))
+        self.weight = heads_of(whole.qkv.weight, place, size)  # 3 C / N, C
+        self.bias = heads_of(whole.qkv.bias, place, size)
         self.out = nn.Parameter(out.clone())  # C, C / N
         self.out_bias = nn.Parameter(whole.out.bias.detach().clone())
 
@@ -290,7 +287,7 @@ if lab.predicted("15.1"):
 # opening case, a sequence of 100,000 tokens. Two more cuts do: **sequence parallelism** (Korthikanti et al., arXiv
 # 2205.05198) also gives each rank of the tensor group a part of the *tokens* where the layer norms are, with a
 # reduce-scatter and an all-gather, and as many bytes, in place of each all-reduce. **Context parallelism** divides the
-# tokens in every layer, and sends keys and values around (ring attention, arXiv 2310.01889).
+# tokens in every layer, and sends keys and values around (ring attention, arXiv 2310.01889; lesson 22 builds it).
 #
 # ## Two by two
 #
@@ -358,51 +355,24 @@ if lab.predicted("15.2"):
 #
 # ## By layers, and the bubble
 #
-# Now the third row of the first picture: each rank has some of the layers. `lab.Pipeline` connects the ranks. A
-# **stage** is what one rank computes. Messages and numbers are real; the *times* are counted, not measured, since four
-# ranks here share two cores: `Paced` gives each stage a clock, which goes on by 20 ms for the forward of a sample and 40
-# for its backward, and with each message to its sender's time, if that is later. First, the whole batch goes through
-# stage 0, then 1, then 2, then 3, and back.
+# Now the third row of the first picture: each rank has some of the layers. A **stage** is what one rank computes: here
+# rank r has block r, the first also the embeddings, and the last the model's head. `gpt_pipeline` connects the ranks.
+# Messages and numbers are real; the *times* are counted, not measured, since four ranks here share two cores. With
+# `pace=0.02` each stage has a clock, which goes on by 20 ms for the forward of a sample and 40 for its backward, and
+# with each message to its sender's time, if that is later. First, the whole batch goes through stage 0, then 1, then 2,
+# then 3, and back.
 
 # %%
 # %%ranks
-MyPipeline = lab.mine("15.3")
+MyPipeline = lab.mine("15.2")
 
 
-class Part(nn.Module):
-    """One block of a GPT; the first stage has the embeddings too, the last one the head."""
-
-    def __init__(self, model, rank):
-        super().__init__()
-        self.block, self.token, self.head = model.blocks[rank], None, None
-        if rank == 0:
-            self.token, self.position = model.token, model.position
-        if rank == 3:
-            self.norm, self.head = model.norm, model.head
-
-    def forward(self, x):
-        if self.token:
-            x = self.token(x) + self.position(torch.arange(x.shape[1]))
-        x = self.block(x)
-        return self.head(self.norm(x)) if self.head else x
+def pipeline(schedule, micro_batches, dtype=torch.float32):
+    samples = batch(words, 0, 0, 8, 64)
+    return gpt_pipeline(schedule, make_model(dtype), samples, rank, micro_batches, pace=0.02)
 
 
-def pipeline(schedule, micro_batches, pace=0.0, dtype=torch.float32):
-    """A pipeline for the 8 sequences, in so many micro-batches."""
-    tokens, targets = batch(words, 0, 0, 8, 64)
-    targets = targets.chunk(micro_batches)
-    stage = Part(make_model(dtype), rank)
-    if pace:
-        stage = Paced(stage, pace * 8 / micro_batches)  # seconds for a micro-batch
-    like = torch.empty(8 // micro_batches, 64, 128, dtype=dtype)
-
-    def loss(logits, m):
-        return F.cross_entropy(logits.flatten(0, 1), targets[m].flatten())
-
-    return schedule(stage, tokens.chunk(micro_batches), loss, like)
-
-
-pipe = pipeline(MyPipeline, micro_batches=1, pace=0.02)
+pipe = pipeline(MyPipeline, micro_batches=1)
 pipe.run()
 by_layers = pipe.trace
 
@@ -429,7 +399,7 @@ class GPipe(MyPipeline):
         return [("forward", m) for m in each] + [("backward", m) for m in each]
 
 
-pipe = pipeline(GPipe, micro_batches=8, pace=0.02)
+pipe = pipeline(GPipe, micro_batches=8)
 pipe.run()
 gpipe = pipe.trace
 
@@ -452,15 +422,15 @@ lab.reveal("15.3")
 # does in forward and in backward.
 
 # %%
-# %%exercise 15.3
+# %%exercise 15.2
 
 # %%
-lab.check("15.3")
+lab.check("15.2")
 
 # %%
 # %%ranks
-MyPipeline = lab.mine("15.3")
-pipe = pipeline(MyPipeline, micro_batches=8, pace=0.02)
+MyPipeline = lab.mine("15.2")
+pipe = pipeline(MyPipeline, micro_batches=8)
 pipe.run()
 one_by_one = pipe.trace
 
@@ -497,36 +467,7 @@ lab.predict("15.4", 100 * 3 / 27)  # % of the time
 
 # %%
 # %%ranks
-class Weight(torch.autograd.Function):
-    """A promise: its backward computes the gradient of a linear layer's weight."""
-
-    @staticmethod
-    def forward(ctx, weight, x, grad):
-        ctx.save_for_backward(x, grad)
-        return weight.new_zeros(())
-
-    @staticmethod
-    def backward(ctx, _):
-        x, grad = ctx.saved_tensors
-        return grad.flatten(0, 1).T @ x.flatten(0, 1), None, None
-
-
-class Linear(torch.autograd.Function):
-    """A linear layer whose backward gives the input's gradient, and appends a promise."""
-
-    @staticmethod
-    def forward(ctx, x, layer, bias, promises):
-        ctx.save_for_backward(x)
-        ctx.layer, ctx.promises = layer, promises
-        return F.linear(x, layer.weight, bias)
-
-    @staticmethod
-    def backward(ctx, grad):
-        weight, (x,) = ctx.layer.weight, ctx.saved_tensors
-        with torch.enable_grad():
-            ctx.promises.append(Weight.apply(weight, x.detach(), grad))
-        of_bias = grad.sum((0, 1)) if ctx.needs_input_grad[2] else None
-        return grad @ weight, None, of_bias, None
+from zerolab.lab import GPTStage, put_off_weights
 
 
 class ZeroBubble(MyPipeline):
@@ -539,10 +480,8 @@ class ZeroBubble(MyPipeline):
         return steps + [("weights", m) for m in range(max(0, M - self.rank), M)]
 
     def forward(self, m):
-        promises = self.kept["weights", m] = []
-        for layer in self.stage.modules():
-            if isinstance(layer, nn.Linear):
-                layer.forward = lambda x, at=layer: Linear.apply(x, at, at.bias, promises)
+        promises = self.kept["weights", m] = []  # one from each linear layer's backward
+        put_off_weights(self.stage, promises)
         super().forward(m)
 
     def weights(self, m):
@@ -551,11 +490,11 @@ class ZeroBubble(MyPipeline):
 
 whole = make_model(torch.float64)  # one process
 loss_of(whole, *batch(words, 0, 0, 8, 64)).backward()
-right = dict(Part(whole, rank).named_parameters())
+right = dict(GPTStage(whole, rank).named_parameters())
 schedules = {"GPipe": GPipe, "1F1B": MyPipeline, "zero bubble": ZeroBubble}
 three = {}
 for name, schedule in schedules.items():
-    pipe = pipeline(schedule, micro_batches=8, pace=0.02, dtype=torch.float64)
+    pipe = pipeline(schedule, micro_batches=8, dtype=torch.float64)
     with saved(pipe.stage) as kept:
         pipe.run()
     pairs = [(p.grad, right[n].grad) for n, p in pipe.stage.stage.named_parameters()]
@@ -594,35 +533,14 @@ if lab.predicted("15.4"):
 # ## All four, side by side
 #
 # The same model, the same 8 sequences, 4 ranks, one step with AdamW. FLOP are those of matrix products, and activations
-# are what autograd keeps at the most.
+# are what autograd keeps at the most. Below are the largest numbers that any rank has.
 
 # %%
 # %%ranks
-from torch.utils.flop_counter import FlopCounterMode
+from zerolab.lab import step_in_numbers
 
 tokens = batch(words, 0, 0, 8, 64)
 own = [part.chunk(4)[rank] for part in tokens]
-
-
-def states_of(model, adam):
-    kept = [t for p in model.parameters() for t in (p, p.grad, *adam.state[p].values())]
-    return sum(t.nbytes for t in kept)
-
-
-def observe(model, adam, step, zero=None, pipe=None):
-    step()  # the first step creates Adam's state
-    adam.step()
-    adam.zero_grad()
-    flop = FlopCounterMode(display=False)
-    with saved(model) as kept, ledger(zero) if zero else calls() as book, flop:
-        step()
-        states = sum(model_states(zero, adam).values()) if zero else states_of(model, adam)
-        adam.step()
-    sent = pipe.sent if pipe else book.moved if zero else book.sent
-    params = adam.param_groups[0]["params"]
-    updated = sum(zerolab.to_local(param).numel() for param in params)
-    seen = {"states": states, "kept": kept.peak, "sent": sent}
-    return seen | {"flop": flop.get_total_flops(), "updated": updated}
 
 
 def run_way(way):
@@ -637,7 +555,7 @@ def run_way(way):
         model = pipe.stage
     adam = torch.optim.AdamW(model.parameters(), lr=1e-3)
     step = pipe.run if pipe else lambda: model(*mine).backward()
-    return observe(model, adam, step, zero, pipe)
+    return step_in_numbers(model, adam, step, zero, pipe)
 
 
 WAYS = ("one process", "DDP", "ZeRO-3", "tensor", "pipeline")
@@ -648,10 +566,11 @@ rows = lab.pull("table")
 largest = {
     way: {key: max(of[way][key] for of in rows) for key in rows[0][way]} for way in rows[0]
 }
-print("the most on a rank: model states   activations  bytes sent  MFLOP")
+print("the most on a rank: model states   activations  bytes sent  MFLOP    updated")
 for way, of in largest.items():
     states, kept, sent = of["states"], of["kept"], of["sent"]
-    print(f"{way:18}{states:>14,}{kept:>14,}{sent:>12,.0f}{of['flop'] / 1e6:>7,.0f}")
+    print(f"{way:18}{states:>14,}{kept:>14,}{sent:>12,.0f}", end="")
+    print(f"{of['flop'] / 1e6:>7,.0f}{of['updated']:>11,}")
 one = largest["one process"]
 assert largest["ZeRO-3"]["states"] < 0.3 * one["states"] <= 0.3 * largest["DDP"]["states"]
 assert largest["tensor"]["flop"] < 0.5 * one["flop"]
@@ -663,13 +582,13 @@ assert largest["tensor"]["flop"] < 0.5 * one["flop"]
 #   stage has an embedding or the head besides its block.
 # - *Activations.* Data parallelism, with or without ZeRO, has a quarter because it has a quarter of the samples, and goes
 #   no further than one sample per rank. The other two divide what belongs to *one* sample.
-# - *Bytes.* DDP and ZeRO-3 send parameters and gradients, the other two activations, in proportion to the tokens.
+# - *Bytes.* DDP sends gradients, ZeRO-3 parameters as well, the other two activations, in proportion to the tokens.
 #
 # **ZeRO is not enough** if one sample's activations (with checkpointing, lesson 10) or one unit's full parameters do not
-# fit on a GPU, or if the batch that still trains well has fewer samples than you have GPUs. **It is the wrong tool** if the
-# model fits anyway, or if each rank has so few tokens that gathering the parameters takes longer than using them (lesson
-# 09): then send activations. **Otherwise model parallelism is the wrong tool**: it changes the model's code, and ZeRO
-# does not.
+# fit on a GPU, or if the batch that still trains well has fewer samples than you have GPUs. **Stage 3 is the wrong tool**
+# if the model fits with stage 2, which sends what DDP sends, or if each rank has so few tokens that gathering the
+# parameters takes longer than using them (lesson 09): then send activations. **Otherwise model parallelism is the wrong
+# tool**: it changes the model's code, and ZeRO does not.
 #
 # ## In production
 #
@@ -682,46 +601,35 @@ assert largest["tensor"]["flop"] < 0.5 * one["flop"]
 #
 # ## On trial
 #
+# Three claims, and a line that adds up the FLOP of all ranks:
+#
 # > "Each GPU trains a submodel, or only its shard's gradient."
+# >
+# > "It needs a special model structure; synchronisation adds compute."
+# >
+# > "Data parallelism lowers a GPU's memory; data and model parallelism both raise it."
 
 # %% tags=["nbval-check-output"]
 one = largest["one process"]["flop"]
 for way in ("DDP", "ZeRO-3", "tensor", "pipeline"):
     each = [of[way]["flop"] / one for of in rows]
     parts = ", ".join(f"{part:.3f}" for part in each)
-    print(f"{way:9} each rank computes {parts} of one process's FLOP")
+    print(f"{way:9} each rank computes {parts} of one process's FLOP", end=", ")
+    print(f"all together {sum(each):.3f}")
 
 # %% [markdown]
-# **False for ZeRO.** A quarter on every rank looks like a quarter of the model, but it is a quarter of the *samples*:
-# each rank runs every layer in full. Its backward computes the gradient of *every* parameter, and the reduce-scatter
-# hands the parts to their owners. Training a submodel is what the last two rows do.
+# **A submodel: false for ZeRO.** A quarter on every rank looks like a quarter of the model, but it is a quarter of the
+# *samples*: each rank runs every layer in full. Its backward computes the gradient of *every* parameter, and the
+# reduce-scatter hands the parts to their owners. Training a submodel is what the last two rows do.
 #
-# > "Data parallelism lowers a GPU's memory; data and model parallelism both raise it."
-
-# %% tags=["nbval-check-output"]
-for way, of in largest.items():
-    times = of["states"] / largest["one process"]["states"]
-    print(f"{way:12} model states {times:.2f} x one process's")
-
-# %% [markdown]
-# **False, both halves.** Data parallelism neither lowers nor raises the model states: DDP's are those of one process.
-# What it lowers is activations, as far as it lowers the samples per GPU. ZeRO and model parallelism lower the model
-# states, and together they lower them further: 15.2.
+# **A special structure, more compute: false for ZeRO.** The same GPT class went into DDP and ZeRO-3 as it was, and all
+# ranks together compute what one process computes. A rank's update work *falls*, to Ψ/N (the table's last column). What
+# synchronisation adds is traffic and waiting. The first half is **true of model parallelism**: we replaced both halves
+# of every block, and a pipeline needs a chain of stages of equal cost.
 #
-# > "It needs a special model structure; synchronisation adds compute."
-
-# %% tags=["nbval-check-output"]
-for way in ("one process", "DDP", "ZeRO-3"):
-    total = sum(of[way]["flop"] for of in rows) / (4 if way == "one process" else 1)
-    updates = largest[way]["updated"]
-    print(f"{way:12} {total / one:.3f} x the FLOP, all ranks together;", end=" ")
-    print(f"a rank updates {updates:,} parameters")
-
-# %% [markdown]
-# **False for ZeRO.** The same GPT class went into DDP and ZeRO-3 as it was. Forward and backward compute what one
-# process computes, and the update work of a rank *falls*, to Ψ/N. What synchronisation adds is traffic and waiting. The
-# first half is **true of model parallelism**: we replaced both halves of every block, and a pipeline needs a chain of
-# stages of equal cost.
+# **Memory: false, both halves.** Data parallelism neither lowers nor raises the model states: DDP's are those of one
+# process (the table's first column). What it lowers is activations, as far as it lowers the samples per GPU. ZeRO and
+# model parallelism lower the model states, and together they lower them further, as in prediction 15.2.
 #
 # > "Model parallelism suits little data."
 
@@ -754,23 +662,18 @@ for number in (1, 2, 8):
 
 # %%
 # %%ranks
+from zerolab.lab import own_elements
+
 zero = zerolab.Zero2(make_model(), units=[Block])
 zero.model(*own).backward()
 unit = zero.units[1]
 mine = torch.cat([zerolab.to_local(param.grad).flatten() for param in unit.params])
-
-
-def shard_of(samples):  # the same elements of one process's gradient over `samples`
-    model, flat = make_model(), torch.zeros(unit.layout.size)
+trial = [mine.numel()]
+for samples in (tokens, own):
+    model = make_model()  # one process, with these samples
     model(*samples).backward()
-    for view, name in zip(unit.layout.views(flat), unit.names, strict=True):
-        view.copy_(model.get_parameter(name).grad)
-    pieces = unit.layout.slices(unit.layout.shard(flat, rank), rank)
-    return torch.cat([piece.flatten() for piece in pieces])
-
-
-close = {"rtol": 1e-3, "atol": 1e-6}
-trial = mine.numel(), *(torch.allclose(mine, shard_of(of), **close) for of in (tokens, own))
+    shard = own_elements(unit, rank, model)
+    trial.append(torch.allclose(mine, shard, rtol=1e-3, atol=1e-6))
 
 # %% tags=["nbval-check-output"]
 for rank, (elements, of_all, of_own) in enumerate(lab.pull("trial")):
@@ -784,32 +687,25 @@ for rank, (elements, of_all, of_own) in enumerate(lab.pull("trial")):
 #
 # ## Questions
 #
-# 1. Why is the first layer of an MLP cut by output units and the second by input units?
-# 2. Which all-reduces does a transformer block need in tensor parallelism, forward and backward, and what decides their
-#    size?
-# 3. A pipeline has 8 stages. How many micro-batches keep the bubble below 10 %? What do they cost in memory with GPipe,
+# 1. A pipeline has 8 stages. How many micro-batches keep the bubble below 10 %? What do they cost in memory with GPipe,
 #    and with 1F1B?
-# 4. How is a mesh of tensor parallelism, pipeline and ZeRO laid out on nodes of 8 GPUs, and why?
-# 5. In tensor parallelism, a layer norm's weight is on every rank. What keeps the copies equal, and what would break
+# 2. How is a mesh of tensor parallelism, pipeline and ZeRO laid out on nodes of 8 GPUs, and why?
+# 3. In tensor parallelism, a layer norm's weight is on every rank. What keeps the copies equal, and what would break
 #    it?
-# 6. A 7B model with ZeRO-3 fits on 64 GPUs with one sequence each. You get 512 GPUs, and the batch must not grow. What
+# 4. A 7B model with ZeRO-3 fits on 64 GPUs with one sequence each. You get 512 GPUs, and the batch must not grow. What
 #    now?
 
 # %% [markdown] tags=["answer"]
 # **Answers**
 #
-# 1. Then each rank has complete hidden units for the nonlinearity, and the parts of the second layer's sums need one
-#    all-reduce. Cut the other way round, there would be one before the nonlinearity as well.
-# 2. Two in forward, where attention and MLP leave the split region, and two in backward, where they entered it. Each
-#    has the size of the block's input: sequences × tokens × width.
-# 3. (N-1)/(M+N-1) < 0.1 with N = 8 needs M > 63: at least 64. GPipe keeps the activations of all 64 on every stage.
+# 1. (N-1)/(M+N-1) < 0.1 with N = 8 needs M > 63: at least 64. GPipe keeps the activations of all 64 on every stage.
 #    1F1B keeps 8 on the first stage and 1 on the last.
-# 4. Tensor parallelism inside the node: it sends the most, and the next layer waits for it. Pipeline stages on different
+# 2. Tensor parallelism inside the node: it sends the most, and the next layer waits for it. Pipeline stages on different
 #    nodes: they send little, to one neighbour. ZeRO over what is left: its traffic does not depend on the tokens and can
 #    hide behind computing.
-# 5. All ranks compute it from equal inputs and equal gradients, because `Enter` adds up in backward. It breaks without
+# 3. All ranks compute it from equal inputs and equal gradients, because `Enter` adds up in backward. It breaks without
 #    that, if dropout outside the split region draws different masks on the ranks, or if the copies started differently.
-# 6. 64 sequences cannot be given to 512 ranks. Divide the computing: tensor parallelism over the 8 GPUs of a node, and
+# 4. 64 sequences cannot be given to 512 ranks. Divide the computing: tensor parallelism over the 8 GPUs of a node, and
 #    ZeRO over 64 such groups, one sequence for each.
 
 # %%

@@ -155,9 +155,9 @@ CLAIMS: tuple[Claim, ...] = (
         "Each GPU trains a submodel, or only its shard's gradient, and the full gradient is the sum of the shards'; "
         "the model needs a special structure.",
         FALSE,
-        "`ZeRO-3 each rank computes 0.250, 0.250, 0.250, 0.250 of one process's FLOP`: a quarter of the samples, "
-        "through every layer. `rank 0: a shard of 49,568 elements; the gradient over all ranks' samples: True; over "
-        "its own: False`. Nothing else is computed: `ZeRO-3 1.000 x the FLOP, all ranks together`.",
+        "`ZeRO-3 each rank computes 0.250, 0.250, 0.250, 0.250 of one process's FLOP, all together 1.000`: a quarter "
+        "of the samples, through every layer, and nothing else. `rank 0: a shard of 49,568 elements; the gradient over "
+        "all ranks' samples: True; over its own: False`.",
         "15",
         "Each GPU trains a submodel",
         also=("8", "K"),

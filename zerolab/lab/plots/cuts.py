@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -81,9 +82,10 @@ def _arrow(axes: Any, layer: int, waited: int) -> None:
 def _sentence(ways: Mapping[str, Sequence[Area]]) -> str:
     said = []
     for name, areas in ways.items():
-        layers = sorted({area.layer for area in areas if area.waited})
-        waits = (
-            f"a rank waits for others before {many(len(layers), 'layer')}" if layers else "no rank waits for another"
-        )
+        waiting = Counter(area.rank for area in areas if area.waited)
+        waits = "no rank waits for another"
+        if waiting:
+            layers = many(max(waiting.values()), "layer")
+            waits = f"{many(len(waiting), 'rank')} must wait for others, each before {layers}"
         said.append(f"{name}: {waits}")
     return "; ".join(said) + "."

@@ -1,4 +1,4 @@
-"""Lesson 15: an MLP split over the ranks, the heads of a rank, and one stage of a pipeline."""
+"""Lesson 15: an MLP split over the ranks, and one stage of a pipeline."""
 
 from __future__ import annotations
 
@@ -324,86 +324,6 @@ class MyMLP(nn.Module):
 
 # ---------------------------------------------------------------------- 15.2
 
-
-def heads(
-    play: Play,
-    heads: int,
-    width: int,
-    rest: tuple[int, ...] = (),
-    dtype: torch.dtype = torch.float32,
-    place: tuple[int, int] | None = None,
-    requires_grad: bool = False,
-) -> None:
-    rank, size = place or (play.rank, play.size)
-    C = heads * width
-    mixed = torch.randperm(3 * C, generator=torch.Generator().manual_seed(C)) + 1.0
-    rows = mixed.view(-1, *(1 for _ in rest)).expand(3 * C, *rest).to(dtype).contiguous()
-    play.keep("`rows`", rows.requires_grad_(requires_grad))
-    call = f"heads_of(rows, {heads}, {rank}, {size}), {3 * C} rows"
-    got = play.call(call, play.code.heads_of, rows, heads, rank, size)
-    if isinstance(got, Tensor):
-        play.at_most("bytes of memory that it holds", got.untyped_storage().nbytes())
-        shared = got.untyped_storage().data_ptr() == rows.untyped_storage().data_ptr()
-        play.see("the result lies in memory of its own", not shared)
-        play.clue("rows", places_in(got, rows, rank * C // size))
-
-
-def refused(play: Play) -> None:
-    """Heads that cannot be dealt out evenly, although the rows can."""
-    for number, size in ((play.size + 1, play.size), (3, 2), (2, 4), (6, 4), (1, 3)):
-        if number % size:
-            rows = play.keep("`rows`", torch.arange(3.0 * number * size))
-            function = play.code.heads_of
-            play.refuses(ValueError, f"heads_of(rows, {number}, rank, {size})", function, rows, number, 0, size)
-
-
-HEADS_BATTERY = (
-    Scene("", lambda play: heads(play, 12, 2)),
-    Scene("with a row for each", lambda play: heads(play, 12, 1, (5,)), "C / heads may be 1"),
-    Scene("with rows of 4 numbers in float64", lambda play: heads(play, 12, 3, (4,), torch.float64)),
-    Scene("with rows of 2 x 3 in bfloat16", lambda play: heads(play, 24, 2, (2, 3), torch.bfloat16)),
-    Scene("with whole numbers", lambda play: heads(play, 12, 2, (), torch.int64), "keep the dtype of `rows`"),
-    Scene(
-        "for other ranks than are running",
-        lambda play: heads(play, 10, 3, (2,), place=(3, 5)),
-        "take rank and size from the arguments",
-        sizes=(2, 3, 4),
-    ),
-    Scene("with as many heads as ranks", lambda play: heads(play, play.size, 4, (3,))),
-    Scene("", refused, "a head cannot be cut: raise ValueError where `heads` is not a multiple of `size`"),
-)
-
-HEADS_STUB = '''\
-import torch
-from torch import Tensor
-from zerolab.lab.exercises import Todo
-
-
-def heads_of(rows: Tensor, heads: int, rank: int, size: int) -> Tensor:
-    """The rows of a qkv layer that `rank` of `size` needs for its heads.
-
-    (3 * C, ...) -> (3 * C / size, ...). The rows lie in this order: q of head 0, q of head
-    1, ..., then k of all heads, then v of all heads; each head has C / heads rows of each.
-    Rank r gets heads r * heads / size to (r + 1) * heads / size, in the same order, in
-    memory of their own. Raises ValueError if `heads` is not a multiple of `size`.
-    """
-    raise Todo("15.2")
-'''
-
-HEADS = """\
-from torch import Tensor
-
-
-def heads_of(rows: Tensor, heads: int, rank: int, size: int) -> Tensor:
-    if heads % size:
-        raise ValueError(f"{heads} heads cannot be dealt out evenly to {size} ranks")
-    pieces = rows.view(3, size, -1, *rows.shape[1:])  # q, k, v; of each a piece per rank
-    return pieces[:, rank].flatten(0, 1).clone()
-"""
-
-
-# ---------------------------------------------------------------------- 15.3
-
 WIDTH = 3
 SHAPES = ((3, 5), (1, 1), (2, 1), (2, 2), (2, 5), (3, 1), (3, 2), (4, 1), (4, 4), (4, 8), (5, 7), (6, 3))
 
@@ -591,7 +511,7 @@ class MyPipeline(lab.Pipeline):
         First size - 1 - rank forwards (or all, if there are fewer). Then one forward and
         one backward in turn. Then the backwards that are left.
         """
-        raise Todo("15.3")
+        raise Todo("15.2")
 
     def forward(self, m: int) -> None:
         """self.take_input(m) is x; self.stage(x) is y; self.send_output(y, m) passes it on.
@@ -600,7 +520,7 @@ class MyPipeline(lab.Pipeline):
         micro-batches together must give the gradient of the mean over the batch. What
         backward(m) will need goes into self.kept.
         """
-        raise Todo("15.3")
+        raise Todo("15.2")
 
     def backward(self, m: int) -> None:
         """self.take_grad(m) gives the gradient of y (the last stage has its loss).
@@ -608,7 +528,7 @@ class MyPipeline(lab.Pipeline):
         y.backward(grad) leaves x.grad, and self.send_grad(x.grad, m) passes it on; the
         first stage sends nothing. Parameters' gradients add up.
         """
-        raise Todo("15.3")
+        raise Todo("15.2")
 '''
 
 PIPELINE = """\
@@ -662,23 +582,6 @@ EXERCISES = [
     ),
     Exercise(
         id="15.2",
-        title="a rank's heads",
-        difficulty=1,
-        section="Attention, by heads",
-        battery=HEADS_BATTERY,
-        stub=HEADS_STUB,
-        reference=HEADS,
-        hints=(
-            "Write down the rows of a tiny case: 2 heads of width 1 on 2 ranks, so the rows are q0 q1 k0 k1 v0 v1. "
-            "Rank 0 needs q0, k0 and v0.",
-            "rows.view(3, size, -1, *rows.shape[1:]) has q, k and v along the first dimension and the ranks along the "
-            "second: the heads of one rank lie next to each other.",
-            "[:, rank] takes this rank's three pieces, flatten(0, 1) puts them end to end, clone() gives them memory.",
-        ),
-        exports=("heads_of",),
-    ),
-    Exercise(
-        id="15.3",
         title="one forward, one backward",
         difficulty=2,
         section="Write a stage",

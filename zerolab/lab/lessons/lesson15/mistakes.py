@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from zerolab.lab.exercises.mistakes import Mistake, edit
-from zerolab.lab.lessons.lesson15 import HEADS, PIPELINE, SPLIT
+from zerolab.lab.lessons.lesson15 import PIPELINE, SPLIT
 
 UP_REDUCED = (
     "an all-reduce after the first layer adds hidden units of different ranks. They are different units: "
@@ -28,10 +28,6 @@ KEEPS_WHOLE = "the parameters are views of the whole model's, all of which then 
 WRONG_GROUP = (
     "the call went over all ranks, not over `group`: pass group=..., and take rank and size from it, "
     "dist.get_rank(group)"
-)
-MIXED = (
-    "cut in the order in which the rows lie, a rank gets all of q and some of k: cut q, k and v one by "
-    "one, and put this rank's three pieces together"
 )
 DEADLOCK = "the orders of the ranks do not fit: each waits for what another sends only later, and none goes on"
 SAME_KEPT = "backward of one micro-batch used what another one's forward left: keep it under its number, self.kept[m]"
@@ -431,114 +427,6 @@ SPLIT_MISTAKES = {
 
 # ---------------------------------------------------------------------- 15.2
 
-HEADS_BY_CAT = """\
-import torch
-
-
-def heads_of(rows, heads, rank, size):
-    if heads % size != 0:
-        raise ValueError("a head cannot be cut")
-    pieces = [part.chunk(size)[rank] for part in rows.chunk(3)]
-    return torch.cat(pieces)
-"""
-
-HEADS_BY_NUMBERS = """\
-import torch
-
-
-def heads_of(rows, heads, rank, size):
-    own, rest = divmod(heads, size)
-    if rest:
-        raise ValueError(heads, size)
-    width = len(rows) // 3
-    each = width // heads
-    wanted = [
-        part * width + head * each + i
-        for part in range(3)
-        for head in range(rank * own, (rank + 1) * own)
-        for i in range(each)
-    ]
-    return rows[torch.tensor(wanted)]
-"""
-
-_PIECES = "pieces = rows.view(3, size, -1, *rows.shape[1:])  # q, k, v; of each a piece per rank"
-_RETURN = "pieces[:, rank].flatten(0, 1).clone()"
-HEADS_MISTAKES = {
-    "q, k and v mixed": Mistake(edit(HEADS, _RETURN, "rows.chunk(size)[rank].clone()"), MIXED),
-    "another rank's": Mistake(
-        edit(HEADS, "pieces[:, rank]", "pieces[:, size - 1 - rank]"),
-        "another rank's heads: rank r has heads r * heads / N to (r + 1) * heads / N",
-    ),
-    "dealt out": Mistake(
-        edit(HEADS, _RETURN, "rows.view(3, heads, -1, *rows.shape[1:])[:, rank::size].flatten(0, 2).clone()"),
-        "heads were dealt out in turn, [rank::N]: rank r has those from r * heads / N on",
-    ),
-    "q only": Mistake(
-        edit(HEADS, _RETURN, "pieces[0, rank].clone()"), "q, k and v are needed, all three: 3 * C / N rows"
-    ),
-    "head by head": Mistake(
-        edit(HEADS, _RETURN, "rows.view(heads, -1, *rows.shape[1:]).chunk(size)[rank].flatten(0, 1).clone() * 1"),
-        MIXED,
-    ),
-    "per head": Mistake(
-        edit(
-            HEADS,
-            _RETURN,
-            "rows.view(heads, 3, -1, *rows.shape[1:]).chunk(size)[rank].transpose(0, 1).flatten(0, 2).clone()",
-        ),
-        "the rows lie as q of all heads, then k, then v, not as q, k and v of one head after the other",
-    ),
-    "through the heads": Mistake(
-        edit(HEADS, _RETURN, "rows.view(3, -1, heads, *rows.shape[1:]).chunk(size, dim=2)[rank].flatten(0, 2).clone()"),
-        "the cut runs through every head: view as (3, heads, C / heads), then take heads, not parts of a head",
-    ),
-    "a view": Mistake(
-        edit(HEADS, "    pieces", "    if size == 1:\n        return rows\n    pieces"),
-        "what it returns is a view of all rows, which then stay in memory: clone() the part",
-    ),
-    "no refusal": Mistake(
-        edit(HEADS, "    if heads % size:\n", "    if heads < 0:\n"),
-        "a head cannot be cut: raise ValueError where the number of heads is not a multiple of `size`",
-    ),
-    "a list": Mistake(
-        edit(HEADS, _RETURN, "[part.clone() for part in pieces[:, rank]]"),
-        "put the three pieces together, torch.cat([q, k, v])",
-    ),
-    "nothing returned": Mistake(
-        edit(HEADS, "return pieces", "pieces"), "the function returns nothing: `return` is missing"
-    ),
-    "q of all": Mistake(
-        edit(HEADS, _RETURN, "__import__('torch').cat([pieces[0].flatten(0, 1), pieces[1, rank], pieces[2, rank]])"),
-        "q is cut as well: a head computes with its own q, k and v, and needs no other's",
-    ),
-    "another order": Mistake(
-        edit(HEADS, _RETURN, "pieces[[1, 0, 2]][:, rank].flatten(0, 1).clone()"),
-        "the three pieces are in another order: q first, then k, then v, as in `rows`",
-    ),
-    "in turn": Mistake(
-        edit(HEADS, _RETURN, "pieces[:, rank].transpose(0, 1).flatten(0, 1).clone()"),
-        "the three pieces were put together row by row: all rows of q first, then those of k, then those of v",
-    ),
-    "not put together": Mistake(
-        edit(HEADS, _RETURN, "pieces[:, rank].clone()"),
-        "the three pieces were not put together: the result has 3 * C / size rows, and no dimension for q, k and v",
-    ),
-    "a head for a row": Mistake(
-        edit(
-            HEADS,
-            _RETURN,
-            "rows.view(3, -1, *rows.shape[1:])[:, rank * (heads // size) :][:, : heads // size].flatten(0, 1).clone()",
-        ),
-        "heads were counted as rows: a head has C / heads rows of each of q, k and v",
-    ),
-    "another error": Mistake(
-        edit(HEADS, "raise ValueError", "raise TypeError"),
-        "heads that cannot be dealt out evenly are a wrong value: raise ValueError",
-    ),
-}
-
-# ---------------------------------------------------------------------- 15.3
-
 PIPELINE_BY_COUNTING = """\
 from zerolab.lab import Pipeline
 
@@ -834,21 +722,9 @@ SPLIT_FUNCTIONAL = edit(
     "from torch import Tensor, nn\n",
     "import torch.distributed._functional_collectives as fc\nfrom torch import Tensor, nn\n",
 )
-HEADS_BY_MASK = """\
-import torch
-
-
-def heads_of(rows, heads, rank, size):
-    per, rest = divmod(heads, size)
-    if rest:
-        raise ValueError(f"{heads} / {size}")
-    head = torch.arange(len(rows)) // (len(rows) // 3 // heads) % heads
-    return rows[(head >= rank * per) & (head < (rank + 1) * per)]
-"""
 
 RIGHT = {
     "15.1": [SPLIT_BY_LINEARS, SPLIT_BY_HALVES, SPLIT_FUNCTIONAL],
-    "15.2": [HEADS_BY_CAT, HEADS_BY_NUMBERS, HEADS_BY_MASK],
-    "15.3": [PIPELINE_BY_COUNTING, PIPELINE_BY_GRAD, PIPELINE_WITH_A_GRADIENT_OF_THE_LOSS],
+    "15.2": [PIPELINE_BY_COUNTING, PIPELINE_BY_GRAD, PIPELINE_WITH_A_GRADIENT_OF_THE_LOSS],
 }
-MISTAKES = {"15.1": SPLIT_MISTAKES, "15.2": HEADS_MISTAKES, "15.3": PIPELINE_MISTAKES}
+MISTAKES = {"15.1": SPLIT_MISTAKES, "15.2": PIPELINE_MISTAKES}

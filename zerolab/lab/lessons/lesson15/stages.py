@@ -1,0 +1,90 @@
+"""A GPT in a pipeline (lesson 15): its stages, and linear layers that leave their weights' gradients for later."""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from zerolab.lab.lessons.lesson15.pipeline import Paced, Pipeline
+
+
+class GPTStage(nn.Module):
+    """Block `rank` of a GPT; the first stage has the embeddings too, the last one the head."""
+
+    def __init__(self, model: nn.Module, rank: int) -> None:
+        super().__init__()
+        self.block, self.token, self.head = model.blocks[rank], None, None
+        if rank == 0:
+            self.token, self.position = model.token, model.position
+        if rank == len(model.blocks) - 1:
+            self.norm, self.head = model.norm, model.head
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.token is not None:
+            x = self.token(x) + self.position(torch.arange(x.shape[1], device=x.device))
+        x = self.block(x)
+        return x if self.head is None else self.head(self.norm(x))
+
+
+def gpt_pipeline(
+    schedule: type[Pipeline],
+    model: nn.Module,
+    samples: tuple[Tensor, Tensor],
+    rank: int,
+    micro_batches: int,
+    pace: float = 0.0,
+) -> Pipeline:
+    """A pipeline for `samples`, inputs and targets, with a block on each rank. pace: seconds for one sample's forward."""
+    tokens, targets = (part.chunk(micro_batches) for part in samples)
+    stage: nn.Module = GPTStage(model, rank)
+    if pace:
+        stage = Paced(stage, pace * len(tokens[0]))
+
+    def loss(logits: Tensor, m: int) -> Tensor:
+        return F.cross_entropy(logits.flatten(0, 1), targets[m].flatten())
+
+    weight = model.head.weight
+    return schedule(stage, tokens, loss, weight.new_empty(*tokens[0].shape, weight.shape[1]))
+
+
+class _Weight(torch.autograd.Function):
+    """A promise: its backward computes the gradient of a linear layer's weight."""
+
+    @staticmethod
+    def forward(ctx, weight, x, grad):  # type: ignore[no-untyped-def]
+        ctx.save_for_backward(x, grad)
+        return weight.new_zeros(())
+
+    @staticmethod
+    def backward(ctx, _):  # type: ignore[no-untyped-def]
+        x, grad = ctx.saved_tensors
+        return grad.flatten(0, 1).T @ x.flatten(0, 1), None, None
+
+
+class _Linear(torch.autograd.Function):
+    """A linear layer whose backward gives the input's gradient, and appends a promise."""
+
+    @staticmethod
+    def forward(ctx, x, layer, bias, promises):  # type: ignore[no-untyped-def]
+        ctx.save_for_backward(x)
+        ctx.layer, ctx.promises = layer, promises
+        return F.linear(x, layer.weight, bias)
+
+    @staticmethod
+    def backward(ctx, grad):  # type: ignore[no-untyped-def]
+        weight, (x,) = ctx.layer.weight, ctx.saved_tensors
+        with torch.enable_grad():
+            ctx.promises.append(_Weight.apply(weight, x.detach(), grad))
+        of_bias = grad.sum((0, 1)) if ctx.needs_input_grad[2] else None
+        return grad @ weight, None, of_bias, None
+
+
+def put_off_weights(stage: nn.Module, promises: list[Tensor]) -> None:
+    """From now on, the backward of each linear layer in `stage` appends a promise of its weight's gradient.
+
+    `torch.autograd.backward(promises)` computes them.
+    """
+    for layer in stage.modules():
+        if isinstance(layer, nn.Linear):
+            layer.forward = lambda x, at=layer: _Linear.apply(x, at, at.bias, promises)

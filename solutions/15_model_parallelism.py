@@ -1,5 +1,5 @@
 # %% [markdown]
-# # 15 · Model parallelism in one hour
+# # 15 · Model parallelism
 #
 # **The question.** ZeRO divides parameters, gradients and optimizer state among the ranks. Two things it does not
 # divide: a sample and its activations. If one sequence of 100,000 tokens needs more memory than a GPU has, a thousand
@@ -22,8 +22,7 @@ import torch.nn.functional as F
 import zerolab
 from torch import nn
 from zerolab import lab
-from zerolab.lab import GPT, Block, batch, calls, gpt_pipeline, saved, text
-from zerolab.lab.plots import Area
+from zerolab.lab import GPT, Block, batch, calls, saved, text
 from zerolab.measure import ledger, model_states
 
 words = text()
@@ -53,16 +52,13 @@ print(f"Ψ = {psi:,} parameters")
 # - *the sequence of layers*: every rank computes some layers, for all samples, and hands the result on. With one more
 #   idea, this becomes **[pipeline parallelism](../docs/glossary.md#pipeline-parallelism)**.
 #
-# This cell runs the four MLPs of a GPT in all three ways, and notes what each rank computed, and what a rank had to send
-# before the next layer.
+# This cell runs the four MLPs of a GPT in all three ways.
 
 # %%
 # %%ranks
 torch.manual_seed(0)
 mlps = [block.mlp for block in GPT(layers=4, width=64).blocks]
 x = torch.randn(8, 64)  # the same on all ranks
-mine, full = (rank / 4, (rank + 1) / 4), (0.0, 1.0)
-areas = {"samples": [], "each layer": [], "layers": []}
 
 with torch.no_grad():
     whole = x
@@ -70,44 +66,39 @@ with torch.no_grad():
         whole = whole + mlp(whole)
 
     y = x.chunk(4)[rank]
-    for number, mlp in enumerate(mlps):
+    for mlp in mlps:
         y = y + mlp(y)
-        areas["samples"].append(Area(rank, number, mine, full))
     same = [torch.allclose(y, whole.chunk(4)[rank], atol=1e-6)]
 
-    y, sent = x, 0
-    for number, mlp in enumerate(mlps):
+    y = x
+    for mlp in mlps:
         up, bias = mlp.up.weight.chunk(4)[rank], mlp.up.bias.chunk(4)[rank]
         hidden = F.gelu(F.linear(y, up, bias))
         part = F.linear(hidden, mlp.down.weight.chunk(4, dim=1)[rank])
-        areas["each layer"].append(Area(rank, number, full, mine, sent))
         dist.all_reduce(part)
-        y, sent = y + part + mlp.down.bias, part.nbytes * 2 * 3 // 4  # as a ring: 2(N-1)/N
+        y = y + part + mlp.down.bias
     same.append(torch.allclose(y, whole, atol=1e-6))
 
     y = x.clone()
     if rank > 0:
         dist.recv(y, rank - 1)
-    areas["layers"].append(Area(rank, rank, full, full, y.nbytes * (rank > 0)))
     y = y + mlps[rank](y)
     if rank < 3:
         dist.send(y, rank + 1)
     same.append(rank < 3 or torch.allclose(y, whole, atol=1e-6))
 
 # %%
-by_rank = lab.pull("areas")
-ways = {name: [area for areas in by_rank for area in areas[name]] for name in by_rank[0]}
-plots.show(plots.who_computes_what(ways))
+plots.show(plots.who_computes_what(lab.three_ways(4, message=8 * 64 * 4)))
 
 # %% tags=["nbval-check-output"]
 print("the same results in all three ways:", all(all(same) for same in lab.pull("same")))
 
 # %% [markdown]
-# Follow the arrows, which are the **dependencies**. In the first row there are none: until backward has gradients to
-# average, no rank needs anything from another. In the second, no rank can begin a layer before *all* ranks have finished
-# the one before: each of them sends 3.07 kB after every layer, four times (the last time no layer follows, and there is
-# no arrow). In the third, each of three ranks sends one
-# message of 2.05 kB to one other rank, which can do nothing at all before.
+# Follow the arrows, which are the **dependencies**: what a rank needs from others before it can begin a layer. In the
+# first row there are none until backward has gradients to average. In the second, no rank can begin a layer before
+# *all* ranks have finished the one before: each of them sends 3.07 kB after every layer, four times (the last time no
+# layer follows, and there is no arrow). In the third, each of three ranks sends one message of 2.05 kB to one other
+# rank, which can do nothing at all before.
 #
 # ## Predict
 #
@@ -122,11 +113,11 @@ lab.predict("15.1", 4 * 2 * 2 * 8 * 64 * 128 * 4)  # bytes
 # %% [markdown]
 # ## Rows first, then columns
 #
-# An MLP has two layers, `up` and `down`. Between them lie the **hidden units**. Give each rank some of the hidden
-# units. For its units it needs some *rows* of `up.weight` (torch stores a weight as outputs × inputs), and then it has
-# their values in full. In `down` it multiplies them by the *columns* of `down.weight` that belong to them. The result has
-# the full width, but is only a part of a sum over *all* hidden units: one all-reduce for two layers. (In the literature,
-# `up` is *column-parallel* and `down` *row-parallel*.)
+# An MLP has two layers, `up` and `down`. Between them lie the **hidden units**. Give each rank some of them. For its
+# units it needs some *rows* of `up.weight` (torch stores a weight as outputs × inputs), and then it has their values in
+# full. In `down` it multiplies them by the *columns* of `down.weight` that belong to them. The result has the full
+# width, but is only a part of a sum over *all* hidden units: one all-reduce for two layers. (In the literature, `up` is
+# *column-parallel* and `down` *row-parallel*.)
 #
 # Could `up` be cut by columns instead? Then every rank would have a part of *every* hidden unit, but GELU needs the
 # complete sum: gelu(2) + gelu(-3) = 1.95, and gelu(2 - 3) = -0.16. Nonlinear functions want complete units.
@@ -139,7 +130,7 @@ lab.predict("15.1", 4 * 2 * 2 * 8 * 64 * 128 * 4)  # bytes
 #   its own units. Forward does nothing, backward adds up.
 #
 # The Megatron paper (arXiv 1909.08053) calls the two g and f. Here they are `Leave` and `Enter`, each an
-# `autograd.Function` in which you write both directions yourself.
+# `autograd.Function` with both directions written out.
 #
 # ## Write the split
 #
@@ -155,11 +146,11 @@ lab.check("15.1")
 # ## Attention, by heads
 #
 # Attention comes in complete units too: its heads, none of which looks at another. So each rank gets some of the heads.
-# The first layer of our attention computes queries q, keys k and values v at once, and its weight has 3·C rows: q of all
-# heads, then k of all heads, then v of all heads. What belongs to a rank's heads is therefore not one block of rows but
-# three. `heads_of` takes them. The rest is as in the MLP: `Enter`, this rank's heads, this rank's columns of the output
-# layer, `Leave`, the bias. `split` replaces both halves of every block. Embeddings, layer norms and the model's head stay
-# on both ranks.
+# The first layer of our attention computes queries q, keys k and values v at once, and its weight has 3·C rows: q of
+# all heads, then k of all heads, then v of all heads. What belongs to a rank's heads is therefore not one block of rows
+# but three. `heads_of` takes them. The rest is as in the MLP: `Enter`, this rank's heads, this rank's columns of the
+# output layer, `Leave`, the bias. `split` replaces both halves of every block. Embeddings, layer norms and the model's
+# head stay on both ranks.
 #
 # Four ranks give us two pairs, a **[mesh](../docs/glossary.md#mesh)** of 2 × 2. Ranks 0 and 1 divide one copy of the
 # model, ranks 2 and 3 another. Each pair is a process group, the rank's *tensor group*.
@@ -207,16 +198,22 @@ tensor_group, place = pairs[rank // 2], rank % 2  # place: 0 or 1 in the pair
 # %% [markdown]
 # ## Measure
 #
-# Are the numbers those of one process? Compare in float64, where rounding is too small to hide a mistake, the loss and the
-# gradients of four parameters: one that is cut, and three that both ranks of a pair have.
+# One step of the whole model and of the split one, with the same samples. Of the gradients, look at one that is cut,
+# and at three that both ranks of a pair have.
 
 # %%
 # %%ranks
-whole, cut = make_model(torch.float64), split(make_model(torch.float64), tensor_group)
+whole, cut = make_model(), split(make_model(), tensor_group)
 tokens = batch(words, 0, 0, 8, 64)  # the same for everyone
-losses = [loss_of(model, *tokens) for model in (whole, cut)]
-for loss in losses:
-    loss.backward()
+with saved(whole) as kept_whole:
+    whole(*tokens).backward()
+with saved(cut) as kept_cut, calls() as everything:
+    cut(*tokens).backward()
+# Between two ranks an all-reduce sends each element once: 2 (N-1)/N = 1.
+number, sent_tensor = len(everything.calls), everything.payload
+held = [sum(param.nbytes for param in model.parameters()) for model in (whole, cut)]
+held += [kept.peak for kept in (kept_whole, kept_cut)]
+
 theirs, ours = whole.blocks[1], cut.blocks[1]
 grads = {
     "mlp.up.weight": (ours.mlp.up.weight.grad, theirs.mlp.up.weight.grad.chunk(2)[place]),
@@ -225,44 +222,9 @@ grads = {
     "token.weight": (cut.token.weight.grad, whole.token.weight.grad),
 }
 off = {name: ((a - b).abs().max() / b.abs().max()).item() for name, (a, b) in grads.items()}
-off["loss"] = (losses[1] / losses[0] - 1).abs().item()
-norm = ours.norm1.weight.grad
-in_pair = [torch.empty_like(norm) for _ in range(2)]
-dist.all_gather(in_pair, norm, group=tensor_group)
+in_pair = [torch.empty_like(ours.norm1.weight) for _ in range(2)]
+dist.all_gather(in_pair, ours.norm1.weight.grad, group=tensor_group)
 norms_equal = torch.equal(*in_pair)
-
-# %% tags=["nbval-check-output"]
-for name in lab.pull("off", rank=0):
-    same = all(off[name] < 1e-12 for off in lab.pull("off"))
-    print(f"{name:14} equals one process's, to 12 digits:", same)
-same = all(lab.pull("norms_equal"))
-print("a layer norm's gradients are the same in a pair, bit for bit:", same)
-
-# %% [markdown]
-# Close, not bit for bit: a sum in two parts is rounded differently. Look at the layer norm: nobody averaged its gradient,
-# and still both ranks have the right one, because everything outside `Enter` and `Leave` sees the same numbers on both. A
-# gradient from inside, before `Enter` had added up, would differ between the two, and so would the copies after a step,
-# without any error.
-#
-# Now the bytes, in float32:
-
-# %%
-# %%ranks
-cut = split(make_model(), tensor_group)
-with saved(cut) as kept_cut:
-    loss = cut(*tokens)
-    with calls() as in_backward:
-        loss.backward()
-with calls() as in_forward:
-    cut(*tokens)
-# Between two ranks an all-reduce sends each element once: 2 (N-1)/N = 1.
-sent_tensor = in_forward.payload + in_backward.payload
-number = len(in_forward.calls) + len(in_backward.calls)
-whole = make_model()
-with saved(whole) as kept_whole:
-    whole(*tokens).backward()
-held = [sum(param.nbytes for param in model.parameters()) for model in (whole, cut)]
-held += [kept.peak for kept in (kept_whole, kept_cut)]
 
 # %%
 lab.measured("15.1", lab.pull("sent_tensor", rank=0))
@@ -275,17 +237,27 @@ if lab.predicted("15.1"):
     print(f"{number} all-reduces, {sent:,} bytes sent by each rank")
     print(f"parameters on a rank: {whole:,} bytes whole, {cut:,} divided by two ranks")
     print(f"activations that forward keeps: {kept_cut / kept_whole:.2f} x one process's")
+for name in lab.pull("off", rank=0):
+    same = all(off[name] < 1e-4 for off in lab.pull("off"))
+    print(f"the gradient of {name:13} equals one process's, to 4 digits:", same)
+same = all(lab.pull("norms_equal"))
+print("a layer norm's gradients are the same in a pair, bit for bit:", same)
 
 # %% [markdown]
-# More than the 4Ψ = 3,468,288 bytes that DDP's all-reduce sends between two ranks, and of another kind. DDP's bytes
+# *The gradients* are close, not equal bit for bit: a sum in two parts is rounded differently. Look at the layer norm:
+# nobody averaged its gradient, and still both ranks have the right one, because everything outside `Enter` and `Leave`
+# sees the same numbers on both. Without the sum in `Enter` the two would differ, and so would the copies after a step,
+# without any error.
+#
+# *The bytes* are more than the 4Ψ = 3,468,288 that DDP's all-reduce sends between two ranks, and of another kind. DDP's
 # depend on the parameters, and hide behind backward (lesson 09). These depend on the *tokens*, and the next layer waits
 # for them. (Cutting the batch or a matrix product into pieces hides a part: Domino, arXiv 2409.15241, and Megatron-LM's
-# `--tp-comm-overlap` do that.) So tensor parallelism lives where the wires are fastest, inside a node.
+# `--tp-comm-overlap`.) So tensor parallelism lives where the wires are fastest, inside a node.
 #
-# What it buys: a rank holds about half of the parameters and computes half of each block. Of the activations q, k, v and
-# the hidden units are halved; the inputs of blocks and layer norms stay whole on both ranks. That does not yet answer the
-# opening case, a sequence of 100,000 tokens. Two more cuts do: **sequence parallelism** (Korthikanti et al., arXiv
-# 2205.05198) also gives each rank of the tensor group a part of the *tokens* where the layer norms are, with a
+# *What it buys*: a rank holds about half of the parameters and computes half of each block. Of the activations q, k, v
+# and the hidden units are halved; the inputs of blocks and layer norms stay whole on both ranks. That does not yet
+# answer the opening case, a sequence of 100,000 tokens. Two more cuts do: **sequence parallelism** (Korthikanti et al.,
+# arXiv 2205.05198) also gives each rank of the tensor group a part of the *tokens* where the layer norms are, with a
 # reduce-scatter and an all-gather, and as many bytes, in place of each all-reduce. **Context parallelism** divides the
 # tokens in every layer, and sends keys and values around (ring attention, arXiv 2310.01889; lesson 22 builds it).
 #
@@ -299,9 +271,9 @@ if lab.predicted("15.1"):
 #                 │          │
 #     pair 1    rank 2 ─── rank 3      │   a data group: parameters and gradients, by ZeRO
 #
-# Model states are 16 bytes for each parameter. Embeddings, layer norms, the model's head and the biases after `Leave` are
-# not divided within a pair, 77,056 of the 867,072 parameters. ZeRO-3 divides whatever a rank has by two. How many bytes
-# does a rank hold, for each of the Ψ parameters of the whole model?
+# Model states are 16 bytes for each parameter. Embeddings, layer norms, the model's head and the biases after `Leave`
+# are not divided within a pair, 77,056 of the 867,072 parameters. ZeRO-3 divides whatever a rank has by two. How many
+# bytes does a rank hold, for each of the Ψ parameters of the whole model?
 
 # %%
 lab.predict("15.2", 16 / 4 * (867_072 + 77_056) / 867_072)  # bytes per parameter
@@ -349,18 +321,17 @@ if lab.predicted("15.2"):
         print(f"{group}: {sent:>9,} bytes sent by each rank in a step")
 
 # %% [markdown]
-# The tensor group sends what it sent before. The data group sends what ZeRO-3 sends between two ranks, for a model that is
-# almost half as large. Neither class had to be changed. (Only a gradient *norm* over the whole model has to know of both
-# groups: in a pair, cut parameters count on both ranks, copies once. `zero.clip_grad_norm_` sees its data group alone.)
+# The tensor group sends what it sent before. The data group sends what ZeRO-3 sends between two ranks, for a model that
+# is almost half as large. Neither class had to be changed. (But `zero.clip_grad_norm_` sees its data group alone: a
+# norm over the whole model counts cut parameters on both ranks of a pair, and copies once.)
 #
 # ## By layers, and the bubble
 #
-# Now the third row of the first picture: each rank has some of the layers. A **stage** is what one rank computes: here
-# rank r has block r, the first also the embeddings, and the last the model's head. `gpt_pipeline` connects the ranks.
-# Messages and numbers are real; the *times* are counted, not measured, since four ranks here share two cores. With
-# `pace=0.02` each stage has a clock, which goes on by 20 ms for the forward of a sample and 40 for its backward, and
-# with each message to its sender's time, if that is later. First, the whole batch goes through stage 0, then 1, then 2,
-# then 3, and back.
+# Now the third row of the first picture. A **stage** is what one rank computes: here rank r has block r, the first also
+# the embeddings, and the last the model's head. `gpt_pipeline` connects the ranks. Messages and numbers are real; the
+# *times* are counted, not measured, since four ranks here share two cores. With `pace=0.02` each stage has a clock,
+# which goes on by 20 ms for the forward of a sample and 40 for its backward, and with each message to its sender's
+# time, if that is later. First, the whole batch goes through stage 0, then 1, then 2, then 3, and back.
 
 # %%
 # %%ranks
@@ -368,8 +339,8 @@ MyPipeline = lab.mine("15.2")
 
 
 def pipeline(schedule, micro_batches, dtype=torch.float32):
-    samples = batch(words, 0, 0, 8, 64)
-    return gpt_pipeline(schedule, make_model(dtype), samples, rank, micro_batches, pace=0.02)
+    model, samples = make_model(dtype), batch(words, 0, 0, 8, 64)
+    return lab.gpt_pipeline(schedule, model, samples, rank, micro_batches, pace=0.02)
 
 
 pipe = pipeline(MyPipeline, micro_batches=1)
@@ -409,17 +380,17 @@ lab.measured("15.3", round(100 * plots.bubble(gpipe), 2))
 lab.reveal("15.3")
 
 # %% [markdown]
-# Count in units of one micro-batch on one stage. A rank works for M of them, and waits while the pipeline fills and empties:
-# N - 1. So the bubble is (N-1) / (M+N-1), here 3/11. With M much larger than N it nearly vanishes. (The picture comes below,
-# beside another.)
+# Count in units of one micro-batch on one stage. A rank works for M of them, and waits while the pipeline fills and
+# empties: N - 1. So the bubble is (N-1) / (M+N-1), here 3/11. With M much larger than N it nearly vanishes. (The
+# picture comes below, beside another.)
 #
 # ## Write a stage
 #
 # GPipe pays in memory: when the first backward begins, the activations of all M micro-batches are there. The remedy is
 # an order called **1F1B**, one forward, one backward (PipeDream, arXiv 1806.03377; with one update per batch, as here,
-# arXiv 2104.04473). Start backwards as early as possible, and let each free its activations before the next forward takes
-# more: rank r runs as many forwards as there are stages behind it, then takes turns. Write the order, and what a stage
-# does in forward and in backward.
+# arXiv 2104.04473). Start backwards as early as possible, and let each free its activations before the next forward
+# takes more: rank r runs as many forwards as there are stages behind it, then takes turns. Write the order, and what a
+# stage does in forward and in backward.
 
 # %%
 # %%exercise 15.2
@@ -447,11 +418,10 @@ if lab.predicted("15.3"):
 #
 # ## Half a backward
 #
-# Look at the gaps in the picture. A rank waits there for a gradient, and the next rank could have sent it earlier.
-# For each matrix product of forward, backward computes two of the same size. One gives the gradient of the layer's
-# *input*, which the previous rank is waiting for. The other gives the gradient of its *weight*, which nobody needs
-# before the optimizer's step. **[Zero bubble](../docs/glossary.md#zero-bubble)** (arXiv 2401.10241) splits them: pass
-# the input's gradient on, and keep the weights' part for when there is nothing else to do. An order now has three kinds
+# In the gaps of the picture a rank waits for a gradient, and the next rank could have sent it earlier. For each matrix
+# product of forward, backward computes two of the same size. One gives the gradient of the layer's *input*, which the
+# previous rank is waiting for. The other gives the gradient of its *weight*, which nobody needs before the optimizer's
+# step. **[Zero bubble](../docs/glossary.md#zero-bubble)** (arXiv 2401.10241) splits them. An order now has three kinds
 # of steps, of 20 ms each:
 #
 # - take 1F1B's order, its backwards reduced to the gradients of inputs;
@@ -467,9 +437,6 @@ lab.predict("15.4", 100 * 3 / 27)  # % of the time
 
 # %%
 # %%ranks
-from zerolab.lab import GPTStage, put_off_weights
-
-
 class ZeroBubble(MyPipeline):
     def order(self):
         steps, M = [], self.micro_batches
@@ -481,7 +448,7 @@ class ZeroBubble(MyPipeline):
 
     def forward(self, m):
         promises = self.kept["weights", m] = []  # one from each linear layer's backward
-        put_off_weights(self.stage, promises)
+        lab.put_off_weights(self.stage, promises)
         super().forward(m)
 
     def weights(self, m):
@@ -490,7 +457,7 @@ class ZeroBubble(MyPipeline):
 
 whole = make_model(torch.float64)  # one process
 loss_of(whole, *batch(words, 0, 0, 8, 64)).backward()
-right = dict(GPTStage(whole, rank).named_parameters())
+right = dict(lab.GPTStage(whole, rank).named_parameters())
 schedules = {"GPipe": GPipe, "1F1B": MyPipeline, "zero bubble": ZeroBubble}
 three = {}
 for name, schedule in schedules.items():
@@ -518,17 +485,17 @@ if lab.predicted("15.4"):
 
 # %% [markdown]
 # All gradients are one process's to 12 digits, in all three orders. Each rank waits for N - 1 units of 20 ms, where it
-# was N - 1 units of 60. The price is memory. A weight's gradient needs the layer's input and the gradient of its output,
-# and rank r keeps those of r micro-batches more: now every rank keeps about as much as rank 0, and the last one more,
-# since its head's outputs are wide.
+# was N - 1 units of 60. The price is memory. A weight's gradient needs the layer's input and the gradient of its
+# output, and rank r keeps those of r micro-batches more: now every rank keeps about as much as rank 0, and the last one
+# more, since its head's outputs are wide.
 #
-# On devices a little more is left. The three kinds of steps do not take equally long, since attention between its
-# projections has nothing to put off, nor have layer norms. And whoever clips by the global norm waits for the last weights
-# of all ranks; the paper's authors step first, and roll back when the norm says so.
+# On devices a little more is left: attention between its projections has nothing to put off, nor have layer norms. And
+# whoever clips by the global norm waits for the last weights of all ranks (the paper's authors step first, and roll
+# back when the norm says so).
 #
-# And the traffic is the smallest of all: one activation forward and its gradient back, between neighbours. So pipelines
-# cross the slow wires between nodes, where tensor parallelism would not keep up. (ZeRO does, if each rank has enough
-# tokens to hide what it sends, lesson 09.)
+# A pipeline's traffic is the smallest of all: one activation forward and its gradient back, between neighbours. So
+# pipelines cross the slow wires between nodes, where tensor parallelism would not keep up. (ZeRO does, if each rank has
+# enough tokens to hide what it sends, lesson 09.)
 #
 # ## All four, side by side
 #
@@ -537,8 +504,6 @@ if lab.predicted("15.4"):
 
 # %%
 # %%ranks
-from zerolab.lab import step_in_numbers
-
 tokens = batch(words, 0, 0, 8, 64)
 own = [part.chunk(4)[rank] for part in tokens]
 
@@ -555,7 +520,7 @@ def run_way(way):
         model = pipe.stage
     adam = torch.optim.AdamW(model.parameters(), lr=1e-3)
     step = pipe.run if pipe else lambda: model(*mine).backward()
-    return step_in_numbers(model, adam, step, zero, pipe)
+    return lab.step_in_numbers(model, adam, step, zero, pipe)
 
 
 WAYS = ("one process", "DDP", "ZeRO-3", "tensor", "pipeline")
@@ -563,14 +528,7 @@ table = {way: run_way(way) for way in WAYS}
 
 # %%
 rows = lab.pull("table")
-largest = {
-    way: {key: max(of[way][key] for of in rows) for key in rows[0][way]} for way in rows[0]
-}
-print("the most on a rank: model states   activations  bytes sent  MFLOP    updated")
-for way, of in largest.items():
-    states, kept, sent = of["states"], of["kept"], of["sent"]
-    print(f"{way:18}{states:>14,}{kept:>14,}{sent:>12,.0f}", end="")
-    print(f"{of['flop'] / 1e6:>7,.0f}{of['updated']:>11,}")
+largest = lab.most_on_a_rank(rows)
 one = largest["one process"]
 assert largest["ZeRO-3"]["states"] < 0.3 * one["states"] <= 0.3 * largest["DDP"]["states"]
 assert largest["tensor"]["flop"] < 0.5 * one["flop"]
@@ -580,24 +538,24 @@ assert largest["tensor"]["flop"] < 0.5 * one["flop"]
 #
 # - *Model states.* DDP divides nothing, ZeRO-3 everything, tensor parallelism all but the copies. A pipeline's fullest
 #   stage has an embedding or the head besides its block.
-# - *Activations.* Data parallelism, with or without ZeRO, has a quarter because it has a quarter of the samples, and goes
-#   no further than one sample per rank. The other two divide what belongs to *one* sample.
+# - *Activations.* Data parallelism, with or without ZeRO, has a quarter because it has a quarter of the samples, and
+#   goes no further than one sample per rank. The other two divide what belongs to *one* sample.
 # - *Bytes.* DDP sends gradients, ZeRO-3 parameters as well, the other two activations, in proportion to the tokens.
 #
-# **ZeRO is not enough** if one sample's activations (with checkpointing, lesson 10) or one unit's full parameters do not
-# fit on a GPU, or if the batch that still trains well has fewer samples than you have GPUs. **Stage 3 is the wrong tool**
-# if the model fits with stage 2, which sends what DDP sends, or if each rank has so few tokens that gathering the
-# parameters takes longer than using them (lesson 09): then send activations. **Otherwise model parallelism is the wrong
-# tool**: it changes the model's code, and ZeRO does not.
+# **ZeRO is not enough** if one sample's activations (with checkpointing, lesson 10) or one unit's full parameters do
+# not fit on a GPU, or if the batch that still trains well has fewer samples than you have GPUs. **Stage 3 is the wrong
+# tool** if the model fits with stage 2, which sends what DDP sends, or if each rank has so few tokens that gathering
+# the parameters takes longer than using them (lesson 09): then send activations. **Otherwise model parallelism is the
+# wrong tool**: it changes the model's code, and ZeRO does not.
 #
 # ## In production
 #
-# In torch 2.13, `torch.distributed.tensor.parallel.parallelize_module` replaces a layer's weight by a **DTensor**, a tensor
-# that knows how it is cut over a mesh: `ColwiseParallel` is our `up`, `RowwiseParallel` our `down`.
-# `torch.distributed.pipelining` has stages and schedules such as `Schedule1F1B` and `ScheduleInterleavedZeroBubble`,
-# whose orders ours are. Large runs use all three dimensions:
-# tensor parallelism inside a node, pipelines between nodes, ZeRO in the data dimension. (With a pipeline one uses stage 1:
-# in stages 2 and 3 every micro-batch would gather and reduce again.)
+# In torch 2.13, `torch.distributed.tensor.parallel.parallelize_module` replaces a layer's weight by a **DTensor**, a
+# tensor that knows how it is cut over a mesh: `ColwiseParallel` is our `up`, `RowwiseParallel` our `down`.
+# `torch.distributed.pipelining` has schedules such as `Schedule1F1B` and `ScheduleInterleavedZeroBubble`, whose orders
+# ours are. Large runs use all three dimensions: tensor parallelism inside a node, pipelines between nodes, ZeRO for
+# what is left. (With a pipeline that is stage 1: stage 2 would reduce again for every micro-batch, and stage 3 gather,
+# too.)
 #
 # ## On trial
 #
@@ -618,18 +576,19 @@ for way in ("DDP", "ZeRO-3", "tensor", "pipeline"):
     print(f"all together {sum(each):.3f}")
 
 # %% [markdown]
-# **A submodel: false for ZeRO.** A quarter on every rank looks like a quarter of the model, but it is a quarter of the
-# *samples*: each rank runs every layer in full. Its backward computes the gradient of *every* parameter, and the
-# reduce-scatter hands the parts to their owners. Training a submodel is what the last two rows do.
+# **A submodel: false for ZeRO.** A quarter on every rank is a quarter of the *samples*: each rank runs every layer in
+# full. Its backward computes the gradient of *every* parameter, and the reduce-scatter hands the parts to their owners.
+# Training a submodel is what the last two rows do.
 #
 # **A special structure, more compute: false for ZeRO.** The same GPT class went into DDP and ZeRO-3 as it was, and all
-# ranks together compute what one process computes. A rank's update work *falls*, to Ψ/N (the table's last column). What
-# synchronisation adds is traffic and waiting. The first half is **true of model parallelism**: we replaced both halves
-# of every block, and a pipeline needs a chain of stages of equal cost.
+# ranks together compute what one process computes. (Tensor parallelism computes the head on every rank.) A rank's
+# update work *falls*, to Ψ/N (the table's last column). What synchronisation adds is traffic and waiting. The first
+# half is **true of model parallelism**: we replaced both halves of every block, and a pipeline needs a chain of stages
+# of equal cost.
 #
-# **Memory: false, both halves.** Data parallelism neither lowers nor raises the model states: DDP's are those of one
-# process (the table's first column). What it lowers is activations, as far as it lowers the samples per GPU. ZeRO and
-# model parallelism lower the model states, and together they lower them further, as in prediction 15.2.
+# **Memory: false, both halves.** Data parallelism neither lowers nor raises the model states (the table's first
+# column). What it lowers is activations, as far as it lowers the samples per GPU. ZeRO and model parallelism lower the
+# model states, and together they lower them further, as in prediction 15.2.
 #
 # > "Model parallelism suits little data."
 
@@ -649,21 +608,16 @@ for sequences in (1, 2, 4, 8):
 for sequences, (tensor, data) in lab.pull("by_batch", rank=0).items():
     print(f"sequences: {sequences}; tensor parallelism sends {tensor:>9,} bytes", end=", ")
     print(f"DDP {data:,}")
-for number in (1, 2, 8):
-    bubble = 3 / (number + 3)
-    print(f"a pipeline of 4 stages, micro-batches: {number}, bubble at best {bubble:.0%}")
 
 # %% [markdown]
 # **True under a condition**, for one kind and for another sense of "data". The size of the *data set* decides nothing.
-# With few tokens in a *step*, tensor parallelism sends less and DDP as much as ever: here it is ahead up to six sequences.
-# A pipeline is the opposite: with few micro-batches it stands still.
+# With few tokens in a *step*, tensor parallelism sends less and DDP as much as ever: here it is ahead up to six
+# sequences. A pipeline is the opposite: with few micro-batches it stands still, with one for 75 % of the time.
 #
 # > "Each shard's gradient sums over its own samples, and the full gradient is the sum of the shards."
 
 # %%
 # %%ranks
-from zerolab.lab import own_elements
-
 zero = zerolab.Zero2(make_model(), units=[Block])
 zero.model(*own).backward()
 unit = zero.units[1]
@@ -672,7 +626,7 @@ trial = [mine.numel()]
 for samples in (tokens, own):
     model = make_model()  # one process, with these samples
     model(*samples).backward()
-    shard = own_elements(unit, rank, model)
+    shard = lab.own_elements(unit, rank, model)
     trial.append(torch.allclose(mine, shard, rtol=1e-3, atol=1e-6))
 
 # %% tags=["nbval-check-output"]
@@ -682,17 +636,15 @@ for rank, (elements, of_all, of_own) in enumerate(lab.pull("trial")):
 
 # %% [markdown]
 # **False**: it mixes two ways to cut. *Samples* are cut among the ranks, and gradients over samples are averaged.
-# *Elements* of the gradient are cut into shards, and each is the mean over the samples of *all* ranks. Shards belong to
-# different parameters and are put end to end: adding them up means nothing.
+# *Elements* of the gradient are cut into shards, and each is the mean over the samples of *all* ranks. Shards are put
+# end to end: adding them up means nothing.
 #
 # ## Questions
 #
 # 1. A pipeline has 8 stages. How many micro-batches keep the bubble below 10 %? What do they cost in memory with GPipe,
 #    and with 1F1B?
 # 2. How is a mesh of tensor parallelism, pipeline and ZeRO laid out on nodes of 8 GPUs, and why?
-# 3. In tensor parallelism, a layer norm's weight is on every rank. What keeps the copies equal, and what would break
-#    it?
-# 4. A 7B model with ZeRO-3 fits on 64 GPUs with one sequence each. You get 512 GPUs, and the batch must not grow. What
+# 3. A 7B model with ZeRO-3 fits on 64 GPUs with one sequence each. You get 512 GPUs, and the batch must not grow. What
 #    now?
 
 # %% [markdown] tags=["answer"]
@@ -700,12 +652,10 @@ for rank, (elements, of_all, of_own) in enumerate(lab.pull("trial")):
 #
 # 1. (N-1)/(M+N-1) < 0.1 with N = 8 needs M > 63: at least 64. GPipe keeps the activations of all 64 on every stage.
 #    1F1B keeps 8 on the first stage and 1 on the last.
-# 2. Tensor parallelism inside the node: it sends the most, and the next layer waits for it. Pipeline stages on different
-#    nodes: they send little, to one neighbour. ZeRO over what is left: its traffic does not depend on the tokens and can
-#    hide behind computing.
-# 3. All ranks compute it from equal inputs and equal gradients, because `Enter` adds up in backward. It breaks without
-#    that, if dropout outside the split region draws different masks on the ranks, or if the copies started differently.
-# 4. 64 sequences cannot be given to 512 ranks. Divide the computing: tensor parallelism over the 8 GPUs of a node, and
+# 2. Tensor parallelism inside the node: it sends the most, and the next layer waits for it. Pipeline stages on
+#    different nodes: they send little, to one neighbour. ZeRO over what is left: its traffic does not depend on the
+#    tokens and can hide behind computing.
+# 3. 64 sequences cannot be given to 512 ranks. Divide the computing: tensor parallelism over the 8 GPUs of a node, and
 #    ZeRO over 64 such groups, one sequence for each.
 
 # %%

@@ -370,7 +370,8 @@ MEASURED: dict[str, list[tuple[dict[str, float], Callable[[float], str]]]] = {
     "DDP in float32: computed per byte sent": [({"t": 4 * 64, "N": 4}, lambda x: f"you said {x:.0f} FLOP per byte")],
     "DDP in bf16 hides from, on many ranks": [({"F": 400e12, "β": 50e9}, lambda x: f"about {x:,.0f} tokens")],
     "bubble of a pipeline": [
-        ({"P": 4, "M": m}, lambda x, m=m: f"micro-batches: {m}, bubble at best {x:.0%}") for m in (1, 2, 8)
+        ({"P": 4, "M": m}, lambda x, run=run: f"{run}: a stage stands still for {x:.0%}")
+        for run, m in {"by layers": 1, "GPipe": 8, "1F1B": 8}.items()
     ],
     "bubble with zero bubble": [({"P": 4, "M": 8}, lambda x: f"measured {100 * x:.2f} %")],
     "offload: link = computing from": [

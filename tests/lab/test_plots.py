@@ -20,6 +20,7 @@ import zerolab
 from zerolab.lab.exercises.battery import load
 from zerolab.lab.exercises.catalogue import EXERCISES
 from zerolab.lab.lessons.lesson10.arena import replay
+from zerolab.lab.lessons.lesson15.compared import three_ways
 from zerolab.lab.lessons.lesson15.pipeline import Paced, Pipeline
 from zerolab.lab.ranks.network import linked
 from zerolab.measure import CATEGORIES, holdings, ledger, timeline, trace
@@ -463,24 +464,8 @@ def test_bands(tmp_path):
         plots.bands({"empty": []}, "", "", "", "")
 
 
-def three_ways():
-    """What this rank computes of two linear layers: half of the samples, half of each layer, or one layer."""
-    rank, half = dist.get_rank(), (dist.get_rank() / 2, (dist.get_rank() + 1) / 2)
-    x, full = torch.ones(4, 8), (0.0, 1.0)
-    part = x[:, :4] * (rank + 1)
-    dist.all_reduce(part)
-    y = torch.empty(4, 8)
-    dist.send(x, 1) if rank == 0 else dist.recv(y, 0)
-    return {
-        "samples": [plots.Area(rank, layer, half, full) for layer in range(2)],
-        "each layer": [plots.Area(rank, layer, full, half, part.nbytes * layer) for layer in range(2)],
-        "layers": [plots.Area(rank, rank, full, full, y.nbytes * rank)],
-    }
-
-
-def test_who_computes_what(ranks, tmp_path):
-    found = ranks.run(three_ways, ranks=2)
-    figure, sentence = plots.who_computes_what({way: found[0][way] + found[1][way] for way in found[0]})
+def test_who_computes_what(tmp_path):
+    figure, sentence = plots.who_computes_what(three_ways(2, message=64))
     save(figure, tmp_path)
     assert sentence == (
         "samples: no rank waits for another; each layer: 2 ranks must wait for others, each before 1 layer; "

@@ -49,7 +49,7 @@ _HOME = {
     "zerolab.lab.lessons.lesson14.hugging_face": ("bert_and_gpt2",),
     "zerolab.lab.lessons.lesson15.pipeline": ("Pipeline",),
     "zerolab.lab.lessons.lesson15.stages": ("GPTStage", "gpt_pipeline", "put_off_weights"),
-    "zerolab.lab.lessons.lesson15.compared": ("own_elements", "step_in_numbers"),
+    "zerolab.lab.lessons.lesson15.compared": ("most_on_a_rank", "own_elements", "step_in_numbers", "three_ways"),
     "zerolab.lab.lessons.lesson09.processor": ("Processor",),
     "zerolab.lab.activations": ("saved",),
     "zerolab.lab.scripts": ("torchrun", "reproduce"),

@@ -25,7 +25,7 @@ LESSONS: dict[str, str] = {
     "12": "What ZeRO is not, and what it learned since",
     "13": "Case: images",
     "14": "Case: text",
-    "15": "Model parallelism in one hour",
+    "15": "Model parallelism",
     "16": "Plan a trillion parameters",
     "17": "The clinic",
     "18": "Over to production",

@@ -212,7 +212,7 @@ CLAIMS: tuple[Claim, ...] = (
         "Model parallelism suits little data.",
         CONDITION,
         "Tensor parallelism, with few tokens in a step: `sequences: 1; tensor parallelism sends 524,288 bytes, DDP "
-        "3,468,288`. Not a pipeline: `micro-batches: 1, bubble at best 75%`.",
+        "3,468,288`. Not a pipeline: with one micro-batch `a stage stands still for 75% of the time`.",
         "15",
         "Model parallelism suits little data",
     ),

@@ -228,8 +228,9 @@ class Enter(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, x: Tensor, group) -> Tensor:
-        """Keep what backward needs: ctx.group = group. Return x.view_as(x): it is new."""
-        raise Todo("15.1")
+        """Keeps what backward needs. What it returns is new, in the memory of x."""
+        ctx.group = group
+        return x.view_as(x)
 
     @staticmethod
     def backward(ctx, grad: Tensor):
@@ -258,14 +259,16 @@ class MyMLP(nn.Module):
     """This rank's part of an MLP: `mlp.up` is nn.Linear(C, hidden), down the reverse."""
 
     def __init__(self, mlp: nn.Module, group) -> None:
-        """Rank r of N in `group` has units r * hidden / N to (r + 1) * hidden / N.
+        """This rank has the units from rank * hidden / N to (rank + 1) * hidden / N.
 
-        The parameters are called up.weight, up.bias, down.weight and down.bias, as in
-        `mlp`, which stays as it is. dist.get_rank(group) and dist.get_world_size(group)
-        are r and N.
+        Make four parameters, up.weight, up.bias, down.weight and down.bias, each in memory
+        of its own. `mlp` stays as it is, and is not kept.
         """
         super().__init__()
-        raise Todo("15.1")
+        self.group = group
+        rank, N = dist.get_rank(group), dist.get_world_size(group)
+        self.up, self.down = nn.Module(), nn.Module()
+        raise Todo("15.1")  # self.up.weight = nn.Parameter(...), and so on
 
     def forward(self, x: Tensor) -> Tensor:
         """(..., C) -> (..., C): down(gelu(up(x))) of the whole MLP, x the same on all."""

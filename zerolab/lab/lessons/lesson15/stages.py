@@ -2,40 +2,43 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from zerolab.lab.lessons.lesson15.pipeline import Paced, Pipeline
+from zerolab.tasks.models import GPT
 
 
 class GPTStage(nn.Module):
     """Block `rank` of a GPT; the first stage has the embeddings too, the last one the head."""
 
-    def __init__(self, model: nn.Module, rank: int) -> None:
+    def __init__(self, model: GPT, rank: int) -> None:
         super().__init__()
-        self.block, self.token, self.head = model.blocks[rank], None, None
-        if rank == 0:
+        self.block, self.first, self.last = model.blocks[rank], rank == 0, rank == len(model.blocks) - 1
+        if self.first:
             self.token, self.position = model.token, model.position
-        if rank == len(model.blocks) - 1:
+        if self.last:
             self.norm, self.head = model.norm, model.head
 
     def forward(self, x: Tensor) -> Tensor:
-        if self.token is not None:
+        if self.first:
             x = self.token(x) + self.position(torch.arange(x.shape[1], device=x.device))
         x = self.block(x)
-        return x if self.head is None else self.head(self.norm(x))
+        return self.head(self.norm(x)) if self.last else x
 
 
 def gpt_pipeline(
     schedule: type[Pipeline],
-    model: nn.Module,
+    model: GPT,
     samples: tuple[Tensor, Tensor],
     rank: int,
     micro_batches: int,
     pace: float = 0.0,
 ) -> Pipeline:
-    """A pipeline for `samples`, inputs and targets, with a block on each rank. pace: seconds for one sample's forward."""
+    """A pipeline for `samples`, inputs and targets, a block on each rank. pace: seconds for one sample's forward."""
     tokens, targets = (part.chunk(micro_batches) for part in samples)
     stage: nn.Module = GPTStage(model, rank)
     if pace:
@@ -87,4 +90,8 @@ def put_off_weights(stage: nn.Module, promises: list[Tensor]) -> None:
     """
     for layer in stage.modules():
         if isinstance(layer, nn.Linear):
-            layer.forward = lambda x, at=layer: _Linear.apply(x, at, at.bias, promises)
+            layer.forward = partial(_computed, layer, promises)  # type: ignore[method-assign]
+
+
+def _computed(layer: nn.Linear, promises: list[Tensor], x: Tensor) -> Tensor:
+    return _Linear.apply(x, layer, layer.bias, promises)

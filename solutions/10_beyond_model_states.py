@@ -15,9 +15,9 @@ print(f"model states in stage 3, 64 GPUs: {states / 1e9:.2f} GB")
 print(f"activations of 8 x 2,048 tokens in bfloat16, on every GPU: {kept / 1e9:.1f} GB")
 
 # %% [markdown]
-# The ZeRO paper calls this rest the **[residual states](../docs/glossary.md#residual-states)**, and its section 6, *ZeRO-R*, is about them: activations, temporary
-# buffers, and memory that is free but in pieces too small to use. This lesson takes them one by one. Then it moves the
-# optimizer off the GPU, which is *ZeRO-Offload*, and asks when that pays.
+# The ZeRO paper calls this rest the **[residual states](../docs/glossary.md#residual-states)**, and its section 6, *ZeRO-R*, is
+# about them: activations, temporary buffers, and memory that is free but in pieces too small to use. This lesson takes them one
+# by one. Then it moves the optimizer off the GPU, which is *ZeRO-Offload*, and asks when that pays.
 
 # %%
 # %load_ext zerolab.lab
@@ -29,6 +29,7 @@ lab.start(4)
 # %% tags=["nbval-check-output"]
 # %%ranks
 import time
+from functools import partial
 
 import torch
 import torch.distributed as dist
@@ -42,11 +43,11 @@ from zerolab.measure import model_states, timeline
 words = text()
 
 
-def make_model(wrap=None):
+def make_model(run=None):  # run(block, x) in place of block(x)
     torch.manual_seed(0)
     model = GPT(layers=6, width=128)
-    if wrap is not None:
-        model.blocks = nn.ModuleList(wrap(block) for block in model.blocks)
+    if run is not None:
+        model.blocks = nn.ModuleList(lab.RunBy(run, block) for block in model.blocks)
     return model
 
 
@@ -65,8 +66,8 @@ print(f"Ψ = {psi:,} parameters in {len(make_model().blocks)} blocks of width 12
 alone = [dist.new_group([number]) for number in range(world_size)][rank]
 
 
-def record(wrap=None, sequences=8, stage=zerolab.DDP, group=alone):
-    zero = stage(make_model(wrap), units=[Block], group=group)
+def record(run=None, sequences=8, stage=zerolab.DDP, group=alone):
+    zero = stage(make_model(run), units=[Block], group=group)
     adam = AdamW(zero.model.parameters(), lr=1e-3)
 
     def step(number):
@@ -100,9 +101,10 @@ plots.show(plots.skyline([plain], names=["everything kept"]))
 #
 # ## Forget, and compute again
 #
-# Of a block's 16 vectors, 15 can be computed from the first, its input. **[Activation checkpointing](../docs/glossary.md#activation-checkpointing)** keeps only the inputs.
-# When backward reaches a block, the block's forward runs *again*, from its kept input; now all 16 vectors are there, for
-# this one block, and its backward can follow.
+# Of a block's 16 vectors, 15 can be computed from the first, its input. **[Activation
+# checkpointing](../docs/glossary.md#activation-checkpointing)** keeps only the inputs. When backward reaches a block, the
+# block's forward runs *again*, from its kept input; now all 16 vectors are there, for this one block, and its backward can
+# follow.
 #
 # Predict two numbers. How many bytes does one token leave behind when forward returns, if each of the 6 blocks keeps only its
 # input? (Width 128, float32. What follows the blocks stays as it was.) And the price: how much arithmetic does a step take,
@@ -124,10 +126,9 @@ lab.predict("10.2", 4 / 3)  # × the arithmetic
 #   `torch.autograd.backward(y, grad)`, ends at this input, and adds the parameters' gradients to their `.grad` on the way.
 #   Your backward returns the input's gradient, and autograd goes on from there.
 # - **Both runs must compute the same.** Dropout draws random numbers, and *autocast* picks a dtype for each operation
-#   (`with torch.autocast(...)`, usually around the forward only). So keep the state of both, `torch.get_rng_state()` and
-#   `torch.is_autocast_enabled("cpu")` with `torch.get_autocast_dtype("cpu")`, and set it again for the second run. Whoever
-#   draws random numbers afterwards must not notice: `with torch.random.fork_rng(devices=[]):` puts the state back. (This is
-#   the CPU's generator. A GPU has one of its own, and `torch.utils.checkpoint` keeps both.)
+#   (`with torch.autocast(...)`, usually around the forward only). `Moment(device)` keeps the state of both as it is now,
+#   and `with moment.again():` computes under it once more. Whoever draws random numbers afterwards does not notice. (This
+#   is the CPU's generator. A GPU has one of its own, and `torch.utils.checkpoint` keeps both.)
 
 # %%
 # %%exercise 10.1
@@ -147,20 +148,8 @@ from torch.utils.flop_counter import FlopCounterMode
 checkpointed = lab.mine("10.1")
 
 
-def by(run):
-    class Checkpointed(nn.Module):
-        def __init__(self, block):
-            super().__init__()
-            self.block = block
-
-        def forward(self, x):
-            return run(self.block, x)
-
-    return Checkpointed
-
-
-def flops(wrap):
-    model = make_model(wrap)
+def flops(run):
+    model = make_model(run)
     with FlopCounterMode(display=False) as counter:
         model(*batch(words, 0, 0, 8, 64)).backward()
     return counter.get_total_flops()
@@ -171,14 +160,13 @@ def same_as_plain(loss, weights):
     return loss == plain_loss and all(torch.equal(*pair) for pair in pairs)
 
 
-recomputed, *numbers = record(by(checkpointed))
-torchs = by(lambda block, x: checkpoint(block, x, use_reentrant=False))
-torchs_line, *torchs_numbers = record(torchs)
+recomputed, *numbers = record(checkpointed)
+torchs_line, *torchs_numbers = record(partial(checkpoint, use_reentrant=False))
 same = same_as_plain(*numbers) and same_as_plain(*torchs_numbers)
-half = record(by(checkpointed), sequences=4)[0]
+half = record(checkpointed, sequences=4)[0]
 per_token = when_forward_returns(recomputed) - when_forward_returns(half)
 per_token = round(per_token / (4 * 64))
-arithmetic = {"kept": flops(None), "recomputed": flops(by(checkpointed))}
+arithmetic = {"kept": flops(None), "recomputed": flops(checkpointed)}
 
 # %%
 arithmetic = lab.pull("arithmetic", rank=0)
@@ -203,7 +191,7 @@ if lab.predicted("10.1") and lab.predicted("10.2"):
 
 # %% [markdown]
 # The mountain has become a low ridge: kept inputs, and while backward is at a block, the 16 vectors of that one block. The
-# peak is now made of model states, for which there are stages 1 to 3.
+# peak is now mostly model states, for which there are stages 1 to 3.
 #
 # A token leaves 4 bytes × (128 × (6 + 2) + 256) = 5,120, and 16 more: 8 for the target, 8 for the last norm's mean and
 # spread. (The token itself was there before.) The arithmetic grows from three parts (forward one, backward two) to nearly
@@ -217,11 +205,12 @@ if lab.predicted("10.1") and lab.predicted("10.2"):
 # Stages 1 to 3 divide what all ranks have in common. In data parallelism each rank has its own part of the batch, so its
 # activations are its own: nothing is stored twice, and there is nothing to divide.
 #
-# It is different when ranks share the work of *one layer*, each with a part of its units. This is **[tensor parallelism](../docs/glossary.md#tensor-parallelism)**, a kind
-# of model parallelism (lesson 15): every rank needs the layer's input, so all of them keep the same one. ZeRO-R's **P_a**
-# (partitioned activations) keeps a quarter of it instead, and all-gathers the rest before the second run. That changes two
-# things in a checkpointed block: what forward keeps, and where backward gets it from. Our ranks can try it at once, because
-# so far all of them have had the same samples, as a tensor-parallel group has. (Random numbers and autocast are left out.)
+# It is different when ranks share the work of *one layer*, each with a part of its units. This is **[tensor
+# parallelism](../docs/glossary.md#tensor-parallelism)**, a kind of model parallelism (lesson 15): every rank needs the layer's
+# input, so all of them keep the same one. ZeRO-R's **P_a** (partitioned activations) keeps a quarter of it instead, and
+# all-gathers the rest before the second run. That changes two things in a checkpointed block: what forward keeps, and where
+# backward gets it from. Our ranks can try it at once, because so far all of them have had the same samples, as a
+# tensor-parallel group has. (Random numbers and autocast are left out.)
 
 
 # %%
@@ -245,11 +234,11 @@ class Partitioned(torch.autograd.Function):
         return None, x.grad
 
 
-divided, *numbers = record(by(Partitioned.apply))
+divided, *numbers = record(Partitioned.apply)
 divided_same = same_as_plain(*numbers)
 saving = when_forward_returns(recomputed) - when_forward_returns(divided)
 with calls() as book:
-    make_model(by(Partitioned.apply))(*batch(words, 0, 0, 8, 64)).backward()
+    make_model(Partitioned.apply)(*batch(words, 0, 0, 8, 64)).backward()
 gathers = [call.op for call in book.calls].count("allgather")
 
 # %% tags=["nbval-check-output"]
@@ -267,7 +256,8 @@ print("loss and weights are the same, bit for bit:", all(lab.pull("divided_same"
 # ## Free, but of no use
 #
 # An allocator hands out pieces of the GPU's memory and never moves them: somebody has a pointer. So free memory comes in
-# **holes**, and a request must fit into one of them. **[Fragmentation](../docs/glossary.md#fragmentation)** means that the holes add up to much and none is large.
+# **holes**, and a request must fit into one of them. **[Fragmentation](../docs/glossary.md#fragmentation)** means that the
+# holes add up to much and none is large.
 #
 # `replay` takes every allocation of the step that you recorded, sizes and lifetimes, and performs it again in one flat
 # buffer, *first fit*: each request gets the lowest hole that is large enough. (CUDA's allocator has more rules. It cannot
@@ -283,9 +273,9 @@ titles = ["first fit", "gradients in one flat buffer"]
 plots.show(plots.address_map([first_fit, apart], titles))
 
 # %% [markdown]
-# On the left, activations come and go, and between them lie gradients. Those of the last block were made while the
-# activations of the blocks before it were still there, so they landed above them, and they stay until `zero_grad()`. This is
-# the paper's diagnosis: *short lifetimes between long ones*.
+# Black bars mark the largest hole. On the left, activations come and go, and between them lie gradients. Those of the last
+# block were made while the activations of the blocks before it were still there, so they landed above them, and they stay until
+# `zero_grad()`. This is the paper's diagnosis: *short lifetimes between long ones*.
 #
 # Does it matter? Suppose that the gradients are to be averaged now, as a library without buckets would do it: all of them
 # copied into one **fused buffer**, so that one all-reduce is enough. It takes 4Ψ bytes.
@@ -323,7 +313,8 @@ assert apart.arena.size > first_fit.arena.size and arena.free > 3 * 4 * psi > ar
 #
 # A server has more host memory than its GPUs have of theirs, and hardly uses it. In bfloat16 with float32 masters and Adam, 12
 # of 16 bytes are masters and averages. These are read and written *once a step*; the parameters are read in every forward and
-# backward. So **[ZeRO-Offload](../docs/glossary.md#offload)** (Ren et al., arXiv 2101.06840) puts masters and averages on the host, and updates them there:
+# backward. So **[ZeRO-Offload](../docs/glossary.md#offload)** (Ren et al., arXiv 2101.06840) puts masters and averages on the
+# host, and updates them there:
 #
 # 1. forward and backward run on the device, with bfloat16 parameters;
 # 2. each mean gradient goes to the host as soon as it is there, in bfloat16;
@@ -343,9 +334,10 @@ lab.predict("10.4", 2 * 2 * 1_263_616 // 4)  # bytes
 # %% [markdown]
 # ## Write: an optimizer on the host
 #
-# On a laptop *device* and *host* are one memory. We keep honest books all the same. `HostLink` makes real copies, `link.to_host(tensor)` and `link.to_device(out, tensor)`, and counts their bytes. What came over the link is on
-# the host, and so is what is made from it there, such as `tensor.float()` or `torch.zeros_like(tensor)`; everything else is
-# on the device. On a GPU the same class copies to pinned pages of the host and back.
+# On a laptop *device* and *host* are one memory. We keep honest books all the same. `HostLink` makes real copies,
+# `link.to_host(tensor)` and `link.to_device(out, tensor)`, and counts their bytes. What came over the link is on the host, and
+# so is what is made from it there, such as `tensor.float()` or `torch.zeros_like(tensor)`; everything else is on the device. On
+# a GPU the same class copies to pinned pages of the host and back.
 #
 # `receive(start, grad)` is called whenever backward has finished a part of this rank's gradient, and `step()` when all parts
 # of all micro-batches are there. Two things are easy to get wrong: on which side you cast, which doubles the traffic, and
@@ -361,51 +353,16 @@ lab.check("10.2")
 # ## Measure
 #
 # Your optimizer inside a ZeRO-1 made of your own parts: the flat buffer of 02.1, the reduce-scatter of 04.1, and an
-# all-gather. It trains four steps on real text, once with the masters on the device, once on the host.
+# all-gather. `train_sharded` trains four steps on real text, once with the masters on the device (`OnDevice` is the same
+# optimizer, without a link), once on the host.
 
 # %%
 # %%ranks
-from zerolab.lab import HostLink
-
-flat_buffer, reduce_scatter_mean = lab.mine("02.1"), lab.mine("04.1")
+parts = lab.mine("02.1"), lab.mine("04.1")  # flat_buffer, reduce_scatter_mean
 HostOptimizer = lab.mine("10.2")
-
-
-class OnDevice:  # the same optimizer, without a link
-    def __init__(self, shard, make_optimizer, link):
-        self.shard, self.master = shard, shard.float()
-        self.optimizer = make_optimizer([self.master])
-
-    def receive(self, start, grad):
-        self.master.grad = grad.float()
-
-    def step(self):
-        self.optimizer.step()
-        self.shard.copy_(self.master)
-
-
-def train(Optimizer, link, steps=4):
-    model = make_model().bfloat16()
-    params = list(model.parameters())
-    flat, views = flat_buffer(params, world_size)
-    for param, view in zip(params, views):
-        param.data = view
-    shard = flat.view(world_size, -1)[rank]
-    updates = Optimizer(shard, lambda masters: AdamW(masters, lr=1e-3), link)
-    losses, bytes_before = [], link.down + link.up
-    for number in range(steps):
-        loss = model(*batch(words, rank, number, 8, 64))
-        loss.backward()
-        full = torch.cat([param.grad.flatten() for param in params])
-        updates.receive(0, reduce_scatter_mean(full, rank, world_size))
-        updates.step()
-        dist.all_gather(list(flat.chunk(world_size)), shard.clone())
-        model.zero_grad()
-        losses.append(loss.item())
-    return losses, flat, (link.down + link.up - bytes_before) / steps
-
-
-on_device, on_host = train(OnDevice, HostLink()), train(HostOptimizer, HostLink())
+samples = [batch(words, rank, number, 8, 64) for number in range(4)]
+on_device = lab.train_sharded(make_model(), lab.OnDevice, samples, *parts)
+on_host = lab.train_sharded(make_model(), HostOptimizer, samples, *parts)
 equal = on_device[0] == on_host[0] and torch.equal(on_device[1], on_host[1])
 crossed = on_host[2]
 
@@ -499,12 +456,12 @@ begin = time.perf_counter()
 zero.model(*batch(words, rank, 0, 8, 64)).backward()
 adam.step()
 seconds = time.perf_counter() - begin
-share = model_states(zero, adam)["parameters"]
+share = model_states(zero, adam)["optimizer"]
 
 # %% tags=["nbval-check-output"]
 fastest = min(lab.pull("seconds"))
 print("every rank's step takes 0.42 s or more, not only rank 3's:", fastest >= 0.42)
-print("bytes of parameters on the 4 ranks:", lab.pull("share"))
+print("bytes of optimizer state on the 4 ranks:", lab.pull("share"))
 
 # %% [markdown]
 # All ranks are as slow as the slowest: backward's first reduction waits for rank 3's gradients, and no step ends before it.
@@ -540,14 +497,8 @@ print("activations when forward returns, kB per token:", left_by)
 #
 # Two claims. For the first, replay a step with DDP and one in stage 3:
 
-# %%
-found = {name: replay(line) for name, line in lab.pull("both", rank=0).items()}
-for name, ways in found.items():
-    more = 100 * (ways.arena.size / ways.needed - 1)
-    print(f"{name:5} addresses {more:.1f} % beyond the peak", end="; ")
-    print(f"up to {ways.lost:,} bytes free outside the largest hole")
-
 # %% tags=["nbval-check-output"]
+found = {name: replay(line) for name, line in lab.pull("both", rank=0).items()}
 beyond = {name: ways.arena.size / ways.needed for name, ways in found.items()}
 more, lost = beyond["Zero3"] > beyond["DDP"], min(ways.lost for ways in found.values())
 print("stage 3 needs more addresses beyond its peak than DDP:", more)
@@ -565,26 +516,21 @@ print("in both, holes hold more than 8 MB at some moment:", lost > 8e6)
 #    what does each cost?
 # 2. You checkpoint every block of a model with 64 layers. What is the peak of activations made of? Would checkpointing every
 #    second block be better?
-# 3. After you turned checkpointing on, a model with dropout learns differently. What is the likely cause?
-# 4. `partition_activations` is on, and memory stays as it is. Why might that be?
-# 5. `nvidia-smi` shows 78 GB, torch says that 60 GB are allocated, and a request for 4 GB fails. What is going on?
-# 6. A model of 10 billion parameters on one GPU of 40 GB, bfloat16 with Adam: what does offload leave on the GPU, and with how
+# 3. `nvidia-smi` shows 78 GB, torch says that 60 GB are allocated, and a request for 4 GB fails. What is going on?
+# 4. A model of 10 billion parameters on one GPU of 40 GB, bfloat16 with Adam: what does offload leave on the GPU, and with how
 #    many tokens a step would you run it?
 
 # %% [markdown] tags=["answer"]
 # **Answers**
 #
-# 1. Activation checkpointing: about a third more arithmetic, and less than a tenth of the activations remains. A smaller
-#    micro-batch with accumulation: no more arithmetic, but smaller matrix products, and in stage 3 the gathers are repeated
-#    for every micro-batch.
+# 1. Activation checkpointing: about a third more arithmetic, and a tenth of the activations remains here, less with more
+#    layers. A smaller micro-batch with accumulation: no more arithmetic, but smaller matrix products, and in stage 3 the
+#    gathers are repeated for every micro-batch.
 # 2. Of 64 inputs, and the 16 vectors of the one block that is computed again: 64 + 16 = 80 vectors per token instead of 1,024.
 #    With every second block as a pair, 32 + 32 = 64: less. The optimum is where both parts are equal, here at pairs of blocks.
-# 3. The second run draws other random numbers, so the gradient belongs to another forward. torch's function keeps the
-#    generators' states (`preserve_rng_state=True`); a home-made one often does not. Under DDP or ZeRO nothing would fail.
-# 4. There is no model parallelism, so no two ranks have the same activations, and there is nothing to divide.
-# 5. Fragmentation: 18 GB belong to the allocator, in holes of less than 4 GB. `expandable_segments:True`, reserving long
+# 3. Fragmentation: 18 GB belong to the allocator, in holes of less than 4 GB. `expandable_segments:True`, reserving long
 #    lifetimes early, or the same sequence length in every step help.
-# 6. 2Ψ = 20 GB of parameters; masters, averages and gradients, 140 GB, are on the host. With one GPU per host the update
+# 4. 2Ψ = 20 GB of parameters; masters, averages and gradients, 140 GB, are on the host. With one GPU per host the update
 #    costs as much as 3,000 tokens (by the numbers above) and the link as much as 5,000. So with eight thousand tokens a step,
 #    accumulated over micro-batches, about half of the time is compute, and with a hundred thousand more than nine tenths.
 

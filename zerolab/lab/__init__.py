@@ -42,6 +42,8 @@ _HOME = {
     "zerolab.lab.ladder": ("measure_ladder",),
     "zerolab.lab.lessons.lesson10.arena": ("OutOfMemory", "replay"),
     "zerolab.lab.lessons.lesson10.host": ("HostLink",),
+    "zerolab.lab.lessons.lesson10.moment": ("Moment",),
+    "zerolab.lab.lessons.lesson10.steps": ("OnDevice", "RunBy", "train_sharded"),
     "zerolab.lab.lessons.lesson09.recorded": ("Recorded",),
     "zerolab.lab.lessons.lesson11": ("crash",),  # these two are modules
     "zerolab.lab.lessons.lesson18": ("production",),

@@ -356,6 +356,7 @@ CHECKPOINTED_BATTERY = (
 CHECKPOINTED_STUB = '''\
 import torch
 from torch import Tensor, nn
+from zerolab.lab import Moment
 from zerolab.lab.exercises import Todo
 
 
@@ -393,24 +394,21 @@ def checkpointed(block: nn.Module, x: Tensor, **kwargs) -> Tensor:
 CHECKPOINTED = """\
 import torch
 from torch import Tensor, nn
+from zerolab.lab import Moment
 
 
 class Recompute(torch.autograd.Function):
     @staticmethod
     def forward(ctx, asks: Tensor, block: nn.Module, x: Tensor, kwargs: dict) -> Tensor:
         ctx.save_for_backward(x)
-        ctx.block, ctx.kwargs, device = block, kwargs, x.device.type
-        ctx.random = torch.get_rng_state()
-        ctx.autocast = torch.get_autocast_dtype(device), torch.is_autocast_enabled(device)
+        ctx.block, ctx.kwargs, ctx.moment = block, kwargs, Moment(x.device.type)
         return block(x, **kwargs)
 
     @staticmethod
     def backward(ctx, grad: Tensor) -> tuple:
         (kept,) = ctx.saved_tensors
         x = kept.detach().requires_grad_(kept.requires_grad)
-        autocast = torch.autocast(x.device.type, *ctx.autocast)
-        with torch.random.fork_rng(devices=[]), torch.enable_grad(), autocast:
-            torch.set_rng_state(ctx.random)
+        with torch.enable_grad(), ctx.moment.again():
             y = ctx.block(x, **ctx.kwargs)
         torch.autograd.backward(y, grad)
         return None, None, x.grad, None
@@ -674,13 +672,12 @@ EXERCISES = [
         stub=CHECKPOINTED_STUB,
         reference=CHECKPOINTED,
         hints=(
-            "forward: keep x, block, kwargs, torch.get_rng_state() and the autocast state on ctx; return "
-            "block(x, **kwargs).",
+            "forward: keep x, block, kwargs and Moment(x.device.type) on ctx, and return block(x, **kwargs). The block "
+            "draws random numbers, so the Moment comes first.",
             "backward: x = kept.detach().requires_grad_(kept.requires_grad), then under torch.enable_grad() "
             "y = block(x, **kwargs), then torch.autograd.backward(y, grad). The input's gradient is x.grad.",
-            "The second run needs three contexts: torch.random.fork_rng(devices=[]), in which you call "
-            "torch.set_rng_state(...); torch.enable_grad(); and torch.autocast(x.device.type, dtype, enabled). Return "
-            "None, None, x.grad, None.",
+            "The second run needs both contexts: with torch.enable_grad(), ctx.moment.again(). Return None, None, "
+            "x.grad, None.",
         ),
         exports=("checkpointed",),
     ),

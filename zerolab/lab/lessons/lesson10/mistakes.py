@@ -7,6 +7,37 @@ from zerolab.lab.lessons.lesson10 import CHECKPOINTED, HOST
 
 # ---------------------------------------------------------------------- 10.1
 
+# The reference without its Moment: what can go wrong with random numbers and autocast is an edit of this.
+BY_HAND = """\
+import torch
+from torch import Tensor, nn
+
+
+class Recompute(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, asks: Tensor, block: nn.Module, x: Tensor, kwargs: dict) -> Tensor:
+        ctx.save_for_backward(x)
+        ctx.block, ctx.kwargs, device = block, kwargs, x.device.type
+        ctx.random = torch.get_rng_state()
+        ctx.autocast = torch.get_autocast_dtype(device), torch.is_autocast_enabled(device)
+        return block(x, **kwargs)
+
+    @staticmethod
+    def backward(ctx, grad: Tensor) -> tuple:
+        (kept,) = ctx.saved_tensors
+        x = kept.detach().requires_grad_(kept.requires_grad)
+        autocast = torch.autocast(x.device.type, *ctx.autocast)
+        with torch.random.fork_rng(devices=[]), torch.enable_grad(), autocast:
+            torch.set_rng_state(ctx.random)
+            y = ctx.block(x, **ctx.kwargs)
+        torch.autograd.backward(y, grad)
+        return None, None, x.grad, None
+
+
+def checkpointed(block: nn.Module, x: Tensor, **kwargs) -> Tensor:
+    return Recompute.apply(torch.empty(0, requires_grad=True), block, x, kwargs)
+"""
+
 BY_GRAD_OF_INPUT = """\
 import contextlib
 
@@ -137,7 +168,7 @@ def checkpointed(block, x, **kwargs):
 """
 
 # The input always gets a gradient, which autograd drops where nobody needs it.
-ALWAYS_A_GRADIENT = edit(CHECKPOINTED, "requires_grad_(kept.requires_grad)", "requires_grad_()")
+ALWAYS_A_GRADIENT = edit(BY_HAND, "requires_grad_(kept.requires_grad)", "requires_grad_()")
 
 _APPLY = "Recompute.apply(torch.empty(0, requires_grad=True), block, x, kwargs)"
 _DETACH = "kept.detach().requires_grad_(kept.requires_grad)"
@@ -154,8 +185,8 @@ NOT_RECORDED = (
 )
 
 DRAWN = (
-    "the block drew other random numbers the second time: keep torch.get_rng_state() in forward, and "
-    "set it again before the block runs in backward"
+    "the block drew other random numbers the second time: keep their state (a Moment) in forward, before the block "
+    "runs, and run it in backward under that Moment's again()"
 )
 
 NO_INPUT = (
@@ -172,7 +203,7 @@ NO_KWARGS = "the keyword arguments are lost: keep them, and pass them again in b
 
 AUTOCAST_ON = (
     "autocast was off in forward, so the second run must be without it, even if backward is called "
-    "under autocast: torch.autocast(device, dtype, enabled=False) switches it off"
+    "under autocast: a Moment's again() switches it off, as torch.autocast(device, dtype, enabled=False) does"
 )
 
 UNDER_ZERO = (
@@ -189,7 +220,7 @@ STAYS = "still there after it is over: keep what a call needs on ctx, which goes
 
 MOVED = (
     "the second run has moved the generator: whatever is drawn next differs from a run without "
-    "checkpointing. Put its state back, as torch.random.fork_rng() does"
+    "checkpointing. Put its state back, as a Moment's again() and torch.random.fork_rng() do"
 )
 
 OVERWRITTEN = "the gradient that was there is lost: gradients add up in .grad until zero_grad()"
@@ -197,18 +228,18 @@ OVERWRITTEN = "the gradient that was there is lost: gradients add up in .grad un
 ONE_DTYPE = "right in float32 only: keep the dtype of the input and of the gradient, and make no tensors of a fixed one"
 
 AUTOCAST_DTYPE = (
-    "autocast has another dtype in the second run: keep torch.get_autocast_dtype() in forward, and "
-    "give it to torch.autocast(device, dtype, enabled)"
+    "autocast has another dtype in the second run: it is a part of a Moment made in forward, and "
+    "torch.autocast(device, dtype, enabled) takes it"
 )
 
 CHECKPOINTED_MISTAKES = {
     "nothing checkpointed": Mistake(
-        edit(CHECKPOINTED, _APPLY, "block(x, **kwargs)"),
+        edit(BY_HAND, _APPLY, "block(x, **kwargs)"),
         KEPT,
     ),
     "recorded in forward": Mistake(
         edit(
-            CHECKPOINTED,
+            BY_HAND,
             "        return block(x, **kwargs)\n",
             "        with torch.enable_grad():\n            ctx.y = block(x, **kwargs)\n"
             "        return ctx.y.detach()\n",
@@ -216,12 +247,12 @@ CHECKPOINTED_MISTAKES = {
         KEPT,
     ),
     "the output kept": Mistake(
-        edit(CHECKPOINTED, "return block(x, **kwargs)", "ctx.y = block(x, **kwargs)\n        return ctx.y"),
+        edit(BY_HAND, "return block(x, **kwargs)", "ctx.y = block(x, **kwargs)\n        return ctx.y"),
         "the output is kept as well: backward computes it again, so save the input alone",
     ),
     "a copy of the input": Mistake(
         edit(
-            CHECKPOINTED,
+            BY_HAND,
             "save_for_backward(x)",
             "save_for_backward(x.clone())",
             _DETACH,
@@ -230,16 +261,16 @@ CHECKPOINTED_MISTAKES = {
         ("a copy of the input is kept besides the input itself: save x, which costs nothing while its maker keeps it"),
     ),
     "recomputed without recording": Mistake(
-        edit(CHECKPOINTED, "torch.enable_grad(), ", ""),
+        edit(BY_HAND, "torch.enable_grad(), ", ""),
         NOT_RECORDED,
     ),
     "no random state": Mistake(
-        edit(CHECKPOINTED, "            torch.set_rng_state(ctx.random)\n", ""),
+        edit(BY_HAND, "            torch.set_rng_state(ctx.random)\n", ""),
         DRAWN,
     ),
     "the state taken afterwards": Mistake(
         edit(
-            CHECKPOINTED,
+            BY_HAND,
             "        ctx.random = torch.get_rng_state()\n",
             "",
             "        return block(x, **kwargs)\n",
@@ -247,44 +278,57 @@ CHECKPOINTED_MISTAKES = {
         ),
         DRAWN,
     ),
+    "a moment of backward": Mistake(
+        edit(CHECKPOINTED, "ctx.moment.again()", "Moment(x.device.type).again()"),
+        DRAWN,
+    ),
+    "a moment too late": Mistake(
+        edit(
+            CHECKPOINTED,
+            "ctx.moment = block, kwargs, Moment(x.device.type)\n        return block(x, **kwargs)",
+            "ctx.moment = block, kwargs, None\n        y = block(x, **kwargs)\n"
+            "        ctx.moment = Moment(x.device.type)\n        return y",
+        ),
+        DRAWN,
+    ),
     "the generator moved": Mistake(
-        edit(CHECKPOINTED, "torch.random.fork_rng(devices=[]), ", ""),
+        edit(BY_HAND, "torch.random.fork_rng(devices=[]), ", ""),
         MOVED,
     ),
     "without dropout": Mistake(
-        edit(CHECKPOINTED, "y = ctx.block(x", "y = ctx.block.eval()(x"),
+        edit(BY_HAND, "y = ctx.block(x", "y = ctx.block.eval()(x"),
         OFF,
     ),
     "the block saved as a tensor": Mistake(
-        edit(CHECKPOINTED, "ctx.save_for_backward(x)", "ctx.save_for_backward(x, block)"),
+        edit(BY_HAND, "ctx.save_for_backward(x)", "ctx.save_for_backward(x, block)"),
         "save_for_backward() takes tensors alone; anything else is an attribute, ctx.block",
     ),
     "a fixed seed": Mistake(
         edit(
-            CHECKPOINTED,
+            BY_HAND,
             "ctx.random = torch.get_rng_state()",
             "torch.manual_seed(0)\n        ctx.random = torch.get_rng_state()",
         ),
         "the first run draws as it would without checkpointing: leave the generator alone in forward",
     ),
     "not detached": Mistake(
-        edit(CHECKPOINTED, _DETACH, "kept"),
+        edit(BY_HAND, _DETACH, "kept"),
         (
             "the inner backward went on into what comes before the block: it has to stop at the input. Start "
             "from x.detach().requires_grad_()"
         ),
     ),
     "the input's gradient lost": Mistake(
-        edit(CHECKPOINTED, "return None, None, x.grad, None", "return None, None, None, None"),
+        edit(BY_HAND, "return None, None, x.grad, None", "return None, None, None, None"),
         NO_INPUT,
     ),
     "detached without a gradient": Mistake(
-        edit(CHECKPOINTED, _DETACH, "kept.detach()"),
+        edit(BY_HAND, _DETACH, "kept.detach()"),
         NO_INPUT,
     ),
     "parameters by grad()": Mistake(
         edit(
-            CHECKPOINTED,
+            BY_HAND,
             "torch.autograd.backward(y, grad)\n        return None, None, x.grad, None",
             "(gx,) = torch.autograd.grad(y, [x], grad)\n        return None, None, gx, None",
         ),
@@ -295,7 +339,7 @@ CHECKPOINTED_MISTAKES = {
     ),
     "backward twice": Mistake(
         edit(
-            CHECKPOINTED,
+            BY_HAND,
             "torch.autograd.backward(y, grad)\n",
             "torch.autograd.backward(y, grad, retain_graph=True)\n"
             "        for p, g in zip(*[iter(())] * 2):\n            pass\n"
@@ -310,7 +354,7 @@ CHECKPOINTED_MISTAKES = {
     ),
     "run twice in forward": Mistake(
         edit(
-            CHECKPOINTED,
+            BY_HAND,
             "        return block(x, **kwargs)\n",
             "        block(x, **kwargs)\n        return block(x, **kwargs)\n",
         ),
@@ -318,7 +362,7 @@ CHECKPOINTED_MISTAKES = {
     ),
     "run twice in backward": Mistake(
         edit(
-            CHECKPOINTED,
+            BY_HAND,
             "            y = ctx.block",
             "            ctx.block(x, **ctx.kwargs)\n            torch.set_rng_state(ctx.random)\n"
             "            y = ctx.block",
@@ -327,7 +371,7 @@ CHECKPOINTED_MISTAKES = {
     ),
     "kept on the block": Mistake(
         edit(
-            CHECKPOINTED,
+            BY_HAND,
             "ctx.save_for_backward(x)",
             "block.kept = x",
             "(kept,) = ctx.saved_tensors",
@@ -337,7 +381,7 @@ CHECKPOINTED_MISTAKES = {
     ),
     "a list of inputs": Mistake(
         edit(
-            CHECKPOINTED,
+            BY_HAND,
             "ctx.save_for_backward(x)",
             "INPUTS.append(x)",
             "(kept,) = ctx.saved_tensors",
@@ -348,73 +392,73 @@ CHECKPOINTED_MISTAKES = {
         OTHERS_INPUT,
     ),
     "keyword arguments lost": Mistake(
-        edit(CHECKPOINTED, "y = ctx.block(x, **ctx.kwargs)", "y = ctx.block(x)"),
+        edit(BY_HAND, "y = ctx.block(x, **ctx.kwargs)", "y = ctx.block(x)"),
         NO_KWARGS,
     ),
     "keyword arguments lost at once": Mistake(
-        edit(CHECKPOINTED, "return block(x, **kwargs)", "return block(x)"),
+        edit(BY_HAND, "return block(x, **kwargs)", "return block(x)"),
         NO_KWARGS,
     ),
     "an input without a gradient": Mistake(
-        edit(CHECKPOINTED, "torch.empty(0, requires_grad=True)", "torch.empty(0)"),
+        edit(BY_HAND, "torch.empty(0, requires_grad=True)", "torch.empty(0)"),
         (
             "apply() looks at its own tensor arguments, and here x needs no gradient; the block's parameters "
             "still do. Give it one more argument, a tensor of no elements with requires_grad=True"
         ),
     ),
     "makes the input need a gradient": Mistake(
-        edit(CHECKPOINTED, _APPLY, "Recompute.apply(torch.empty(0), block, x.requires_grad_(), kwargs)"),
+        edit(BY_HAND, _APPLY, "Recompute.apply(torch.empty(0), block, x.requires_grad_(), kwargs)"),
         "the caller's tensor: work on x.detach(), which has a requires_grad of its own",
     ),
     "autocast lost": Mistake(
-        edit(CHECKPOINTED, "torch.enable_grad(), autocast:", "torch.enable_grad():"),
+        edit(BY_HAND, "torch.enable_grad(), autocast:", "torch.enable_grad():"),
         (
-            "autocast was on in forward, and backward runs without it: keep what torch.is_autocast_enabled() "
-            "and torch.get_autocast_dtype() say, and run the block again under the same torch.autocast(...)"
+            "autocast was on in forward, and backward runs without it: keep its state (a Moment) in forward, and run "
+            "the block in backward under that Moment's again()"
         ),
     ),
     "autocast of another dtype": Mistake(
-        edit(CHECKPOINTED, "*ctx.autocast", "torch.bfloat16, ctx.autocast[1]"),
+        edit(BY_HAND, "*ctx.autocast", "torch.bfloat16, ctx.autocast[1]"),
         AUTOCAST_DTYPE,
     ),
     "autocast only if it was on": Mistake(
         edit(
-            CHECKPOINTED,
+            BY_HAND,
             "autocast = torch.autocast(x.device.type, *ctx.autocast)",
             "autocast = torch.autocast(x.device.type, *ctx.autocast) if ctx.autocast[1] else torch.enable_grad()",
         ),
         AUTOCAST_ON,
     ),
     "autocast always": Mistake(
-        edit(CHECKPOINTED, "*ctx.autocast", "torch.bfloat16"),
+        edit(BY_HAND, "*ctx.autocast", "torch.bfloat16"),
         AUTOCAST_ON,
     ),
     "float32 alone": Mistake(
-        edit(CHECKPOINTED, "return block(x, **kwargs)", "return block(x, **kwargs).float()"),
+        edit(BY_HAND, "return block(x, **kwargs)", "return block(x, **kwargs).float()"),
         ONE_DTYPE,
     ),
     "the gradient not used": Mistake(
-        edit(CHECKPOINTED, "torch.autograd.backward(y, grad)", "y.backward(torch.ones_like(y))"),
+        edit(BY_HAND, "torch.autograd.backward(y, grad)", "y.backward(torch.ones_like(y))"),
         "the gradient that arrives is not used: torch.autograd.backward(y, grad) starts from it",
     ),
     "a sum outside of what is recorded": Mistake(
-        edit(CHECKPOINTED, "torch.autograd.backward(y, grad)", "(y * grad).sum().backward()"),
+        edit(BY_HAND, "torch.autograd.backward(y, grad)", "(y * grad).sum().backward()"),
         NOT_RECORDED,
     ),
     "the gradient passed on": Mistake(
-        edit(CHECKPOINTED, "return None, None, x.grad, None", "return None, None, grad, None"),
+        edit(BY_HAND, "return None, None, x.grad, None", "return None, None, grad, None"),
         "that is the gradient of the block's output, as it arrived: return the gradient of its input, x.grad",
     ),
     "in another order": Mistake(
-        edit(CHECKPOINTED, "return None, None, x.grad, None", "return x.grad, None, None, None"),
+        edit(BY_HAND, "return None, None, x.grad, None", "return x.grad, None, None, None"),
         "backward() returns the gradients in the order of forward()'s arguments, without ctx",
     ),
     "a tuple taken for the tensor": Mistake(
-        edit(CHECKPOINTED, "(kept,) = ctx.saved_tensors", "kept = ctx.saved_tensors"),
+        edit(BY_HAND, "(kept,) = ctx.saved_tensors", "kept = ctx.saved_tensors"),
         "ctx.saved_tensors is a tuple, even of one tensor: (x,) = ctx.saved_tensors",
     ),
     "too few gradients": Mistake(
-        edit(CHECKPOINTED, "return None, None, x.grad, None", "return x.grad"),
+        edit(BY_HAND, "return None, None, x.grad, None", "return x.grad"),
         (
             "backward() returns one value for each argument of forward(), without ctx: None for those that "
             "need no gradient"
@@ -422,7 +466,7 @@ CHECKPOINTED_MISTAKES = {
     ),
     "gradients overwritten": Mistake(
         edit(
-            CHECKPOINTED,
+            BY_HAND,
             "        torch.autograd.backward(y, grad)\n",
             "        for param in ctx.block.parameters():\n            param.grad = None\n"
             "        torch.autograd.backward(y, grad)\n",
@@ -473,7 +517,7 @@ def checkpointed(block, x, **kwargs):
     ),
     "keeps every input": Mistake(
         edit(
-            CHECKPOINTED,
+            BY_HAND,
             "ctx.save_for_backward(x)",
             "ctx.save_for_backward(x)\n        ALL.append(x)",
             "class Recompute",
@@ -482,39 +526,39 @@ def checkpointed(block, x, **kwargs):
         STAYS,
     ),
     "nothing returned": Mistake(
-        edit(CHECKPOINTED, f"return {_APPLY}", _APPLY),
+        edit(BY_HAND, f"return {_APPLY}", _APPLY),
         "the function returns nothing: `return` is missing",
     ),
     "seeded again in backward": Mistake(
-        edit(CHECKPOINTED, "torch.set_rng_state(ctx.random)", "torch.manual_seed(torch.initial_seed())"),
+        edit(BY_HAND, "torch.set_rng_state(ctx.random)", "torch.manual_seed(torch.initial_seed())"),
         DRAWN,
     ),
     "in eval mode": Mistake(
-        edit(CHECKPOINTED, "        return block(x, **kwargs)\n\n", "        return block.eval()(x, **kwargs)\n\n"),
+        edit(BY_HAND, "        return block(x, **kwargs)\n\n", "        return block.eval()(x, **kwargs)\n\n"),
         OFF,
     ),
     "keyword arguments that are tensors lost": Mistake(
         edit(
-            CHECKPOINTED,
+            BY_HAND,
             "**ctx.kwargs",
             "**{name: value for name, value in ctx.kwargs.items() if not isinstance(value, Tensor)}",
         ),
         NO_KWARGS,
     ),
     "the output's gradient added": Mistake(
-        edit(CHECKPOINTED, "None, None, x.grad, None", "None, None, x.grad + grad, None"),
+        edit(BY_HAND, "None, None, x.grad, None", "None, None, x.grad + grad, None"),
         (
             "the gradient of the block's output was added once more: x.grad is all of the input's gradient, "
             "residual path and all"
         ),
     ),
     "the gradient divided": Mistake(
-        edit(CHECKPOINTED, "backward(y, grad)", "backward(y, grad / grad.numel())"),
+        edit(BY_HAND, "backward(y, grad)", "backward(y, grad / grad.numel())"),
         "the gradient that arrives was changed on its way in: torch.autograd.backward(y, grad) starts from it as it is",
     ),
     "a first block not checkpointed": Mistake(
         edit(
-            CHECKPOINTED,
+            BY_HAND,
             "    return Recompute",
             "    if not x.requires_grad:\n        return block(x, **kwargs)\n    return Recompute",
         ),
@@ -525,12 +569,12 @@ def checkpointed(block, x, **kwargs):
         ),
     ),
     "the second run kept": Mistake(
-        edit(CHECKPOINTED, "backward(y, grad)\n", "backward(y, grad, retain_graph=True)\n        ctx.y = y\n"),
+        edit(BY_HAND, "backward(y, grad)\n", "backward(y, grad, retain_graph=True)\n        ctx.y = y\n"),
         STAYS,
     ),
     "the state of forward left behind": Mistake(
         edit(
-            CHECKPOINTED,
+            BY_HAND,
             "torch.random.fork_rng(devices=[]), ",
             "",
             "**ctx.kwargs)\n",
@@ -539,12 +583,12 @@ def checkpointed(block, x, **kwargs):
         MOVED,
     ),
     "a copy of the block": Mistake(
-        "import copy\n" + edit(CHECKPOINTED, "y = ctx.block(x", "y = copy.deepcopy(ctx.block)(x"),
+        "import copy\n" + edit(BY_HAND, "y = ctx.block(x", "y = copy.deepcopy(ctx.block)(x"),
         "a copy of the block ran again, and its parameters got the gradients: call the block itself",
     ),
     "gradients assigned": Mistake(
         edit(
-            CHECKPOINTED,
+            BY_HAND,
             "        torch.autograd.backward(y, grad)\n        return None, None, x.grad, None",
             "        params = [param for param in ctx.block.parameters() if param.requires_grad]\n"
             "        inputs = [x, *params] if x.requires_grad else params\n"
@@ -556,19 +600,19 @@ def checkpointed(block, x, **kwargs):
     ),
     "in training mode alone": Mistake(
         edit(
-            CHECKPOINTED,
+            BY_HAND,
             "    return Recompute",
             "    if not block.training:\n        return block(x, **kwargs)\n    return Recompute",
         ),
         "in eval mode the activations are kept: whether to checkpoint does not depend on the block's mode",
     ),
     "kept on the class": Mistake(
-        edit(CHECKPOINTED, "ctx.random = ", "Recompute.random = ", "(ctx.random)", "(Recompute.random)"),
+        edit(BY_HAND, "ctx.random = ", "Recompute.random = ", "(ctx.random)", "(Recompute.random)"),
         OTHERS_INPUT,
     ),
     "keyword arguments on the class": Mistake(
         edit(
-            CHECKPOINTED,
+            BY_HAND,
             "ctx.block, ctx.kwargs, device = block, kwargs, x.device.type",
             "ctx.block, Recompute.kwargs, device = block, kwargs, x.device.type",
             "**ctx.kwargs",
@@ -578,18 +622,18 @@ def checkpointed(block, x, **kwargs):
     ),
     "a part of it kept": Mistake(
         edit(
-            CHECKPOINTED,
+            BY_HAND,
             "        return block(x, **kwargs)\n\n",
             "        ctx.first = next(block.children())(x)\n        return block(x, **kwargs)\n\n",
         ),
         KEPT,
     ),
     "by way of float32": Mistake(
-        edit(CHECKPOINTED, "backward(y, grad)", "backward(y, grad.float())"),
+        edit(BY_HAND, "backward(y, grad)", "backward(y, grad.float())"),
         ONE_DTYPE,
     ),
     "autocast in float16": Mistake(
-        edit(CHECKPOINTED, "torch.get_autocast_dtype(device), torch", "torch.float16, torch"),
+        edit(BY_HAND, "torch.get_autocast_dtype(device), torch", "torch.float16, torch"),
         AUTOCAST_DTYPE,
     ),
 }
@@ -1141,7 +1185,7 @@ HOST_MISTAKES = {
 }
 
 RIGHT = {
-    "10.1": (BY_GRAD_OF_INPUT, BY_HOOKS, BY_CLOSURE, BY_PARTIAL, ALWAYS_A_GRADIENT),
+    "10.1": (BY_HAND, BY_GRAD_OF_INPUT, BY_HOOKS, BY_CLOSURE, BY_PARTIAL, ALWAYS_A_GRADIENT),
     "10.2": (HOST_PARAMETER, HOST_PARTS, HOST_LATER, HOST_PIECES, HOST_BY_PART),
 }
 

@@ -125,10 +125,10 @@ lab.predict("10.2", 4 / 3)  # × the arithmetic
 # - **The second run stands alone.** It starts from the kept values with no history (`detach()`). Its backward,
 #   `torch.autograd.backward(y, grad)`, ends at this input, and adds the parameters' gradients to their `.grad` on the way.
 #   Your backward returns the input's gradient, and autograd goes on from there.
-# - **Both runs must compute the same.** Dropout draws random numbers, and *autocast* picks a dtype for each operation
-#   (`with torch.autocast(...)`, usually around the forward only). `Moment(device)` keeps the state of both as it is now,
-#   and `with moment.again():` computes under it once more. Whoever draws random numbers afterwards does not notice. (This
-#   is the CPU's generator. A GPU has one of its own, and `torch.utils.checkpoint` keeps both.)
+# - **Both runs must compute the same.** Dropout draws random numbers, and *autocast* picks a dtype for each operation (`with
+#   torch.autocast(...)`, usually around the forward only). `Moment(x.device.type)` keeps the state of both as it is now, and
+#   `with moment.again():` computes under it once more. Whoever draws random numbers afterwards does not notice. (This is the
+#   CPU's generator. A GPU has one of its own, and `torch.utils.checkpoint` keeps both.)
 
 # %%
 # %%exercise 10.1

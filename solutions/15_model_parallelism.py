@@ -349,7 +349,7 @@ by_layers = pipe.trace
 
 # %%
 by_layers = lab.pull("by_layers")
-paced = "counted: 20 ms a sample"
+paced = "counted: forward 20 ms a sample"
 plots.show(plots.pipeline_runs({"by layers": by_layers}, paced))
 
 # %% [markdown]

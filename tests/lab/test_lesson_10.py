@@ -8,6 +8,7 @@ import torch
 import zerolab
 from zerolab.lab.lessons.lesson10.arena import GRAIN, Arena, OutOfMemory, replay
 from zerolab.lab.lessons.lesson10.host import HostLink
+from zerolab.lab.lessons.lesson10.moment import Moment
 from zerolab.measure import timeline
 from zerolab.tasks.models import GPT, Block
 
@@ -81,3 +82,19 @@ def test_the_link_counts_copies():
     master = torch.full((10,), 3.0, requires_grad=True)
     link.to_device(shard, master)
     assert shard.tolist() == [3.0] * 10 and not shard.requires_grad and (link.down, link.up) == (20, 40)
+
+
+def test_a_moment_comes_again():
+    """The same draws in the same dtype, and nobody who draws afterwards notices."""
+    x = torch.ones(4, 4)
+    torch.manual_seed(1)
+    with torch.autocast("cpu", torch.bfloat16):
+        moment = Moment("cpu")
+        first = torch.rand(3), (x @ x).dtype
+    torch.manual_seed(2)
+    with moment.again():
+        again = torch.rand(3), (x @ x).dtype
+    after = torch.rand(3)
+    torch.manual_seed(2)
+    assert torch.equal(first[0], again[0]) and first[1] == again[1] == torch.bfloat16
+    assert torch.equal(after, torch.rand(3)) and (x @ x).dtype == torch.float32

@@ -316,7 +316,8 @@ lab.measured("14.2", traffic[64][0])
 lab.reveal("14.2")
 if lab.predicted("14.2"):
     dense = {count: sent for count, (sent, _) in traffic.items()}
-    pairs = {count: 3 * count * (8 + 16 * 4) for count in traffic}  # to three others: a number, 16 floats
+    # to each of three others: the number of a row, and its 16 floats
+    pairs = {count: 3 * count * (8 + 16 * 4) for count in traffic}
     said = {"gradients and zeros": dense, "gradients and no zeros": pairs}
     titles = "Rows read, bytes sent", "A table of 20,000 rows; what each of 4 ranks reads"
     plots.show(plots.growth(said, "rows", *titles))

@@ -5,7 +5,7 @@
 # well-written article, with a diagram. Is it true? If you believe it, you plan for traffic that does not exist. If you say
 # it in an interview, the next question ends the interview. How do you find out, in ten minutes, on your laptop?
 #
-# Every lesson has put claims on trial. This one tries the last four, and teaches the method: look at what is in the
+# Nearly every lesson has put claims on trial. This one tries the last four, and teaches the method: look at what is in the
 # messages, turn a sentence into something that a run can contradict, and only then give a verdict. At the end is the list
 # of all 24 claims, what to read, and how to use the fifty interview questions.
 

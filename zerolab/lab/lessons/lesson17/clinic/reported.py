@@ -120,7 +120,7 @@ def save(path: Path, model: nn.Module, adam: torch.optim.Optimizer, step: int) -
 
 
 def load(path: Path, model: nn.Module, adam: torch.optim.Optimizer) -> int:
-    state = torch.load(path)
+    state = torch.load(path, weights_only=True)
     model.load_state_dict(state["model"])
     adam.load_state_dict(state["adam"])
     torch.set_rng_state(state["random"])

@@ -31,7 +31,7 @@ KINDS = {
     "device": "what is made anew belongs on the device of the inputs: torch.zeros(..., device=...)",
     "gradient": "autograd was recording, or was not: look for detach(), torch.no_grad() and nn.Parameter",
     "parameter": "a plain tensor and an nn.Parameter are not the same thing: see the docstring",
-    "fresh": "this memory was never written to: torch.empty() leaves whatever was there",
+    "fresh": "NaN: here torch.empty() gives it where nothing was written since, and 0 / 0 and inf - inf give it too",
     "parts": "see whose parts are in it and whose should be: that tells where the wrong one came in",
     "values": "follow one element by hand through the smallest case that fails, on this rank",
     "words": "compare the two from left to right: where they part, the answer does something else than is asked for",

@@ -115,7 +115,14 @@ def test_lesson_00_in_a_browser(server, tmp_path, clock):
             expect(picture).to_have_css("filter", "none")
             page.evaluate("document.body.setAttribute('data-jp-theme-light', 'false')")  # as a dark theme does
             expect(picture).to_have_css("filter", re.compile(r"invert\("))
+            page.keyboard.press("Control+s")
+            lesson = tmp_path / "work" / "00_welcome.ipynb"
+            wait_until(lambda: "widget-state" in lesson.read_text(), "the state of the controls is saved")
             follow_links(page)
+            restart_kernels(address)
+            page.goto(address)  # anew: the page has only what was saved
+            expect(page.locator(".jupyter-widgets.widget-image").last).to_be_visible()
+            expect(page.get_by_text("Error displaying widget")).to_have_count(0)
             page.screenshot(path=str(tmp_path / "good.png"))
         except Exception:
             page.screenshot(path=str(tmp_path / "page.png"))
@@ -123,6 +130,23 @@ def test_lesson_00_in_a_browser(server, tmp_path, clock):
             raise
         finally:
             browser.close()
+
+
+def wait_until(condition, what):
+    deadline = time.monotonic() + 60 * SLOW
+    while not condition():
+        assert time.monotonic() < deadline, f"not so: {what}"
+        time.sleep(0.1)
+
+
+def restart_kernels(address):
+    base, token = re.fullmatch(r"(.*?)/lab.*token=(\w+)", address).groups()
+    headers = {"Authorization": f"token {token}"}
+    with urllib.request.urlopen(urllib.request.Request(f"{base}/api/kernels", headers=headers), timeout=600) as found:
+        kernels = json.load(found)
+    for kernel in kernels:
+        again = f"{base}/api/kernels/{kernel['id']}/restart"
+        urllib.request.urlopen(urllib.request.Request(again, method="POST", headers=headers), timeout=600).close()
 
 
 def run_all_cells(page):

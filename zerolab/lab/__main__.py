@@ -36,7 +36,10 @@ JUPYTERLAB = (
     "from jupyterlab.labapp import main; sys.exit(main())",
 )
 SETTINGS = ".jupyterlab"  # in work/: how this JupyterLab differs from others; your own settings stay as they are
-OVERRIDES = {"@jupyterlab/apputils-extension:notification": {"fetchNews": "false", "checkForUpdates": False}}
+OVERRIDES = {
+    "@jupyterlab/apputils-extension:notification": {"fetchNews": "false", "checkForUpdates": False},
+    "@jupyter-widgets/jupyterlab-manager:plugin": {"saveState": True},  # else a page without its kernel shows an error
+}
 HIDDEN = {"ipyparallel-labextension": True}  # its tab belongs to clusters, which no lesson starts from there
 DARK = """\
 /* Pictures are drawn on white. In a dark theme: dark where they are light, and every colour in its own hue. */

@@ -11,7 +11,7 @@ import threading
 import time
 import urllib.error
 import urllib.request
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import psutil
@@ -53,6 +53,22 @@ def fails(four: Session, code: str, **options) -> RankFailure:
     with pytest.raises(RankFailure) as caught:
         four.run(IMPORT + code, **options)
     return caught.value
+
+
+def here(folder: Path) -> str:
+    """A line with which a rank says that it is in the cell."""
+    return f"open(f'{folder}/{{rank}}', 'w').close()"
+
+
+def when_all_are_here(ranks: int, folder: Path, interrupt: Callable[[], None]) -> None:
+    """In a thread: an interrupt that comes before the cell would end the tests, or nothing at all."""
+
+    def watch() -> None:
+        wait_until(lambda: len([*folder.iterdir()]) == ranks)
+        time.sleep(0.5)  # so that they wait by then; if not, they are interrupted a line earlier
+        interrupt()
+
+    threading.Thread(target=watch, daemon=True).start()
 
 
 # ---------------------------------------------------------------------- what goes well
@@ -303,10 +319,10 @@ def test_a_cell_may_be_given_a_time(fresh: Session) -> None:
     ["dist.all_reduce(torch.ones(1))", "dist.recv(torch.ones(1), 1)", "model(torch.ones(1, 4))"],
     ids=["collective", "message", "engine"],
 )
-def test_an_interrupt_frees_ranks_that_wait(fresh: Session, wait: str) -> None:
+def test_an_interrupt_frees_ranks_that_wait(fresh: Session, wait: str, tmp_path: Path) -> None:
     fresh.run("model = torch.nn.Linear(4, 4); zero = zerolab.Zero3(model)")
-    threading.Timer(1.0, signal.raise_signal, [signal.SIGINT]).start()
-    error = fails(fresh, f"import time\nif rank == 0: {wait}\nelse: time.sleep(60)")
+    when_all_are_here(4, tmp_path, lambda: signal.raise_signal(signal.SIGINT))
+    error = fails(fresh, f"{here(tmp_path)}\nimport time\nif rank == 0: {wait}\nelse: time.sleep(600)")
     assert str(error).startswith("interrupted\n")
     assert {result.failure.kind for result in error.results.values()} == {"interrupted"}
 
@@ -503,11 +519,9 @@ class Notebook:
         self.pid = self.manager.provisioner.pid
         self.run(first)
 
-    def run(self, cell: str, person: bool = False, interrupt_after: float | None = None) -> list[dict]:
+    def run(self, cell: str, person: bool = False) -> list[dict]:
         """What the cell shows: the contents of its messages, with their type as "type". person: might answer."""
         shown: list[dict] = []
-        if interrupt_after is not None:
-            threading.Timer(interrupt_after, self.manager.interrupt_kernel).start()
         self.client.execute_interactive(
             cell,
             timeout=600,
@@ -545,7 +559,7 @@ def notebooks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[list[
     wait_until(lambda: all(map(gone, ranks)) and children() <= before)
 
 
-def test_a_notebook_from_its_first_cell_to_its_violent_end(notebooks: list[Notebook]) -> None:
+def test_a_notebook_from_its_first_cell_to_its_violent_end(notebooks: list[Notebook], tmp_path: Path) -> None:
     first, second = notebooks
     assert first.text("%%ranks\n1") == "there are no live ranks: lab.start(4) starts four"
     shown = [content for content in first.run("from zerolab import lab\nlab.start(2)") if content["type"] != "status"]
@@ -585,8 +599,10 @@ def test_a_notebook_from_its_first_cell_to_its_violent_end(notebooks: list[Noteb
         "RankFailure: rank 1 raised ZeroDivisionError: division by zero\n  line 2 of"
     )
 
-    told = first.text("%%ranks\nwhile True: pass", interrupt_after=1.5)
-    assert "interrupted\nall 2 ranks were interrupted\n  line 2 of the cell\n    while True: pass" in told
+    (tmp_path / "here").mkdir()
+    when_all_are_here(2, tmp_path / "here", first.manager.interrupt_kernel)
+    told = first.text(f"%%ranks\n{here(tmp_path / 'here')}\nwhile True: pass")
+    assert "interrupted\nall 2 ranks were interrupted\n  line 3 of the cell\n    while True: pass" in told
 
     assert f"another notebook (process {first.pid}) has 2 live ranks" in second.text(
         "from zerolab import lab\nlab.start(1)"

@@ -8,14 +8,14 @@ from pathlib import Path
 import psutil
 import pytest
 
-from zerolab.lab.lessons.lesson01 import written
+from zerolab.lab.lessons.lesson01 import bytes_written
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="only Linux counts")
 def test_what_a_process_writes_is_counted(tmp_path: Path) -> None:
-    before = written._counted()
+    before = bytes_written._counted()
     (tmp_path / "file").write_bytes(bytes(1_000_000))
-    after = written._counted()
+    after = bytes_written._counted()
     assert before is not None and after is not None and 1_000_000 <= after - before < 1_100_000
 
 
@@ -25,4 +25,4 @@ def test_where_nobody_counts_it_says_so(monkeypatch: pytest.MonkeyPatch, error: 
         raise error
 
     monkeypatch.setattr(psutil.Process, "io_counters", refused, raising=False)
-    assert written._counted() is None
+    assert bytes_written._counted() is None

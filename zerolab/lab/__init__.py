@@ -40,7 +40,7 @@ _HOME = {
     "zerolab.lab.exercises.predictions": ("predict", "predicted", "reveal", "measured", "skip"),
     "zerolab.lab.explorers": ("memory_explorer", "timeline_scrubber"),
     "zerolab.lab.ladder": ("measure_ladder",),
-    "zerolab.lab.lessons.lesson01.written": ("written",),
+    "zerolab.lab.lessons.lesson01.bytes_written": ("written",),
     "zerolab.lab.lessons.lesson10.arena": ("OutOfMemory", "replay"),
     "zerolab.lab.lessons.lesson10.host": ("HostLink",),
     "zerolab.lab.lessons.lesson10.moment": ("Moment",),

@@ -234,6 +234,7 @@ time.sleep(600)
 
 def test_live_ranks_have_a_lease_and_lose_it(tmp_path, monkeypatch, capsys) -> None:
     """Numbers are lent and the ranks stay on the CPU, as in a rehearsal."""
+    monkeypatch.setenv("JUPYTER_RUNTIME_DIR", str(tmp_path / "runtime"))  # of no notebook but this one
     monkeypatch.setenv(lease.REHEARSAL, "1")
     monkeypatch.setenv(lease.SOCKET, str(tmp_path / "0"))
     with lending(tmp_path, 2, 2, seconds=2.0, idle=600.0) as broker:
@@ -254,7 +255,7 @@ def test_live_ranks_have_a_lease_and_lose_it(tmp_path, monkeypatch, capsys) -> N
             finish(notebook)
         live = lab.start(2, device="cuda")
         told = capsys.readouterr().out
-        assert "GPUs 0, 1 for 2 seconds, then until somebody else waits; lab.stop() gives them back\n" in told
+        assert told.startswith("GPUs 0, 1 for 2 seconds, then until somebody else waits; lab.stop() gives them back\n")
         assert "2 ranks on the CPU, because this classroom is a rehearsal without GPUs (leased: GPUs 0, 1)." in told
         seen = live.run("import os; print(os.environ['CUDA_VISIBLE_DEVICES'] == '', os.environ['ZEROLAB_LEASE'])")
         assert seen[0].text == seen[1].text and re.fullmatch(r"True [0-9a-f]{16}\n", seen[0].text)

@@ -23,6 +23,7 @@ from zerolab.comm.groups import control_group
 # Of a collective in which a rank is missing. All that is to succeed has PATIENCE: on a machine that stops for a while,
 # LIMIT would end it.
 LIMIT, PATIENCE = timedelta(seconds=2), timedelta(minutes=10)
+GIVEN_UP = ["rank 0 has given up", "rank 1 has given up"]  # in the store
 
 
 def oversleep(store: dist.Store, keys: list[str]) -> None:
@@ -52,13 +53,11 @@ def go_wrong(case: str, zero: zerolab.Engine) -> None:
             give_up_soon([f"rank {rank} is there" for rank in wrong])
             return
         store.set(f"rank {zero.rank} is there", "")
-        given_up = ["rank 0 has given up", "rank 1 has given up"]
         if case == "oversleeps":
-            oversleep(store, given_up)
+            oversleep(store, GIVEN_UP)
         elif case == "hurries":
-            dist.barrier(async_op=True)
-            store.wait(given_up, PATIENCE)
-            raise RuntimeError("nobody has come to the barrier")
+            dist.barrier()
+            raise RuntimeError("the others came to the barrier when they had given up")
         elif zero.rank == 2:
             os.kill(os.getpid(), signal.SIGKILL)
         while case == "dies":  # again, if somebody wakes it
@@ -68,9 +67,13 @@ def go_wrong(case: str, zero: zerolab.Engine) -> None:
 def give_up_soon(keys: list[str]) -> None:
     """Wait for `keys` in the store; after that, this rank waits for no collective longer than LIMIT."""
     dist.distributed_c10d._get_default_store().wait(keys, PATIENCE)
+    wait_for_collectives(LIMIT)
+
+
+def wait_for_collectives(limit: timedelta) -> None:
     world = dist.distributed_c10d._get_default_group()
     for group in (world._get_backend(torch.device("cpu")), control_group(world)):
-        group._set_default_timeout(LIMIT)
+        group._set_default_timeout(limit)
 
 
 def reduce(sizes: list[int]) -> None:
@@ -95,7 +98,12 @@ def told(job: Callable[..., None], *arguments: object) -> tuple[str, str]:
             job(*arguments)
         except RuntimeError as caught:
             error = str(caught)
-            dist.distributed_c10d._get_default_store().set(f"rank {dist.get_rank()} has given up", "")
+            store, given_up = dist.distributed_c10d._get_default_store(), f"rank {dist.get_rank()} has given up"
+            store.set(given_up, "")
+            if "hurries" in arguments and given_up in GIVEN_UP:  # nobody asks any more: let rank 2 go
+                store.wait(GIVEN_UP, PATIENCE)
+                wait_for_collectives(PATIENCE)
+                dist.barrier()
     return error, out.getvalue()
 
 

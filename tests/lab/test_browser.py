@@ -18,6 +18,7 @@ from pathlib import Path
 
 import psutil
 import pytest
+from test_launch import wait_until
 
 playwright = pytest.importorskip("playwright.sync_api")
 expect = playwright.expect
@@ -117,7 +118,7 @@ def test_lesson_00_in_a_browser(server, tmp_path, clock):
             expect(picture).to_have_css("filter", re.compile(r"invert\("))
             page.keyboard.press("Control+s")
             lesson = tmp_path / "work" / "00_welcome.ipynb"
-            wait_until(lambda: "widget-state" in lesson.read_text(), "the state of the controls is saved")
+            wait_until(lambda: "widget-state" in lesson.read_text())
             follow_links(page)
             restart_kernels(address)
             page.goto(address)  # anew: the page has only what was saved
@@ -130,13 +131,6 @@ def test_lesson_00_in_a_browser(server, tmp_path, clock):
             raise
         finally:
             browser.close()
-
-
-def wait_until(condition, what):
-    deadline = time.monotonic() + 60 * SLOW
-    while not condition():
-        assert time.monotonic() < deadline, f"not so: {what}"
-        time.sleep(0.1)
 
 
 def restart_kernels(address):

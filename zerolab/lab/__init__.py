@@ -55,7 +55,7 @@ _HOME = {
     "zerolab.lab.lessons.lesson15.compared": ("most_on_a_rank", "own_elements", "step_in_numbers", "three_ways"),
     "zerolab.lab.lessons.lesson09.processor": ("Processor",),
     "zerolab.lab.activations": ("saved",),
-    "zerolab.lab.scripts": ("torchrun", "reproduce"),
+    "zerolab.lab.scripts": ("reproduce",),
     "zerolab.lab.lessons.lesson17.clinic": ("admit", "uncover"),
     "zerolab.lab.exercises.verdicts": ("claim", "claims"),
     "zerolab.lab.lessons.lesson21.replicas": ("replica",),

@@ -1,6 +1,7 @@
 """The answer to an exercise as a script of its own, started by the real torchrun.
 
-    said = lab.torchrun("14.2", 4, "--stage", "3")      # what the ranks printed
+    said = torchrun("14.2", 4, "--stage", "3")          # what the ranks printed
+    results = lab.reproduce("14.2")                     # three seeds, and other numbers of ranks
 
 It is the learner's file once it has passed its check, and until then the course's, as with `mine`.
 """

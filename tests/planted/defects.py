@@ -676,6 +676,20 @@ DEFECTS = [
         "lab/test_exercises.py",
     ),
     Defect(
+        "calls in a group are not compared",
+        "lab/exercises/spy.py",
+        "        self._agree(traffic, call.group)\n        if call.name in PARTS:\n",
+        "        if call.name in PARTS:\n",
+        "lab/test_spy.py",
+    ),
+    Defect(
+        "who cannot make its call takes the others along",
+        "lab/exercises/spy.py",
+        "            if parts is None:\n",
+        "            if parts is None and False:\n",
+        "lab/test_spy.py",
+    ),
+    Defect(
         "a wrong answer keeps an earlier pass",
         "lab/exercises/learner.py",
         '    progress["passed"].pop(asked, None)\n',

@@ -57,10 +57,8 @@ FUNCTIONAL = {
     }.items()
     for kind in ("", "_autograd", "_coalesced")
 }
-COLLECTIVE_PARTS = {
-    "all_to_all": ("output_tensor_list", "input_tensor_list"),
-    "all_to_all_single": ("output", "input"),
-}
+PARTS = {"all_to_all": ("input_tensor_list", "output_tensor_list"), "all_to_all_single": ("input", "output")}
+UNEVEN = {"gather", "scatter", *PARTS, *PICKLED}  # where the ranks' sizes may differ
 STEPS = {"reduce_scatter", "all_reduce", "all_gather", "all_to_all", "broadcast"}  # methods of zerolab's Comm
 
 StandIn = tuple[Tensor, Tensor, Tensor]  # the answer's tensor, the one that is filled in its place, how it was before
@@ -308,10 +306,9 @@ class Spy:
         pids = [int(self.store.get(f"process/{rank}")) for rank in others]
         return Standstill(lambda: pids, self.patience)
 
-    def _agree(self, call: Traffic) -> None:
-        """Make sure that every rank makes this call now."""
-        uneven = call.op in ("gather", "scatter", "all_to_all", "all_to_all_single")  # where sizes may differ
-        self.agree(call.op if uneven else f"{call.op} of {call.payload} bytes")
+    def _agree(self, call: Traffic, group: Any) -> None:
+        """Make sure that every rank of the group makes this call now."""
+        self.agree(call.op if call.op in UNEVEN else f"{call.op} of {call.payload} bytes", group)
 
     def everyone(self, value: Any, ranks: Iterable[int]) -> list[Any]:
         """`value`, which must be JSON, of each of `ranks`: this meeting is none of the answer's calls."""
@@ -320,23 +317,26 @@ class Spy:
         self.store.set(f"{name} by {self.rank}", json.dumps(value))
         return [json.loads(self._ask(f"{name} by {rank}", rank, "the end of a call")) for rank in ranks]
 
-    def agree(self, what: str) -> None:
-        """Make sure that every rank has come to `what`: a call, or the end of the answer."""
-        name = self._next("all")
-        names = [f"{name} by {rank}" for rank in range(self.world_size)]
+    def agree(self, what: str, group: Any = None) -> None:
+        """Make sure that every rank, or every one of `group`, has come to `what`: a call, or the end of the answer."""
+        ranks = dist.get_process_group_ranks(group or dist.group.WORLD)
+        name = self._next("all" if group in (None, dist.group.WORLD) else f"all of {group.group_name}")
+        names = {rank: f"{name} by {rank}" for rank in ranks}
         self.store.set(names[self.rank], what)
-        answers: Iterable[str] = map(self._ask, names, range(self.world_size), repeat(what))
+        answers: Iterable[str] = map(self._ask, names.values(), ranks, repeat(what))
         for _ in range(AT_ONCE):  # a question about all ranks takes as long as one about a single rank
-            if self.store.check(names):
-                answers = [answer.decode() for answer in self.store.multi_get(names)]
+            if self.store.check([*names.values()]):
+                answers = [answer.decode() for answer in self.store.multi_get([*names.values()])]
                 break
             time.sleep(0.0005)
-        for rank, theirs in enumerate(answers):
+        for rank, theirs in zip(ranks, answers, strict=True):
             if theirs != what:
                 does = "is at" if theirs.startswith(END) else "calls"
                 raise GaveUp(f"{what}: rank {rank} {does} {theirs}{' instead' * (does == 'calls')}")
 
     def _collective(self, call: Invocation) -> Any:
+        if call.group == dist.GroupMember.NON_GROUP_MEMBER:
+            return call.proceed()  # torch warns, and does nothing
         arguments, asynchronous = call.arguments, call.asynchronous
         rank, size = dist.get_rank(call.group), dist.get_world_size(call.group)
         _refuse_uneven(call)
@@ -351,10 +351,10 @@ class Spy:
             stays = call.name == "gather" and pieces
             traffic.kept = traffic.payload if stays else traffic.payload // size * (call.name == "scatter")
         self.calls.append(traffic)
-        if call.group == dist.group.WORLD:
-            self._agree(traffic)
-        if call.name in ("all_to_all", "all_to_all_single"):
-            self._compare_parts(call)
+        self._agree(traffic, call.group)
+        if call.name in PARTS:
+            goes, comes = (arguments[name] for name in PARTS[call.name])
+            self._compare_parts(call, goes, comes, call.group)
         filled = COLLECTIVES[call.name]
         copies: list[StandIn] = []
         if asynchronous and arguments.get(filled) is not None:
@@ -367,36 +367,51 @@ class Spy:
         started.wait()
         return None
 
-    def _compare_parts(self, call: Invocation) -> None:
+    def _compare_parts(self, call: Invocation, goes: Any, comes: Any, group: Any) -> None:
         """gloo ends the process that gets more than it expects, and says nothing to one that gets less."""
-        output, given = (call.arguments[name] for name in COLLECTIVE_PARTS[call.name])
-        goes = _parts(given, call.arguments.get("input_split_sizes"), call.group)
-        comes = _parts(output, call.arguments.get("output_split_sizes"), call.group)
-        ranks = dist.get_process_group_ranks(call.group)
-        every = self.everyone([goes, comes], ranks)
+        ranks = dist.get_process_group_ranks(group)
+        mine, refused = None, ""
+        try:
+            mine = [
+                _parts(given, call.arguments.get(f"{side}_split_sizes"), f"{side}_split_sizes", len(ranks))
+                for given, side in ((goes, "input"), (comes, "output"))
+            ]
+        except ValueError as error:
+            refused = f"{call.name}: {error}"
+        every = self.everyone(mine, ranks)
+        if refused:
+            raise ValueError(refused)
+        for rank, parts in zip(ranks, every, strict=True):
+            if parts is None:
+                raise GaveUp(f"{call.name}: rank {rank} cannot make this call")
         for to in range(len(ranks)):
             for source in range(len(ranks)):
-                sent, expected = every[source][0], every[to][1]
-                if sent and expected and sent[to] != expected[source]:
+                sent, expected = every[source][0][to], every[to][1][source]
+                if sent != expected:
                     raise ValueError(
-                        f"{call.name}: rank {source} of the group sends {sent[to]} elements to rank {to}, which "
-                        f"expects {expected[source]}"
+                        f"{call.name}: rank {source} of the group sends {sent} elements to rank {to}, which "
+                        f"expects {expected}"
                     )
 
     def _functional(self, call: Invocation) -> Any:
         if call.module != functional.__name__:  # else it is a step of another one
             tensors, group = call.arguments["self"], call.arguments["group"]
-            if isinstance(group, str):
-                group = dist.distributed_c10d._resolve_process_group(group)  # type: ignore[arg-type]
-            _, ranks, size = functional._expand_group(group)
+            if not isinstance(group, str):
+                group = functional._resolve_group_name(group, call.arguments.get("tag", ""))
+            group = dist.distributed_c10d._resolve_process_group(group)  # type: ignore[arg-type]
+            ranks = dist.get_process_group_ranks(group)
+            size = len(ranks)
             traffic = Traffic(FUNCTIONAL[call.name], nbytes(tensors), size, waited=True)
             if traffic.op == "all_gather_into_tensor":
                 traffic.payload *= size
             if splits := call.arguments.get("input_split_sizes"):
                 traffic.kept = traffic.payload * splits[ranks.index(self.rank) % size] // max(1, sum(splits))
             self.calls.append(traffic)
-            if size == self.world_size:
-                self._agree(traffic)
+            self._agree(traffic, group)
+            if traffic.op in PARTS:
+                rows = sum(call.arguments["output_split_sizes"] or [len(tensors)])
+                comes = torch.empty(rows, *tensors.shape[1:], device="meta")
+                self._compare_parts(call, tensors, comes, group)
         return call.proceed()
 
     def _number(self, call: Invocation) -> Any:
@@ -405,8 +420,13 @@ class Spy:
         return call.proceed()
 
     def _pickled(self, call: Invocation) -> Any:
+        if call.group == dist.GroupMember.NON_GROUP_MEMBER:
+            return call.proceed()
         largest = max(map(_pickled_bytes, call.arguments.values()), default=0)
-        self.calls.append(Traffic(call.name, largest * self.world_size, self.world_size, waited=True))
+        size = dist.get_world_size(call.group)
+        traffic = Traffic(call.name, largest * size, size, waited=True)
+        self.calls.append(traffic)
+        self._agree(traffic, call.group)
         return call.proceed()
 
     def _message(self, call: Invocation) -> Any:
@@ -496,16 +516,22 @@ class Spy:
             raise GaveUp(f"{op}: {error}") from None
 
 
-def _parts(given: Any, splits: list[int] | None, group: Any) -> list[int]:
-    """Elements by rank of what an all-to-all is given; [] for what torch itself refuses."""
+def _parts(given: Any, splits: list[int] | None, name: str, size: int) -> list[int]:
+    """Elements by rank of what an all-to-all is given, divided by `splits`, its argument `name`. ValueError if it
+    cannot be: gloo itself divides by bytes, and sends halves of numbers."""
     if isinstance(given, (list, tuple)):
+        if len(given) != size:
+            raise ValueError(f"a list of {len(given)} tensors, where each of {size} ranks needs one")
         return [part.numel() for part in given]
-    size = dist.get_world_size(group)
     rows = given.shape[0] if given.dim() else 1
     if not splits:
-        return [given.numel() // size] * size if rows % size == 0 else []
-    if len(splits) != size or sum(splits) != rows or min(splits) < 0:
-        return []
+        if rows % size:
+            raise ValueError(f"{rows} rows cannot be divided evenly among {size} ranks")
+        return [given.numel() // size] * size
+    if len(splits) != size:
+        raise ValueError(f"{name} has {len(splits)} numbers, where each of {size} ranks needs one")
+    if sum(splits) != rows or min(splits) < 0:
+        raise ValueError(f"{name} {list(splits)} does not add up to the {rows} rows")
     return [split * (given.numel() // max(1, rows)) for split in splits]
 
 

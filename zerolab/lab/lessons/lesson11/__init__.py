@@ -248,7 +248,7 @@ class Saves:
             shutil.copytree(old, self.folder)
 
 
-def refuse(call: Any) -> None:
+def refuse(call: Any, group: Any) -> None:
     """A process of a save is none of the live ranks, so a call of torch.distributed would go nowhere."""
     raise RuntimeError(f"dist.{call.op}() of the default group")
 

@@ -449,10 +449,10 @@ EXERCISES = [
         ),
         exports=("dispatch", "combine", "Exchange"),
         errors={
-            "Split sizes doesn't match total dim 0 size": "the lists of an all-to-all must add up to the rows: "
+            "does not add up to the": "the lists of an all-to-all must add up to the rows: "
             "output has sum(receive) of them, and the call takes first what comes, then what goes",
             "Tensors must be contiguous": "a gradient may be an expanded or transposed tensor: contiguous()",
-            "Number of tensor splits not equal to group size": "an all-to-all of rows takes one number for each rank: "
+            "numbers, where each of": "an all-to-all of rows takes one number for each rank: "
             "add up those of the rank's experts",
             "returned an incorrect number of gradients": "backward returns a value for each argument of forward: the "
             "gradient of the rows, and None for the two lists and the group",

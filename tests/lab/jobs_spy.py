@@ -1,0 +1,88 @@
+"""Calls that test_spy.py makes on three ranks, of which one differs."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+import torch.distributed as dist
+from torch.distributed import _functional_collectives as functional
+
+from zerolab.lab.exercises.spy import GaveUp, Spy
+
+A, B, C = 0, 1, 2  # the ranks
+
+
+def all_to_all_single(outs: int, ins: int, receive: list[int] | None = None, send: list[int] | None = None) -> None:
+    dist.all_to_all_single(torch.empty(outs), torch.ones(ins), receive, send)
+
+
+def functional_all_to_all(ins: int, receive: list[int] | None = None, send: list[int] | None = None) -> None:
+    functional.all_to_all_single(torch.ones(ins), receive, send, [A, B, C]).sum()
+
+
+def all_to_all(outs: list[int], ins: list[int]) -> None:
+    dist.all_to_all([*map(torch.empty, outs)], [*map(torch.ones, ins)])
+
+
+def in_a_pair(rank: int, call: Callable[[dist.ProcessGroup], object]) -> None:
+    pair = dist.new_group([A, B])
+    if rank != C:
+        call(pair)
+
+
+def other_group(rank: int) -> None:
+    """All ranks have two groups of all of them, and one takes the other first."""
+    groups = [dist.new_group(), dist.new_group()]
+    for group in groups[:: -1 if rank == B else 1]:
+        dist.all_reduce(torch.ones(2), group=group)
+
+
+def from_outside(rank: int) -> None:
+    pair = dist.new_group([A, B])
+    dist.all_reduce(torch.ones(2), group=pair)
+    dist.all_gather_object([None, None], rank, group=pair)
+
+
+CALLS: dict[str, Callable[[int], object]] = {
+    "rows that cannot be divided": lambda rank: all_to_all_single(6, 5 if rank == B else 6),
+    "rows of an output": lambda rank: all_to_all_single(4 if rank == B else 6, 6),
+    "two splits": lambda rank: all_to_all_single(6, 6, None, [3, 3] if rank == B else [2, 2, 2]),
+    "splits that do not add up": lambda rank: all_to_all_single(6, 6, [2, 2, 1] if rank == B else [2, 2, 2]),
+    "a split below 0": lambda rank: all_to_all_single(6, 6, None, [-1, 3, 4] if rank == B else [2, 2, 2]),
+    "more than is expected": lambda rank: all_to_all_single(6, 9 if rank == B else 6),
+    "a short list": lambda rank: all_to_all([1, 1, 1], [1, 1] if rank == B else [1, 1, 1]),
+    "a long part": lambda rank: all_to_all([1, 1, 1], [1, 1, 2] if rank == B else [1, 1, 1]),
+    "functional: rows": lambda rank: functional_all_to_all(5 if rank == B else 6),
+    "functional: expected": lambda rank: functional_all_to_all(6, [2, 3, 2] if rank == B else [2, 2, 2], [2, 2, 2]),
+    "a pair, of other sizes": lambda rank: in_a_pair(
+        rank, lambda pair: dist.all_reduce(torch.ones(2 + rank), group=pair)
+    ),
+    "a pair, in other calls": lambda rank: in_a_pair(
+        rank,
+        lambda pair: (dist.broadcast if rank == B else dist.reduce)(torch.ones(2), A, group=pair),
+    ),
+    "a pair, functional": lambda rank: in_a_pair(
+        rank, lambda pair: functional.all_reduce(torch.ones(2 + rank), "sum", pair).sum()
+    ),
+    "an object, or a tensor": lambda rank: (
+        dist.all_gather_object([None] * 3, rank) if rank == B else dist.all_reduce(torch.ones(2))
+    ),
+    "another group first": other_group,
+    "from outside": from_outside,
+    "splits that fit": lambda rank: all_to_all_single(6, 6, [2, 2, 2], [2, 2, 2]),
+    "splits of nothing": lambda rank: all_to_all_single(0, 0, [0, 0, 0], [0, 0, 0]),
+}
+
+
+def call(name: str, patience: float) -> str:
+    """What this rank is told."""
+    rank, store = dist.get_rank(), dist.distributed_c10d._get_default_store()
+    try:
+        with Spy(store, rank, 3, patience):
+            CALLS[name](rank)
+    except (GaveUp, Exception) as error:
+        return f"{type(error).__name__}: {error}"
+    finally:
+        store.set(f"over/{rank}", "1")
+    return ""

@@ -1,0 +1,59 @@
+"""The spy compares a call before any rank makes it: gloo would hang, end a process, or mix up bytes."""
+
+from __future__ import annotations
+
+import jobs_spy
+import pytest
+
+from zerolab import Ranks
+
+CANNOT = "GaveUp: all_to_all_single: rank 1 cannot make this call"
+SAID = {  # by call: what rank 0 is told, and rank 1, which differs
+    "rows that cannot be divided": (CANNOT, "all_to_all_single: 5 rows cannot be divided evenly among 3 ranks"),
+    "rows of an output": (CANNOT, "all_to_all_single: 4 rows cannot be divided evenly among 3 ranks"),
+    "two splits": (CANNOT, "all_to_all_single: input_split_sizes has 2 numbers, where each of 3 ranks needs one"),
+    "splits that do not add up": (
+        CANNOT,
+        "all_to_all_single: output_split_sizes [2, 2, 1] does not add up to the 6 rows",
+    ),
+    "a split below 0": (CANNOT, "all_to_all_single: input_split_sizes [-1, 3, 4] does not add up to the 6 rows"),
+    "more than is expected": ("rank 1 of the group sends 3 elements to rank 0, which expects 2",) * 2,
+    "a short list": (
+        "GaveUp: all_to_all: rank 1 cannot make this call",
+        "all_to_all: a list of 2 tensors, where each of 3 ranks needs one",
+    ),
+    "a long part": ("rank 1 of the group sends 2 elements to rank 2, which expects 1",) * 2,
+    "functional: rows": (CANNOT, "all_to_all_single: 5 rows cannot be divided evenly among 3 ranks"),
+    "functional: expected": ("rank 1 of the group sends 2 elements to rank 1, which expects 3",) * 2,
+    "a pair, of other sizes": (
+        "all_reduce of 8 bytes: rank 1 calls all_reduce of 12 bytes instead",
+        "all_reduce of 12 bytes: rank 0 calls all_reduce of 8 bytes instead",
+    ),
+    "a pair, in other calls": (
+        "reduce of 8 bytes: rank 1 calls broadcast of 8 bytes instead",
+        "broadcast of 8 bytes: rank 0 calls reduce of 8 bytes instead",
+    ),
+    "a pair, functional": (
+        "all_reduce of 8 bytes: rank 1 calls all_reduce of 12 bytes instead",
+        "all_reduce of 12 bytes: rank 0 calls all_reduce of 8 bytes instead",
+    ),
+    "an object, or a tensor": (
+        "all_reduce of 8 bytes: rank 1 calls all_gather_object instead",
+        "all_gather_object: rank 0 calls all_reduce of 8 bytes instead",
+    ),
+    "another group first": ("GaveUp: all_reduce of 8 bytes: rank ",) * 2,
+    "from outside": ("", ""),
+    "splits that fit": ("", ""),
+    "splits of nothing": ("", ""),
+}
+
+
+def test_every_call_is_expected() -> None:
+    assert SAID.keys() == jobs_spy.CALLS.keys()
+
+
+@pytest.mark.parametrize("name", SAID)
+def test_a_call_that_differs_is_told_before_it_is_made(ranks: Ranks, name: str) -> None:
+    told = ranks.run(jobs_spy.call, name, 1.0, ranks=3)
+    for found, said in zip(told, SAID[name], strict=False):
+        assert (said in found) if said else (not found), told

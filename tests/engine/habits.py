@@ -277,7 +277,7 @@ def step_in_backward(script: Script) -> None:
         script.backward()
 
 
-@habit("Refused.", refused="hooks on it would never be called", instead="p.register_post_accumulate_grad_hook(f)")
+@habit("Refused.", refused="hooks on it would never be called", instead="`p.register_post_accumulate_grad_hook(f)`")
 def node_hook(script: Script) -> None:
     """A hook on autograd's node of a parameter"""
     torch.autograd.graph.register_multi_grad_hook(list(script.model.parameters()), print)
@@ -440,7 +440,9 @@ def layer_drop(script: Script) -> None:
         script.step()
 
 
-@habit("Refused, at the next forward, step or save.", refused="was replaced after sharding", instead="p.data.mul_(0.9)")
+@habit(
+    "Refused, at the next forward, step or save.", refused="was replaced after sharding", instead="`p.data.mul_(0.9)`"
+)
 def assign_data(script: Script) -> None:
     """Assign to .data"""
     for p in script.model.parameters():
@@ -451,7 +453,7 @@ def assign_data(script: Script) -> None:
 @habit(
     "Refused, at the step: nobody would average the gradient of `scale`.",
     refused="that is of no sharded model",
-    instead="zerolab.shard(nn.ModuleList([model, criterion])), so that it is one of the model's",
+    instead="`zerolab.shard(nn.ModuleList([model, criterion]))`, so that it is one of the model's",
 )
 def learnt_loss(script: Script) -> None:
     """Let an optimizer train parameters of a loss as well"""
@@ -534,7 +536,7 @@ def step_by_hand(script: Script) -> None:
 @habit(
     "Refused, at the step that would use it.",
     refused="give every rank the same, or their parameters train differently",
-    instead="schedule.step(the mean of all ranks' losses)",
+    instead="`schedule.step(loss)` with the mean of all ranks' losses",
     ranks=2,
 )
 def rate_of_own_loss(script: Script) -> None:
@@ -573,7 +575,7 @@ def reset_parameters(script: Script) -> None:
 @habit(
     "Refused, at the next forward.",
     refused="was replaced after sharding",
-    instead="model.double() before sharding, or `Precision`",
+    instead="`model.double()` before sharding, or `Precision`",
 )
 def convert(script: Script) -> None:
     """Convert the model after sharding"""
@@ -630,7 +632,7 @@ def averaged_model(script: Script) -> None:
 @habit(
     "Refused, at the line.",
     refused="leave DistributedDataParallel out",
-    instead="nothing: a sharded model averages its gradients",
+    instead="nothing, since a sharded model averages its gradients",
 )
 def in_ddp(script: Script) -> None:
     """Wrap the model in torch's DDP"""
@@ -785,7 +787,9 @@ def prune_by_size(script: Script) -> None:
                 p.mul_(mask)
 
 
-_WHOLE = "it with `zerolab.full_tensor(p.grad)` on all ranks, or inside `with zero.full_parameters():`"
+_WHOLE = (
+    "the same with `zerolab.full_tensor` of `p` or `p.grad`, on all ranks, or inside `with zero.full_parameters():`"
+)
 
 
 @habit("Right: a rank that has none of a parameter takes part.")
@@ -1109,7 +1113,7 @@ def page() -> str:
                     code = f"{code_of(entry.before)}\nzero = zerolab.Zero3(model)  # or another stage\n{code}"
                 lines += [f"### {entry.title}", "", "```python", *code.splitlines(), "```", ""]
                 where = WHERE[entry.stages] if refused else ""
-                instead = f" Write instead: {entry.instead}." if entry.instead else ""
+                instead = f" Instead: {entry.instead}." if entry.instead else ""
                 lines += textwrap.wrap(entry.says + where + instead, 119) + [""]
     return "\n".join(lines + BLIND.strip().splitlines()) + "\n"
 

@@ -288,42 +288,41 @@ def built(way):
 
 
 def observe(way):
-    zero, model = built(way)
-    holds = sum(zerolab.to_local(param).nbytes for param in model.parameters())
-    with ledger(zero) if zero else calls() as book:
-        if way == "forty lines":
-            with saved(model) as kept:
+    seen = {}
+
+    def build():  # and measure a first step
+        zero, model = built(way)
+        adam = torch.optim.AdamW(model.parameters(), lr=1e-3, foreach=False)
+        seen["holds"] = sum(zerolab.to_local(param).nbytes for param in model.parameters())
+        with ledger(zero) if zero else calls() as book:
+            if way == "forty lines":
+                with saved(model) as kept:
+                    loss = model(x, y)
+                gathered = kept.now - activations
+            else:
                 loss = model(x, y)
-            gathered = kept.now - activations
-        else:
-            loss = model(x, y)
-            gathered = 0
-        if way == "gather again":
-            gathered = sum(model.kept.values()) - activations
-        elif way == "Zero3":
-            gathered = sum(unit.full.untyped_storage().nbytes() for unit in zero.units)
-        loss.backward()
-    sent = book.moved if zero else book.sent
-    number = sum(not call.control for call in book.calls) if zero else len(book.calls)
-    seen = {"holds": holds, "gathered": gathered, "sent": sent, "calls": number}
+                gathered = 0
+            if way == "gather again":
+                gathered = sum(model.kept.values()) - activations
+            elif way == "Zero3":
+                gathered = sum(unit.full.untyped_storage().nbytes() for unit in zero.units)
+            loss.backward()
+        number = sum(not call.control for call in book.calls) if zero else len(book.calls)
+        seen.update(gathered=gathered, calls=number, sent=book.moved if zero else book.sent)
+
+        def step():
+            adam.step()
+            adam.zero_grad()
+            model(x, y).backward()
+
+        return step
+
     gc.collect()  # or what is freed in the meantime would be taken off the peak
     if rank == 0:
-        return seen | {"peak": peak_of(lambda: trained(way), torch.device("cpu"), steps=2)}
-    step = trained(way)
-    step(), step()
+        seen["peak"] = peak_of(build, torch.device("cpu"), steps=1)
+    else:
+        build()()
     return seen
-
-
-def trained(way):
-    _, model = built(way)
-    adam = torch.optim.AdamW(model.parameters(), lr=1e-3, foreach=False)
-
-    def step():
-        model(x, y).backward()
-        adam.step()
-        adam.zero_grad()
-
-    return step
 
 
 WAYS = "DDP", "forty lines", "gather again", "Zero3"

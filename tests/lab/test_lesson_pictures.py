@@ -37,6 +37,9 @@ def test_stacks():
     figure, _ = plots.stacks(bars, "title", "subtitle", "bytes", learner=[False, True])
     assert [bool(bar.get_hatch()) for bar in figure.axes[0].patches] == [True] * 3 + [False] * 2
     assert any("solid: your code, hatched: the package's" in text.get_text() for text in figure.texts)
+    figure, _ = plots.stacks(bars, "title", "subtitle", "bytes", learner=True)
+    assert any(text.get_text().endswith("; solid: your code") for text in figure.texts)
+    assert not any(swatch.get_hatch() for swatch in figure.legends[0].get_patches())
     with pytest.raises(ValueError, match="no bars"):
         plots.stacks({}, "title", "subtitle", "bytes")
 

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 
 from matplotlib.figure import Figure
 
-from zerolab.lab.plots.style import COLOURS, GREY, HATCHES, INK, Look, above, frame, legend, patches, plain, whose
+from zerolab.lab.plots.style import COLOURS, GREY, HATCHES, INK, Look, above, frame, key, legend, patches, plain, whose
 
 
 def stacks(
@@ -23,8 +23,7 @@ def stacks(
     if not bars:
         raise ValueError("no bars to draw")
     yours = whose(learner, len(bars))
-    if len(set(yours)) > 1:
-        subtitle += "; solid: your code, hatched: the package's"
+    subtitle += key(yours)
     totals = {name: sum(parts.values()) for name, parts in bars.items()}
     categories = [c for c in next(iter(bars.values())) if any(parts.get(c) for parts in bars.values())]
     sentence = _sentence(totals, unit)
@@ -54,7 +53,7 @@ def stacks(
     axes.set_ylim(0, 1.16 * highest)
     axes.set_ylabel(unit, color=GREY)
     place = {"loc": "upper center", "bbox_to_anchor": (0.52, 0.835), "ncols": len(categories)}
-    legend(figure, patches(categories), borderpad=0.0, columnspacing=1.2, **place)
+    legend(figure, patches(categories, not all(yours)), borderpad=0.0, columnspacing=1.2, **place)
     return figure, sentence
 
 

@@ -8,7 +8,7 @@ from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 
 import zerolab
-from zerolab.lab.plots.style import COLOURS, GREY, HATCHES, INK, above, frame, legend, many, patches, plain
+from zerolab.lab.plots.style import COLOURS, GREY, HATCHES, INK, above, frame, key, legend, many, patches, plain
 from zerolab.measure import CATEGORIES
 
 WIDEST = 16  # ranks; with more, the bars would be lines
@@ -25,6 +25,7 @@ def ladder(report: dict[str, Any], precision: str = "fp32", learner: bool = Fals
     sentence = _sentence(report, totals)
     millions = f"{report['parameters'] / 1e6:.1f} million parameters"
     subtitle = f"A GPT of {millions} trained with Adam in {precision} on {many(ranks, 'rank')}, a bar for each"
+    subtitle += key([learner])
     figure = frame("The ladder: each stage shards one more thing", subtitle, sentence)
     axes = figure.add_axes((0.085, 0.26, 0.885, 0.565))
     plain(axes, grid="y")
@@ -59,7 +60,7 @@ def ladder(report: dict[str, Any], precision: str = "fp32", learner: bool = Fals
     axes.set_ylim(0, 1.16 * max(totals))
     axes.set_ylabel("MB held per rank when backward returns", color=GREY)
     tick = Line2D([], [], color=INK, linewidth=1.4, label="by the formula")
-    legend(axes, [*patches(list(reversed(CATEGORIES))), tick], loc="upper right", labelspacing=0.6)
+    legend(axes, [*patches(list(reversed(CATEGORIES)), not learner), tick], loc="upper right", labelspacing=0.6)
     return figure, sentence
 
 

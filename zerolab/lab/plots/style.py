@@ -73,12 +73,10 @@ def plain(axes: Any, grid: str = "") -> None:
     axes.set_axisbelow(True)
 
 
-def patches(names: list[str]) -> list[Any]:
-    """A legend entry for each category."""
-    return [
-        Patch(facecolor=COLOURS[name], edgecolor="white", hatch=HATCHES[name], label=LABELS.get(name, name))
-        for name in names
-    ]
+def patches(names: list[str], hatched: bool = True) -> list[Any]:
+    """A legend entry for each category. hatched: as the package's, and not as the learner's code's."""
+    look: list[Look] = [{"facecolor": COLOURS[name], "hatch": HATCHES[name] if hatched else None} for name in names]
+    return [Patch(edgecolor="white", label=LABELS.get(name, name), **own) for name, own in zip(names, look)]
 
 
 def whose(learner: bool | Sequence[bool], number: int) -> list[bool]:
@@ -87,6 +85,11 @@ def whose(learner: bool | Sequence[bool], number: int) -> list[bool]:
     if len(answers) != number:
         raise ValueError(f"learner has {len(answers)} answers for {number} bars or panels")
     return answers
+
+
+def key(yours: Sequence[bool]) -> str:
+    """What a subtitle says of bars that are drawn solid; nothing where none is."""
+    return "; solid: your code" * any(yours) + ", hatched: the package's" * (len(set(yours)) > 1)
 
 
 def legend(where: Any, handles: list[Any], **keywords: Any) -> None:

@@ -66,7 +66,7 @@ def skyline(
     used = [kind for kind in ORDER if any(max(line.curve(kind)) for line in lines)]
     legend(
         figure,
-        patches(used),
+        patches(used, not all(yours)),
         loc="upper center",
         bbox_to_anchor=(0.5, 1 - 0.82 / height),
         ncols=len(used),

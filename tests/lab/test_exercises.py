@@ -22,6 +22,7 @@ from zerolab.lab.exercises import learner as exercises
 from zerolab.lab.exercises.catalogue import EXERCISES
 from zerolab.lab.exercises.differences import KINDS
 from zerolab.lab.exercises.exercise import Todo
+from zerolab.lab.exercises.mistakes import Mistake
 from zerolab.lab.exercises.questions import QUESTIONS
 from zerolab.lab.exercises.store import read_progress, write_progress
 from zerolab.lab.ranks import session
@@ -128,6 +129,11 @@ def test_an_unknown_mistake_shows_the_case() -> None:
     verdict = judge.try_answer("01.2", source)
     assert verdict.likely == KINDS["values"] and "N=1 wrong" in verdict.text
     assert "the first at [0]: 7, expected 24" in verdict.seen
+
+
+def test_a_mistake_says_a_whole_sentence() -> None:
+    with pytest.raises(ValueError, match="a part of a sentence: 'a forgotten wait: '"):
+        Mistake("", "a forgotten wait: ")
 
 
 def test_an_answer_that_takes_all_processes_for_its_group_is_told_so() -> None:

@@ -26,6 +26,10 @@ class Mistake:
     source: str
     says: str
 
+    def __post_init__(self) -> None:
+        if self.says != self.says.strip():
+            raise ValueError(f"a learner reads this alone, and it is a part of a sentence: {self.says!r}")
+
 
 def edit(source: str, *changes: str) -> str:
     """`source` with the first text of `changes` replaced by the second, the third by the fourth, and so on."""

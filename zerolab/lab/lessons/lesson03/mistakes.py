@@ -812,7 +812,7 @@ DDP_MISTAKES = {
             "kept = self.__dict__.setdefault('kept', {})\n"
             "        unit.bucket.grad = kept.setdefault(unit.name, unit.bucket.full)",
         ),
-        "only the first micro-batch",
+        "only the first micro-batch counts: what unit.bucket.full was then is reduced ever after. Ask for it each time",
     ),
     "only rank 0 divides": Mistake(
         edit(DDP_SYNCHRONOUS, "unit.bucket.full /=", "if self.rank == 0: unit.bucket.full /="),

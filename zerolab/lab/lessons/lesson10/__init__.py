@@ -418,6 +418,11 @@ def checkpointed(block: nn.Module, x: Tensor, **kwargs) -> Tensor:
     return Recompute.apply(torch.empty(0, requires_grad=True), block, x, kwargs)
 """
 
+ONE_FOR_EACH = (
+    "backward() returns one value for each argument of forward(), without ctx: None for those that need no gradient"
+)
+IN_ORDER = "backward() returns the gradients in the order of forward()'s arguments, without ctx"
+
 # ---------------------------------------------------------------------- 10.2
 
 SHARD = 512
@@ -571,8 +576,7 @@ HOST_BATTERY = (
         "in float32, with SGD and momentum",
         partial(four_steps, dtype=torch.float32, make=momentum),
         "the shard's dtype is that of the shard, and make_optimizer says which optimizer",
-        ONE,
-    ),
+    ),  # on any number of ranks: Adam does not show by what gradients were divided
     Scene(
         "in float16",
         partial(four_steps, dtype=torch.float16),
@@ -680,6 +684,11 @@ EXERCISES = [
             "x.grad, None.",
         ),
         exports=("checkpointed",),
+        errors={
+            "incorrect number of gradients": ONE_FOR_EACH,
+            "returned a gradient different than None at position": IN_ORDER,
+            "returned an invalid gradient at index": IN_ORDER,
+        },
     ),
     Exercise(
         id="10.2",

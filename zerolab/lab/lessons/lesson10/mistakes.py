@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from zerolab.lab.exercises.mistakes import Mistake, edit
-from zerolab.lab.lessons.lesson10 import CHECKPOINTED, HOST
+from zerolab.lab.lessons.lesson10 import CHECKPOINTED, HOST, IN_ORDER, ONE_FOR_EACH
 
 # ---------------------------------------------------------------------- 10.1
 
@@ -214,6 +214,8 @@ UNDER_ZERO = (
 
 TORCHS = "torch.utils.checkpoint is what you are building: write it yourself"
 
+RUN_TWICE = "run more than once in backward: one run gives all gradients"
+
 OFF = "dropout was off in the second run: leave the block in the mode it is in"
 
 STAYS = "still there after it is over: keep what a call needs on ctx, which goes with the graph"
@@ -367,7 +369,26 @@ CHECKPOINTED_MISTAKES = {
             "            ctx.block(x, **ctx.kwargs)\n            torch.set_rng_state(ctx.random)\n"
             "            y = ctx.block",
         ),
-        "run more than once in backward: one run gives all gradients",
+        RUN_TWICE,
+    ),
+    "a trial run in backward": Mistake(
+        edit(
+            CHECKPOINTED,
+            "            y = ctx.block",
+            "            ctx.block(x, **ctx.kwargs)\n            y = ctx.block",
+        ),
+        RUN_TWICE,
+    ),
+    "the first run under again()": Mistake(
+        edit(
+            CHECKPOINTED,
+            "        return block(x, **kwargs)\n",
+            "        with ctx.moment.again():\n            return block(x, **kwargs)\n",
+        ),
+        (
+            "the first run put the generator back as well, so that the next block draws the same numbers: in "
+            "forward call the block as it is, and use again() in backward alone"
+        ),
     ),
     "kept on the block": Mistake(
         edit(
@@ -451,19 +472,13 @@ CHECKPOINTED_MISTAKES = {
     ),
     "in another order": Mistake(
         edit(BY_HAND, "return None, None, x.grad, None", "return x.grad, None, None, None"),
-        "backward() returns the gradients in the order of forward()'s arguments, without ctx",
+        IN_ORDER,
     ),
     "a tuple taken for the tensor": Mistake(
         edit(BY_HAND, "(kept,) = ctx.saved_tensors", "kept = ctx.saved_tensors"),
         "ctx.saved_tensors is a tuple, even of one tensor: (x,) = ctx.saved_tensors",
     ),
-    "too few gradients": Mistake(
-        edit(BY_HAND, "return None, None, x.grad, None", "return x.grad"),
-        (
-            "backward() returns one value for each argument of forward(), without ctx: None for those that "
-            "need no gradient"
-        ),
-    ),
+    "too few gradients": Mistake(edit(BY_HAND, "return None, None, x.grad, None", "return x.grad"), ONE_FOR_EACH),
     "gradients overwritten": Mistake(
         edit(
             BY_HAND,
@@ -779,6 +794,17 @@ GRAD_BYPASS = (
 
 NEW_STATE = "the optimizer's state starts over in every step: make the optimizer once, in __init__, and keep it"
 
+ON_THE_DEVICE = (
+    "the optimizer works on the device's own shard, so its state would be there too: make it for the master, the copy "
+    "that link.to_host() gave"
+)
+
+ONE_PART = "only one of the parts had an effect: every part of the gradient counts"
+
+UP_EARLY = (
+    "something goes up in receive(), before there is anything new: the masters change in step() alone, so send then"
+)
+
 EARLY = "updated before step(): receive() only takes the gradient, there may be more to come"
 
 BF16_MASTERS = "the masters must be float32, whatever the shard is: small updates are lost in 16 bits (lesson 02)"
@@ -810,10 +836,22 @@ HOST_MISTAKES = {
     ),
     "the shard itself": Mistake(
         edit(HOST, "link.to_host(shard).float()", "shard"),
-        (
-            "the optimizer works on the device's own shard, so its state would be there too: give it a copy, "
-            "link.to_host"
+        ON_THE_DEVICE,
+    ),
+    "an optimizer of the shard": Mistake(
+        edit(HOST, "make_optimizer([self.master])", "make_optimizer([shard])"), ON_THE_DEVICE
+    ),
+    "the shard updated": Mistake(
+        edit(
+            HOST,
+            "make_optimizer([self.master])",
+            "make_optimizer([shard])",
+            "        self.optimizer.step()\n",
+            "        self.shard.grad = self.master.grad.to(self.shard.dtype)\n        self.optimizer.step()\n",
+            f"        {_SEND}\n",
+            "",
         ),
+        ON_THE_DEVICE,
     ),
     "masters made on the device": Mistake(
         edit(HOST, "link.to_host(shard).float()", "shard.float().clone()"),
@@ -985,6 +1023,14 @@ HOST_MISTAKES = {
         edit(HOST, "self.link.to_host(grad).float()", "self.link.to_host(grad).float() / 2"),
         SCALED,
     ),
+    "divided by the ranks": Mistake(
+        edit(
+            HOST,
+            "self.link.to_host(grad).float()",
+            "self.link.to_host(grad).float() / torch.distributed.get_world_size()",
+        ),
+        SCALED,
+    ),
     "averaged over micro-batches": Mistake(
         edit(
             HOST,
@@ -1053,7 +1099,26 @@ HOST_MISTAKES = {
             "arrived = self.link.to_host(grad).float()\n        if start == 0:\n"
             "            self.master.grad[start : start + len(grad)] += arrived",
         ),
-        "only one of the parts had an effect: every part of the gradient counts",
+        ONE_PART,
+    ),
+    "cleared for every part": Mistake(
+        edit(HOST, _RECEIVE, f"self.master.grad.zero_()\n        {_RECEIVE}"),
+        ONE_PART,
+    ),
+    "another buffer": Mistake(
+        edit(
+            HOST,
+            _RECEIVE,
+            _RECEIVE.replace("self.master.grad[", "self.sum["),
+            "        self.optimizer = make",
+            "        self.sum = self.master.grad\n        self.optimizer = make",
+            "self.master.grad.zero_()",
+            "self.sum = torch.zeros_like(self.master)",
+        ),
+        (
+            "after the first step the parts go into a new tensor, and the optimizer still reads the old one: zero the "
+            "buffer that is the master's .grad, or make the new one its .grad"
+        ),
     ),
     "scaled by the part's length": Mistake(
         edit(HOST, ".to_host(grad).float()", ".to_host(grad).float() * (len(grad) / len(self.shard))"),
@@ -1086,11 +1151,9 @@ HOST_MISTAKES = {
             f"{_RECEIVE}\n        at = slice(start, start + len(grad))\n"
             "        self.link.to_device(self.shard[at], self.master[at].to(self.shard.dtype))",
         ),
-        (
-            "something goes up in receive(), before there is anything new: the masters change in step() alone, "
-            "so send then"
-        ),
+        UP_EARLY,
     ),
+    "all sent up in receive": Mistake(edit(HOST, _RECEIVE, f"{_RECEIVE}\n        {_SEND}"), UP_EARLY),
     "masters rounded after the step": Mistake(
         edit(HOST, _SEND, f"self.master.copy_(self.master.to(self.shard.dtype))\n        {_SEND}"),
         RELOADED,

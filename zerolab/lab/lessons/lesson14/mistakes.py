@@ -554,7 +554,7 @@ TRAIN_MISTAKES = {
     ),
     "unlabelled are wrong": Mistake(
         edit(TRAIN, "(right / count).item()", "(right / data.validation_targets.numel()).item()"),
-        " were counted as wrong: they have no answer",
+        "samples without a label were counted as wrong: they have no answer, so leave them out of the count too",
     ),
     "hits of all, count of one": Mistake(
         edit(TRAIN, _HITS, "    dist.all_reduce(right)\n"),
@@ -588,7 +588,10 @@ TRAIN_MISTAKES = {
         "a mean of nothing is nan: where a step has fewer samples than ranks, some have none. Take the sum",
     ),
     "nothing returned": Mistake(edit(TRAIN, "    return losses, (right / count).item()\n", ""), NO_RETURN),
-    "only the accuracy": Mistake(edit(TRAIN, "return losses, (right", "return (right"), "return losses, accuracy"),
+    "only the accuracy": Mistake(
+        edit(TRAIN, "return losses, (right", "return (right"),
+        "only the accuracy is returned: the docstring asks for losses, accuracy",
+    ),
     "another order": Mistake(
         edit(
             TRAIN,

@@ -19,12 +19,13 @@ SUMS_AGAIN = (
     "gradient becomes N times too large. It passes through as it is"
 )
 NO_MEAN = "the mean was taken: the parts of one sum are added up, and nothing is averaged"
-RELU = "that is a ReLU: the small example above has one, but the MLP of the GPT has a GELU between its two layers"
+NO_GELU = "that is not GELU: the MLP of the GPT has F.gelu() between its two layers"
 DEALT = (
     "hidden units were dealt out in turn, [rank::N]: the sum would be right, but rank r is to keep those "
     "from r * hidden / N on, as they lie"
 )
 KEEPS_WHOLE = "the parameters are views of the whole model's, all of which then stays in memory: clone() the part"
+KEEPS_MLP = "the whole `mlp` is kept, and with it all of its parameters: keep a copy of this rank's parts, and no more"
 WRONG_GROUP = (
     "the call went over all ranks, not over `group`: pass group=..., and take rank and size from it, "
     "dist.get_rank(group)"
@@ -37,7 +38,13 @@ NEVER_SENT = (
     "self.send_grad(x.grad, m)"
 )
 TOO_MANY = "too many micro-batches are in flight: rank r needs to keep N - r at most, since that many stages lie ahead"
+NO_MINIMUM = (
+    "there are fewer micro-batches here than stages ahead, and no more can be on their way: begin with "
+    "min(size - 1 - rank, micro_batches) forwards"
+)
+ONCE_EACH = "each micro-batch has one forward and one backward on every rank: here one is missing, or comes twice"
 SCALED_TWICE = "divided by the number of micro-batches more than once: the last stage divides the loss, and nobody else"
+NO_LEAF = "that .grad is None: only the x that self.take_input() gave is a leaf, and has one after backward"
 TAKES_GRAD = "backward of a stage in the middle begins with the gradient that the next stage sends: y.backward(grad)"
 WRONG_NUMBER = "that is another micro-batch's number: forward(m) and backward(m) pass their m on"
 
@@ -271,7 +278,7 @@ SPLIT_MISTAKES = {
         ),
         "GELU comes between the two layers, and not after the second",
     ),
-    "relu": Mistake(edit(SPLIT, _HIDDEN, _HIDDEN.replace("F.gelu(", "F.relu(", 1)), RELU),
+    "relu": Mistake(edit(SPLIT, _HIDDEN, _HIDDEN.replace("F.gelu(", "F.relu(", 1)), NO_GELU),
     "no gelu": Mistake(
         edit(SPLIT, _HIDDEN, _HIDDEN.replace("F.gelu(", "(", 1)), "the GELU between the two layers is missing"
     ),
@@ -333,13 +340,20 @@ SPLIT_MISTAKES = {
         "another rank's part: rank r keeps hidden units r * hidden / N to (r + 1) * hidden / N",
     ),
     "dealt out": Mistake(
-        edit(SPLIT, "mlp.up.weight.detach().chunk(N)[rank]", "mlp.up.weight.detach()[rank::N]"),
+        edit(
+            SPLIT,
+            "detach().chunk(N)[rank]",
+            "detach()[rank::N]",
+            "detach().chunk(N, dim=1)[rank]",
+            "detach()[:, rank::N]",
+        ),
         DEALT,
     ),
     "views": Mistake(
         edit(SPLIT, "mlp.up.weight.detach().chunk(N)[rank].clone()", "mlp.up.weight.detach().clone().chunk(N)[rank]"),
         KEEPS_WHOLE,
     ),
+    "views of mlp": Mistake(edit(SPLIT, ".clone())", ")"), KEEPS_WHOLE),
     "group forgotten": Mistake(edit(SPLIT, "dist.all_reduce(part, group=group)", "dist.all_reduce(part)"), WRONG_GROUP),
     "group forgotten in backward": Mistake(
         edit(SPLIT, "dist.all_reduce(grad, group=ctx.group)", "dist.all_reduce(grad)"),
@@ -352,7 +366,7 @@ SPLIT_MISTAKES = {
     ),
     "wait forgotten": Mistake(
         edit(SPLIT, "dist.all_reduce(part, group=group)", "dist.all_reduce(part, group=group, async_op=True)"),
-        "a forgotten wait: ",
+        "all_reduce was started, and not waited for: with async_op=True the sum is there only after wait()",
     ),
     "float32 only": Mistake(
         edit(SPLIT, "        return part\n", "        return part.float()\n"),
@@ -384,6 +398,10 @@ SPLIT_MISTAKES = {
         ),
         "all four are nn.Parameters: a buffer or a plain tensor is not trained, and an optimizer does not see it",
     ),
+    "a sum on one rank": Mistake(
+        edit(SPLIT, "dist.all_reduce(part, group", "dist.reduce(part, dist.get_global_rank(group, 0), group"),
+        "dist.reduce() leaves the sum on one rank: all ranks need it, as dist.all_reduce() gives it",
+    ),
     "the largest part": Mistake(
         edit(SPLIT, "dist.all_reduce(part, group", "dist.all_reduce(part, dist.ReduceOp.MAX, group"),
         "the parts are those of a sum: all-reduce adds them up unless it is told otherwise",
@@ -398,7 +416,11 @@ SPLIT_MISTAKES = {
     ),
     "keeps the whole": Mistake(
         edit(SPLIT, "self.group = group", "self.group = group\n        self.whole = [mlp]"),
-        "the whole `mlp` is kept, and with it all of its parameters: keep a copy of this rank's parts, and no more",
+        KEEPS_MLP,
+    ),
+    "keeps the module": Mistake(
+        edit(SPLIT, "self.group = group", "self.group = group\n        self.mlp = mlp"),
+        KEEPS_MLP,
     ),
     "one group for all": Mistake(
         edit(
@@ -412,8 +434,10 @@ SPLIT_MISTAKES = {
         edit(SPLIT, "self.up.weight, self.up.bias))", "self.up.weight))"),
         "the bias of `up` is missing: it belongs inside GELU, this rank's part of it",
     ),
-    "another nonlinearity": Mistake(
-        edit(SPLIT, "F.gelu(", "F.silu("), "that is not GELU: the MLP of the GPT has F.gelu() between its two layers"
+    "another nonlinearity": Mistake(edit(SPLIT, "F.gelu(", "F.silu("), NO_GELU),
+    "the residual added": Mistake(
+        edit(SPLIT, _OUT, f"{_OUT} + x"),
+        "x was added to the result: that is the block's residual connection, which stays outside of the MLP",
     ),
     "Leave divides": Mistake(
         edit(
@@ -551,15 +575,30 @@ PIPELINE_MISTAKES = {
     ),
     "no minimum": Mistake(
         edit(PIPELINE, "min(self.size - 1 - self.rank, self.micro_batches)", "self.size - 1 - self.rank"),
-        "micro-batches are numbered from 0 to ",
+        NO_MINIMUM,
+    ),
+    "no minimum, in one loop": Mistake(
+        _order(
+            "ahead, M = self.size - 1 - self.rank, self.micro_batches\nsteps = []\n"
+            "for m in range(M):\n    steps.append(('forward', m))\n"
+            "    if m >= ahead:\n        steps.append(('backward', m - ahead))\n"
+            "return steps + [('backward', m) for m in range(M - ahead, M)]"
+        ),
+        NO_MINIMUM,
     ),
     "backward first": Mistake(
         edit(PIPELINE, '[("forward", warm_up + m), ("backward", m)]', '[("backward", m), ("forward", warm_up + m)]'),
-        "a backward comes before its own forward",
+        "in each turn the forward comes first: the last rank begins with turns, and has nothing to run backward yet",
     ),
     "the rest forgotten": Mistake(
         edit(PIPELINE, 'return steps + [("backward", m) for m in left]', "return steps"),
-        "each micro-batch has one forward and one backward on every rank",
+        ONCE_EACH,
+    ),
+    "the newest backward": Mistake(
+        edit(
+            PIPELINE, '("forward", warm_up + m), ("backward", m)', '("forward", warm_up + m), ("backward", warm_up + m)'
+        ),
+        ONCE_EACH,
     ),
     "deadlock": Mistake(
         _order(
@@ -595,6 +634,16 @@ PIPELINE_MISTAKES = {
     ),
     "one place for all": Mistake(
         edit(PIPELINE, "self.kept[m] = x, y", "self.kept[0] = x, y", _POP, "self.kept[0]"),
+        SAME_KEPT,
+    ),
+    "one place for the loss": Mistake(
+        edit(
+            PIPELINE,
+            "            y = " + _SCALED,
+            "            self.kept['loss'] = " + _SCALED,
+            _BACK,
+            "(self.kept.pop('loss') if self.last else y).backward(None if self.last else self.take_grad(m))",
+        ),
         SAME_KEPT,
     ),
     "the last one in": Mistake(
@@ -659,7 +708,10 @@ PIPELINE_MISTAKES = {
     ),
     "another x": Mistake(
         edit(PIPELINE, "self.take_input(m)\n", "self.take_input(m).clone()\n"),
-        "x.grad is None: only the x that self.take_input() gave is a leaf, and gets a gradient",
+        NO_LEAF,
+    ),
+    "the gradient kept by y": Mistake(
+        edit(PIPELINE, "self.send_grad(x.grad, m)", "self.send_grad(y.grad, m)"), NO_LEAF
     ),
     "computes twice": Mistake(
         edit(
@@ -671,6 +723,10 @@ PIPELINE_MISTAKES = {
             "        if self.last:\n            y = self.loss(y, m) / self.micro_batches\n",
         ),
         "backward computes the forward pass again: keep y in self.kept, its graph is all that backward needs",
+    ),
+    "as many warm-ups on every rank": Mistake(
+        edit(PIPELINE, "min(self.size - 1 - self.rank,", "min(self.size - 1,"),
+        TOO_MANY,
     ),
     "one warm-up more on rank 0": Mistake(
         edit(PIPELINE, "min(self.size - 1 - self.rank,", "min(self.size - 1 - self.rank + (self.rank == 0),"),

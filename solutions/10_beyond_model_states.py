@@ -4,7 +4,7 @@
 # **The question.** ZeRO-3 on 64 GPUs leaves 1.9 GB of model states on each, for 7.5 billion parameters. A GPU has 80 GB. You
 # give each one a batch of eight sequences of 2,048 tokens, and the first step dies: out of memory. What else is there?
 #
-# Stages 1 to 3 divide parameters, gradients and optimizer state. The rest is whole on every GPU:
+# Stages 1 to 3 divide parameters, gradients and optimizer state. The rest is whole on every GPU.
 
 # %% tags=["nbval-check-output"]
 from zerolab.measure import activation_bytes, paper_state_bytes
@@ -93,7 +93,7 @@ plain, plain_loss, plain_weights = record()
 
 # %%
 plain = lab.pull("plain", rank=0)
-plots.show(plots.skyline([plain], names=["everything kept"]))
+plots.show(plots.skyline([plain], names=["with everything kept"]))
 
 # %% [markdown]
 # Forward keeps what backward will need: 16 vectors of the model's width for each token and block, two more after the blocks,
@@ -178,7 +178,7 @@ lab.reveal("10.2")
 # %%
 recomputed = lab.pull("recomputed", rank=0)
 if lab.predicted("10.1"):
-    names, mine = ["everything kept", "inputs kept"], [False, lab.passed("10.1")]
+    names, mine = ["with everything kept", "with inputs kept"], [False, lab.passed("10.1")]
     plots.show(plots.skyline([plain, recomputed], learner=mine, names=names))
 
 # %% tags=["nbval-check-output"]

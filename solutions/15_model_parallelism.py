@@ -122,7 +122,7 @@ lab.predict("15.1", 4 * 2 * 2 * 8 * 64 * 128 * 4)  # bytes
 # Could `up` be cut by columns instead? Then every rank would have a part of *every* hidden unit, but GELU needs the
 # complete sum: gelu(2) + gelu(-3) = 1.95, and gelu(2 - 3) = -0.16. Nonlinear functions want complete units.
 #
-# And backward? Let every rank have the same gradient of the output y. Two places need care:
+# And backward? Suppose that every rank has the same gradient of the output y. Two places need care:
 #
 # - *Where the parts leave* the split region, y = part₀ + part₁ + ... The gradient of each part is the gradient of y,
 #   and every rank has that already. Forward adds up, backward does nothing.

@@ -484,6 +484,9 @@ def take_turns(play: Play) -> None:
         run(play, pipe, 1)
 
 
+IN_ANY_ORDER = (
+    "another order(), such as GPipe's, calls the same forward(m) and backward(m): keep what belongs to m by m"
+)
 # Each stage by itself, before messages are sent that may be waited for: where judge.APART looks, too.
 PIPELINE_BATTERY = (
     Scene("", orders, sizes=(1, 3)),
@@ -491,7 +494,7 @@ PIPELINE_BATTERY = (
     Scene("4 micro-batches", one_stage(2), sizes=(1, 3)),
     Scene("4 micro-batches", one_stage(0), sizes=(1, 3)),
     Scene("3 micro-batches of whole numbers", one_stage(0, 3, tokens=True), "the batch needs no gradient", (1,)),
-    Scene("with all forwards before the backwards", take_turns, "another order() may ask for them", (1,)),
+    Scene("with all forwards before the backwards", take_turns, IN_ANY_ORDER, (1,)),
     Scene("5 micro-batches, all ranks", together(5, torch.float64, 3)),
     Scene("a single micro-batch, all ranks", together(1, torch.float64, 1)),
     Scene("3 micro-batches in bfloat16, all ranks", together(3, torch.bfloat16, 1), "keep the dtype of what comes in"),

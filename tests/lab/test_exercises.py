@@ -124,6 +124,11 @@ def test_a_renamed_function_is_noticed() -> None:
     assert "it must be ring_reduce_scatter" in verdict.likely
 
 
+def test_a_pass_names_the_numbers_of_ranks_on_which_something_was_seen() -> None:
+    for id, sizes in {"09.1": "1", "16.1": "1, 2", "19.2": "1, 3"}.items():
+        assert judge.try_answer(id, EXERCISES[id].reference).text.splitlines()[0].endswith(f"N={sizes} ok")
+
+
 def test_an_unknown_mistake_shows_the_case() -> None:
     source = "import torch\n\ndef ring_all_gather(chunk, rank, N, exchange):\n    return [torch.full((4,), 7.0)] * N\n"
     verdict = judge.try_answer("01.2", source)

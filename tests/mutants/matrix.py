@@ -36,11 +36,12 @@ def answers_of(lesson: str) -> tuple[Callable[..., None], Callable[..., None]]:
     exercises = [asked for id, asked in EXERCISES.items() if id.startswith(lesson)]
     right, wrong = [], []
     for asked in exercises:
-        right.append(param(asked.id, "reference", asked.reference, RICHEST, first=True))
-        others = [size for size in judge.WORLD_SIZES if size not in RICHEST]
-        right.append(param(asked.id, "reference on other numbers of ranks", asked.reference, others, first=False))
+        rich = [size for size in asked.sizes if size in RICHEST] or asked.sizes
+        right.append(param(asked.id, "reference", asked.reference, rich, first=True))
+        if others := [size for size in asked.sizes if size not in rich]:
+            right.append(param(asked.id, "reference on other numbers of ranks", asked.reference, others, first=False))
         for i, source in enumerate(RIGHT[asked.id]):
-            right.append(param(asked.id, f"alternative {i}", source, judge.WORLD_SIZES, first=False))
+            right.append(param(asked.id, f"alternative {i}", source, asked.sizes, first=False))
         mistakes = WRONG[asked.id].items()
         wrong += [param(asked.id, name, *mistake, first=i == 0) for i, (name, mistake) in enumerate(mistakes)]
 

@@ -629,8 +629,8 @@ DEFECTS = [
     Defect(
         "an answer is tried on one rank alone",
         "lab/exercises/judge.py",
-        "WORLD_SIZES = (1, 2, 3, 4)",
-        "WORLD_SIZES = (1,)",
+        "    sizes = sizes or asked.sizes\n",
+        "    sizes = (1,)\n",
         "mutants/test_lesson03.py",
     ),
     Defect(

@@ -58,6 +58,11 @@ class Exercise:
     errors: dict[str, str] = field(default_factory=dict)  # part of a Python error -> the mistake behind it
 
     @property
+    def sizes(self) -> list[int]:
+        """The numbers of ranks on which there is something to see."""
+        return sorted({size for scene in self.battery for size in scene.sizes})
+
+    @property
     def about(self) -> str:
         """What a learner is told above the cell, as Markdown."""
         given = {line.strip() for line in self.stub.splitlines()}

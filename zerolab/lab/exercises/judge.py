@@ -22,10 +22,10 @@ from zerolab.lab.exercises.battery import OthersDiffer, load, play_battery
 from zerolab.lab.exercises.catalogue import find_exercise
 from zerolab.lab.exercises.exercise import Exercise, Todo, World, Wrong
 from zerolab.lab.exercises.mistakes import Mistake, nearest
+from zerolab.lab.exercises.observing import WORLD_SIZES
 from zerolab.lab.exercises.spy import GLOO, PATIENCE, GaveUp, Spy
 from zerolab.world.processes import RankError, Ranks
 
-WORLD_SIZES = (1, 2, 3, 4)
 APART = 3  # with so many ranks the left neighbour is not the right one: a wrong answer is looked at there too
 ORDER = ("late", "raised", "wrong", "waits", "todo", "right")  # of reports, the worst first
 UNKNOWN = "a mistake that this check does not know; this is the smallest case that fails"
@@ -220,24 +220,26 @@ def try_answer(
     patience: float = PATIENCE,
     tell: Callable[[str], None] = lambda line: None,
     told: bool = True,
-    sizes: Sequence[int] = WORLD_SIZES,
+    sizes: Sequence[int] = (),
 ) -> Verdict:
     """The verdict on `source` as the answer to exercise `id`.
 
     A rank gives up when all others have stood still for `patience` seconds. On gloo's clock nothing depends: it runs
     on while a machine sleeps.
-    tell: is told how far the check has come. told: whether known mistakes are looked for. sizes: the numbers of ranks.
+    tell: is told how far the check has come. told: whether known mistakes are looked for. sizes: the numbers of ranks,
+    all those of the exercise if there is none.
     """
     asked = find_exercise(id)
     good: list[int] = []  # the world sizes that passed
     notes: list[str] = []
+    sizes = sizes or asked.sizes
     for world_size in sizes:
         tell(f"○ {id} {asked.title}    checking with {world_size} of {max(sizes)} ranks ...")
         reports = _reports(asked, source, filename, patience, world_size)
         kinds = {report.kind for report in reports}
         if kinds != {"right"}:
             marks = _marks(reports)
-            if world_size < APART and not kinds & {"late", "todo"}:
+            if world_size < APART in asked.sizes and not kinds & {"late", "todo"}:
                 marks |= _marks(_reports(asked, source, filename, patience, APART))
             verdict = _verdict(asked, good, world_size, reports, nearest(id, marks) if told else None)
             verdict.marks = marks

@@ -31,6 +31,7 @@ GROUPS: dict[str, Callable[[int], list[list[int]]]] = {
     "strided": lambda N: [list(range(0, N, 2)), list(range(1, N, 2))],  # several at once
     "alone": lambda N: [[rank] for rank in range(N)],
 }
+WORLD_SIZES = (1, 2, 3, 4)
 OTHERS = {"tail": (2, 3, 4), "strided": (3, 4), "alone": (3,)}  # the numbers of ranks at which they are worth a scene
 
 
@@ -48,7 +49,7 @@ class Scene:
     title: str
     act: Callable[[Play], None]
     about: str = ""
-    sizes: tuple[int, ...] = (1, 2, 3, 4)
+    sizes: tuple[int, ...] = WORLD_SIZES
     groups: str = "all"
     loose: float = 0.0
     note: str = ""

@@ -113,9 +113,9 @@ subtitle = "one backward of a GPT after 30 steps; % of the elements in each powe
 plots.show(plots.number_line(lab.pull("counts", rank=0), 16, title, subtitle))
 
 # %% [markdown]
-# bf16 and float32 hold all of it. In fp16 nearly all of the activations' gradients are subnormal, and
-# some are gone. (The loss is a *mean* over tokens: in a larger batch each has a smaller part in it, and its gradient moves
-# further to the left.)
+# bf16 and float32 hold all of it. In fp16 nearly all of the activations' gradients have lost something: most are subnormal,
+# and the others are gone. (The loss is a *mean* over tokens: in a larger batch each has a smaller part in it, and its
+# gradient moves further to the left.)
 #
 # The black outline shows the cure. Backward is linear: multiply the loss by 2¹⁶, and every gradient is multiplied by
 # 2¹⁶. Divide again *in float32*, where nothing is lost. This factor is the **[loss scale](../docs/glossary.md#loss-scale)** ([Micikevicius et al.,
@@ -359,8 +359,9 @@ some = [power for power, found in enumerate(everyone, 17) if min(found) == 0 < m
 lab.push(power=some[0])
 
 # %% [markdown]
-# There are scales at which one rank sees an overflow and its neighbour sees nothing wrong. Take the smallest of them, and
-# let each rank decide for itself:
+# There are scales at which one rank sees an overflow and its neighbour sees nothing wrong. (At 2²³ it begins in the gradient
+# of the logits, where backward starts, and is in nearly all that follows.) Take the smallest, and let each rank decide for
+# itself:
 
 # %%
 # %%ranks
@@ -382,8 +383,8 @@ assert "out of step" in said
 
 # %% [markdown]
 # Some ranks were about to step, and one had gone on without. This engine compares the ranks' steps, and stops them all. A
-# program that does not hangs in stages 1 and 2, where the ranks that stepped wait for an all-gather that the others never
-# join. In stage 3 it goes on, with a model that is made of new slices and old ones.
+# program that compares nothing hangs in stages 1 and 2, where the ranks that stepped wait for an all-gather that the others
+# never join. In stage 3 it goes on, with a model that is made of new slices and old ones.
 #
 # Nor is it enough to skip together. Say that all ranks skip, and rank 2 alone halves its scale, since only rank 2 saw the
 # overflow. In the next step the mean has (1 + 1 + ½ + 1)/4 = 0.875 of every scaled gradient. Ranks 0, 1 and 3 update their
@@ -495,7 +496,7 @@ print("this scaler's run equals the package's, bit for bit:", all(lab.pull("equa
 # ## In production
 #
 # Three ways that torch 2.13 offers, on the same model and four ranks. First DDP with `autocast` and torch's `GradScaler`, which
-# also starts at 2²⁴ here. Then FSDP2 with `MixedPrecisionPolicy`, with gradients reduced in bf16 and in float32. Last, FSDP2
+# starts at 2²⁴ here. Then FSDP2 with `MixedPrecisionPolicy`, with gradients reduced in bf16 and in float32. Last, FSDP2
 # in fp16 with torch's `GradScaler`, and an overflow on rank 2 alone.
 
 # %%

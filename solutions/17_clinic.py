@@ -28,7 +28,7 @@ lab.start(4)
 # |---|---|---|
 # | Who did not come? | the **[flight recorder](../docs/glossary.md#flight-recorder)**: the last collectives of every rank | a hang, a dead rank, ranks that parted ways |
 # | How much was sent? | the **ledger** | no reduction, too much of it |
-# | What is the same on all ranks, and from when on not? | **fingerprints** of parameters, gradients, parameters | where ranks drift apart |
+# | What is the same on all ranks, and from when on not? | **fingerprints** of parameters, of gradients, and of parameters after the update | where ranks drift apart |
 # | What lives in memory, where, and since when? | bytes by device and by step | out of memory |
 #
 # A fingerprint is a short number computed from the bits of a tensor (here a checksum, cut to four hexadecimal digits). Two

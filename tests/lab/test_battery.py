@@ -92,6 +92,20 @@ def test_an_error_is_told_with_its_scene_its_event_and_its_line() -> None:
     )
 
 
+def test_a_none_is_told_as_a_collective_s_only_where_the_answer_uses_what_one_returns() -> None:
+    asked = EXERCISES["17.1"].reference
+    batch = edit(asked, "ReduceOp.MIN", "ReduceOp.MAX")
+    flag = edit(
+        asked, "        dist.all_reduce(everyone,", "        everyone = dist.all_reduce(everyone,", "== 0", "+ 0"
+    )
+    said = {
+        name: judge.try_answer("17.1", source, told=False, sizes=(2,))
+        for name, source in (("batch", batch), ("flag", flag))
+    }
+    assert all("NoneType" in verdict.seen for verdict in said.values())
+    assert "returns None" in said["flag"].likely and "returns None" not in said["batch"].likely
+
+
 def test_where_the_text_leaves_a_difference_open_it_is_a_note() -> None:
     bucket = edit(EXERCISES["03.2"].reference, ", dtype=params[0].dtype", "")
     verdict = judge.try_answer("03.2", bucket)

@@ -556,7 +556,7 @@ QUESTIONS: dict[str, Question] = {
         words=_LETTERS,
         against={
             "a": "Then it would explode on one GPU too: the loss and the data are the same.",
-            "b": "The loss is the same number for 1, 2 and 4 ranks.",
+            "b": "The loss and the batch stay the same while the gradient doubles: the factor comes in after the loss.",
             "d": "Two sums would make it 4 times as large on 2 ranks, and 16 times on 4. It is 2 times and 4 times.",
         },
     ),

@@ -230,7 +230,7 @@ def without_float16(play: Play, dtype: torch.dtype) -> None:
     loop = Loop(play, precision=None, dtype=dtype)
     loop.turn(clips=True)
     loop.turn()
-    loop.turn(", with a value that float16 cannot hold", on(None, 1e6))
+    loop.turn(", with 3e38, which float32 holds, and its square does not fit", on(None, 3e38))
     loop.turn(", with inf on rank 0", on(0, math.inf))
 
 

@@ -153,6 +153,13 @@ NOT_RESET = (
     " it has proved itself"
 )
 
+A_NORM = (
+    "a step was skipped without an overflow: a norm may be larger than any element; only an element that is not"
+    " finite is one, as isfinite() says"
+)
+
+LATE = "the scale doubles a step too late: count the good step first, and then compare the count with growth_interval"
+
 OFF_BY_ONE = "the scale doubles after growth_interval good steps: with 2, in the second one's update()"
 
 NEVER_GREW = (
@@ -454,7 +461,7 @@ SCALER_MISTAKES = {
     ),
     "grows one step late": Mistake(
         edit(SCALER, "self.good_steps == self.growth_interval", "self.good_steps > self.growth_interval"),
-        NEVER_GREW,
+        LATE,
     ),
     "never grows": Mistake(
         edit(SCALER, "self.factor * 2, 0", "self.factor, 0"),
@@ -604,6 +611,30 @@ SCALER_MISTAKES = {
         edit(SCALER, "        return loss * self.factor\n", "        loss * self.factor\n"),
         "scale() returns nothing now: it was given, with `return loss * self.factor`",
     ),
+    "a sum of squares": Mistake(
+        edit(
+            SCALER,
+            _FOUND,
+            "            found += grad.square().sum()\n",
+            _REDUCE,
+            "        dist.all_reduce(found)\n",
+            "bool(found)",
+            "not found.isfinite().item()",
+        ),
+        A_NORM,
+    ),
+    "tells rank 0 alone": Mistake(
+        edit(SCALER, _REDUCE, "        dist.reduce(found, dst=0, op=dist.ReduceOp.MAX)\n"),
+        "dist.reduce() gives its result to one rank alone, and every rank has to know: use all_reduce",
+    ),
+    "forgets in step": Mistake(
+        edit(
+            SCALER,
+            "            optimizer.step()\n",
+            "            optimizer.step()\n        self.overflow = None\n",
+        ),
+        "step() forgot the overflow, and update() never heard of it: update() forgets it, when it has used it",
+    ),
     "a norm beyond float16": Mistake(
         edit(
             SCALER,
@@ -614,10 +645,7 @@ SCALER_MISTAKES = {
             "bool(found)",
             "not found.sqrt() * self.factor <= 65504",
         ),
-        (
-            "a step was skipped without an overflow: a norm may be larger than any element; only an element that is not"
-            " finite is one, as isfinite() says"
-        ),
+        A_NORM,
     ),
     "the majority's flag": Mistake(
         edit(SCALER, "ReduceOp.MAX", "ReduceOp.SUM", "bool(found)", "found.item() > dist.get_world_size() / 2"),

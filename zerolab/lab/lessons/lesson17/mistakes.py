@@ -88,6 +88,53 @@ UNEVEN_MISTAKES = {
         edit(UNEVEN, "ReduceOp.MIN", "ReduceOp.MAX"),
         WITHOUT_A_BATCH,
     ),
+    "as long as one has a batch, unpacked": Mistake(
+        edit(
+            UNEVEN,
+            "ReduceOp.MIN",
+            "ReduceOp.MAX",
+            "        model(*batch).backward()\n",
+            "        x, y = batch\n        model(x, y).backward()\n",
+        ),
+        WITHOUT_A_BATCH,
+    ),
+    "rank 0's batches": Mistake(
+        edit(
+            UNEVEN,
+            "dist.all_reduce(everyone, dist.ReduceOp.MIN)",
+            "dist.broadcast(everyone, 0)",
+            "        model(*batch).backward()\n",
+            "        x, y = batch\n        model(x, y).backward()\n",
+        ),
+        "rank 0 answered for all ranks: they stop when any of them has no batch, dist.ReduceOp.MIN",
+    ),
+    "asks only after a step": Mistake(
+        edit(
+            UNEVEN,
+            "        batch = next(iterator, None)\n" + _FLAG + "        if everyone == 0:\n            return steps\n",
+            "",
+            "    while True:\n",
+            "    batch = next(iterator, None)\n    while batch is not None:\n",
+            "        steps += 1\n",
+            "        steps += 1\n        batch = next(iterator, None)\n"
+            + _FLAG
+            + "        if everyone == 0:\n            break\n    return steps\n",
+        ),
+        "the ranks ask each other only after a step, and one may have no batch at all: ask before the first one, too",
+    ),
+    "asks after the backward": Mistake(
+        edit(
+            UNEVEN,
+            _FLAG + "        if everyone == 0:\n            return steps\n",
+            "",
+            "        optimizer.zero_grad()\n        model(*batch).backward()\n",
+            "        optimizer.zero_grad()\n        if batch is not None:\n            model(*batch).backward()\n"
+            + _FLAG
+            + "        if everyone == 0:\n            return steps\n",
+        ),
+        "the model is called for a batch that makes no step: ask first, since a sharded model gathers its parameters "
+        "when it is called, and would wait there for the rank without a batch",
+    ),
     "sum is not zero": Mistake(edit(UNEVEN, ", dist.ReduceOp.MIN", ""), WITHOUT_A_BATCH),
     "the shortest goes on with nothing": Mistake(
         edit(
@@ -266,6 +313,10 @@ EVALUATE_MISTAKES = {
     "a mean of batches": Mistake(
         edit(EVALUATE, _ADD, "            total += torch.tensor([model(x, y).item(), 1])\n"),
         "batches of different sizes count alike: multiply each mean by its number of samples",
+    ),
+    "takes its length": Mistake(
+        edit(EVALUATE, "    model.eval()\n", "    model.eval()\n    count = len(batches)\n"),
+        "the batches can be gone through once and have no length: count in the loop",
     ),
     "no reduction": Mistake(
         edit(EVALUATE, "    dist.all_reduce(total)\n", ""), "nothing is reduced: that is this rank's own mean"

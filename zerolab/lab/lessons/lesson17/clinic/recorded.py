@@ -157,7 +157,7 @@ CROSSED = Patient(
     (norms, _crossed),
     _crossed,
     {
-        "a": "Rank 1 died after the first two calls: it is missing from a group in which the rest wait for it.",
+        "a": "Rank 1 died after the first two calls: it is missing from a group in which the others wait.",
         "b": "Ranks 0, 2 and 3 have ended their loop: all three are missing from the call that rank 1 is in.",
         "c": "Ranks visit the groups in another order: each side waits in one for those who are in the other.",
         "d": "The two groups have different members: rank 1 is in the second and not in the first one at all.",

@@ -165,7 +165,7 @@ def _resumed(rank: int, world_size: int) -> None:
         loss.backward()
         _mean_of_gradients(model)
         adam.step()
-        return f"{said}  loss {evaluated:.4f}, or {loss:.4f} with {model.dropped} elements dropped"
+        return f"{said}  loss {evaluated:.4f}, with dropout {loss:.4f} ({model.dropped} elements)"
 
     model, adam = begin()
     for step in range(2):

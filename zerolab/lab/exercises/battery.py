@@ -122,7 +122,7 @@ def _play_scene(scene: Scene, reference: ModuleType, answer: ModuleType, world: 
         calls = ours.tape[-1].traffic if ours.tape else []
         of_none = isinstance(error, (TypeError, AttributeError)) and "NoneType" in str(error)
         if calls and of_none and not scene.about and _uses_what_they_return(answer, calls):
-            error.likely = returns_none(calls, str(error))  # type: ignore[union-attr]
+            error.likely = returns_none(calls, str(error))  # type: ignore[attr-defined]
         raise
     if not (found := list(compared(right, ours))):
         for note in ours.notes:

@@ -157,9 +157,9 @@ CROSSED = Patient(
     (norms, _crossed),
     _crossed,
     {
-        "a": "Rank 1 died after the first two calls: it is missing from a group in which the others wait.",
-        "b": "Ranks 0, 2 and 3 have ended their loop: all three are missing from the call that rank 1 is in.",
-        "c": "Ranks visit the groups in another order: each side waits in one for those who are in the other.",
+        "a": "Rank 1 died after two calls: it is missing from a group in which all of the rest wait for it.",
+        "b": "Ranks 0, 2 and 3 have left the loop: all three are missing from the call that rank 1 is in.",
+        "c": "Ranks visit the groups in two orders: each side waits in one for those who are in the other.",
         "d": "The two groups have different members: rank 1 is in the second and not in the first one at all.",
     },
     "c",

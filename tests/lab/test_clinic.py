@@ -81,7 +81,7 @@ def test_patients_show_their_evidence_on_live_ranks(capsys):
             (8, "Culprit rank 3; Error type: COLLECTIVE_TYPE_MISMATCH"),
             (9, "group info: 1:dense"),
             (10, "ranks 2, 3:"),
-            (11, "or 5."),
+            (11, "with dropout 5."),
         ):
             clinic.admit(number)
             said = capsys.readouterr()

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import ast
 import hashlib
-import inspect
 import itertools
 import linecache
 import re
@@ -19,7 +17,7 @@ from zerolab.comm.waiting import CommError
 from zerolab.lab.exercises.differences import KINDS, Difference, clues, compared
 from zerolab.lab.exercises.exercise import Exercise, Todo, World, Wrong, returns_none
 from zerolab.lab.exercises.observing import GROUPS, Enough, Play, Scene
-from zerolab.lab.exercises.spy import END, GaveUp, Traffic
+from zerolab.lab.exercises.spy import END, GaveUp
 
 MOST = 120  # marks that a rank reports
 BEHIND = ("waiting", "meddling")  # what is behind other differences
@@ -121,7 +119,7 @@ def _play_scene(scene: Scene, reference: ModuleType, answer: ModuleType, world: 
         error.scene, error.about = ", ".join(filter(None, [scene.title, where])), scene.about  # type: ignore[attr-defined]
         calls = ours.tape[-1].traffic if ours.tape else []
         of_none = isinstance(error, (TypeError, AttributeError)) and "NoneType" in str(error)
-        if calls and of_none and not scene.about and _uses_what_they_return(answer, calls):
+        if of_none and not scene.about and not all(call.discarded for call in calls):
             error.likely = returns_none(calls, str(error))  # type: ignore[attr-defined]
         raise
     if not (found := list(compared(right, ours))):
@@ -129,15 +127,6 @@ def _play_scene(scene: Scene, reference: ModuleType, answer: ModuleType, world: 
             world.note(note)
         return None
     return _differs(scene, found, hashed(scene, _marks(found, right, ours)))
-
-
-def _uses_what_they_return(answer: ModuleType, calls: list[Traffic]) -> bool:
-    """Whether one of these collectives is more than a statement in the answer, so that its None can be in the error."""
-    nodes = list(ast.walk(ast.parse(inspect.getsource(answer))))
-    alone = [node.value for node in nodes if isinstance(node, ast.Expr)]
-    names = {call.op for call in calls}
-    made = [node for node in nodes if isinstance(node, ast.Call) and getattr(node.func, "attr", "") in names]
-    return not made or any(node not in alone for node in made)
 
 
 def _reference_in(scene: Scene, reference: ModuleType, world: World, team: list[int], group: Any) -> Play | None:

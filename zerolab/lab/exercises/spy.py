@@ -82,6 +82,7 @@ class Traffic:
     said: str = ""  # what the caller wrote, if that is another function: "self.comm.all_reduce"
     kept: int | None = None  # bytes that stay here of an uneven all-to-all, whose `payload` is this rank's alone
     asynchronous: bool = False
+    discarded: bool = False  # the caller does nothing with what it returns
     waited: bool = False
     touched: bool = False  # its result was changed between the start and the wait, and the change is lost
     meddled: bool = False  # its input was changed between the start and the wait, perhaps before it was sent
@@ -341,7 +342,7 @@ class Spy:
         rank, size = dist.get_rank(call.group), dist.get_world_size(call.group)
         _refuse_uneven(call)
         traffic = Traffic(call.name, max(map(nbytes, arguments.values()), default=0), size)
-        traffic.said, traffic.asynchronous = _in_words(call), asynchronous
+        traffic.said, traffic.asynchronous, traffic.discarded = _in_words(call), asynchronous, call.discarded
         if splits := arguments.get("input_split_sizes"):
             traffic.payload = nbytes(arguments["input"])
             traffic.kept = traffic.payload * splits[rank] // max(1, sum(splits))

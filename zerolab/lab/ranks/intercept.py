@@ -11,9 +11,10 @@ from __future__ import annotations
 
 import functools
 import inspect
+import opcode
 import sys
 from collections.abc import Callable, Mapping
-from types import ModuleType
+from types import FrameType, ModuleType
 from typing import Any
 
 import torch.distributed as dist
@@ -43,7 +44,7 @@ MESSAGES = ("send", "recv", "isend", "irecv")
 
 
 class Invocation:
-    """A call of one of the functions. `module`, `line`: where it is made."""
+    """A call of one of the functions. `module`, `line`: where it is made. `discarded`: what it returns is dropped there."""
 
     def __init__(
         self, name: str, original: Callable[..., Any], signature: inspect.Signature, args: Any, options: Any
@@ -52,6 +53,7 @@ class Invocation:
         self._original, self._signature, self._args, self._options = original, signature, args, options
         caller = sys._getframe(2)
         self.module, self.line = str(caller.f_globals.get("__name__", "")), caller.f_lineno
+        self.discarded = _discards(caller)
 
     @functools.cached_property
     def _bound(self) -> inspect.BoundArguments:
@@ -84,6 +86,13 @@ class Invocation:
     def with_arguments(self) -> Any:
         """Make the call with the `arguments` as they are now."""
         return self._original(*self._bound.args, **self._bound.kwargs)
+
+
+def _discards(caller: FrameType) -> bool:
+    """Whether the next thing that the caller does is to drop what its call returns."""
+    following = caller.f_code.co_code[caller.f_lasti + 2 :: 2]
+    after = next((code for code in following if code != opcode.opmap.get("CACHE")), None)
+    return after == opcode.opmap["POP_TOP"]
 
 
 Answer = Callable[[Invocation], Any]

@@ -149,8 +149,8 @@ print("all ranks have printed the same losses:", all(of == losses[0] for of in l
 # That is what a **[sampler](../docs/glossary.md#sampler)** is for. `DistributedSampler` shuffles the numbers of the
 # samples alike on every rank, and gives each rank every fourth one. Two things about it surprise people. It shuffles
 # with its seed plus the epoch, and learns the epoch only from `sampler.set_epoch(epoch)`: without that call, every
-# epoch has the same order. And all ranks get equally many. Predict: ten validation images, four ranks, a
-# `DistributedSampler` with its defaults. How many answers do the ranks count together?
+# epoch has the same order. And all ranks get equally many, though by default no sample is left out. Predict: ten
+# validation images, four ranks, a `DistributedSampler` with its defaults. How many answers do the ranks count together?
 
 # %%
 lab.predict("13.1", 12)  # answers
@@ -298,8 +298,8 @@ lab.check("13.1")
 # The check compared your losses, rates, buffers and weights with one process, also in stages 0 to 3, with empty parts.
 # Now it runs as in production: torchrun starts the processes, and nothing of this notebook is in them. Three seeds on
 # one rank, each with its own weights and orders, give a band; then the first seed on two ranks and on four, in another
-# stage each time. (Until your script has passed, the course's runs, on one rank.) Starting seven processes takes most of
-# these 20 seconds. For CIFAR-10, add `"--data"` and its folder.
+# stage each time. (Until your script has passed, the course's runs, on one rank.) It takes some 20 seconds, mostly to start
+# seven processes. For CIFAR-10, add `"--data"` and its folder.
 
 # %%
 results = lab.reproduce("13.1", "--epochs", 2, "--batch-size", 64)
@@ -335,9 +335,10 @@ print("better than 85 % with every seed:", better)
 lab.predict("13.2", 15)  # steps
 
 # %% [markdown]
-# Now measure. Each of the four ranks trains alone, with a seed of its own, and with a rate that suits 32 images: 0.005. Then
-# the same epochs with batches of 256 and 512 images: at that rate (x1), at the linearly scaled one (x8 and x16), at 512 also
-# with a warm-up in the first epoch, and with four times the scaled rate (x64).
+# Now measure. Each of the four ranks trains alone, with a seed of its own, and with a rate of 0.005 for 32 images: a quarter
+# of the script's, to leave room for scaling. Then the same epochs with batches of 256 and 512 images: at that rate (x1), at
+# the linearly scaled one (x8 and x16), at 512 also with a warm-up in the first epoch, and with four times the scaled rate
+# (x64).
 
 
 # %%
@@ -391,10 +392,11 @@ if lab.predicted("13.2"):
 # is about as long. Linear scaling makes up for it. At 256 images eight times the rate brings the accuracy back, nearly to
 # the band of 32; at 512 sixteen times brings most of it back. What is missing there is what 15 steps cannot do.
 #
-# The rule has an end. It gives 512 images a rate of 0.08; at 0.32 the steps leave the region where the gradient is right,
-# and the seeds scatter widely. So whoever already trains small batches at the highest rate that they stand gains nothing by
-# scaling it. And the warm-up does no good here: it makes three of the 15 steps shorter. It is meant for runs of thousands of
-# steps, whose first ones would diverge. ([Goyal and others](https://arxiv.org/abs/1706.02677), section 2.2, warmed up for
+# The rule has an end. It gives 512 images a rate of 0.08. At 0.32, which is what it makes of the script's 0.02, the steps
+# leave the region where the gradient is right, and the seeds scatter widely. So whoever already trains small batches at the
+# highest rate that they stand gains nothing by scaling it. And the warm-up does no good here: it makes two of the 15 steps
+# shorter. It is meant for runs of thousands of steps, whose first ones would diverge.
+# ([Goyal and others](https://arxiv.org/abs/1706.02677), section 2.2, warmed up for
 # five epochs and kept the accuracy up to 8,192 images on ImageNet.) Only a measurement on your model says where the rule ends.
 #
 # ## Rates and batches that change, in every stage
@@ -517,7 +519,7 @@ if lab.predicted("13.3"):
 #
 # ## In production
 #
-# - **torch's DDP** broadcasts rank 0's buffers before each forward of the training (`broadcast_buffers=True`). After
+# - **torch's DDP** broadcasts rank 0's buffers before each forward in training (`broadcast_buffers=True`). After
 #   the last step they differ again, by one update: validate with `ddp.module` on every rank, and the accuracies may
 #   differ.
 # - **FSDP2** leaves buffers alone, as here. So does **DeepSpeed**: at the start it broadcasts parameters, and only
@@ -572,7 +574,7 @@ for name in ("torch's DDP", "zerolab's DDP"):
 #
 # So says the guide of [Accelerate](https://huggingface.co/docs/accelerate/concept_guides/performance) (1.14). **True under
 # a condition.** Devices do not enter: with the same batch, 1, 2 and 4 ranks had the same losses, and a rate that follows the
-# ranks would have made three runs of it. What enters is the batch, which grows with the devices if each keeps its own. Then
+# ranks would have made three different runs. What enters is the batch, which grows with the devices if each keeps its own. Then
 # the rule held here up to 16 times the rate, and at 64 times it had ended. All of that is for SGD. The guide multiplies the
 # rate of an AdamW, and for Adam theory and experiment speak for the square root
 # ([Malladi and others](https://arxiv.org/abs/2205.10287)).

@@ -93,6 +93,7 @@ def play_training(
     model.record = watch.saw  # type: ignore[assignment]
     with engines_made() as engines, play.event("train()", slack=math.inf, draws=True):
         result = train(watch.make_optimizer)
+    del play.tape[-1].clues["asked of all processes"]  # on which a script runs
     play.see("the stage of the engine that was made", engines[-1].stage if engines else None)
     play.see("the engine has the given model", bool(engines) and engines[-1].model is model)
     play.see("steps of the optimizer", len(watch.rates))

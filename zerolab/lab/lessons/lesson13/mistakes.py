@@ -16,6 +16,7 @@ GRADIENT_1_N = (
     "size of the gradient)"
 )
 NOT_SCALED = "not scaled: the rate is meant for 32 samples, and a step has batch_size: rate * batch_size / 32"
+MEAN_OF_MEANS = "the mean of means: each rank divided by its own number of samples. Divide by the number of all ranks"
 OWN_STATISTICS = (
     "BatchNorm's running statistics are each rank's own, from its own samples, so the ranks validate with"
     " different models: zero.broadcast_buffers(), or their mean over the ranks, before validation"
@@ -228,7 +229,11 @@ TRAIN_MISTAKES = {
     ),
     "mean of means": Mistake(
         edit(TRAIN, _LOSS, _MEAN, _BACKWARD, "loss.nan_to_num().backward()"),
-        ("the mean of means: each rank divided by its own number of samples. Divide by the number of all ranks"),
+        MEAN_OF_MEANS,
+    ),
+    "means reported": Mistake(
+        edit(TRAIN, _LOSS, f"{_MEAN}.nan_to_num() / zero.world_size"),
+        MEAN_OF_MEANS,
     ),
     "factor N forgotten": Mistake(
         edit(TRAIN, _BACKWARD, "loss.backward()"),
@@ -299,6 +304,10 @@ TRAIN_MISTAKES = {
         edit(TRAIN, "batch_size / 32\n", "batch_size / zero.world_size / 32\n"),
         "scaled by this rank's part of the batch: batch_size counts the samples of all ranks",
     ),
+    "rate of a smaller step": Mistake(
+        edit(TRAIN, _RATE, _RATE.replace("rate *", "rate * len(numbers) / batch_size *")),
+        "the last step of an epoch got a smaller rate: the rate follows batch_size, also if a step has fewer samples",
+    ),
     "square root": Mistake(
         edit(TRAIN, "* batch_size / 32\n", "* (batch_size / 32) ** 0.5\n"),
         "scaled by the square root of batch_size / 32: the linear rule is asked for",
@@ -318,6 +327,14 @@ TRAIN_MISTAKES = {
     "warm-up by epochs": Mistake(
         edit(TRAIN, "min(1, (len(losses) + 1) / math.ceil(n / batch_size))", "(epoch + 1) / epochs"),
         ("the warm-up counts epochs: within the first one it rises with each step, to (s + 1) / W, and it ends there"),
+    ),
+    "warm-up to the end": Mistake(
+        edit(TRAIN, "math.ceil(n / batch_size)", "(epochs * math.ceil(n / batch_size))"),
+        "the warm-up takes the whole run: it ends with the first epoch, whose W steps it counts",
+    ),
+    "W a step too long": Mistake(
+        edit(TRAIN, "math.ceil(n / batch_size)", "(math.ceil(n / batch_size) + 1)"),
+        "the warm-up ends a step late: the last step of the first epoch, s = W - 1, has the whole rate",
     ),
     "W rounded down": Mistake(
         edit(TRAIN, "math.ceil(n / batch_size)", "(n // batch_size)"),
@@ -489,6 +506,10 @@ TRAIN_MISTAKES = {
             "    return losses, hits.item() / max(1, len(data.validation_targets[mine]))",
         ),
         OWN_ACCURACY,
+    ),
+    "known to rank 0": Mistake(
+        edit(TRAIN, _RETURN, f"{_RETURN} if zero.rank == 0 else None"),
+        "only rank 0 knows the accuracy: every rank returns it, with the hits of all ranks",
     ),
     "hits of this rank": Mistake(
         edit(TRAIN, "    dist.all_reduce(hits)\n", ""),

@@ -28,7 +28,8 @@ lab.start(4)
 # say the same, else a 0. It is one of the tasks of [GLUE](https://gluebenchmark.com/), which come as files with a line for
 # each pair and columns separated by tabs. (Quotation marks are plain characters in them: read them with
 # `quoting=csv.QUOTE_NONE`, or one that is never closed swallows the lines that follow.) If you have the folder of MRPC, QQP,
-# RTE, QNLI or WNLI, give it to `lab.pairs`. Without a folder, it makes pairs of its own:
+# RTE, QNLI or WNLI, give it to `lab.pairs`. Without a folder, it makes pairs of its own: half of them say the same in other
+# words, and in the others a person, a thing, a place or a deed differs.
 
 # %% tags=["nbval-check-output"]
 data = lab.pairs(None, context=16)
@@ -118,7 +119,7 @@ assert true_labels == random_labels and true_labels[-1] < -0.04
 # cannot compute a loss, and its first output is the hidden states. Their mean is 0 at first, because they come out of a
 # LayerNorm. Adam moves every element by about one learning rate a step, and the norm's bias and weight both push the
 # mean down: once it has found its direction, a straight line without end. With Hugging Face it is the same mistake to write `BertModel` for
-# `BertForSequenceClassification`, and `outputs[0]` for `outputs.loss`, which would have been an error.
+# `BertForSequenceClassification`, and `outputs[0]` for `outputs.loss`, which would have raised an error.
 #
 # The test that finds this class of bugs takes a minute: **shuffle the labels.** If the loss is the same, they are not
 # used.
@@ -318,7 +319,7 @@ if lab.predicted("14.2"):
     dense = {count: sent for count, (sent, _) in traffic.items()}
     # to each of three others: the number of a row, and its 16 floats
     pairs = {count: 3 * count * (8 + 16 * 4) for count in traffic}
-    said = {"gradients and zeros": dense, "gradients and no zeros": pairs}
+    said = {"gradients and zeros": dense, "gradients and row numbers": pairs}
     titles = "Rows read, bytes sent", "A table of 20,000 rows; what each of 4 ranks reads"
     plots.show(plots.growth(said, "rows", *titles))
 
@@ -365,8 +366,8 @@ except RuntimeError as error:
 # depend on how many ranks run it:
 #
 # - a step has `batch_size` samples of **all ranks together**, and every rank takes its part. Parts may differ by a
-#   sample, or be empty. A rank without samples still runs forward and backward, because in stage 3 these are
-#   collectives;
+#   sample, or be empty. A rank without samples still runs forward and backward: backward is a
+#   collective in every stage, and in stage 3 forward is one too;
 # - the loss is the mean over the targets of the whole step. A target of -100 has no answer (padding in a language
 #   model, an unlabelled pair) and counts nowhere: `F.cross_entropy` leaves it out by default;
 # - accuracy is taken once over all validation targets, in eval mode, each sample by one rank.
@@ -382,8 +383,8 @@ lab.check("14.2")
 # %% [markdown]
 # Now it runs as in production: torchrun starts the processes, and nothing of this notebook is in them. Three seeds on
 # one rank, each with its own weights and order of samples, give a band; then the first seed on two ranks and on four, in
-# another stage each time. (Until your script has passed, the course's runs, on one rank.) Starting seven processes takes
-# most of these 20 seconds. For MRPC, add `"--data"` and its folder.
+# another stage each time. (Until your script has passed, the course's runs, on one rank.) It takes some 20 seconds,
+# mostly to start seven processes. For MRPC, add `"--data"` and its folder.
 
 # %%
 results = lab.reproduce("14.2")

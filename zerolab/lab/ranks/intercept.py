@@ -44,7 +44,7 @@ MESSAGES = ("send", "recv", "isend", "irecv")
 
 
 class Invocation:
-    """A call of one of the functions. `module`, `line`: where it is made. `discarded`: what it returns is dropped there."""
+    """A call of one of the functions. `module`, `line`: where it is made. `discarded`: what it returns is not used."""
 
     def __init__(
         self, name: str, original: Callable[..., Any], signature: inspect.Signature, args: Any, options: Any

@@ -18,10 +18,11 @@ from zerolab.tasks.models import GPT, PairEncoder
 # ---------------------------------------------------------------------- 14.1
 
 Lengths = tuple[tuple[int, ...], ...]  # of each rank's sentences
-UNEVEN: Lengths = ((7, 4), (9, 6, 3), (2, 5), (5, 5, 8))  # rank 0 has neither the most nor the fewest tokens
+# Rank 0 has neither the most nor the fewest tokens, and no sum of counts is a multiple of the ranks.
+UNEVEN: Lengths = ((7, 5), (9, 6, 3), (2, 6), (5, 5, 8))
 ONE_EMPTY: Lengths = ((4, 2, 3), (0, 0), (6,), (0, 8))
 EMPTY: Lengths = ((0, 0), (0,), (0, 0), (0, 0, 0))
-SHORT: Lengths = ((1,), (2, 1), (1, 1), (3,))
+SHORT: Lengths = ((2, 1), (1,), (1, 1), (3,))
 
 
 def of_sentences(play: Play, lengths: tuple[int, ...], classes: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
@@ -90,7 +91,7 @@ def token_loss(logits: Tensor, tokens: Tensor, world_size: int) -> Tensor:
     logits: (B, T, V), of which logits[:, t] says what comes at t + 1. tokens: (B, T), in
     which 0 is padding. The ranks have different B and T. The engine averages the gradients
     over the ranks; that is not to be done here. If no rank has anything to predict, it is
-    0.
+    a 0 that still depends on logits.
     """
     raise Todo("14.1")
 '''

@@ -18,6 +18,17 @@ PADDING_COUNTED = "padding counted as tokens: divide by the number of targets th
 NO_GRADIENT = "the loss has no gradient any more: .item(), .detach() or torch.tensor(...) cut it off"
 NOT_EVERYONE = "not every rank makes this call: all take part, also one that has nothing to add"
 NO_RETURN = "the function returns nothing: `return` is missing"
+OWN_ZERO = (
+    "this 0 does not depend on the logits, so backward() ends before it reaches the model, in whose collectives the "
+    "other ranks may wait: the sum of no losses is a 0 that does"
+)
+NOT_SHIFTED = (
+    "the labels are not shifted: logits[:, t] says what comes at t + 1, so compare logits[:, :-1] with tokens[:, 1:]"
+)
+SHORT_WEIGHS_MORE = (
+    "a mean for each sentence, and then a mean of these: a token of a short sentence weighs more than one of a long. "
+    "Add up the losses of all tokens, and divide once"
+)
 MEAN_OF_MEANS_2 = "the mean of means: each rank divided by its own number of targets. Divide by the number of all ranks"
 SCALE_N = (
     "the loss is right, and the gradient is 1/N of what it should be: the engine averages over the ranks,"
@@ -148,14 +159,26 @@ TOKEN_LOSS_MISTAKES = {
             "rows = [F.cross_entropy(x[:-1], y[1:], ignore_index=0) for x, y in zip(logits, tokens) if y.any()]\n"
             "    return torch.stack([*rows, 0 * logits.sum()]).sum() / len(logits)",
         ),
-        (
-            "a mean for each sentence, and then a mean of these: a token of a short sentence weighs more than one"
-            " of a long. Add up the losses of all tokens, and divide once"
+        SHORT_WEIGHS_MORE,
+    ),
+    "sentence by sentence, of all ranks": Mistake(
+        edit(
+            TOKEN_LOSS,
+            'reduction="sum"\n    )',
+            'reduction="none"\n    )\n    rows = (tokens[:, 1:] != 0).sum(1)\n'
+            "    total = (total.view(len(tokens), -1).sum(1) / rows.clamp(min=1)).sum()",
+            _COUNT,
+            "count = torch.tensor(len(tokens))",
         ),
+        SHORT_WEIGHS_MORE,
     ),
     "a sum": Mistake(edit(TOKEN_LOSS, _RETURN, "return total"), A_SUM),
     "N times the sum": Mistake(edit(TOKEN_LOSS, _RETURN, "return world_size * total"), A_SUM),
     "padding counted": Mistake(edit(TOKEN_LOSS, _COUNT, "count = torch.tensor(targets.numel())"), PADDING_COUNTED),
+    "padding learnt and counted": Mistake(
+        edit(TOKEN_LOSS, "ignore_index=0, ", "", _COUNT, "count = torch.tensor(targets.numel())"),
+        "padding is learnt, and counted: where the target is 0 there is nothing to predict, so it is in neither sum",
+    ),
     "padding counted, its own": Mistake(
         edit(TOKEN_LOSS, _COUNT, "count = torch.tensor(tokens.numel())"),
         PADDING_COUNTED,
@@ -200,10 +223,11 @@ TOKEN_LOSS_MISTAKES = {
     ),
     "labels not shifted": Mistake(
         edit(TOKEN_LOSS, _TARGETS, "targets = tokens.flatten()", _LOGITS, "logits.flatten(0, 1)"),
-        (
-            "the labels are not shifted: logits[:, t] says what comes at t + 1, so compare logits[:, :-1] with "
-            "tokens[:, 1:]"
-        ),
+        NOT_SHIFTED,
+    ),
+    "each with its own token": Mistake(edit(TOKEN_LOSS, _LOGITS, "logits[:, 1:].flatten(0, 1)"), NOT_SHIFTED),
+    "each with its own token, but the last": Mistake(
+        edit(TOKEN_LOSS, _TARGETS, "targets = tokens[:, :-1].flatten()"), NOT_SHIFTED
     ),
     "shifted back": Mistake(
         edit(TOKEN_LOSS, _TARGETS, "targets = tokens[:, :-1].flatten()", _LOGITS, "logits[:, 1:].flatten(0, 1)"),
@@ -230,6 +254,30 @@ TOKEN_LOSS_MISTAKES = {
     "the loss all-reduced": Mistake(
         edit(TOKEN_LOSS, _RETURN, "dist.all_reduce(total)\n    return total / count.clamp(min=1)"),
         FACTOR_N,
+    ),
+    "the loss all-reduced, and times N": Mistake(
+        edit(TOKEN_LOSS, _RETURN, f"dist.all_reduce(total.detach())\n    {_RETURN}"),
+        "the gradient is right, and the loss has the losses of all ranks in it, times N. This rank's own are enough: "
+        "the mean over the ranks is taken later",
+    ),
+    "a zero of its own": Mistake(
+        edit(TOKEN_LOSS, _RETURN, f"if count == 0:\n        return torch.zeros((), requires_grad=True)\n    {_RETURN}"),
+        OWN_ZERO,
+    ),
+    "a zero without a gradient": Mistake(
+        edit(TOKEN_LOSS, _RETURN, f"if count == 0:\n        return torch.zeros(())\n    {_RETURN}"), OWN_ZERO
+    ),
+    "each rank a zero of its own": Mistake(
+        edit(
+            TOKEN_LOSS,
+            _RETURN,
+            f"if not targets.any():\n        return torch.zeros((), requires_grad=True)\n    {_RETURN}",
+        ),
+        OWN_ZERO,
+    ),
+    "the average count, rounded": Mistake(
+        edit(TOKEN_LOSS, _RETURN, "return total / (count // world_size).clamp(min=1)"),
+        "the average number of tokens was rounded down: divide by their sum, or by an average that is a float",
     ),
     "all logits gathered": Mistake(
         edit(
@@ -395,6 +443,7 @@ TRAIN_MISTAKES = {
         edit(TRAIN, _BACKWARD, "(loss / (data.targets[numbers[mine]] != -100).sum().clamp(min=1)).backward()"),
         MEAN_OF_MEANS_2,
     ),
+    "own count": Mistake(edit(TRAIN, "        dist.all_reduce(count)\n        (", "        ("), MEAN_OF_MEANS_2),
     "means reported": Mistake(
         edit(
             TRAIN,
@@ -425,13 +474,7 @@ TRAIN_MISTAKES = {
         ("each rank the same samples: a rank takes its own part of the step, numbers[rank::N] or chunk(N)[rank]"),
     ),
     "all samples on every rank": Mistake(
-        edit(
-            TRAIN,
-            "numbers[mine]",
-            "numbers",
-            "        dist.all_reduce(count)\n        (zero.world_size * ",
-            "        (",
-        ),
+        edit(TRAIN, "numbers[mine]", "numbers"),
         "every rank computes all samples of the step, N times the work: a rank takes its part of them",
     ),
     "the rest left out": Mistake(
@@ -466,6 +509,14 @@ TRAIN_MISTAKES = {
             TRAIN,
             "torch.arange(step * batch_size, (step + 1) * batch_size) % len(data.inputs)",
             "torch.arange(len(data.inputs))[step * batch_size : (step + 1) * batch_size]",
+        ),
+        "after the last sample the first one follows: (step * batch_size + i) % len(data.inputs)",
+    ),
+    "starts again": Mistake(
+        edit(
+            TRAIN,
+            "for step in range(steps):\n",
+            "for each in range(steps):\n        step = each % (len(data.inputs) // batch_size or 1)\n",
         ),
         "after the last sample the first one follows: (step * batch_size + i) % len(data.inputs)",
     ),
@@ -554,7 +605,25 @@ TRAIN_MISTAKES = {
     ),
     "unlabelled are wrong": Mistake(
         edit(TRAIN, "(right / count).item()", "(right / data.validation_targets.numel()).item()"),
-        "samples without a label were counted as wrong: they have no answer, so leave them out of the count too",
+        "targets of -100 were counted as wrong: they have no answer, and are no part of the accuracy",
+    ),
+    "known to rank 0": Mistake(
+        edit(
+            TRAIN,
+            "return losses, (right / count).item()",
+            "return losses, (right / count).item() if zero.rank == 0 else 0.0",
+        ),
+        "only rank 0 knows the accuracy: every rank returns it, with the hits and the counts of all ranks",
+    ),
+    "validated with a sampler": Mistake(
+        edit(
+            TRAIN,
+            "    model.eval()\n",
+            "    model.eval()\n    from torch.utils.data.distributed import DistributedSampler\n"
+            "    mine = list(DistributedSampler(data.validation_inputs, shuffle=False))\n",
+        ),
+        "some validation samples were counted twice, as with DistributedSampler, which fills up the last ranks: each "
+        "once",
     ),
     "hits of all, count of one": Mistake(
         edit(TRAIN, _HITS, "    dist.all_reduce(right)\n"),
@@ -633,6 +702,10 @@ TRAIN_MISTAKES = {
     "a copy": Mistake(
         edit(TRAIN, "    zero = zerolab", "    import copy\n\n    model = copy.deepcopy(model)\n    zero = zerolab"),
         "a copy of the model was trained: train the model that was given",
+    ),
+    "always stage 0": Mistake(
+        edit(TRAIN, "shard(model, stage)", "shard(model, 0)"),
+        "the engine is always of stage 0: zerolab.shard(model, stage) takes the stage that is asked for",
     ),
     "always stage 3": Mistake(
         edit(TRAIN, "shard(model, stage)", "shard(model, 3)"),

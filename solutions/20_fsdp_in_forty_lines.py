@@ -1,7 +1,7 @@
 # %% [markdown]
 # # 20 · FSDP in forty lines
 #
-# **The question.** Sharded training has a reputation for size: the engine behind `Zero3` has nearly 5,000 lines
+# **The question.** Sharded training has a reputation for size: the engine behind `Zero3` has some 5,000 lines
 # ([CONTRIBUTING](../CONTRIBUTING.md#what-to-read-first) counts them), and most are hooks, and what hooks have to know.
 # SimpleFSDP (arXiv 2411.00284) says that it takes one idea, which fits on a screen: *a parameter rests somewhere, and
 # gathering it is a redistribution that autograd can undo.* Is that all? Anyone who picks an engine should know what the
@@ -54,18 +54,17 @@ print(f"Ψ = {psi:,} parameters")
 #
 # - **replicated**: every rank has all of it;
 # - **sharded**: each rank has 1/N of it, and the shards end to end are the whole;
-# - **partial**: each rank has a tensor of full size, and the *sum* of all of them is meant. Gradients are born like
-#   this: each rank has that of its own samples.
+# - **partial**: each rank has a tensor of full size, and the *sum* of all of them is meant, or the mean. Gradients are
+#   born like this: each rank has that of its own samples.
 #
-# To go from one to another is a **[redistribution](../docs/glossary.md#redistribution)**, and the four that matter are
-# collectives you know:
+# To go from one to another is a **[redistribution](../docs/glossary.md#redistribution)**, and the three that send
+# anything are collectives you know:
 #
 # | from | to | collective | a ring sends |
 # |---|---|---|---|
 # | sharded | replicated | all-gather | (N-1)/N of it |
 # | partial | sharded | reduce-scatter | (N-1)/N |
 # | partial | replicated | all-reduce | 2(N-1)/N |
-# | replicated | replicated | none | nothing |
 #
 # Forward computes with replicated parameters, always. So data parallelism is a choice of where a parameter *rests*, and
 # backward has to bring its gradient, which is partial, to the same place:
@@ -224,8 +223,9 @@ if lab.predicted("20.1") and lab.predicted("20.2"):
 #
 # To release a parameter after its forward, it must not be *kept*. Autograd lets us say what is kept in place of a
 # tensor: `saved_tensors_hooks(pack, unpack)`. Where it wants to keep a gathered parameter, `pack` gives it the shard
-# and how to gather, and in backward `unpack` gathers again. These two are a dozen lines, and the third Ψ. The rest finds out whose parameter
-# a tensor is that autograd wants to keep: by its storage, since what is kept may be a view, such as a transposed matrix.
+# and how to gather, and in backward `unpack` gathers again. These two are a dozen lines, and they send the third Ψ. The
+# rest finds out which parameter a tensor belongs to: by its storage, since what autograd keeps may be a view, such as a
+# transposed matrix.
 
 
 # %%
@@ -275,6 +275,7 @@ same_again = far_from_one(releases.model) < 1e-5
 # %% [markdown]
 # Beside it, the engine's `Zero3` and `DDP`, with a unit for each block: what is held when forward returns, the bytes,
 # the collectives, and the peak of a step with AdamW on rank 0, from the allocator.
+
 
 # %%
 # %%ranks
@@ -354,11 +355,10 @@ if lab.predicted("20.2"):
 # it is given. (The peaks of the forty lines vary from run to run by up to a megabyte: gloo's threads let go of memory a
 # moment late.)
 #
-# The bill is in the column of collectives: two to four for every parameter (the all-reduce in a group of one rank is
-# counted, too), and each is waited for where it is made.
-# A ring passes its message on N - 1 times, however short it is (lesson 03 measured what that costs). `Zero3` needs a
-# dozen, and starts a gather while the block before is still computing (lesson 09). Nothing in the forty lines knows
-# which parameter comes next.
+# The bill is in the column of collectives: three or four for every parameter (one is the all-reduce in a group of one
+# rank), and each is waited for where it is made. A ring passes its message on N - 1 times, however short it is (lesson
+# 03 measured what that costs). `Zero3` needs 14, and starts a gather while the block before is still computing (lesson
+# 09). Nothing in the forty lines knows which parameter comes next.
 #
 # ## What autograd does not see
 #
@@ -400,7 +400,8 @@ for way, told in lab.pull("said", rank=0).items():
 # %% [markdown]
 # Rank 0 gathers the weight of expert 0 while rank 1 gathers that of expert 1. The calls fit, and each gets half of the
 # one and half of the other. Nobody is told. (With experts of different shapes, gloo would abort a rank or hand it a
-# wrong tensor.) A parameter that one rank didn't use is the same in backward: its reduce-scatter meets another's.
+# wrong tensor.) In backward it is the same with a parameter that one rank didn't use: its reduce-scatter meets
+# another's.
 # `Zero3` knows the units and their order, so it can compare what the ranks do, and refuse. That is a good part of its
 # lines.
 #
@@ -540,9 +541,9 @@ assert len(graphs) > 1 and sum(graphs) == 0
 
 # %% [markdown]
 # One graph for forward, one for backward, where `Zero3` leaves the compiler pieces without a collective. And torch's
-# pass made of one collective for each parameter a few large ones: the units of our engine, found by a program. How
+# pass turned one collective for each parameter into a few large ones: the units of our engine, found by a program. How
 # large? torch's own limit is 2,000 MB, which here is one bucket of everything: one message, and all parameters full at
-# once, so ZeRO-3's memory is gone. The paper's pass chooses by what it estimates that a collective and the computing
+# once, so what ZeRO-3 saves is gone. The paper's pass chooses by what it estimates that a collective and the computing
 # before it take. What that is worth shows on GPUs only. The paper reports, with Llama 3 up to 405B on torchtitan, up to
 # 28.54 % less memory and up to 68.67 % more throughput than FSDP2 without a compiler (arXiv 2411.00284, abstract); here
 # nothing can be said, because the cores that would compute meanwhile are those that send (lesson 09).
@@ -584,7 +585,8 @@ lab.check("20.2")
 
 # %% [markdown]
 # And the optimizer, in thirty lines. It stores the root of the second average: its range is narrower. Where that root
-# was rounded to 0 and the gradient is small, m / root has no bound, so no element moves by more than the learning rate.
+# was rounded to 0 and the gradient is small, m / root has no bound, so `clamp` lets no element move by more than the
+# learning rate.
 
 
 # %%
@@ -720,11 +722,7 @@ for N, group in groups.items():
 
 # %% tags=["nbval-check-output"]
 for N, name, borders, others in lab.pull("trial", rank=0):
-    if name == "equal shards":
-        assert others > 0
-        print(f"{N} ranks, {name:18} {borders}: others than one process's")
-    else:
-        print(f"{N} ranks, {name:18} {borders}: one process's, bit for bit: {others == 0}")
+    print(f"{N} ranks, {name:18} {borders}: one process's, bit for bit: {others == 0}")
 
 # %%
 import itertools
@@ -738,7 +736,7 @@ for name, borders in lab.pull("borders_of", rank=0)[3].items():
 plots.show(plots.shard_map(ways, ranks=3))
 
 # %% [markdown]
-# One or two borders in the middle of a block, and after four steps most parameters are others: a border moves all
+# One or two borders in the middle of a block, and after four steps most parameters differ: a border moves all
 # blocks behind it in its parameter, and the next forward carries the difference everywhere. None of these numbers is
 # *wrong*, and the loss will not complain. But the run depends on how many ranks it has, and a checkpoint of codes and
 # scales from 3 ranks is no state at all for 2. Cut between blocks, every rank count gives the bits of one process, and
@@ -751,7 +749,7 @@ plots.show(plots.shard_map(ways, ranks=3))
 # 128, want whole groups of rows.
 #
 # And the course's engine? Its layout takes a granularity, and the optimizer has to be declared: what is a block, and
-# which of its state is per block. What happens without? And what does another number of ranks read from a checkpoint?
+# which of its state is per block. What happens if it isn't? And what does another number of ranks read from a checkpoint?
 # Try it:
 
 # %%
@@ -812,8 +810,8 @@ same = whole[2] == whole[3]
 print(f"scales saved by 3 ranks and loaded by 2: equal: {same}, codes: {codes}")
 
 # %% [markdown]
-# Undeclared, it is refused, rather than train another model in silence. `OwnerOptimizer` gives each parameter one owner,
-# which sees all of it: right, but each owner's parameters travel to it and back, and a parameter is the smallest thing
+# Undeclared, it is refused, instead of silently training another model. `OwnerOptimizer` gives each parameter one
+# owner, which sees all of it: right, but each owner's parameters travel to it and back, and a parameter is the smallest thing
 # that can be owned. With a granularity nothing travels, at the price of padding: less than a block for each parameter,
 # less than a block for each rank and unit. Codes and scales of 3 ranks are cut anew for 2 and stay what they are, in 8
 # bits. A promise that isn't true buys the same wrong numbers as equal shards.
@@ -835,7 +833,7 @@ print(f"scales saved by 3 ranks and loaded by 2: equal: {same}, codes: {codes}")
 # 2. The forty lines shard everything and send only 2Ψ(N-1)/N. Where is the third Ψ of stage 3, and who pays instead?
 # 3. Half of the ranks choose expert 0, the others expert 1, of the same shape. What do the forty lines compute?
 # 4. What can a compiler do with collectives in the graph that hooks cannot, and what does a larger bucket cost?
-# 5. Why does an 8-bit Adam on equal shards depend on the number of ranks, and AdamW doesn't?
+# 5. Why does an 8-bit Adam on equal shards depend on the number of ranks, when AdamW doesn't?
 # 6. A layout has granularity g. How uneven can its shards be, and when does that matter?
 
 # %% [markdown] tags=["answer"]

@@ -38,7 +38,8 @@ def gather(
 ) -> None:
     """A gather and its backward; `other`: with another one between the two."""
     mesh = mesh_of(play, kind)
-    full = play.base(*shape, name="the parameter").to(dtype)
+    fine = 1 + 2**-26 if dtype == torch.float64 else 1  # more digits than a float32 has
+    full = play.base(*shape, name="the parameter").to(dtype) * fine
     shard = play.keep("`shard`", shard_of(full, mesh[0]).requires_grad_())
     got = play.call("Gather.apply(shard, shape, ...)", play.code.Gather.apply, shard, torch.Size(shape), *mesh)
     if not isinstance(got, Tensor):
@@ -49,7 +50,7 @@ def gather(
         name = "Gather.apply of another parameter, with the groups exchanged"
         more = play.call(name, play.code.Gather.apply, second, torch.Size((5,)), *sizes)
     base = play.base(*shape, name="the gradient")
-    grad = play.keep("the gradient that came back", play.share(base, play.rank).to(dtype))
+    grad = play.keep("the gradient that came back", play.share(base, play.rank).to(dtype) * fine)
     with play.event("Gather's backward"):
         got.backward(grad)
     if other:
@@ -80,7 +81,7 @@ def let_go(play: Play) -> None:
     with play.event("right_inverse(full)"):
         made = play.code.Sharded(full.shape, *mesh)
         kept = made.right_inverse(full)
-    play.see("the shard hangs on a graph", isinstance(kept, Tensor) and kept.requires_grad)
+    play.see("the shard hangs on a graph", isinstance(kept, Tensor) and kept.grad_fn is not None)
     held = held_of(full)
     del full
     play.at_most("bytes of the full parameter that Sharded holds", held)
@@ -169,19 +170,20 @@ def again(play: Play) -> None:
 
 GROUPS = "each group has a size and a rank of its own: dist.get_world_size(group), dist.get_rank(group)"
 PAD = "cut the padding off after the gather, and put it back before the reduce-scatter"
+SCALAR = "this parameter is a number without dimensions, torch.Size([]): count by shape.numel(), and view(shape)"
 KEEP = "right the first time: keep what backward needs in ctx, and nothing elsewhere"
 GATHER_BATTERY = (
     Scene("", lambda play: gather(play, 4, 6)),
     Scene("with 5 x 7 elements", lambda play: gather(play, 5, 7), PAD),
-    Scene("with a single element", lambda play: gather(play), PAD),
+    Scene("with a single element", lambda play: gather(play), SCALAR),
     Scene("with fewer elements than ranks", lambda play: gather(play, 2), PAD, sizes=(3, 4)),
     Scene("with nothing sharded", lambda play: gather(play, 5, 3, kind="replicated"), GROUPS),
     Scene("with pairs that shard", lambda play: gather(play, 5, 3, kind="hybrid"), GROUPS, sizes=(4,)),
     Scene("with two parameters by turns", lambda play: gather(play, 5, 7, other=True), KEEP),
     Scene("in float64", lambda play: gather(play, 3, 5, dtype=torch.float64), "keep the dtype of `shard`"),
     Scene("with a transposed gradient", strange_gradient, "the gradient may lie in any order in memory: flatten()"),
-    Scene("", let_go, "keep no full parameter: backward needs the groups, and right_inverse a copy of the shard"),
     Scene("in a layer", in_a_layer),
+    Scene("", let_go, "keep no full parameter: backward needs the groups, and right_inverse a copy of the shard"),
     Scene("in a layer, nothing sharded", lambda play: in_a_layer(play, "replicated"), GROUPS),
     Scene("in a layer that pairs shard", lambda play: in_a_layer(play, "hybrid"), GROUPS, sizes=(4,)),
     Scene("in a layer that is used again", again, KEEP),
@@ -294,6 +296,8 @@ CUTS: tuple[tuple[list[int], int, int], ...] = (
     ([50, 13], 4, 1),  # nothing to keep together
     ([9], 1, 4),
     ([34, 67], 3, 256),  # a share of 33.67 elements, and a border at 34
+    ([30], 22, 5),  # 11 * (30 / 22) is less than 15
+    ([55], 11, 5),  # 3 / 11 * 55 is less than 15
 )
 
 
@@ -466,6 +470,8 @@ EXERCISES = [
             "gradient of the shard, and None for the shape and for each group",
             "returned an invalid gradient": "what backward returns has the shape of the shard, not that of the "
             "parameter: it is what autograd adds to shard.grad",
+            "returned a gradient different than None": "the gradient comes first, in the place of the shard, and then "
+            "None three times",
         },
     ),
     Exercise(

@@ -131,6 +131,16 @@ ARGUMENTS = (
     "each of the two groups"
 )
 
+MIXED_UP = (
+    "the two groups were mixed up: parameters are gathered and gradients scattered in shard_group, and only the "
+    "all-reduce is in replicate_group"
+)
+OTHER_SHARDS = (
+    "the all-reduce went over ranks with other shards: it belongs to replicate_group, all of whose ranks hold this one"
+)
+NOTHING_MISSING = "where N divides the elements nothing is missing: -numel % N is 0 there, and N - numel % N would be N"
+WHOLE = "what backward returns has the shape of the shard, and not that of the parameter"
+
 _SCATTER = "        dist.reduce_scatter(mine, list(flat.chunk(N)), group=shard_group)\n"
 _REDUCE = "        dist.all_reduce(mine, group=replicate_group)\n"
 _MEAN = "mine / (N * R), None, None, None"
@@ -188,13 +198,30 @@ GATHER_MISTAKES = {
         WORLD,
     ),
     "a rank of the world": Mistake(
-        edit(GATHER, "dist.get_rank(self.groups[0])", "dist.get_rank() % N"),
+        edit(GATHER, "dist.get_rank(self.groups[0])", "dist.get_rank() % self.groups[0].size()"),
         "this rank's number among all processes was taken, and in its group it has another: dist.get_rank(group)",
+    ),
+    "a rank among the replicas": Mistake(
+        edit(GATHER, "dist.get_rank(self.groups[0])", "self.groups[1].rank() % self.groups[0].size()"),
+        "the shard was chosen by this rank's number among the replicas: it is the number in shard_group that counts",
+    ),
+    "the all-reduce of all": Mistake(
+        edit(GATHER, _REDUCE, _REDUCE.replace(", group=replicate_group", "")), OTHER_SHARDS
+    ),
+    "the all-reduce in the shard group": Mistake(
+        edit(GATHER, _REDUCE, _REDUCE.replace("replicate_group", "shard_group")), OTHER_SHARDS
     ),
     "groups exchanged": Mistake(
         edit(GATHER, "ctx.groups = shard_group, replicate_group", "ctx.groups = replicate_group, shard_group"),
-        "the two groups were mixed up: parameters are gathered and gradients scattered in shard_group, and only the "
-        "all-reduce is in replicate_group",
+        MIXED_UP,
+    ),
+    "groups exchanged by Sharded": Mistake(
+        edit(
+            GATHER,
+            "Gather.apply(shard, self.shape, *self.groups)",
+            "Gather.apply(shard, self.shape, *self.groups[::-1])",
+        ),
+        MIXED_UP,
     ),
     "no padding in backward": Mistake(
         edit(
@@ -213,6 +240,32 @@ GATHER_MISTAKES = {
         ),
         "the shards have different lengths, which all-gather cannot put together: pad with zeros to a multiple of N",
     ),
+    "the shard's size rounded down": Mistake(
+        edit(
+            GATHER,
+            "        flat = F.pad(full.detach().flatten(), (0, -full.numel() % N))\n" + _KEPT,
+            "        flat, each = full.detach().flatten(), full.numel() // N\n"
+            "        return flat[each * rank : each * (rank + 1)].clone()\n",
+        ),
+        "the elements behind the last whole chunk are gone: where N does not divide them, round a shard's size up, and "
+        "fill it with zeros",
+    ),
+    "N zeros where none is missing": Mistake(
+        edit(GATHER, "-full.numel() % N", "N - full.numel() % N"), NOTHING_MISSING
+    ),
+    "N zeros where none is missing, in backward too": Mistake(
+        edit(GATHER, "-full.numel() % N", "N - full.numel() % N", "-grad.numel() % N", "N - grad.numel() % N"),
+        NOTHING_MISSING,
+    ),
+    "no zeros": Mistake(
+        edit(
+            GATHER,
+            "        flat = F.pad(full.detach().flatten(), (0, -full.numel() % N))\n",
+            "        flat = full.new_empty(full.numel() + -full.numel() % N)\n"
+            "        flat[: full.numel()] = full.detach().flatten()\n",
+        ),
+        "nothing was written behind the last element: torch.empty leaves there what was in memory, so pad with zeros",
+    ),
     "zeros in front": Mistake(
         edit(
             GATHER, "full.detach().flatten(), (0, -full.numel() % N)", "full.detach().flatten(), (-full.numel() % N, 0)"
@@ -220,6 +273,16 @@ GATHER_MISTAKES = {
         "the padding is in front, and so every element has moved: it belongs to the end",
     ),
     "dealt out": Mistake(edit(GATHER, _KEPT, "        return flat[rank::N].clone()\n"), LAYOUT),
+    "dealt out, and put together in forward": Mistake(
+        edit(
+            GATHER,
+            _KEPT,
+            "        return flat[rank::N].clone()\n",
+            "return flat[: shape.numel()].view(shape)",
+            "return flat.view(N, -1).t().flatten()[: shape.numel()].view(shape)",
+        ),
+        LAYOUT,
+    ),
     "dealt out, and put together": Mistake(
         edit(
             GATHER,
@@ -257,7 +320,10 @@ GATHER_MISTAKES = {
             "        mine = flat.new_empty(flat.numel() // N)\n" + _SCATTER + _REDUCE,
             "        mine = grad.clone()\n        dist.all_reduce(mine, group=shard_group)\n" + _REDUCE,
         ),
-        "what backward returns has the shape of the shard, and not that of the parameter",
+        WHOLE,
+    ),
+    "the full gradient, flat": Mistake(
+        edit(GATHER, _SCATTER, "        mine = flat.clone()\n        dist.all_reduce(mine, group=shard_group)\n"), WHOLE
     ),
     "kept on the class": Mistake(
         edit(GATHER, "ctx.groups = shard", "Gather.groups = shard", "= ctx.groups", "= Gather.groups"), SHARED
@@ -320,6 +386,10 @@ GATHER_MISTAKES = {
             "return (mine / (N * R)).to(grad.dtype)",
         ),
         "the gradient was converted to a wider dtype before it was sent, and so more bytes travel: reduce it as it is",
+    ),
+    "sent in float32": Mistake(
+        edit(GATHER, "F.pad(grad.flatten()", "F.pad(grad.float().flatten()"),
+        "the gradient was converted to float32, which loses digits of a float64: reduce it as it is",
     ),
     "returns nothing": Mistake(
         edit(GATHER, "        return flat[: shape.numel()].view(shape)\n", ""),
@@ -402,9 +472,25 @@ FROM_THE_START = (
 )
 NOT_BEHIND = "a rank begins at the last block end at or before its equal share, and not at the next one"
 NO_BLOCKS = "these are equal shards, which cut blocks in two: move each border back to the end of a block"
+BEFORE = (
+    "the share was rounded before it was multiplied by r, and falls short of a block end that it meets: "
+    "r * sum(sizes) / ranks multiplies first"
+)
+ROUNDED_UP = (
+    "the equal share was rounded up, and so a border behind it was taken: compare with r * start / ranks itself"
+)
+FROM_THE_LAST = "each share is counted from 0, r * sum(sizes) / ranks: counted from the border before, the moves add up"
+WITHOUT_127 = (
+    "the scale lacks its 127: it is the largest absolute value / 127, so that a code times its scale is the value"
+)
 SHORT = "the end of a parameter is the end of a block too, even of a short one"
 _ENDS = "        ends += [start + min(end, size) for end in range(block, size + block, block)]\n"
 _LAST = "max(end for end in ends if end <= share)"
+_RETURN = f"    return [{_LAST} for share in shares] + [start]\n"
+_CUT = (
+    "    cut = [0]\n    for r in range(1, ranks):\n"
+    "        cut.append(max(end for end in ends if end <= cut[-1] + {}))\n    return cut + [start]\n"
+)
 
 QUANTISE_MISTAKES = {
     "a least scale": Mistake(
@@ -434,6 +520,29 @@ QUANTISE_MISTAKES = {
     "the mean": Mistake(
         edit(QUANTISE, "rows.abs().amax(dim=1)", "rows.abs().mean(dim=1)"),
         "the mean of a block was taken for its scale: larger values then have no code. It is the largest",
+    ),
+    "no 127": Mistake(
+        edit(QUANTISE, "amax(dim=1) / 127", "amax(dim=1)", "1.0)[:, None])", "1.0)[:, None] * 127)"), WITHOUT_127
+    ),
+    "127 in dequantise": Mistake(
+        edit(
+            QUANTISE,
+            "amax(dim=1) / 127",
+            "amax(dim=1)",
+            "1.0)[:, None])",
+            "1.0)[:, None] * 127)",
+            "codes.float() * scales",
+            "codes.float() / 127 * scales",
+        ),
+        WITHOUT_127,
+    ),
+    "codes without signs": Mistake(
+        edit(QUANTISE, "(rows / torch", "(rows.abs() / torch"),
+        "the signs are gone: abs() is for the scale alone, and codes go from -127 to 127",
+    ),
+    "blocks in columns": Mistake(
+        edit(QUANTISE, ".view(-1, block)", ".view(block, -1).t()"),
+        "a block is `block` elements one after another: view(-1, block) has a row for each",
     ),
     "cut off": Mistake(edit(QUANTISE, ".round().to(", ".to("), ROUNDS),
     "rounded down": Mistake(edit(QUANTISE, ".round().to(", ".floor().to("), ROUNDS),
@@ -499,7 +608,25 @@ QUANTISE_MISTAKES = {
     ),
     "rounded shares": Mistake(
         edit(QUANTISE, "r * start / ranks", "round(r * start / ranks)"),
-        "the equal share was rounded up, and so a border behind it was taken: compare with r * start / ranks itself",
+        ROUNDED_UP,
+    ),
+    "shares rounded up": Mistake(edit(QUANTISE, "r * start / ranks", "-(-r * start // ranks)"), ROUNDED_UP),
+    "shares rounded down first": Mistake(edit(QUANTISE, "r * start / ranks", "r * (start // ranks)"), BEFORE),
+    "divided first": Mistake(edit(QUANTISE, "r * start / ranks", "r * (start / ranks)"), BEFORE),
+    "a fraction first": Mistake(edit(QUANTISE, "r * start / ranks", "r / ranks * start"), BEFORE),
+    "a share from the last border": Mistake(
+        edit(QUANTISE, _RETURN, _CUT.format("start / ranks")),
+        FROM_THE_LAST,
+    ),
+    "a share of the rest": Mistake(
+        edit(QUANTISE, _RETURN, _CUT.format("(start - cut[-1]) / (ranks - r + 1)")),
+        FROM_THE_LAST,
+    ),
+    "no two borders alike": Mistake(
+        edit(
+            QUANTISE, f"[{_LAST} for share in shares] + [start]", f"sorted({{*({_LAST} for share in shares), start}})"
+        ),
+        "a rank may have nothing, and then two borders are equal: there are ranks + 1 of them all the same",
     ),
     "no last border": Mistake(
         edit(QUANTISE, "for share in shares] + [start]", "for share in shares]"),
@@ -508,7 +635,7 @@ QUANTISE_MISTAKES = {
     "lengths": Mistake(
         edit(
             QUANTISE,
-            f"    return [{_LAST} for share in shares] + [start]\n",
+            _RETURN,
             f"    found = [{_LAST} for share in shares] + [start]\n"
             "    return [b - a for a, b in zip(found, found[1:])]\n",
         ),

@@ -75,11 +75,11 @@ CALLS: dict[str, Callable[[int], object]] = {
 }
 
 
-def call(name: str, patience: float) -> str:
+def call(name: str) -> str:
     """What this rank is told."""
     rank, store = dist.get_rank(), dist.distributed_c10d._get_default_store()
     try:
-        with Spy(store, rank, 3, patience):
+        with Spy(store, rank, 3):
             CALLS[name](rank)
     except (GaveUp, Exception) as error:
         return f"{type(error).__name__}: {error}"

@@ -54,6 +54,6 @@ def test_every_call_is_expected() -> None:
 
 @pytest.mark.parametrize("name", SAID)
 def test_a_call_that_differs_is_told_before_it_is_made(ranks: Ranks, name: str) -> None:
-    told = ranks.run(jobs_spy.call, name, 1.0, ranks=3)
+    told = ranks.run(jobs_spy.call, name, ranks=3)
     for found, said in zip(told, SAID[name], strict=False):
         assert (said in found) if said else (not found), told

@@ -14,7 +14,7 @@ import inspect
 import opcode
 import sys
 from collections.abc import Callable, Mapping
-from types import FrameType, ModuleType
+from types import ModuleType
 from typing import Any
 
 import torch.distributed as dist
@@ -44,7 +44,7 @@ MESSAGES = ("send", "recv", "isend", "irecv")
 
 
 class Invocation:
-    """A call of one of the functions. `module`, `line`: where it is made. `discarded`: what it returns is not used."""
+    """A call of one of the functions. `module`, `line`: where it is made."""
 
     def __init__(
         self, name: str, original: Callable[..., Any], signature: inspect.Signature, args: Any, options: Any
@@ -53,7 +53,7 @@ class Invocation:
         self._original, self._signature, self._args, self._options = original, signature, args, options
         caller = sys._getframe(2)
         self.module, self.line = str(caller.f_globals.get("__name__", "")), caller.f_lineno
-        self.discarded = _discards(caller)
+        self._code, self._at = caller.f_code, caller.f_lasti
 
     @functools.cached_property
     def _bound(self) -> inspect.BoundArguments:
@@ -74,6 +74,12 @@ class Invocation:
     def asynchronous(self) -> bool:
         return bool(self.arguments.get("async_op"))
 
+    @property
+    def discarded(self) -> bool:
+        """Whether the next thing that the caller does is to drop what the call returns."""
+        following = (code for code in self._code.co_code[self._at + 2 :: 2] if code != opcode.opmap.get("CACHE"))
+        return next(following, None) == opcode.opmap["POP_TOP"]
+
     def proceed(self) -> Any:
         """Make the call as it was made."""
         return self._original(*self._args, **self._options)
@@ -86,13 +92,6 @@ class Invocation:
     def with_arguments(self) -> Any:
         """Make the call with the `arguments` as they are now."""
         return self._original(*self._bound.args, **self._bound.kwargs)
-
-
-def _discards(caller: FrameType) -> bool:
-    """Whether the next thing that the caller does is to drop what its call returns."""
-    following = caller.f_code.co_code[caller.f_lasti + 2 :: 2]
-    after = next((code for code in following if code != opcode.opmap.get("CACHE")), None)
-    return after == opcode.opmap["POP_TOP"]
 
 
 Answer = Callable[[Invocation], Any]

@@ -146,6 +146,12 @@ _REDUCE = "        dist.all_reduce(mine, group=replicate_group)\n"
 _MEAN = "mine / (N * R), None, None, None"
 _GATHER = "        dist.all_gather(list(flat.chunk(N)), shard, group=shard_group)\n"
 _KEPT = "        return flat.chunk(N)[rank].clone()\n"
+_DEALT = (  # element by element, and put together again in forward
+    _KEPT,
+    "        return flat[rank::N].clone()\n",
+    "return flat[: shape.numel()].view(shape)",
+    "return flat.view(N, -1).t().flatten()[: shape.numel()].view(shape)",
+)
 
 GATHER_MISTAKES = {
     "a sum": Mistake(edit(GATHER, _MEAN, "mine, None, None, None"), SUM),
@@ -276,20 +282,14 @@ GATHER_MISTAKES = {
     "dealt out, and put together in forward": Mistake(
         edit(
             GATHER,
-            _KEPT,
-            "        return flat[rank::N].clone()\n",
-            "return flat[: shape.numel()].view(shape)",
-            "return flat.view(N, -1).t().flatten()[: shape.numel()].view(shape)",
+            *_DEALT,
         ),
         LAYOUT,
     ),
     "dealt out, and put together": Mistake(
         edit(
             GATHER,
-            _KEPT,
-            "        return flat[rank::N].clone()\n",
-            "return flat[: shape.numel()].view(shape)",
-            "return flat.view(N, -1).t().flatten()[: shape.numel()].view(shape)",
+            *_DEALT,
             _SCATTER,
             "        flat = flat.view(-1, N).t().flatten()\n" + _SCATTER,
         ),

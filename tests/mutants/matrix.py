@@ -58,6 +58,7 @@ def answers_of(lesson: str) -> tuple[Callable[..., None], Callable[..., None]]:
         verdict = judge.try_answer(id, source)
         assert verdict.kind not in ("right", "todo"), verdict.text
         assert is_named(verdict, id, said), verdict.text
+        assert "NameError: " not in verdict.seen, f"it does not do what its name says: {verdict.text}"
         first, seen, likely, tip = verdict.text.splitlines()[:4]
         assert first.startswith(f"✗ {id} ") and first.endswith("wrong")
         assert (

@@ -104,6 +104,9 @@ def test_a_none_is_told_as_a_collective_s_only_where_the_answer_uses_what_one_re
     }
     assert all("NoneType" in verdict.seen for verdict in said.values())
     assert "returns None" in said["flag"].likely and "returns None" not in said["batch"].likely
+    helper = edit(EXERCISES["14.2"].reference, "    return loss, (", "    loss, (")  # the engine's calls come before it
+    said["helper"] = judge.try_answer("14.2", helper, told=False, sizes=(2,))
+    assert "NoneType" in said["helper"].seen and "returns None" not in said["helper"].likely
 
 
 def test_where_the_text_leaves_a_difference_open_it_is_a_note() -> None:

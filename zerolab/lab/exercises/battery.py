@@ -119,7 +119,7 @@ def _play_scene(scene: Scene, reference: ModuleType, answer: ModuleType, world: 
         error.scene, error.about = ", ".join(filter(None, [scene.title, where])), scene.about  # type: ignore[attr-defined]
         calls = ours.tape[-1].traffic if ours.tape else []
         of_none = isinstance(error, (TypeError, AttributeError)) and "NoneType" in str(error)
-        if of_none and not scene.about and not all(call.discarded for call in calls):
+        if of_none and not scene.about and any(call.used for call in calls):
             error.likely = returns_none(calls, str(error))  # type: ignore[attr-defined]
         raise
     if not (found := list(compared(right, ours))):

@@ -10,6 +10,7 @@ waiting when another has ended, or when all others stand still as it does; never
 from __future__ import annotations
 
 import json
+import opcode
 import os
 import pickle
 import sys
@@ -20,6 +21,7 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from datetime import timedelta
 from itertools import count, repeat
+from types import FrameType
 from typing import Any
 
 import torch
@@ -82,7 +84,7 @@ class Traffic:
     said: str = ""  # what the caller wrote, if that is another function: "self.comm.all_reduce"
     kept: int | None = None  # bytes that stay here of an uneven all-to-all, whose `payload` is this rank's alone
     asynchronous: bool = False
-    discarded: bool = False  # the caller does nothing with what it returns
+    used: bool = False  # a line of the answer's does something with what it returns
     waited: bool = False
     touched: bool = False  # its result was changed between the start and the wait, and the change is lost
     meddled: bool = False  # its input was changed between the start and the wait, perhaps before it was sent
@@ -342,7 +344,7 @@ class Spy:
         rank, size = dist.get_rank(call.group), dist.get_world_size(call.group)
         _refuse_uneven(call)
         traffic = Traffic(call.name, max(map(nbytes, arguments.values()), default=0), size)
-        traffic.said, traffic.asynchronous, traffic.discarded = _in_words(call), asynchronous, call.discarded
+        traffic.said, traffic.asynchronous, traffic.used = _in_words(call), asynchronous, _is_used()
         if splits := arguments.get("input_split_sizes"):
             traffic.payload = nbytes(arguments["input"])
             traffic.kept = traffic.payload * splits[rank] // max(1, sum(splits))
@@ -560,6 +562,21 @@ def _in_words(call: Invocation) -> str:
             said = f"self.comm.{name}"
         frame = frame.f_back
     return said
+
+
+def _is_used() -> bool:
+    """Whether who asked for the call does something with what it returns, and is not the engine or torch."""
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None and (module := _module(frame)).startswith(("zerolab.lab.", "zerolab.comm.")):
+        frame = frame.f_back
+    if frame is None or module.partition(".")[0] in ("zerolab", "torch"):
+        return False
+    following = (code for code in frame.f_code.co_code[frame.f_lasti + 2 :: 2] if code != opcode.opmap.get("CACHE"))
+    return next(following, None) != opcode.opmap["POP_TOP"]
+
+
+def _module(frame: FrameType) -> str:
+    return str(frame.f_globals.get("__name__", ""))
 
 
 def _pickled_bytes(value: Any) -> int:

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import functools
 import inspect
-import opcode
 import sys
 from collections.abc import Callable, Mapping
 from types import ModuleType
@@ -53,7 +52,6 @@ class Invocation:
         self._original, self._signature, self._args, self._options = original, signature, args, options
         caller = sys._getframe(2)
         self.module, self.line = str(caller.f_globals.get("__name__", "")), caller.f_lineno
-        self._code, self._at = caller.f_code, caller.f_lasti
 
     @functools.cached_property
     def _bound(self) -> inspect.BoundArguments:
@@ -73,12 +71,6 @@ class Invocation:
     @property
     def asynchronous(self) -> bool:
         return bool(self.arguments.get("async_op"))
-
-    @property
-    def discarded(self) -> bool:
-        """Whether the next thing that the caller does is to drop what the call returns."""
-        following = (code for code in self._code.co_code[self._at + 2 :: 2] if code != opcode.opmap.get("CACHE"))
-        return next(following, None) == opcode.opmap["POP_TOP"]
 
     def proceed(self) -> Any:
         """Make the call as it was made."""

@@ -34,6 +34,7 @@ KINDS = {
     "fresh": "NaN: here torch.empty() gives it where nothing was written since, and 0 / 0 and inf - inf give it too",
     "parts": "see whose parts are in it and whose should be: that tells where the wrong one came in",
     "values": "follow one element by hand through the smallest case that fails, on this rank",
+    "number": "work this number out by hand for the case that is named, and compare it with what each line gives",
     "words": "compare the two from left to right: where they part, the answer does something else than is asked for",
     "fact": "the text asks for this: read it again with this case in mind",
     "bytes": "count what the reference sends, call by call: something is sent that nobody needs",
@@ -149,7 +150,8 @@ def _of_plain(want: Plain, got: Plain, where: str, name: str) -> Iterator[Differ
     elif want.kind == "bool" and not name.startswith("torch."):
         yield Difference("fact", where, f"not so: {name}" if want.value else f"it should not be so: {name}")
     else:
-        kind = "state" if name.startswith("torch.") else "words" if want.kind == "str" else "values"
+        kinds = {"str": "words", "int": "number", "float": "number"}
+        kind = "state" if name.startswith("torch.") else kinds.get(want.kind, "values")
         detail = f"{got.value:.5g}" if isinstance(got.value, float) else repr(got.value)
         yield Difference(kind, where, f"{name} is {got.value!r}, expected {want.value!r}", detail)
 

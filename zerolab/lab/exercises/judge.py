@@ -32,7 +32,14 @@ UNKNOWN = "a mistake that this check does not know; this is the smallest case th
 RAISED = "an error in the code, at the line shown"
 CALLED = "the `def` line was changed, and the function can no longer be called: its arguments must stay as they were"
 RAISED_LATER = "no line of yours failed, but what it left behind: compare the types with those in the docstring"
+LEFT_BEHIND = {  # part of an error that no line of the answer raises -> the mistake behind it
+    "incorrect number of gradients": "backward returns a value for each argument of forward: its gradient, or None",
+    "expected Variable or None": "backward returns a tensor or None for each argument of forward",
+    "has no attribute '_parameters'": "a Module's __init__ begins with super().__init__()",
+    "cannot unpack non-iterable NoneType": "a function returns nothing: `return` is missing",
+}
 ENDLESS = "a loop that does not end"
+NO_NAME = re.compile(r"\b(NameError|UnboundLocalError): ")
 DIFFERENT = "the ranks make different calls, or the same calls in different orders"
 WALL = 60.0  # seconds for one number of ranks, for loops that sleep: the others are known by how much they compute
 PRINTED = 2000  # characters of the answer's own output that are shown
@@ -299,8 +306,10 @@ def _verdict(
     if worst.kind == "raised":
         at_a_line = " · line " in worst.seen or ", line " in worst.seen
         signature = "positional argument" in worst.seen or "keyword argument" in worst.seen
-        otherwise = CALLED if signature and "later in the engine" not in worst.seen else RAISED_LATER
-        likely = likely or (known[0] if known else worst.about or (RAISED if at_a_line else otherwise))
+        left = [mistake for part, mistake in LEFT_BEHIND.items() if part in worst.seen]
+        otherwise = CALLED if signature and "later in the engine" not in worst.seen else (left or [RAISED_LATER])[0]
+        about = "" if at_a_line and NO_NAME.search(worst.seen) else worst.about  # which case it is does not matter
+        likely = likely or (known[0] if known else about or (RAISED if at_a_line else otherwise))
     likely = mistake.says if mistake else likely or worst.about or UNKNOWN
     lines = [
         f"✗ {asked.id} {asked.title}    " + " · ".join([*(f"N={n} ok" for n in good), f"N={world_size} wrong"]),

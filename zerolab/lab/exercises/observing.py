@@ -186,12 +186,12 @@ class Play:
     # ------------------------------------------------------------------ inputs
 
     def base(self, *shape: int, name: str = "", number: int | None = None) -> Tensor:
-        """Whole numbers, the same on every rank; those of two calls are no multiples of each other.
+        """Numbers that are the same on every rank; those of two calls are no multiples of each other.
 
-        12 makes means over 2, 3 and 4 ranks exact. name: what is said when a result is found to be made of it.
+        1.5 makes means over 2, 3 and 4 ranks exact, and most of them no whole numbers. name: what is said when a result is found to be made of it.
         number: if ranks count by it ("chunk 3"), so that rank r's chunk r and rank s's chunk s are told alike.
         """
-        made = 12.0 * torch.randint(1, 250, shape, generator=self._numbers).float()
+        made = 1.5 * torch.randint(1, 250, shape, generator=self._numbers).float()
         if name:
             self.bases[name] = (number, made)
         return made

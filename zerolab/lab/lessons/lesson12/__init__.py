@@ -19,11 +19,11 @@ Grads = list[list[Tensor]]  # [step][rank]
 
 
 def gradients(N: int, length: int, k: int, steps: int = 5, most: int = 17, dtype: torch.dtype = torch.float32) -> Grads:
-    """Multiples of 12, so that means are exact in any order, and such that the choice is never a tie."""
+    """Multiples of 1.5, so that means are exact in any order, and such that the choice is never a tie."""
     of_ranks: list[list[Tensor]] = []
     for seed in count():
         generator = torch.Generator().manual_seed(seed)
-        made = [12.0 * torch.randint(-most, most + 1, (length,), generator=generator) for _ in range(steps)]
+        made = [1.5 * torch.randint(-most, most + 1, (length,), generator=generator) for _ in range(steps)]
         if k == length or not has_tie(made, k):
             of_ranks.append([grad.to(dtype) for grad in made])
         if len(of_ranks) == N:
@@ -120,7 +120,7 @@ def many_in_bfloat16(play: Play) -> None:
 
 def zeros(play: Play) -> None:
     caller = Caller(play, 2)
-    caller.mean(12.0 * torch.tensor([7.0, -6.0, 5.0, -4.0, 3.0, -2.0]).roll(play.rank))
+    caller.mean(1.5 * torch.tensor([7.0, -6.0, 5.0, -4.0, 3.0, -2.0]).roll(play.rank))
     for _ in range(3):
         caller.mean(torch.zeros(6))
 

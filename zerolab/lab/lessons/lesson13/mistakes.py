@@ -381,7 +381,7 @@ TRAIN_MISTAKES = {
             "            optimizer.step()\n            optimizer.zero_grad()\n",
             "            optimizer.zero_grad()\n            optimizer.step()\n",
         ),
-        ("the model does not learn: zero_grad() comes between backward() and step()"),
+        "the model does not learn: step() finds no gradients: backward() is missing, or zero_grad() follows it",
     ),
     "an optimizer for each epoch": Mistake(
         edit(

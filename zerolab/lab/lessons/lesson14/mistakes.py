@@ -629,6 +629,10 @@ TRAIN_MISTAKES = {
         edit(TRAIN, _HITS, "    dist.all_reduce(right)\n"),
         "the counts of all ranks were divided by this rank's count, or the other way round: add up both",
     ),
+    "hits of one, count of all": Mistake(
+        edit(TRAIN, _HITS, "    dist.all_reduce(count)\n"),
+        "this rank's right answers were divided by the count of all ranks: add up both",
+    ),
     "one forward a sample": Mistake(
         edit(
             TRAIN,
@@ -724,7 +728,7 @@ TRAIN_MISTAKES = {
             "        optimizer.step()\n        optimizer.zero_grad()\n",
             "        optimizer.zero_grad()\n        optimizer.step()\n",
         ),
-        "the model does not learn: zero_grad() comes between backward() and step()",
+        "the model does not learn: step() finds no gradients: backward() is missing, or zero_grad() follows it",
     ),
     "the accuracy first": Mistake(
         edit(TRAIN, "return losses, (right / count).item()", "return (right / count).item(), losses"),

@@ -350,7 +350,7 @@ def attended(
         return torch.randn(*shape, generator=random, dtype=torch.float64).to(dtype)
 
     play.loose = 1e-5 if dtype == torch.float32 else 1e-12
-    width = 4
+    width = 6  # of 4 the root is the half
     q = play.keep("`q`", size * numbers(*heads, queries, width))
     out, lse = torch.zeros_like(q), torch.full(q.shape[:-1], -torch.inf, dtype=dtype)
     start = 0

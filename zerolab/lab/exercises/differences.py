@@ -21,7 +21,7 @@ from zerolab.lab.exercises.values import counted, factor, in_words, shares_in
 TOLERANCE = {torch.float64: 1e-12, torch.float32: 1e-6, torch.bfloat16: 2e-2, torch.float16: 2e-3}
 # What to look at when an answer is like no known mistake.
 KINDS = {
-    "nothing": "the function returns nothing: `return` is missing",
+    "nothing": "the function returns nothing here: `return` is missing, or was not reached",
     "empty": "nothing was put in this place: follow by hand which place is filled when",
     "type": "the result is another kind of thing than the docstring says",
     "shape": "compare the shape with the one in the docstring",

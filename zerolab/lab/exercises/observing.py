@@ -188,7 +188,8 @@ class Play:
     def base(self, *shape: int, name: str = "", number: int | None = None) -> Tensor:
         """Numbers that are the same on every rank; those of two calls are no multiples of each other.
 
-        1.5 makes means over 2, 3 and 4 ranks exact, and most of them no whole numbers. name: what is said when a result is found to be made of it.
+        1.5 makes means over 2, 3 and 4 ranks exact, and most of them no whole numbers. name: what is said when a result
+        is found to be made of it.
         number: if ranks count by it ("chunk 3"), so that rank r's chunk r and rank s's chunk s are told alike.
         """
         made = 1.5 * torch.randint(1, 250, shape, generator=self._numbers).float()

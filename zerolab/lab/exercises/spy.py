@@ -565,9 +565,9 @@ def _in_words(call: Invocation) -> str:
 
 
 def _is_used() -> bool:
-    """Whether who asked for the call does something with what it returns, and is not the engine or torch."""
+    """Whether who makes the call does something with what it returns, and is not zerolab or torch."""
     frame: FrameType | None = sys._getframe(1)
-    while frame is not None and (module := _module(frame)).startswith(("zerolab.lab.", "zerolab.comm.")):
+    while frame is not None and (module := _module(frame)).startswith("zerolab.lab."):
         frame = frame.f_back
     if frame is None or module.partition(".")[0] in ("zerolab", "torch"):
         return False

@@ -633,7 +633,8 @@ SCALER_MISTAKES = {
             "            optimizer.step()\n",
             "            optimizer.step()\n        self.overflow = None\n",
         ),
-        "step() forgot the overflow, and update() never heard of it: update() forgets it, when it has used it",
+        "an overflow was taken for a good step: update() does not look, or step() forgot it (update() forgets it, "
+        "when it has used it)",
     ),
     "a norm beyond float16": Mistake(
         edit(

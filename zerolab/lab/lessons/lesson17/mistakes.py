@@ -198,7 +198,8 @@ UNEVEN_MISTAKES = {
     ),
     "keeps gradients": Mistake(
         edit(UNEVEN, "        optimizer.zero_grad()\n", ""),
-        ("a step was made with something other than a batch of every rank: a batch twice, or a gradient kept back"),
+        "a step was made with something other than a batch of every rank: a batch twice, a gradient kept back, or one "
+        "of the step before (zero_grad())",
     ),
     "barrier": Mistake(
         edit(UNEVEN, "dist.all_reduce(everyone, dist.ReduceOp.MIN)", "dist.barrier()"),

@@ -292,7 +292,7 @@ def look_at_result(play: Play, result: Checkpoint) -> None:
     storages: dict[int, str] = {}
     for name, kept in state.items():
         play.see(f"what there is of {name}", sorted(kept))
-        look_at_state(play, str(name), kept)
+        look_at_state(play, f"{name} in the checkpoint", kept)
         for key, tensor in kept.items():
             if isinstance(tensor, Tensor):
                 place = tensor.untyped_storage()._cdata

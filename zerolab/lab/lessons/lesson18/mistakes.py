@@ -118,7 +118,7 @@ TO_MISTAKES = {
     ),
     "names as keys": Mistake(
         edit(TO, "adam.state[param]", "adam.state[name]"),
-        "the keys of adam.state are the parameters themselves, not their names",
+        "adam.state has nothing for the parameters: its keys are the parameters themselves, not their names",
     ),
     "groups forgotten": Mistake(
         edit(TO, _GROUPS, ""),

@@ -88,7 +88,7 @@ CARRIES_MISTAKES = {
     ),
     "the same memory": Mistake(
         edit(CARRIES, EITHER, "if payload.data_ptr() in (state.data_ptr(), shard.data_ptr()):"),
-        "a message is a copy, in memory of its own: compare the numbers",
+        "nothing was recognised: a message is a copy, in memory of its own, so compare the numbers",
     ),
     "both": Mistake(edit(CARRIES, ") or torch", ") and torch"), "a message is the whole or a shard: `or`, not `and`"),
     "at its name it stops": Mistake(

@@ -273,7 +273,8 @@ QUORUM_MISTAKES = {
         "`before` was changed, and the caller's list with it: leave the arguments as they are",
     ),
     "returns nothing": Mistake(
-        edit(QUORUM, "    return list(there), step, sources\n", ""), "decide returns nothing: `return` is missing"
+        edit(QUORUM, "    return list(there), step, sources\n", ""),
+        "decide returns nothing where it could decide: `return` is missing, or those who are there were not found",
     ),
 }
 
@@ -677,7 +678,7 @@ OUTER_MISTAKES = {
     ),
     "autograd's gradient": Mistake(
         edit(OUTER, "old - total / N", "param.grad if param.grad is not None else torch.zeros_like(old)"),
-        "the outer gradient is no .grad: it is what the local steps have changed, old - mean",
+        "the round changed nothing: the outer gradient is no .grad, but what the local steps have changed, old - mean",
     ),
     "one rank less": Mistake(
         edit(OUTER, "total / N", "total / max(N - 1, 1)"),

@@ -6,7 +6,7 @@ import pytest
 
 from zerolab.lab.exercises import judge
 from zerolab.lab.exercises.catalogue import EXERCISES
-from zerolab.lab.exercises.differences import KINDS
+from zerolab.lab.exercises.differences import KINDS, MADE
 from zerolab.lab.exercises.mistakes import edit, mistakes_of, nearest, signatures_of
 
 REFERENCE = EXERCISES["01.2"].reference
@@ -30,6 +30,9 @@ RETURNED = {
     "length": ("chunks + chunks", "the result has 2 items, not 1"),
     "nothing": ("None", "the result is None"),
     "fresh": ("[torch.empty_like(one) for one in chunks]", "the result[0]: all 4 elements are wrong"),
+    "zero": ("[0 * one for one in chunks]", "the result[0]: all 4 elements are wrong, the first at [0]: 0, expected"),
+    "infinite": ("[one / 0 for one in chunks]", "the result[0]: all 4 elements are wrong, the first at [0]: inf"),
+    "another order": ("[one.flip(0) for one in chunks]", "; the elements are there, in another order"),
     "bytes": ("(exchange(chunk, rank, rank), chunks)[1]", "this rank sent 16 bytes, and 0 are enough"),
 }
 
@@ -47,7 +50,7 @@ def test_each_kind_of_difference_is_seen_and_has_its_sentence(kind: str) -> None
     returned, seen = RETURNED[kind]
     verdict = judge.try_answer("01.2", "import torch\n" + edit(REFERENCE, "return chunks", f"return {returned}"))
     assert not verdict.passed and seen in verdict.seen, verdict.text
-    assert verdict.likely == KINDS[kind]
+    assert verdict.likely == (KINDS | MADE)[kind]
 
 
 def test_a_rank_that_is_wrong_alone_is_named_and_the_others_are_right() -> None:

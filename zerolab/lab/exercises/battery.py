@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 
 from zerolab.comm.waiting import CommError
-from zerolab.lab.exercises.differences import KINDS, Difference, clues, compared
+from zerolab.lab.exercises.differences import Difference, clues, compared
 from zerolab.lab.exercises.exercise import Exercise, Todo, World, Wrong, returns_none
 from zerolab.lab.exercises.observing import GROUPS, Enough, Play, Scene
 from zerolab.lab.exercises.spy import END, GaveUp
@@ -141,10 +141,9 @@ def _reference_in(scene: Scene, reference: ModuleType, world: World, team: list[
 
 
 def _differs(scene: Scene, found: list[Difference], marks: list[str]) -> Differs:
-    first, kinds = found[0], {difference.kind for difference in found}
-    seen = f"{scene.title}: {first.seen}" if scene.title else first.seen
-    kind = next((kind for kind in BEHIND if kind in kinds), first.kind)
-    about = KINDS[kind] if kind in SAY_MORE or not scene.about else scene.about
+    seen = f"{scene.title}: {found[0].seen}" if scene.title else found[0].seen
+    cause = [*(difference for kind in BEHIND for difference in found if difference.kind == kind), found[0]][0]
+    about = cause.about if cause.kind in SAY_MORE or not scene.about else scene.about
     return Differs(seen, about, marks)
 
 

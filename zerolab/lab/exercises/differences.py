@@ -45,6 +45,14 @@ KINDS = {
     "changed": "this must stay as it is: work on a copy",
     "bound": "less will do: of memory, see what refers to it (a view, a list, an attribute); of calls, one to omit",
 }
+# The same, where wrong values themselves say more: by how the detail of a difference in "values" begins.
+MADE = {
+    "zero": "nothing has come here: it was not written, or to another tensor, or zeros came later",
+    "infinite": "a division by zero, or a number that the dtype cannot hold",
+    "rounded": "right to seven digits: on the way it was in a narrower dtype than it should be",
+    "times": "right but for a factor: look for a division or a multiplication too many, too few, or by another number",
+    "another order": "every element is there, in another place: follow the indices",
+}
 
 NOTHING = Plain("NoneType", None)
 
@@ -63,6 +71,12 @@ class Difference:
         """From coarse to fine: two answers that share the fine one share the coarse ones."""
         coarse = [f"{self.kind}", f"{self.where} {self.kind}"]
         return [*coarse, f"{self.where} {self.kind} {self.detail}"] if self.detail else coarse
+
+    @property
+    def about(self) -> str:
+        """What to look at, if the answer is like no known mistake."""
+        made = [said for start, said in MADE.items() if self.kind == "values" and self.detail.startswith(start)]
+        return (made or [KINDS[self.kind]])[0]
 
 
 def compared(reference: Play, answer: Play) -> Iterator[Difference]:

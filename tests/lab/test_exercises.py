@@ -133,7 +133,7 @@ def test_an_unknown_mistake_shows_the_case() -> None:
     source = "import torch\n\ndef ring_all_gather(chunk, rank, N, exchange):\n    return [torch.full((4,), 7.0)] * N\n"
     verdict = judge.try_answer("01.2", source)
     assert verdict.likely == KINDS["values"] and "N=1 wrong" in verdict.text
-    assert "the first at [0]: 7, expected 24" in verdict.seen
+    assert "the first at [0]: 7, expected 3" in verdict.seen
 
 
 def test_a_mistake_says_a_whole_sentence() -> None:

@@ -7,6 +7,7 @@ import pytest
 from zerolab.lab.exercises import judge
 from zerolab.lab.exercises.catalogue import EXERCISES
 from zerolab.lab.exercises.differences import KINDS, MADE
+from zerolab.lab.exercises.judge import LEFT_BEHIND, RAISED
 from zerolab.lab.exercises.mistakes import edit, mistakes_of, nearest, signatures_of
 
 REFERENCE = EXERCISES["01.2"].reference
@@ -110,6 +111,24 @@ def test_a_none_is_told_as_a_collective_s_only_where_the_answer_uses_what_one_re
     helper = edit(EXERCISES["14.2"].reference, "    return loss, (", "    loss, (")  # the engine's calls come before it
     said["helper"] = judge.try_answer("14.2", helper, told=False, sizes=(2,))
     assert "NoneType" in said["helper"].seen and "returns None" not in said["helper"].likely
+
+
+# Of an answer that is like no known mistake: an exercise, an edit of its reference, what is seen, and what is likely.
+LIKELY = {
+    "a method that returns nothing": ("04.2", "return unit.layout.slices", "unit.layout.slices", "adopt()", "NoneType"),
+    "a module that is none yet": ("20.1", "        super().__init__()\n", "", "", "has no attribute '_parameters'"),
+    "a name that is not there": ("20.2", "    ends, start = [0], 0\n", "", "· line 20: ends +=", RAISED),
+    "a number": ("17.1", "            return steps\n", "            return steps + 1\n", "is 3, expected 2", "number"),
+    "a factor": ("02.1", "param.detach()", "2 * param.detach()", "; that is 2 times what is expected", "times"),
+    "no result": ("18.2", "    return {", "    checkpoint = {", "rank 0, the result is None", "nothing"),
+}
+
+
+@pytest.mark.parametrize("name", LIKELY)
+def test_what_is_likely_follows_from_what_is_seen(name: str) -> None:
+    id, old, new, seen, likely = LIKELY[name]
+    verdict = judge.try_answer(id, edit(EXERCISES[id].reference, old, new), told=False, sizes=(1,))
+    assert seen in verdict.text and verdict.likely == (KINDS | MADE | LEFT_BEHIND).get(likely, likely), verdict.text
 
 
 def test_where_the_text_leaves_a_difference_open_it_is_a_note() -> None:

@@ -59,8 +59,13 @@ def edits(source: str) -> dict[str, str]:
 
 
 def _of_expression(node: ast.AST) -> Iterator[tuple[str, ast.AST]]:
-    for other in OTHERS.get(type(node), ()):
-        yield f"{type(node).__name__} -> {other.__name__}", other()
+    operator = getattr(node, "op", None) or next(iter(getattr(node, "ops", ())), None)
+    for other in OTHERS.get(type(operator), ()):  # in what has it: all `+` of a tree are one object
+        edited = copy.copy(node)
+        edited.__dict__ = node.__dict__ | (
+            {"op": other()} if hasattr(node, "op") else {"ops": [other(), *node.ops[1:]]}
+        )
+        yield f"{type(operator).__name__} -> {other.__name__} in {ast.unparse(node)}", edited
     match node:
         case ast.Constant(value=bool() as value):
             yield f"{value} -> {not value}", ast.Constant(not value)

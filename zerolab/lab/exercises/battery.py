@@ -142,7 +142,7 @@ def _reference_in(scene: Scene, reference: ModuleType, world: World, team: list[
 
 def _differs(scene: Scene, found: list[Difference], marks: list[str]) -> Differs:
     seen = f"{scene.title}: {found[0].seen}" if scene.title else found[0].seen
-    cause = [*(difference for kind in BEHIND for difference in found if difference.kind == kind), found[0]][0]
+    cause = next((difference for kind in BEHIND for difference in found if difference.kind == kind), found[0])
     about = cause.about if cause.kind in SAY_MORE or not scene.about else scene.about
     return Differs(seen, about, marks)
 

@@ -36,8 +36,7 @@ LEFT_BEHIND = {  # part of an error that no line of the answer raises -> the mis
     "incorrect number of gradients": "backward returns a value for each argument of forward: its gradient, or None",
     "expected Variable or None": "backward returns a tensor or None for each argument of forward",
     "has no attribute '_parameters'": "a Module's __init__ begins with super().__init__()",
-    "'NoneType' object": "a function returns nothing: `return` is missing, or was not reached",
-    "non-iterable NoneType": "a function returns nothing: `return` is missing, or was not reached",
+    "NoneType": "a function returns nothing: `return` is missing, or was not reached",
 }
 ENDLESS = "a loop that does not end"
 NO_NAME = re.compile(r"\b(NameError|UnboundLocalError): ")

@@ -558,7 +558,7 @@ def _in_words(call: Invocation) -> str:
     while frame is not None:  # the outermost one is what was called; the others are its steps
         name = frame.f_code.co_name
         name = name.removesuffix("_steps").removeprefix("_")
-        if frame.f_globals.get("__name__") == Comm.__module__ and name in STEPS:
+        if _module(frame) == Comm.__module__ and name in STEPS:
             said = f"self.comm.{name}"
         frame = frame.f_back
     return said

@@ -270,8 +270,9 @@ def back(stage: type[Engine], dtype: torch.dtype) -> Callable[[Play], None]:
         carry(checkpoint_of(*torch_run(dtype)), zero, adam, play.rank)
         for call in ("", " a second time"):
             go_on(play, zero, adam, range(3, 5))
-            with play.event(f"from_zerolab(){call}", slack=math.inf):
+            with play.event(f"from_zerolab(){call}", slack=math.inf) as event:
                 result = play.code.from_zerolab(zero, adam)
+                event.results.add("the result")
             look_at_weights(play, zero)
             look_at_adam(play, zero, adam)
             play.see("the result", sorted(result) if isinstance(result, dict) else result)

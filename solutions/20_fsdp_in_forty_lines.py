@@ -415,10 +415,11 @@ for way, told in lab.pull("said", rank=0).items():
 
 # %%
 # %%ranks
-from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import Partial, Replicate, Shard, distribute_tensor
 
 flat_mesh, mesh_2x2 = init_device_mesh("cpu", (4,)), init_device_mesh("cpu", (2, 2))
+of_two = DeviceMesh("cpu", [0, 1])  # every rank takes part in making it
 PLACEMENTS = {
     "DDP": (flat_mesh, [Replicate()]),
     "ZeRO-3": (flat_mesh, [Shard(0)]),
@@ -477,14 +478,12 @@ if lab.predicted("20.1"):
 
 
 # %%
-# %%ranks
+# %%ranks 0,1
 from functorch.compile import make_boxed_func
 from torch._dynamo.backends.common import aot_autograd
 from torch._inductor.fx_passes import bucketing
 from torch._inductor.pattern_matcher import stable_topological_sort
-from torch.distributed.device_mesh import DeviceMesh
 
-two = DeviceMesh("cpu", [0, 1])
 counts = {"forward": [], "backward": []}
 
 
@@ -505,28 +504,29 @@ def compiler(direction, bucket):
     return compile_it
 
 
-if rank < 2:
-    small = place(make_model(layers=2, width=64), two, [Shard(0)])
-    small(x, y).backward()
-    eager = [param.grad.to_local().clone() for param in small.parameters()]
-    small.zero_grad()
-    backend = aot_autograd(
-        fw_compiler=compiler("forward", bucketing.bucket_all_gather),
-        bw_compiler=compiler("backward", bucketing.bucket_reduce_scatter),
-    )
-    torch.compile(small, backend=backend, fullgraph=True)(x, y).backward()
-    compiled = [param.grad.to_local() for param in small.parameters()]
-    same_compiled = all(map(torch.equal, eager, compiled))
-    usual = bucketing.bucket_cap_mb_by_bucket_idx_default(0)
+small = place(make_model(layers=2, width=64), of_two, [Shard(0)])
+small(x, y).backward()
+eager = [param.grad.to_local().clone() for param in small.parameters()]
+small.zero_grad()
+backend = aot_autograd(
+    fw_compiler=compiler("forward", bucketing.bucket_all_gather),
+    bw_compiler=compiler("backward", bucketing.bucket_reduce_scatter),
+)
+torch.compile(small, backend=backend, fullgraph=True)(x, y).backward()
+compiled = [param.grad.to_local() for param in small.parameters()]
+same_compiled = all(map(torch.equal, eager, compiled))
+usual = bucketing.bucket_cap_mb_by_bucket_idx_default(0)
 
-    graphs = []
-    zero = zerolab.Zero3(make_model(layers=2, width=64), units=[Block], group=pairs[0])
+graphs = []
+zero = zerolab.Zero3(make_model(layers=2, width=64), units=[Block], group=pairs[0])
 
-    def kept_as_it_is(graph, inputs):
-        graphs.append(collectives(graph))
-        return graph.forward
 
-    torch.compile(zero.model, backend=kept_as_it_is)(x, y).backward()
+def kept_as_it_is(graph, inputs):
+    graphs.append(collectives(graph))
+    return graph.forward
+
+
+torch.compile(zero.model, backend=kept_as_it_is)(x, y).backward()
 
 # %%
 counts = lab.pull("counts", rank=0)

@@ -54,10 +54,11 @@ class _Handle:
 @contextmanager
 def saved(model: nn.Module) -> Iterator[Kept]:
     """Count what forwards inside the block keep for backward, parameters and buffers of `model` left out."""
-    kept = Kept()
+    kept, modules = Kept(), [*model.modules()]
 
-    def pack(tensor: Tensor) -> Any:
-        own = {value.untyped_storage()._cdata for value in (*model.parameters(), *model.buffers())}
+    def pack(tensor: Tensor) -> Any:  # called for each tensor that is kept: parameters() would walk the model each time
+        held = (value for module in modules for value in (*module._parameters.values(), *module._buffers.values()))
+        own = {value.untyped_storage()._cdata for value in held if value is not None}
         return _Handle(tensor, kept, tensor.untyped_storage()._cdata not in own)
 
     with saved_tensors_hooks(pack, lambda handle: handle.tensor):

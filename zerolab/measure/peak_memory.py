@@ -20,8 +20,8 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch.autograd.profiler import profile, record_function
 from torch.optim import Optimizer
-from torch.profiler import ProfilerActivity, profile, record_function
 
 from zerolab.engine.engine import Engine
 from zerolab.measure.states import model_states
@@ -52,7 +52,7 @@ def peak(zero: Engine, optimizer: Optimizer | Iterable[Optimizer]) -> Iterator[P
         before = sum(model_states(zero, optimizer).values())
         # Keeps the profiler's library from logging to stderr. It reads this once, before its first use.
         os.environ.setdefault("KINETO_LOG_LEVEL", "99")
-        with profile(activities=[ProfilerActivity.CPU], profile_memory=True, acc_events=True) as profiler:
+        with profile(profile_memory=True) as profiler:
             yield result
         result.bytes = before + _highest_sum(profiler)
 
@@ -70,7 +70,7 @@ def peak_of(build: Callable[[], Callable[[], Any]], device: torch.device, steps:
             step()
         return torch.cuda.max_memory_allocated(device)
     os.environ.setdefault("KINETO_LOG_LEVEL", "99")
-    with profile(activities=[ProfilerActivity.CPU], profile_memory=True, acc_events=True) as profiler:
+    with profile(profile_memory=True) as profiler:
         step = build()
         for _ in range(steps - 1):
             step()
@@ -84,8 +84,8 @@ LAST = "zerolab: the last step"
 
 def _highest_sum(profiler: profile, since: str | None = None) -> int:
     """The highest running sum of bytes allocated and released while the profiler ran; `since`: from this event on."""
-    assert profiler.profiler is not None and profiler.profiler.kineto_results is not None, "the profiler has run"
-    events: list[Any] = profiler.profiler.kineto_results.events()  # Any: torch's stubs lack nbytes()
+    assert profiler.kineto_results is not None, "the profiler has run"
+    events: list[Any] = profiler.kineto_results.events()  # Any: torch's stubs lack nbytes()
     first = next((event.start_ns() for event in events if event.name() == since), 0)
     total = highest = 0
     for event in sorted((e for e in events if e.name() == "[memory]"), key=lambda event: event.start_ns()):

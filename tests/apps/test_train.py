@@ -102,6 +102,18 @@ def weights(task: str, checkpoint: Path) -> dict[str, Tensor]:
 
 
 @pytest.mark.exhaustive
+def test_digits_are_those_that_scikit_learn_loads():
+    from sklearn.datasets import load_digits
+
+    found, split = load_digits(), data.digits()
+    held_out = torch.arange(len(found.target)) % 5 == 4
+    images = (torch.from_numpy(found.images)[:, None] * 255 / 16).round().to(torch.uint8)
+    labels = torch.from_numpy(found.target).long()
+    expected = data.Split(images[~held_out], labels[~held_out], images[held_out], labels[held_out])
+    assert same(split._asdict(), expected._asdict()) == []
+
+
+@pytest.mark.exhaustive
 def test_digits_at_every_stage(ranks, tmp_path):
     """95 % of images that were never seen, after 50 steps."""
     one = "--task images --steps 50 --stage {0} --metrics {1}/{0}.jsonl".format

@@ -4,16 +4,17 @@ from __future__ import annotations
 
 import base64
 import dataclasses
-import io
 import json
 import time
 from pathlib import Path
 
 import matplotlib.pyplot as plt
+import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
 from jobs_common import worlds
+from matplotlib.backends.backend_agg import FigureCanvasAgg
 from PIL import Image, ImageChops
 
 import zerolab
@@ -60,14 +61,14 @@ def drawn(figure):
     """The share of the picture that is lines, areas and words inside the axes, and not white, frame or axis."""
     inside = [a for axes in figure.axes for a in (*axes.lines, *axes.patches, *axes.collections, *axes.images)]
     inside += [text for axes in figure.axes for text in axes.texts]
-    with_them = Image.open(io.BytesIO(plots.png(figure))).convert("L")
     shown = [artist for artist in inside if artist.get_visible()]
-    for artist in shown:
-        artist.set_visible(False)
-    without = Image.open(io.BytesIO(plots.png(figure))).convert("L")
-    for artist in shown:
-        artist.set_visible(True)
-    difference = ImageChops.difference(with_them, without)
+    canvas, pictures = FigureCanvasAgg(figure), []
+    for visible in (False, True):
+        for artist in shown:
+            artist.set_visible(visible)
+        canvas.draw()
+        pictures.append(Image.fromarray(np.array(canvas.buffer_rgba())).convert("L"))
+    difference = ImageChops.difference(*pictures)
     return sum(difference.histogram()[16:]) / (difference.width * difference.height)
 
 

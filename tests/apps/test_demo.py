@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -221,14 +220,15 @@ def test_missing_package(
 
 
 def test_extras_are_imported_only_when_they_are_used() -> None:
-    def imported(code: str) -> set[str]:
-        code = f"import sys, {code}; print(*sys.modules)"
-        return set(subprocess.run([sys.executable, "-c", code], capture_output=True, text=True).stdout.split())
-
-    with ThreadPoolExecutor() as threads:  # torch takes tqdm and numpy where it finds them
-        by_torch, ours = threads.map(imported, ("torch", "zerolab.measure, zerolab.cli, zerolab.apps.demo"))
-    assert "zerolab.apps.demo" in ours
-    assert not {"rich", "tqdm", "matplotlib", "numpy"} & (ours - by_torch)
+    seen = "print(json.dumps(sorted(sys.modules)))"
+    ours = "zerolab.measure, zerolab.cli, zerolab.apps.demo, zerolab.lab"
+    code = f"import json, sys, torch; {seen}; import {ours}; {seen}"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=600, check=True)
+    by_torch, all_of_it = (set(json.loads(line)) for line in done.stdout.splitlines())
+    roots = {name.split(".")[0] for name in all_of_it - by_torch}  # torch takes tqdm and numpy where it finds them
+    assert "zerolab.lab" in all_of_it and "zerolab" in roots
+    assert not {"rich", "tqdm", "matplotlib", "numpy", "IPython", "zmq"} & roots
+    assert not {name for name in roots if name.startswith("jupyter")}
 
 
 # -- its parts -------------------------------------------------------------------------------------------------------

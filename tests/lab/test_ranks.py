@@ -478,12 +478,6 @@ def test_start_says_what_it_cannot_do() -> None:
             lab.start(2, device="cuda")
 
 
-def test_importing_the_lab_imports_nothing_of_jupyter() -> None:
-    code = "import zerolab.lab, sys; print([m for m in sys.modules if m.startswith(('jupyter', 'IPython', 'zmq'))])"
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=600, check=True)
-    assert done.stdout == "[]\n"
-
-
 def test_copies_of_lessons_never_lose_an_answer(tmp_path: Path) -> None:
     lessons, work = tmp_path / "lessons", tmp_path / "work"
     lessons.mkdir()

@@ -601,7 +601,7 @@ QUANTISE_MISTAKES = {
     ),
     "ends of parameters": Mistake(
         edit(QUANTISE, _ENDS, "        ends.append(start + size)\n"),
-        "cut between parameters only: a large one may be cut between any two of its blocks",
+        "no border lies inside a parameter: a large one may be cut between any two of its blocks",
     ),
     "short blocks forgotten": Mistake(
         edit(QUANTISE, _ENDS, "        ends += [start + end for end in range(block, size + 1, block)]\n"), SHORT

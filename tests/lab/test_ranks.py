@@ -7,6 +7,7 @@ import signal
 import socket
 import subprocess
 import sys
+import textwrap
 import threading
 import time
 import urllib.error
@@ -243,6 +244,19 @@ def test_a_dead_rank_is_reported_and_restarted(fresh: Session, capsys: pytest.Ca
     assert "restarted, their variables are gone: ranks 1, 3\nvariables kept: ranks 0, 2\n" in told
     texts = [result.text for result in fresh.run("print('kept' in globals(), zerolab.__name__)")]
     assert texts == ["True zerolab\n", "False zerolab\n"] * 2
+
+
+def test_a_rank_that_gloo_aborts_says_why(fresh: Session) -> None:
+    """A message that is longer than what is received, made past the guard that compares the ranks' calls."""
+    code = """
+    group = dist.group.WORLD
+    if rank == 0:
+        group.recv([torch.ones(4)], 1, 7).wait()
+    if rank == 1:
+        group.send([torch.ones(64)], 0, 7).wait()
+    """
+    error = fails(fresh, textwrap.dedent(code))
+    assert "rank 0 was killed by SIGABRT (" in str(error) and "Received data size doesn't match" in str(error), error
 
 
 def test_a_cell_may_go_on_when_a_rank_dies(fresh: Session, capsys: pytest.CaptureFixture) -> None:

@@ -15,6 +15,7 @@ import itertools
 import json
 import os
 import pickle
+import re
 import shutil
 import signal
 import socket
@@ -45,6 +46,7 @@ START_TIMEOUT = 300.0  # seconds: torch is imported, perhaps on a machine whose 
 INTERRUPT_TIMEOUT = 17.0  # seconds, after which a rank that ignores an interrupt is killed
 PATIENCE = 5.0  # how long the other ranks may go on after one has failed
 LIVES = 4  # of a rank, in cells that start the dead again: one that has died so often will not get any further
+LOG = "log"  # the file with what ranks write past Python, to their stdout and stderr
 LOOK = 0.2  # seconds: a longer time between two looks counts as this much, since the machine stood still
 # Kept out of the ranks' environment: the server's tokens, which any cell could print, and settings of another world.
 NOT_FOR_RANKS = ("JPY_", "JUPYTER_TOKEN", "JUPYTERHUB_", "GLOO_", "SLURM_")
@@ -150,7 +152,17 @@ class _Rank:
         if why := self.taken or notices.of(self.process.pid):
             return f"was ended: {why}"
         cause = " (out of memory, or by hand)" if code == -signal.SIGKILL else ""
+        if code == -signal.SIGABRT and (why := self._last_words()):
+            cause = f" ({why})"
         return f"was killed by {signal.Signals(-code).name}{cause}"
+
+    def _last_words(self) -> str:
+        """What C++ said of an error that nobody caught, as gloo's thread does where a message does not fit."""
+        with suppress(OSError):  # the session is over
+            log = (self.file.parent / LOG).read_text(errors="replace")
+            if said := re.findall(r"what\(\):\s*(?:\[.*?\][ .]*)?(.+)", log):
+                return said[-1].strip()
+        return ""
 
 
 class Session:
@@ -179,7 +191,7 @@ class Session:
     def _open(self) -> None:
         self._open_store()
         self._folder = Path(tempfile.mkdtemp(prefix="zerolab-"))  # closed to other users
-        self._log = (self._folder / "log").open("w+b")
+        self._log = (self._folder / LOG).open("w+b")
 
     def __repr__(self) -> str:
         return f"<{self.size} live rank{'s' * (self.size > 1)}>" if self._ranks else "<ranks that were stopped>"

@@ -146,7 +146,7 @@ def _did(failure: Failure, many: bool, short: bool = False) -> str:
         return f"raised {failure.summary if short else failure.message}"
     if failure.kind == "interrupted":
         return f"{'were' if many else 'was'} interrupted" + (_place(failure.trace) if short else "")
-    return failure.message
+    return re.sub("^was", "were", failure.message) if many else failure.message
 
 
 def _place(trace: str) -> str:

@@ -273,7 +273,7 @@ def test_live_ranks_have_a_lease_and_lose_it(tmp_path, monkeypatch, capsys) -> N
             live.run(f"import time; open({str(busy)!r}, 'w').close(); time.sleep(600)")
         over = "the lease of 2 seconds is over and others are waiting"
         why = f'GPUs 0, 1 went back: {over}; lab.start(device="cuda") asks again'
-        assert f"was ended: {why}" in str(caught.value)
+        assert f"were ended: {why}" in str(caught.value)
         other.join()
         assert not other.is_alive()
         with pytest.raises(session.NoRanks, match="went back"):

@@ -7,7 +7,6 @@ import signal
 import socket
 import subprocess
 import sys
-import textwrap
 import threading
 import time
 import urllib.error
@@ -246,17 +245,32 @@ def test_a_dead_rank_is_reported_and_restarted(fresh: Session, capsys: pytest.Ca
     assert texts == ["True zerolab\n", "False zerolab\n"] * 2
 
 
-def test_a_rank_that_gloo_aborts_says_why(fresh: Session) -> None:
-    """A message that is longer than what is received, made past the guard that compares the ranks' calls."""
-    code = """
-    group = dist.group.WORLD
-    if rank == 0:
-        group.recv([torch.ones(4)], 1, 7).wait()
-    if rank == 1:
-        group.send([torch.ones(64)], 0, 7).wait()
-    """
-    error = fails(fresh, textwrap.dedent(code))
-    assert "rank 0 was killed by SIGABRT (" in str(error) and "Received data size doesn't match" in str(error), error
+LONGER = """
+group = dist.group.WORLD
+if rank == 0:
+    group.recv([torch.ones(4)], 1, 7).wait()
+if rank == 1:
+    group.send([torch.ones(64)], 0, 7).wait()
+"""
+FREED_TWICE = """
+import ctypes
+libc = ctypes.CDLL(None)
+libc.malloc.restype, libc.free.argtypes = ctypes.c_void_p, [ctypes.c_void_p]
+place = libc.malloc(64)
+for _ in range(2 if rank == 0 else 0):
+    libc.free(place)
+"""
+
+
+@pytest.mark.parametrize(
+    ("code", "words"),
+    [(LONGER, "Received data size doesn't match expected size"), (FREED_TWICE, "last written: free(): double free")],
+    ids=["gloo", "the allocator"],
+)
+def test_an_aborted_rank_says_why(fresh: Session, code: str, words: str) -> None:
+    """The first by a message longer than what is received, made past the guard that compares the ranks' calls."""
+    error = str(fails(fresh, code))
+    assert error.startswith("rank 0 was killed by SIGABRT (") and words in error, error
 
 
 def test_a_cell_may_go_on_when_a_rank_dies(fresh: Session, capsys: pytest.CaptureFixture) -> None:

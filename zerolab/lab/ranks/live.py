@@ -81,6 +81,7 @@ class _Rank:
     file: Path  # where the kernel writes its ports and its key
     client: _Client | None = None
     taken: str = ""  # why its GPU was taken back, which ended the rank
+    heard: int = 0  # bytes of the ranks' log before its last cell
 
     @property
     def _connected(self) -> _Client:
@@ -101,6 +102,7 @@ class _Rank:
 
     def send(self, code: str, silent: bool = False) -> str:
         """Send a cell. Returns the id of the message, which the answers will name."""
+        self.heard = (self.file.parent / LOG).stat().st_size
         return self._connected.execute(
             code, silent=silent, store_history=False, allow_stdin=False, stop_on_error=not silent
         )
@@ -157,11 +159,13 @@ class _Rank:
         return f"was killed by {signal.Signals(-code).name}{cause}"
 
     def _last_words(self) -> str:
-        """What C++ said of an error that nobody caught, as gloo's thread does where a message does not fit."""
+        """Why C++ ended this process: an error that nobody caught, as by gloo's thread where a message does not fit. Or
+        else the last line that was written, as by the allocator."""
         with suppress(OSError):  # the session is over
-            log = (self.file.parent / LOG).read_text(errors="replace")
-            if said := re.findall(r"what\(\):\s*(?:\[.*?\][ .]*)?(.+)", log):
-                return said[-1].strip()
+            said = (self.file.parent / LOG).read_bytes()[self.heard :].decode(errors="replace").strip()
+            if errors := re.findall(r"what\(\):\s*(?:\[.*?\][ .]*)?(.+)", said):
+                return errors[-1].strip()
+            return f"last written: {said.splitlines()[-1]}" if said else ""
         return ""
 
 

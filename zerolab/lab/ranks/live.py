@@ -159,8 +159,8 @@ class _Rank:
         return f"was killed by {signal.Signals(-code).name}{cause}"
 
     def _last_words(self) -> str:
-        """Why C++ ended this process: an error that nobody caught, as by gloo's thread where a message does not fit. Or
-        else the last line that was written, as by the allocator."""
+        """Of what the ranks wrote since the cell began (they share the log): C++'s last error that nobody caught,
+        as by gloo's thread where a message does not fit; or else the last line, as by the allocator."""
         with suppress(OSError):  # the session is over
             said = (self.file.parent / LOG).read_bytes()[self.heard :].decode(errors="replace").strip()
             if errors := re.findall(r"what\(\):\s*(?:\[.*?\][ .]*)?(.+)", said):

@@ -2,14 +2,14 @@
 # # 02 · Where the memory goes
 #
 # A model of 7.5 billion parameters in 16-bit numbers is a file of 15 GB. You rent an 80 GB GPU for it and start
-# training, and before the first step is over the run dies with *[out of memory](../docs/glossary.md#out-of-memory)*. Training needs **120 GB, and then
-# some**. If you don't know where they go, you buy hardware by trial and error, or lose a week to settings that save
-# nothing.
+# training, and before the first step is over the run dies with *[out of memory](../docs/glossary.md#out-of-memory)*.
+# Training needs **many times that**. If you don't know where it goes, you buy hardware by trial and
+# error, or lose a week to settings that save nothing.
 #
 # After this lesson you can say what a training step will hold, to the byte, before it runs.
 #
-# One rank is enough today, because memory is about one GPU. (A *rank* is one of the processes that train together;
-# lesson 00 shows them.)
+# One rank is enough today, because memory is a question about one GPU. (A *rank* is one of the processes that train
+# together; lesson 00 shows them.)
 
 # %%
 # %load_ext zerolab.lab
@@ -50,8 +50,8 @@ lab.predict("02.1", (4 + 4 + 8) * 867_072)  # bytes
 # %% [markdown]
 # ## See
 #
-# This is plain PyTorch, watched before and after each line of the loop. Nothing is estimated: we add up the bytes of
-# the tensors that exist.
+# This is plain PyTorch. Before a step, after its backward and after `optimizer.step()`, we add up the bytes of the
+# tensors that make up the model states. Nothing is estimated.
 
 # %%
 # %%ranks
@@ -118,8 +118,9 @@ if lab.predicted("02.1"):
 #
 # ## Half the bits, half the bytes?
 #
-# Large models are trained in *[mixed precision](../docs/glossary.md#mixed-precision)*: forward and backward compute in **bfloat16**, 2 bytes per number. So is
-# everything half the size? bfloat16 has about three decimal digits. Look at what that does to an update of a parameter:
+# Large models are trained in *[mixed precision](../docs/glossary.md#mixed-precision)*: forward and backward compute in
+# **bfloat16**, 2 bytes per number. So is everything half the size? bfloat16 has between two and three decimal digits.
+# Look at what that does to an update of a parameter:
 
 # %% tags=["nbval-check-output"]
 # %%ranks
@@ -188,8 +189,8 @@ if lab.predicted("02.2") and lab.predicted("02.3"):
 # Mixed precision makes arithmetic fast and activations small, and it **saves no model states at all**. For the 7.5
 # billion parameters from the start of this lesson, that is 16 × 7.5 = 120 GB.
 #
-# Compare Adam with SGD: 8 of the 16 bytes are the price of Adam's two averages. That half is what lesson 04 splits
-# first.
+# Compare Adam with SGD: 8 of the 16 bytes are the price of Adam's two averages. In mixed precision the optimizer holds
+# 12 of the 16, with the master. That is what lesson 04 splits first.
 
 # %% [markdown]
 # ## Flat storage
@@ -404,8 +405,9 @@ if lab.predicted("02.6"):
 
 # %% [markdown]
 # Read it from left to right. Forward piles up activations. Backward takes them down again **and puts gradients in their
-# place**. The step needs next to nothing. So the peak is *less* than model states plus activations: when there are the
-# most activations, there are hardly any gradients yet. The peak comes early in backward.
+# place**. `optimizer.step()` needs next to nothing. So the peak is *less* than model states plus activations: when
+# there are the most activations, there are hardly any gradients yet. With as many activations as here, the peak comes
+# early in backward.
 #
 # ("Other" is the text, 0.47 MB, and the working memory of the optimizer's step. "Communication" is 53 bytes, one for
 # each tensor, too few to see: the ranks use them to agree on which parameters were used, and the engine sends them even
@@ -516,8 +518,8 @@ print("did the norm of the gradients shrink? ", last[2] < first[2])
 print("bytes saved:", first[3] - last[3])
 
 # %% [markdown]
-# **Verdict: false.** A float32 takes 4 bytes whether it holds 0.001 or 1000. Shrinking norms show that training is
-# making progress. To show memory, count memory. That is what we will do in every lesson.
+# **Verdict: false.** A float32 takes 4 bytes whether it holds 0.001 or 1000. Weight decay made the parameters smaller
+# here, and not one byte went. To show memory, count memory. That is what we will do in every lesson.
 #
 # ## Questions
 #

@@ -5,7 +5,7 @@
 # parallelism**: every rank has the full model, each takes a part of the batch, and together they make one step.
 #
 # It takes a dozen lines, and three mistakes in them cost real money, because nothing fails. If you *add* gradients
-# where you should average them, your learning rate is four times too high. If you make one call for each tensor, the
+# where you should average them, SGD's learning rate is four times too high. If you make one call for each tensor, the
 # network spends its time waiting. And if you forget the sampler, four GPUs do the work of one, to the last bit. You
 # will get all three right, and then watch the last mistake happen.
 
@@ -78,7 +78,9 @@ lab.predict("03.2", 2 * 3 / 4 * 4 * 470_528)  # bytes
 # %% [markdown]
 # ## Write: average
 #
-# Four lines are enough. There is one trap: a parameter that nobody used has no gradient.
+# Four lines are enough. There is one trap: a parameter that nobody used has no gradient. (One that only some ranks used
+# would make the others wait for a collective that never comes. That can't happen here; the bucket of 03.2 is safe from
+# it.)
 
 # %%
 # %%exercise 03.1
@@ -89,7 +91,8 @@ lab.check("03.1")
 # %% [markdown]
 # ## Measure
 #
-# Your code runs on real gradients. `calls()` records every collective that goes through PyTorch's dispatcher.
+# Your code runs on real gradients. `calls()` records every collective of `torch.distributed` that a rank takes part in,
+# and counts for each the bytes that a ring sends (lesson 01).
 
 # %%
 # %%ranks
@@ -257,8 +260,8 @@ lab.link(None)
 
 # %% [markdown]
 # Nearly all of the long bar is latency, and the bucket removes it: 6 messages instead of 174, with the same bytes. (The
-# diamonds are to the right of the bars because a call also costs this machine's own time, and 29 calls cost it 29
-# times.)
+# bars are what the link takes, and the diamonds what was measured. They are to the right of the bars because a call
+# also costs this machine's own time, and 29 calls cost it 29 times.)
 #
 # So is one bucket for the whole model best? No. A bucket can't leave until its last gradient is there, and the last
 # gradient comes at the very end of backward. Several buckets can leave one by one, **while backward is still working on
@@ -267,10 +270,11 @@ lab.link(None)
 #
 # ## DDP as a class
 #
-# Lesson 02 showed hooks. This course's engine uses them. It divides the model into **[units](../docs/glossary.md#unit)**: here, one for each
-# transformer block, and a root for everything else. It collects each unit's gradients in one flat bucket,
-# `unit.bucket.full`, and calls a method when the last gradient is in. What that method does is the difference between
-# all the stages to come. Stage 0 is two short methods:
+# Lesson 02 showed hooks. This course's engine uses them. It divides the model into
+# **[units](../docs/glossary.md#unit)**: here, one for each transformer block, and a root for everything else. It
+# collects each unit's gradients in one flat bucket, `unit.bucket.full`, and when the last gradient is in, it calls the
+# method `post_backward`. What that method does is the difference between this class, which the engine counts as stage
+# 0, and ZeRO's stages 1 to 3. Write two short methods:
 #
 # - `reduce(unit)` averages `unit.bucket.full` over the ranks and leaves the mean in `unit.bucket.grad`. It may return
 #   before the average is done: then it returns something to wait for, and backward goes on in the meantime.
@@ -290,8 +294,9 @@ lab.link(None)
 lab.check("03.3")
 
 # %% [markdown]
-# Now run your class on the real task. The user's training loop doesn't mention ranks any more. The engine keeps a
-# ledger of what it moved. Before you run it, guess: how many units will the ledger list, and what will they add up to?
+# Now run your class on the real task. The training loop calls no `average` any more: the engine has put its hooks into
+# the model, and the rank only decides which batch to read. The engine keeps a ledger of what it moved. Before you run
+# it, guess: how many units will the ledger list, and what will they add up to?
 
 # %%
 # %%ranks
@@ -328,7 +333,9 @@ if lab.predicted("03.2"):
 # %% [markdown]
 # The same number of bytes as your `average`, exactly. Now they travel in three buckets that leave during backward, the
 # last block first, as the hook in lesson 02 showed. And the numbers? This engine adds the ranks' parts **in rank
-# order**. One process that does the same, batch by batch, must get the same bits:
+# order**: each rank gets everybody's part of its own quarter, adds them up, and then the quarters are gathered. That
+# sends the ring's bytes, and the order of the sum never varies. One process that does the same, batch by batch,
+# must get the same bits:
 
 
 # %% tags=["nbval-check-output"]
@@ -448,9 +455,10 @@ print("four ranks with the same batches end with one process's weights, to the b
 # and nothing failed: the loss fell as it always does. The curve that would have warned you is the lower one, and you
 # wouldn't have had it.
 #
-# In PyTorch the cure is `torch.utils.data.DistributedSampler`. It gives rank r the samples r, r + N, r + 2N, … (Call
-# `sampler.set_epoch(epoch)` too, or every epoch has the same order.) The test is cheap, and worth a line in every
-# training script: **do the ranks' first batches differ?**
+# In PyTorch the cure is `torch.utils.data.DistributedSampler`. It shuffles the samples, the same way on all ranks, and
+# deals them like cards: rank r gets those at r, r + N, r + 2N, … (Call `sampler.set_epoch(epoch)` too, or every epoch
+# has the same order.) The test is cheap, and worth a line in every training script: **do the ranks' first batches
+# differ?**
 
 # %% tags=["nbval-check-output"]
 # %%ranks 0,3
@@ -493,8 +501,9 @@ assert torch.allclose(sum(own) / 4, full, atol=1e-6)
 
 # %% [markdown]
 # **Verdict: false.** Every rank has a gradient for *every* parameter, computed from its own samples. The full gradient
-# is their mean (if losses are means and all batches have the same size). The sum is four times too long, which is the
-# learning rate times four.
+# is their mean (if losses are means and all batches have the same size). The sum is four times too long. For SGD that
+# is the learning rate times four; Adam divides the factor out again, so with Adam only what compares gradients with a
+# number notices, such as clipping.
 #
 # ## On trial: is this ZeRO?
 #
@@ -531,7 +540,7 @@ print(f"{each:.2f} bytes per parameter on each rank, {4 * each:.0f} on all ranks
 # %% [markdown]
 # **Verdict: false.** Every rank holds everything: 16 bytes per parameter, four times over. Data parallelism divides
 # *activations* (each rank has a quarter of the global batch) and *time*. It divides no model states. Those four equal
-# copies are the waste that ZeRO removes, one kind at a time. Lesson 04 starts with the green band.
+# copies are the waste that ZeRO removes, one kind at a time. Lesson 04 starts with the optimizer's.
 
 # %% [markdown]
 # ## Your engine on trial

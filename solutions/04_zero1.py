@@ -47,8 +47,8 @@ print(f"Ψ = {psi:,} parameters")
 lab.predict("04.1", 8 * 867_072 * 3 // 4)  # bytes
 
 # %% [markdown]
-# Now the traffic. DDP all-reduces the gradients. ZeRO-1 gets by with fewer gradients, but it has to send parameters after
-# the step: rank 0 has the new values of its quarter, and everyone needs them. How many bytes does a rank send in a step, as
+# Now the traffic. DDP all-reduces the gradients. ZeRO-1 sends fewer gradients, but it has to send parameters after the
+# step: rank 0 has the new values of its quarter, and everyone needs them. How many bytes does a rank send in a step, as
 # a multiple of DDP's? (1.5 means half as much again.)
 
 # %%
@@ -257,14 +257,14 @@ print("this ZeRO-1 equals DDP:", all(of["DDP"] for of in same))
 print("this ZeRO-1 equals the package's:", all(of["package"] for of in same))
 
 # %% [markdown]
-# They must be equal. Adam computes each element from that element's gradient, average and average square, on whatever rank
-# that happens. The same is true of SGD and of Adam's relatives.
+# They must be equal. Adam computes each element from that element's gradient, average and average square, on whatever
+# rank that happens. The same is true of SGD, AdamW, Adagrad and RMSprop.
 #
 # ## What cannot be cut
 #
-# Muon is not among them. It averages the gradient of a matrix, and then makes all singular values of that average nearly
-# equal, so that the update is about as large in every direction. Each element of the result depends on the entire matrix.
-# What comes out if each rank hands Muon the rows that it has?
+# Not all optimizers work element by element. Muon averages the gradient of a matrix, and then makes all singular values
+# of that average nearly equal, so that the update is about as large in every direction. Each element of the result
+# depends on the entire matrix. What comes out if each rank hands Muon the rows that it has?
 
 # %%
 # %%ranks
@@ -297,10 +297,10 @@ print("off by, on each rank:", *(f"{100 * off:.0f} %" for off in lab.pull("off")
 print(lab.pull("refused", rank=0))
 
 # %% [markdown]
-# Rows alone give a step of the right size in a wrong direction. Nothing would fail, the loss would even fall, and it would
-# not be Muon. So stages 1 to 3 refuse it, and name a way out. `OwnerOptimizer` does not cut: each matrix has an *owner*,
-# the rank that updates all of it. In a step, the others send the owner their slices of the gradient and of the matrix. It
-# runs Muon, keeps Muon's state, and sends the new slices back.
+# Rows alone give a step in a wrong direction. Nothing would stop, and the loss would go down all the same, but it would
+# not be Muon. So stages 1 to 3 refuse it, and name a way out. `OwnerOptimizer` does not cut: each matrix has an
+# *owner*, the rank that updates all of it. In a step, the others send the owner their slices of the gradient and of the
+# matrix. It runs Muon, keeps Muon's state, and sends the new slices back.
 
 
 # %%
@@ -469,14 +469,15 @@ print("the parameters agree to 0.0001:", max(lab.pull("differ")) < 1e-4)
 # wrapping DDP from outside. With the small vocabulary, assigning uncut tensors comes out nearly even. With the large one,
 # the token embedding and the head are one tensor each, and neither can be cut. The fullest rank decides whether a run fits.
 #
-# DeepSpeed's stage 1 and FSDP cut the way you did, flat or along the first dimension. (The parameters differ in their last
-# digits here, because the ring in torch's DDP adds the ranks in another order.)
+# DeepSpeed's stage 1 cuts flat, as you did, and FSDP2 cuts each parameter along its first dimension. (The parameters
+# differ in their last digits here, because the ring in torch's DDP adds the ranks in another order.)
 #
 # ## On trial
 #
 # > "Splitting by layer, by block or dynamically are equivalent choices."
 #
-# Here are four ways to deal the GPT with the large vocabulary out to 4 ranks. A *piece* is whatever has to stay together.
+# Here are four ways to deal the GPT with the large vocabulary out to 4 ranks. A *piece* is whatever has to stay
+# together. (Greedily, each tensor goes to the rank that has the least so far: that is what "dynamically" comes to.)
 
 # %%
 from zerolab.lab import GPT
@@ -527,9 +528,10 @@ for name, pieces in ways.items():
     print(f"{name:18} Adam's state on the fullest rank: {state:>12,.0f} bytes")
 
 # %% [markdown]
-# **Verdict: false.** Every way is right, in the sense that the numbers come out the same. But the fullest rank decides, and
-# by block, by layer or by tensor it holds far more than its share here. Dealing out tensors greedily works as long as no
-# tensor is larger than an even share; here two are. Flat cuts are even for any model, up to a few elements of padding.
+# **Verdict: false.** Every way is right, in the sense that the numbers come out the same. But the fullest rank decides,
+# and by block, by layer or by tensor it holds far more than its share here. Dealing out tensors greedily cannot be even
+# if a tensor is larger than an even share; here two are. Flat cuts are even for any model, up to a few elements of
+# padding.
 #
 # Uneven pieces cost traffic as well. Reduce-scatter and all-gather expect the same number of elements from every rank.
 # Either the pieces are padded to the largest, and the network carries 1.44 to 1.76 times as much. Or they travel by slower
@@ -549,7 +551,8 @@ if lab.predicted("04.2"):
         print(f"rank {rank} updates {elements:,} elements and sends {sent:,} bytes a step")
 
 # %% [markdown]
-# **False.** All ranks do the same work. A main GPU would be the root of lesson 01, through which everything has to pass.
+# **Verdict: false.** All ranks do the same work. A main GPU would be the root of lesson 01, through which everything
+# has to pass.
 
 # %% [markdown]
 # ## Your engine on trial

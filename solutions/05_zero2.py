@@ -74,20 +74,21 @@ stage1 = record(zerolab.Zero1, sequences=1, context=16)
 plots.show(plots.skyline([lab.pull("stage1", rank=0)], title="1 × 16 tokens"))
 
 # %% [markdown]
-# Gradients arrive from the last block to the first. Once all of a block's gradients are there, their reduction starts, and
-# backward goes on with the block before it. So the orange area grows block by block until backward is over, and then waits
-# for the step. But once a block is reduced, this rank needs only its shard of the result. The area should grow by a quarter
-# of a block at a time.
+# Gradients arrive from the last block to the first. Once all of a block's gradients are there, their reduction starts,
+# and backward goes on with the block before it. So the orange area grows block by block until backward is over, and
+# then waits for the step. But once a block is reduced, this rank needs only its shard of the result. What stays should
+# grow by a quarter of a block at a time.
 #
 # Your method is `post_backward(unit)`. The engine calls it when all gradients of the unit are in its bucket, as
 # `unit.bucket.full` (lesson 03). Stage 1's version starts the reduction, which leaves the mean of the shard in
 # `unit.bucket.grad`. There are three traps:
 #
-# - The reduction is still running when your method returns. Memory that it still reads must not go.
+# - The reduction is still running when your method returns. What it still reads must not go before it is done.
 # - In stage 1, `unit.bucket.grad` is a **[view](../docs/glossary.md#view)** of the full gradient, and a view keeps the entire storage alive.
 # - Inside `no_sync` (lesson 03) nothing is reduced, so nothing may go. There `self.reduces(unit)` is False.
 #
-# `unit.bucket.release()` avoids all three. If you free the memory yourself, you have to avoid them.
+# `unit.bucket.release()` avoids all three: it waits until the reduction is over, copies the shard, and where nothing was
+# reduced it finds nothing to do. If you free the memory yourself, you have to avoid them.
 
 # %%
 # %%exercise 05.1
@@ -267,9 +268,10 @@ lab.link(None)
 
 # %% [markdown]
 # The bars are the time that the link takes; the diamonds are the time of the entire step. With a unit for each layer,
-# latency is most of the bar. The gap between a bar and its diamond is what the step takes beyond the link. A single unit can
-# leave only when its last gradient is there, and by then backward is over; blocks leave while backward computes. How much
-# that gains, two busy cores cannot show. Lesson 09 measures it, on an emulated processor.
+# latency is most of the bar. The gap between a bar and its diamond is what the step takes beyond the link. A single
+# unit can leave only when its last gradient is there, and by then backward is over; blocks leave while backward
+# computes. How much that gains doesn't show where four ranks share a laptop's cores. Lesson 09 measures it, on an
+# emulated processor.
 #
 # And memory? For one step with the small batch, here are the peak and the most gradients that were there at any moment:
 
@@ -346,9 +348,9 @@ if lab.predicted("05.3") and lab.predicted("05.4"):
         print(f"{between:>9,} bytes of gradients in between")
 
 # %% [markdown]
-# Without `no_sync`, a step has four reduce-scatters and one all-gather, of 4Ψ · ¾ bytes each. With it, a step has one of
-# each, and holds full gradients in between, as in stage 1. You can save memory or traffic, but not both. (DeepSpeed's stage
-# 2 reduces every micro-batch.)
+# Without `no_sync`, a step has four reduce-scatters, whose shards the engine adds up, and one all-gather, of 4Ψ · ¾
+# bytes each. With it, a step has one of each, and holds full gradients in between, as in stage 1. You can save memory
+# or traffic, but not both. (DeepSpeed's stage 2 reduces every micro-batch.)
 #
 # ## In production
 #
@@ -457,10 +459,11 @@ if lab.predicted("05.1"):
 # Some articles say the first; the second is from the guide to DeepSpeed in the [documentation of
 # Transformers](https://huggingface.co/docs/transformers/deepspeed) (2026).
 #
-# **Verdict: false**, both. You have counted it: stages 1 and 2 send what DDP sends, to the byte. Only stage 3 sends more
-# (lessons 06 and 07). And what is offloaded travels between a GPU and its own host, and not between GPUs (lesson 10). If you
-# believe the second sentence, you stay with DDP on a slow network, and pay for three copies of Adam's state that cost
-# nothing to avoid.
+# **Verdict: false**, both. You have counted it: stages 1 and 2 send what DDP sends, to the byte. Only stage 3 sends
+# more (lessons 06 and 07). And a stage lowers what is *held*; the peak need not follow, as you saw with the large
+# batch. And what is offloaded travels between a GPU and its own host, and not between GPUs (lesson 10). If you believe
+# the second sentence, you stay with DDP on a slow network, and pay for three copies of Adam's state that cost nothing
+# to avoid.
 #
 # > "Larger buckets are always faster."
 
@@ -471,17 +474,18 @@ for name, (units, _) in speed.items():
 print("the highest peak:", highest)
 
 # %% [markdown]
-# **True while latency is what you pay for, and at a price.** Going from single layers to blocks saves a lot of time. Going
-# from blocks to one unit, with a ninth of the messages, saves little or nothing: what is left is the bytes, which are the
-# same, and with one unit they can no longer hide behind computation. And the largest unit has the highest peak.
-# (`zerolab.measure.trace` measures what hides behind what.)
+# **Verdict: false**, because of one word. While latency is what you pay for, it is true: going from single layers to
+# blocks saves a lot of time. Going from blocks to one unit, with a ninth of the messages, saves little or nothing: what
+# is left is the bytes, which are the same, and with one unit they can no longer hide behind computation. And the
+# largest unit has the highest peak. (`zerolab.measure.trace` measures what hides behind what.)
 
 # %% [markdown]
 # ## Your engine on trial
 #
-# The same for your stage 2. Two of the promises are about memory. What a rank holds when backward returns is where
-# [a "ZeRO-2" that was ZeRO-1](https://github.com/karpathy/nanochat/issues/566) gives itself away. The peak is where an
-# engine does that reduces its gradients only when backward is over: it ends up with its quarter, and held all of them.
+# The same for your stage 2. Two of the promises are about memory. What a rank holds when backward returns is where [a
+# "ZeRO-2" that was ZeRO-1](https://github.com/karpathy/nanochat/issues/566) gives itself away. An engine that reduces
+# its gradients only when backward is over gives itself away at the peak: it ends up with its own part, and held all of
+# them.
 
 # %% tags=["nbval-check-output"]
 import zerolab

@@ -48,8 +48,8 @@ print(f"... {len(zero.units)} units, {total:,} elements in total")
 # bytes
 #
 # 1. of parameters does a rank hold between two steps?
-# 2. of *full* parameters are there at most at any moment of forward, if a rank keeps only the units whose forward is
-#    running? (The root's forward is that of the entire model.)
+# 2. of *full* parameters are there at most, in the middle of a block's forward, if a rank keeps only the units whose
+#    forward is running? (The root's forward is that of the entire model.)
 # 3. does a rank send in one forward? (As in a ring, an all-gather sends (N-1)/N of what is gathered; lesson 01.)
 
 # %%
@@ -129,7 +129,8 @@ print("bytes held without the full matrix, with it, and without it again:", held
 # |---|---|
 # | `unit.full` | flat, all ranks' shards end to end: what forward and backward see. Its memory comes and goes |
 # | `unit.shard` | this rank's part: it stays, and the optimizer updates it |
-# | `unit.gather()` | your `gather(unit.full, unit.shard)`; does nothing if the full parameters are there and current |
+# | `unit.gather()` | your `gather(unit.full, unit.shard)`; does nothing if the full parameters are there and no step
+# has changed them since |
 # | `unit.release()` | your `release(unit.full)` |
 #
 # ## See
@@ -176,10 +177,10 @@ if lab.predicted("06.1") and lab.predicted("06.2"):
     plots.show((picture, f"{said}at most {most:.2f} MB in total."))
 
 # %% [markdown]
-# The lower part is the shard, a quarter of everything, and it never moves. Above it are the root and the block whose turn
-# it is. The root is still there when forward is over. Backward begins with it, so if it were released, it would have to be
-# gathered again at once. It stays until backward has passed it, which is why a step moves not 3Ψ but 3Ψ - Ψ_root (lesson
-# 07). Under `torch.no_grad()` no backward will come, so there the root must go too.
+# The lower part is the shard, a quarter of everything, and it never changes. Above it are the root and the block whose
+# turn it is. The root is still there when forward is over. Backward begins with it, so if it were released, it would
+# have to be gathered again at once. It stays until backward has passed it, which is why a step moves not 3Ψ but 3Ψ -
+# Ψ_root (lesson 07). Under `torch.no_grad()` no backward will come, so there the root must go too.
 #
 # ## ZeRO-3's forward as a class
 #
@@ -190,7 +191,7 @@ if lab.predicted("06.1") and lab.predicted("06.2"):
 #   memory along with it.
 # - `pre_forward(unit)`, called before the unit's forward, and `post_forward(unit)`, called after it.
 #
-# `self.root` is a list: the root unit is in it, unless every parameter is in a block. You need about seven lines.
+# `self.root` is a list: the root unit is in it, unless every parameter is in a block. You need about six lines.
 # `lab.hint("06.2")` helps.
 
 # %%
@@ -227,9 +228,10 @@ if lab.predicted("06.3"):
     assert set(lab.pull("moved")) == {3 * 4 * 1_263_616 // 4}
 
 # %% [markdown]
-# ZeRO-2 gathers the same bytes once per step, after the optimizer. ZeRO-3 gathers them in forward, releases them, and will
-# gather them again in backward. That second time is the price. At 10 GB/s, 70 billion parameters in 16 bits take 14
-# seconds, each time. If you have the memory for ZeRO-2, do not pay that, unless you can hide it by gathering ahead of time.
+# ZeRO-2 gathers the same bytes once per step, to fetch what the optimizers of the other ranks have changed. ZeRO-3
+# gathers them in forward, releases them, and will gather them again in backward. That second time is the price. At 10
+# GB/s, 70 billion parameters in 16 bits take 14 seconds, each time. If you have the memory for ZeRO-2, do not pay that,
+# unless you can hide it by gathering ahead of time.
 #
 # Now record every allocation of a forward, for both stages. (`timeline` notes every buffer, when it comes and when it
 # goes; `holdings` notes what each rank holds when backward returns.) The batch is small, so that parameters are visible next
@@ -308,11 +310,11 @@ class TooEarly(Zero3):
 build(TooEarly).model(*inputs)
 
 # %% [markdown]
-# *Its data is not allocated*: something used a view whose storage has no memory. Here it was a norm, the first thing that a
-# block does. Other operations say *storage of size 0*, as above. The message does not mention ZeRO, so it is worth knowing.
-# In production it usually means that a parameter was used *outside* the forward of the wrapped module, where nobody had
-# gathered it. (Here all ranks raised the error at the same place, so nobody waits for anybody, and you do not need
-# `lab.reset()`. If only one rank raises it, the others hang.)
+# It ends with *its data is not allocated yet*: something used a view whose storage has no memory. Here it was a norm,
+# the first thing that a block does. Other operations say *storage of size 0*, as above. The message does not mention
+# ZeRO, so it is worth knowing. In production it usually means that a parameter was used *outside* the forward of the
+# wrapped module, where nobody had gathered it. (Here all ranks raised the error at the same place, so nobody waits for
+# anybody, and you do not need `lab.reset()`. If only one rank raises it, the others hang.)
 #
 # And gathered too late? Then the memory is not there either, and you get the same kind of error; lesson 07 tries it in
 # backward. The third kind is silent: the memory is there, but with *old* values in it. Lesson 07 tries that, too.
@@ -327,8 +329,9 @@ with zero3.full_parameters():
     print("full_parameters(): ", tuple(zero3.model.blocks[0].mlp.up.weight.shape))
 
 # %% [markdown]
-# The matrix is a stretch of its block's flat storage, which is cut into four without regard to matrices. So two ranks hold
-# about half of the matrix each and two hold nothing, and each updates what it holds.
+# The matrix is a stretch of its block's flat storage, which is cut into four without regard to matrices. (A slice is
+# flat, and is shown with as many dimensions as its matrix, because optimizers ask how many a parameter has.) So two
+# ranks hold about half of the matrix each and two hold nothing, and each updates what it holds.
 #
 # ## In production
 #
@@ -357,13 +360,13 @@ if lab.predicted("06.1") and lab.predicted("06.3"):
         print(f"{sent:,.0f} sent in {number} calls")
 
 # %% [markdown]
-# The same loss to the bit, the same bytes held, the same bytes sent, in the same seven all-gathers: `fully_shard` is what
-# you wrote. It frees memory with the same `untyped_storage().resize_(0)`
-# (`torch/distributed/fsdp/_fully_shard/_fsdp_param.py`, `free_storage`), and it keeps the root after forward, as you do.
-# With `reshard_after_forward=False` it keeps every unit, which makes it ZeRO-2. It differs in what a shard is: rows of each
-# parameter, where ours is a stretch of the flat unit. And it gathers the next unit while the current one computes. Ours
-# does that too, unless `prefetch` is off, as it is here. DeepSpeed's stage 3 does the same for each parameter, and has a
-# *persistence threshold* below which parameters stay.
+# The same loss to the bit, the same bytes held, the same bytes sent, in the same seven all-gathers: `fully_shard` is
+# what you wrote. It frees memory with the same `untyped_storage().resize_(0)`
+# (`torch/distributed/fsdp/_fully_shard/_fsdp_param.py`, `free_storage`), and it keeps the root after forward, as you
+# do. With `reshard_after_forward=False` it keeps every unit, which makes it ZeRO-2. It differs in what a shard is: rows
+# of each parameter, where ours is a stretch of the flat unit. And on a GPU, where the host runs ahead, the next gather
+# starts while the current unit computes (lesson 09). Ours gathers ahead too, unless `prefetch` is off, as it is here.
+# DeepSpeed's stage 3 does the same for each parameter, and has a *persistence threshold* below which parameters stay.
 #
 # ## On trial
 #

@@ -31,7 +31,7 @@ def make_model():
 
 def build(stage):
     zero = stage(make_model(), units=[Block])
-    zero.prefetch = False  # by default True; so you can see each unit gathered in its turn
+    zero.prefetch = False  # it is on by default; off, every unit is gathered in its turn
     return zero, AdamW(zero.model.parameters(), lr=1e-3)
 
 
@@ -100,7 +100,7 @@ lab.reveal("07.3")
 #
 # ## ZeRO-3's backward as a class
 #
-# You write three methods, of one or two lines each:
+# You write three methods, of one or two lines each, with `unit.gather()` and `unit.release()` from lesson 06:
 #
 # - `pre_backward(unit)`: the first gradient has reached the unit's outputs.
 # - `post_backward(unit)`: backward has passed the unit, and its gradient is complete. ZeRO-2's version, which you inherit,
@@ -258,12 +258,12 @@ if lab.predicted("07.3"):
 #   larger or smaller in another run.
 # - *Activations* are those that backward has not reached yet. *Other* is tokens and temporaries.
 #
-# Everything but the parameters and the optimizer is **in flight**. Activations aside, that is a few blocks' worth, whatever
-# N is. That is why small units are good for memory, and why the largest unit decides.
+# Everything but the parameters, the optimizer and the shards of gradients is **in flight**. Activations aside, that is
+# a few blocks' worth, whatever N is. That is why small units are good for memory, and why the largest unit decides.
 #
 # ## Break it on purpose
 #
-# *Gathered too late*, which here means not at all: what forward released is missing in backward.
+# *Not gathered*: what forward released is missing in backward.
 
 # %% tags=["raises-exception"]
 # %%ranks
@@ -314,8 +314,8 @@ new, old = lab.pull("new", rank=0), lab.pull("old", rank=0)
 print(f"rank 0: the loss is {new:.3f}; with the root's old values {old:.3f}")
 
 # %% [markdown]
-# Both losses are plausible, and training would go on. Only a bit-for-bit comparison finds such a thing, which is why these
-# lessons make one.
+# Both losses are plausible, and training would go on. Only a comparison with a run that is known to be right finds such
+# a thing, which is why these lessons make one, bit for bit.
 #
 # *A [tied weight](../docs/glossary.md#tied-weight)* is one parameter that two modules share. What if the two modules belong to two units, which are gathered
 # at different times? Which unit releases it, and when?
@@ -475,8 +475,8 @@ highest = lab.pull("highest", rank=0)
 if lab.predicted("07.3"):
     for kind in highest[2]:
         two, four = highest[2][kind], highest[4][kind]
-        less = "the same" if four == two else "about half"
-        print(f"{kind:20} at most {two:>10,} on 2 ranks, {four:>10,} on 4: {less}")
+        part = f"{four / two:.0%} of it"
+        print(f"{kind:20} at most {two:>10,} on 2 ranks, {four:>10,} on 4: {part}")
 
 # %% [markdown]
 # Only what is *kept* shrinks. So continue the row, with what is kept computed from the formulas and what is in flight as
@@ -500,11 +500,11 @@ if lab.predicted("07.3"):
     plots.show((picture, f"{said}: what is in flight stays."))
 
 # %% [markdown]
-# **Verdict: false.** From some N on, adding ranks frees next to nothing. The units in flight stay, so the *largest unit*
-# has to fit. The activations of at least one sequence stay, too. Both grow with the model's width. And there is a price in
-# time: in each collective, a ring of N ranks passes on N - 1 messages in sequence. At 50 µs a message and N = 1024, that is
-# 51 ms. For the 20 collectives of our tiny step it is a second, in which nothing is computed. (Lesson 16 plans a trillion
-# parameters.)
+# **Verdict: false.** From some N on, adding ranks frees next to nothing. The units in flight stay, so the *largest
+# unit* has to fit. The activations of at least one sequence stay, too. Both grow with the model's width, and
+# activations with its depth and the length of a sequence as well. And there is a price in time: in each collective, a
+# ring of N ranks passes on N - 1 messages in sequence. At 50 µs a message and N = 1024, that is 51 ms. For the 20
+# collectives of our tiny step it is a second, for messages alone. (Lesson 16 plans a trillion parameters.)
 
 # %% [markdown]
 # ## Your engine on trial

@@ -112,11 +112,12 @@ lab.reveal("09.1")
 # `trace` records one step of a rank: **spans**, in which it computed, with a start and an end; the collectives, from
 # the moment each was issued to the moment it was complete; and **waits**, in which the rank stood still for one.
 #
-# On a laptop such a record says little: four ranks take turns at a few cores, and there is no wire between them. So from
-# here on both are emulated. `Processor` makes the linear layers take as long as at 6 GFLOP per second: a rank that is
-# done sooner sleeps, and leaves its core to the others. `lab.link` delays messages as a network of 60 MB per second does.
-# Numbers, bytes and calls stay real. If this machine is too busy even for 6 GFLOP per second on each rank, the cells say so,
-# and their times mean nothing. (`timed` tries once more first.)
+# On a laptop such a record says little: four ranks take turns at a few cores, and there is no wire between them. So
+# from here on both are emulated. `Processor` makes the linear layers take as long as at 6 GFLOP per second: a rank that
+# is done sooner sleeps, and leaves its core to the others. `lab.link` delays messages as a network of 60 MB per second
+# does. Numbers, bytes and calls stay real. If this machine is too busy even for 6 GFLOP per second on each rank, the
+# emulated processor comes *late*. A step of which more than 5 % was late is measured once more, and if it was late
+# again, the cell says so: then its times mean nothing.
 
 # %%
 # %%ranks
@@ -196,8 +197,8 @@ plots.show(plots.gantt(lab.pull("record")))
 #
 # ## A score from 0 to 1
 #
-# Pictures cannot be compared over thousands of steps, so turn one into a number: *of the time in which something travels,
-# what fraction does the rank spend computing?* 0 means that it stands still for everything, and 1 that it never waits.
+# Pictures cannot be compared over thousands of steps, so turn one into a number: *of the time in which something
+# travels, what fraction does the rank spend computing?* 0 means that nothing is hidden, and 1 that everything is.
 #
 # Write it for two lists of (start, end) pairs. Two collectives may be under way at the same time, and one may begin and end
 # while another is under way. Every moment counts once. So merge first: (0, 4) and (2, 6) are 6 seconds, not 8. And a step
@@ -211,8 +212,9 @@ lab.check("09.1")
 
 # %% [markdown]
 # When does a rank compute? During its spans, except for the waits inside them. Score the step that you have just seen.
-# `record.overlap` is the package's score. It counts every moment in which the rank does not wait, including those between
-# two spans: copying, Python, the loss. So it is higher.
+# `record.overlap` is the package's score. It counts every moment in which the rank does not wait, including those
+# between two spans: copying, Python, the loss. So it is higher. (The sentence below the picture counts the package's
+# way, and backward's collectives only.)
 
 # %%
 # %%ranks
@@ -388,10 +390,10 @@ if lab.predicted("09.3"):
 # (less the root), and 3 more in forward, beside 2 FLOP: the same ratio. It uses a forward in which DDP's link is idle. In
 # stages 1 and 2 the forward decides: it gathers what the step has changed.
 #
-# So all four have the same **knee**: the lowest bandwidth at which communication hides. If a step computes for C seconds, a
-# third of them in forward, that is 3Ψ / (C/3) = 9Ψ/C bytes per second, with 4 ranks in float32. (The link of the timelines
-# above had 1.6 times as much.) Below the knee the link decides, and ZeRO-3 is slower, in the end by the 1.5 times that it
-# sends.
+# So all four have the same **knee**: the lowest bandwidth at which communication hides. If a step computes for C
+# seconds, a third of them in forward, that is 3Ψ / (C/3) = 9Ψ/C bytes per second, with 4 ranks in float32. (The link of
+# the timelines above had 1.6 times as much.) Below the knee the link decides, and ZeRO-3 is slower, in the end by a
+# factor of 1.5, as it sends 1.5 times as much.
 #
 # Now measure: a step without a link and at five bandwidths, from a quarter of the knee to eight times the knee, at each of
 # the four stages. This takes about ten seconds.
@@ -439,10 +441,11 @@ if lab.predicted("09.3"):
         assert slow > 0.99 * sum(sent[stage].values()) / (0.25 * knee)  # the link's time
 
 # %% [markdown]
-# To the right of the knee all four take as long as computing takes, whatever they send. To the left each follows the link,
-# and ZeRO-3 is the highest. The dots lie a little above their lines: the lines hide everything that fits, but the first gather
-# of a step and the last reduction have nothing to hide behind, and what is outside the linear layers takes time as well. (On
-# a busy machine that is more.) No line was fitted to its dots: it comes from the bytes, the FLOP, and the two speeds.
+# To the right of the knee all four take as long as computing takes, whatever they send. To the left each follows the
+# link, and ZeRO-3 is the highest. The dots lie above their lines: the lines hide everything that fits, but the first
+# gather of a step and the last reduction have nothing to hide behind, and what is outside the linear layers, which is
+# not paced, takes this machine's own time: the difference between the two numbers that were printed above. (On a busy
+# machine it is more.) No line was fitted to its dots: it comes from the bytes, the FLOP, and the two speeds.
 #
 # ## Launched asynchronously, updated asynchronously
 #
@@ -582,11 +585,12 @@ for name, (units, seconds, late, _) in found[0].items():
 assert sum(rank["one unit"][3] for rank in found) / len(found) < 0.2
 
 # %% [markdown]
-# **Verdict: false.** One unit has the least latency and hides nothing: its bytes leave when backward is over, so its step is
-# the sum of computing and sending. Linear layers can begin to send before a block is through, and pay for it with more than
-# a hundred messages, 1 ms each. Here the middle is best. And a bucket takes memory: what waits to be complete is held in
-# full. `gradient_as_bucket_view=True` at least keeps no second copy: the gradients are views of the buckets, as in lesson 02.
-# The best size depends on latency, bandwidth and model. Measure it; it takes three runs.
+# **Verdict: false.** One unit has the least latency and hides nothing: its bytes leave when backward is over, so its
+# step is the sum of computing and sending. Linear layers can begin to send before a block is through, and pay for it
+# with more than a hundred messages, 1 ms each. Here the middle is best (unless your machine was too noisy to tell). And
+# a bucket takes memory: what waits to be complete is held in full. `gradient_as_bucket_view=True` at least keeps no
+# second copy: the gradients are views of the buckets, as in lesson 02. The best size depends on latency, bandwidth and
+# model. Measure it; it takes three runs.
 #
 # > "overlap_comm hides communication."
 
@@ -621,9 +625,9 @@ if lab.predicted("09.3"):
 # [`step`](https://github.com/pytorch/pytorch/blob/v2.13.0/torch/distributed/optim/zero_redundancy_optimizer.py)). In the
 # step no forward or backward is left to hide them.
 #
-# What ZeRO frees is memory for a larger batch, and with more tokens the knee moves to slower networks. Below the knee a slow
-# network does cost ZeRO-3 more than DDP, and there it is worth a look at the package's option `mesh=`, which gathers within a
-# node only.
+# What ZeRO frees is memory for a larger batch, and with more tokens the knee moves to slower networks. Below the knee a
+# slow network does cost ZeRO-3 more than DDP. There the package's option `mesh=` helps, which gathers within a node
+# only (lesson 16).
 #
 # ## Questions
 #

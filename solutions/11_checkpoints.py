@@ -5,10 +5,10 @@
 # unplanned ([arXiv 2407.21783](https://arxiv.org/abs/2407.21783), section 3.3.4). That is an unplanned stop every three
 # hours. What was not on the disk by then was computed, paid for, and lost.
 #
-# A **[checkpoint](../docs/glossary.md#checkpoint)** is what has to be on the disk so that training goes on as if it had never stopped. Four things go wrong
-# with it: it is not complete, it only fits the number of ranks that wrote it, the crash comes while it is being written, or
-# the run goes on from it with other samples. In this lesson you see each of them, and write two functions that prevent the
-# worst.
+# A **[checkpoint](../docs/glossary.md#checkpoint)** is what has to be on the disk so that training goes on as if it had
+# never stopped. Four things can go wrong with it: it may be incomplete, or fit only the number of ranks that wrote it;
+# the crash may come while it is being written; and the run may go on from it with other samples. In this lesson you see
+# each of them, and write two functions that prevent the worst.
 
 # %%
 # %load_ext zerolab.lab
@@ -373,8 +373,9 @@ print("losses on 3 ranks, and on 4 that never stopped, equal to 0.01:", apart < 
 # four. It is the same run because of how `samples` is written. The **global sample index**, step · 24 to step · 24 + 23,
 # says what a step learns from, and does not depend on how many ranks there are. Only *who computes which* does.
 #
-# Many scripts do it the other way round: rank r draws from a stream of its own, seeded with its rank. Then the number of
-# ranks is part of the data. Here is what the two do when 4 ranks have trained 40 steps and 3 ranks train the next 40:
+# Many scripts do it the other way round: they deal the samples (or the files) to the ranks, rank r of N gets r, r + N,
+# r + 2N, …, and each rank shuffles its own. Then the number of ranks is part of the data. Here are 80 steps of one
+# epoch, on 4 ranks, and on 4 ranks for 40 steps and on 3 for the rest:
 
 # %% tags=["nbval-check-output"]
 import torch
@@ -382,23 +383,27 @@ import torch
 SAMPLES, GLOBAL = 6_000, 24
 
 
-def stream(seed, step, count):
-    shuffled = torch.randperm(SAMPLES, generator=torch.Generator().manual_seed(seed))
-    return shuffled[step * count : (step + 1) * count]
+def part(step, rank, ranks):  # what a rank that deals and shuffles for itself computes
+    own = torch.arange(rank, SAMPLES, ranks)
+    own = own[torch.randperm(len(own), generator=torch.Generator().manual_seed(rank))]
+    return own.split(GLOBAL // ranks)[step]
 
 
-by_rank, by_index = [], []
-for step in range(80):
-    ranks = 4 if step < 40 else 3
-    by_rank += [stream(rank, step, GLOBAL // ranks) for rank in range(ranks)]
-    by_index += [stream(0, step, GLOBAL)]
-for name, parts in (("a stream per rank", by_rank), ("global sample index", by_index)):
+def dealt(ranks_later):
+    sizes = [4] * 40 + [ranks_later] * 40
+    return [part(step, r, sizes[step]) for step in range(80) for r in range(sizes[step])]
+
+
+ways = {"dealt to 4 ranks": dealt(4), "dealt to 4, then to 3": dealt(3)}
+ways["global sample index"] = [part(step, 0, 1) for step in range(80)]  # for any number
+for name, parts in ways.items():
     seen = torch.cat(parts).bincount(minlength=SAMPLES)
-    print(f"{name:20} {seen.sum():,} samples, {(seen > 1).sum():>3} seen more than once")
+    print(f"{name:22} {seen.sum():,} samples, {(seen > 1).sum():>3} seen more than once")
 
 # %% [markdown]
-# With a stream for each rank, samples repeat while others have not been seen at all, and nothing reports it. So save the
-# number of the next sample, and derive everything else from it.
+# As long as the number of ranks stays, no sample comes twice. When it changes, each rank's part is another: samples
+# come again that the epoch has had, others will not come at all, and nothing reports it. So save the number of the next
+# sample, and derive everything else from it.
 #
 # ## Write: a save that a crash cannot spoil
 #
@@ -559,19 +564,20 @@ print("saved by 4 and loaded by 2, parameters and Adam's averages are equal:", e
 # checkpoint into a [universal](https://www.deepspeed.ai/tutorials/universal-checkpointing/) one, which another number of ranks
 # can load. It is a job of its own, with time and disk space of its own.
 #
-# **torchrun** with `--max-restarts 3` ends all processes when one dies, and starts all of them again; with `--nnodes 2:4` it
-# also does so when a node leaves or arrives, with another world size
-# ([documentation](https://docs.pytorch.org/docs/stable/elastic/quickstart.html)). Nothing in memory survives: an "elastic"
-# run is one that is killed often and loads its checkpoint well, as
-# `torchrun --nproc-per-node 4 --max-restarts 3 -m zerolab.train --checkpoint run` does.
+# **torchrun** with `--max-restarts 3` ends all processes when one dies, and starts all of them again; with `--nnodes
+# 2:4` it also does so when a node leaves or arrives, with another world size
+# ([documentation](https://docs.pytorch.org/docs/stable/elastic/quickstart.html)). Nothing in memory survives: an
+# "elastic" run is one that may be killed often, because it saves often and goes on from its checkpoint, as `torchrun
+# --nproc-per-node 4 --max-restarts 3 -m zerolab.train --checkpoint run` does.
 #
 # ## On trial
 #
 # > "Training too slow? Just add nodes."
 #
-# Two ranks with 6 samples each have trained 12 steps. Then there are four ranks. The script has `batch_size=6` *per rank*,
-# as most have, and nobody changes it. Compare three ways to spend the next 144 samples: on two ranks as before; on four with
-# the same [**global** batch](../docs/glossary.md#global-batch), 3 for each rank; and on four with 6 each.
+# Two ranks with 6 samples each have trained 12 steps. Then there are four ranks. The script has `batch_size=6` *per
+# rank*, as most have, and nobody changes it. Compare four ways to spend the next 144 samples: on two ranks as before;
+# on four with the same [**global** batch](../docs/glossary.md#global-batch), 3 for each rank; and on four with 6 each,
+# with the learning rate as it is and with twice as much.
 
 # %%
 # %%ranks
@@ -647,8 +653,8 @@ print("a script that counts steps takes 12 of 24 for done, and skips", skipped, 
 #    state and step counter as well, and with them the schedule, the position in the data and the random generators.
 # 3. A rename is one operation: a reader finds the old file or the new one. It does not protect against a power cut unless the
 #    new file was flushed to the disk (fsync) before and its folder after, nor from a disk that dies: keep a copy elsewhere.
-# 4. From an index that names a file that some rank has not written yet. If the job dies at that moment, the index names a
-#    checkpoint that does not exist, and the old one is no longer named.
+# 4. Against an index that names a file that some rank has not written yet. If the job dies at that moment, the index
+#    names a checkpoint that does not exist, and the old one is no longer named.
 # 5. The global batch, the learning rate and its schedule, and the order of samples stay. The part of each rank changes, and
 #    the number of micro-batches if it no longer fits in memory. 16 must divide the global batch, or the parts are uneven.
 # 6. 12 bytes per parameter: 840 GB, so 13.1 GB for each of 64 ranks, written in parallel. Gathered on rank 0, all 840 GB

@@ -49,10 +49,10 @@ print(f"Ψ = {psi:,} parameters")
 # %% [markdown]
 # ## Seven steps and a main GPU
 #
-# This is the drawing that you will meet: (1) every GPU computes its gradient, (2) compresses it, (3) sends it to the
-# main GPU, which (4) restores and averages all of them and (5) updates the model; (6) it broadcasts the new parameters,
-# and (7) everybody goes on. For step 2 we take **int8**: a signed byte for each element, and one float32 scale for all
-# of them, `x ≈ byte · scale`. Here is what that does to six numbers, with scale = largest / 127:
+# This is what the drawings show that you will meet: (1) every GPU computes its gradient, (2) compresses it, (3) sends
+# it to the main GPU, which (4) restores and averages all of them and (5) updates the model; (6) it broadcasts the new
+# parameters, and (7) everybody goes on. For step 2 we take **int8**: a signed byte for each element, and one float32
+# scale for all of them, `x ≈ byte · scale`. Here is what that does to six numbers, with scale = largest / 127:
 
 # %% tags=["nbval-check-output"]
 import torch
@@ -242,7 +242,7 @@ if lab.predicted("12.2"):
 # agree, the difference is small, but noise does not agree, and it counts twice. The difference is *longer* than the
 # gradient, so it takes as many bits.
 #
-# So there is nothing to gain without loss. What can be lost, then?
+# So there is hardly anything to gain without loss. What can be lost, then?
 #
 # ## Send the largest, remember the rest
 #
@@ -256,7 +256,7 @@ if lab.predicted("12.2"):
 # %% tags=["nbval-check-output"]
 residual = torch.zeros(4)
 for step in (1, 2, 3):
-    grad = torch.tensor([3.0, -1.0, 0.5, 0.0])  # the same gradient three times, k = 1
+    grad = torch.tensor([3.0, -0.875, 0.5, 0.0])  # the same gradient three times, k = 1
     left = grad + residual
     index = left.abs().argmax()
     sent = torch.zeros(4)
@@ -267,8 +267,8 @@ for step in (1, 2, 3):
 print("and without a residual, elements 1 and 2 would never move")
 
 # %% [markdown]
-# Here element 0 wins each time; in step 4 element 1 has collected -4 and goes. Every rank chooses its own elements, so
-# an all-reduce cannot add them: the ranks **all-gather** all pairs, and each adds them up. Before you write it,
+# Here element 0 wins each time; in step 4 element 1 has collected -3.5 and goes. Every rank chooses its own elements,
+# so an all-reduce cannot add them: the ranks **all-gather** all pairs, and each adds them up. Before you write it,
 # predict: with 1 % of the elements, 4 bytes for a value and 4 for an index, at how many ranks does a rank send as much
 # as with an ordinary float32 all-reduce, which sends 2(N-1)/N · 4Ψ bytes?
 
@@ -346,7 +346,7 @@ def train_ddp(state, hook, steps=50):
         sgd.step()
         losses.append(loss.detach())
     sent = book.sent
-    if state:  # PowerSGD sends from callbacks, which `calls` does not see; it counts too
+    if state:  # PowerSGD sends from callbacks, which `calls` does not see, but counts
         elements = state.total_numel_after_compression - before
         sent = 2 * (world_size - 1) / world_size * 4 * elements
     return {"loss": the_end_of(losses), "sent": sent}
@@ -386,9 +386,9 @@ if lab.predicted("12.3"):
 # - **A cast** halves the bytes, and nobody sees it in the loss. Everyone does this (lesson 08). It is a dtype more than
 #   a compression.
 # - **int8** loses nothing visible either. But it cannot be all-reduced: a sum of bytes overflows, and ranks have
-#   different scales. All-gathered as here, it sends (N-1)Ψ bytes, which is half of float32's at N = 4 and *more* from 9
-#   ranks on. The difference to the last gradient has as many bytes, and you have seen that it is no smaller, so it
-#   gains nothing.
+#   different scales. All-gathered as here, it sends (N-1)Ψ bytes, which is half of float32's at N = 4 and *more* from 8
+#   ranks on, with the scales. (To send the difference to the last gradient would not help: it has as many elements, and
+#   you have seen that they are no smaller.)
 # - **Top 1 %** sends far less, and pays in loss. The residual gets a part of it back, for 4Ψ bytes of memory on every
 #   rank. It is gathered too, so it stops saving at 100 ranks. That is where large runs begin.
 # - **PowerSGD** is linear in the gradients, so its thin matrices *can* be all-reduced, at any N.
@@ -476,9 +476,10 @@ lab.measured("12.4", lab.pull("alike", rank=0)["age"])
 lab.reveal("12.4")
 
 # %% [markdown]
-# Exactly N_workers - 1, whatever the speeds, if what is still on its way at the end is counted too: an update makes
-# every worker's gradient older by one, except that of the worker whose it was. Speed decides only *whose* gradients are
-# old. In the second run worker 3 is slow: it computes each gradient six times, as a processor a sixth as fast would.
+# Exactly N_workers - 1 for every update, whatever the speeds, if the ages of the gradients still on their way at the
+# end are added too: an update makes every worker's gradient older by one, except that of the worker that sent it. Speed
+# decides only *whose* gradients are old. In the second run worker 3 is slow: it computes each gradient six times, as a
+# processor a sixth as fast would.
 
 # %%
 if lab.predicted("12.4"):
@@ -687,9 +688,10 @@ for name, far in off.items():
 assert sent["all-to-all"] == sent["ring"] and 1.2 < off["ring"] / off["all-to-all"] < 2.2
 
 # %% [markdown]
-# The ring's error is larger for the same bytes. It rounds partial sums of 1, 2, ... N - 1 gradients, and the longer what is
-# rounded, the larger the error. If gradients had nothing in common, the squares of the lengths would add up, so the error
-# would be √((N-1)/2) times the all-to-all's: 1.2 here, 5.6 at 64 ranks. They agree in this first step, so it is more.
+# The ring's error is larger for the same bytes. It rounds partial sums of 1, 2, ... N - 1 gradients, and the longer
+# what is rounded, the larger the error. If gradients had nothing in common, the squares of the lengths would add up, so
+# the error would be √((N-1)/2) times the all-to-all's: 1.2 here, 5.6 at 64 ranks. In this first step the ranks'
+# gradients have much in common, so the two numbers above are further apart.
 #
 # As an override of `reduce`, the all-to-all takes the place of the reduce-scatter. Both overrides go together in one
 # class:
@@ -736,8 +738,8 @@ assert abs(losses["Zero3"] - sum(of["both"]["loss"] for of in plus) / 4) < 0.1
 # training may: measure yours.) What an all-to-all costs is messages: every rank sends to every other. Between nodes
 # ZeRO++ therefore makes it in two, inside each node and then between nodes, and rounds twice (same paper).
 #
-# hpZ's idea is in this course's engine as `mesh=`: `mesh=(2, 2)` means two nodes of two ranks. Shards are divided
-# *inside* a node, and between nodes only means of shards travel. Fast links inside, slow ones between:
+# This course's engine takes hpZ's idea further, as `mesh=`: `mesh=(2, 2)` means two nodes of two ranks. Shards are
+# divided *inside* a node, and between nodes only means of shards travel. Fast links inside, slow ones between:
 
 # %%
 # %%ranks
@@ -767,8 +769,8 @@ print("twice the memory, for one all-reduce of shards between nodes")
 #
 # **Verdict: false.** Stages 1 to 3 divide three things among the ranks: optimizer state, gradients, parameters. In the
 # ledger of the ZeRO-1 step above every byte was an uncompressed element, and its result is bit for bit that of DDP
-# (lesson 04). Compression came with ZeRO++, four years later, as an option. And what overlaps is the *launch* of
-# collectives; the update is synchronous (lesson 09).
+# (lesson 04). Compression came with ZeRO++, four years later, as an option. And only the *launch* of collectives is
+# asynchronous, so that they travel while the rank computes; the update is synchronous (lesson 09).
 #
 # > "Asynchronous updates remove the cost of synchronisation."
 #

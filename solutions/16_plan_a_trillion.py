@@ -104,7 +104,7 @@ if lab.predicted("16.3"):
 # %% [markdown]
 # In stage 3 a rank *holds* 1.6 GB and *needs* more than five times that. The rest is activations, and the units in
 # flight: their full parameters and full gradients (lessons 06 and 07). More GPUs make the first number smaller. The
-# rest doesn't change.
+# rest stays what it is.
 #
 # ## To a trillion
 #
@@ -128,7 +128,8 @@ plots.show(plots.to_a_trillion(cells))
 # ## Write: the fewest GPUs
 #
 # So for each stage there is a smallest number of GPUs on which a model fits, or no number is enough. Write it, for this
-# engine in bf16 with Adam, with activations that each GPU needs on top. It is a lesson's worth of formulas in ten lines.
+# engine in bf16 with Adam, with activations that each GPU needs on top. It is a lesson's worth of formulas in a dozen
+# lines.
 
 # %%
 # %%exercise 16.1
@@ -162,7 +163,7 @@ else:
 # ## The largest model
 #
 # Now turn the question around. What is the largest model that 64 GPUs can train, if they have 24, 80 or 141 GB each,
-# and activations and units in flight take a quarter of it? The explorer below it takes your own numbers.
+# and activations and units in flight take a quarter of it? The explorer after the next cell takes your own numbers.
 
 # %% tags=["nbval-check-output"]
 from zerolab.measure import in_parameters, plan as compare
@@ -259,11 +260,11 @@ for n in (64, 512):
         print(f"{nbytes / 1e9:.0f} GB leave each node per step")
 
 # %% [markdown]
-# At least a third less leaves the node: 2Ψ elements, as in DDP, instead of 3Ψ. (On few nodes it is less still, because a
-# ring of 8 nodes sends 7/8 of them.) Latency nearly disappears, because a ring has 8 members, or as many as there are
-# nodes. And what still travels between nodes can wait. A gradient isn't needed until
-# the step, while a gather holds up the next block. If several micro-batches make up a step, parameters are gathered for
-# each of them, but gradients cross between nodes only once.
+# At least a third less leaves the node: 2Ψ elements, as in DDP, instead of 3Ψ. (On few nodes still less leaves it,
+# because a ring of 8 nodes sends 7/8 of them.) Latency falls to a fraction, because a ring has 8 members, or as many as
+# there are nodes. And what still travels between nodes can wait. A gradient isn't needed until the step, while a gather
+# holds up the next block. If several micro-batches make up a step, parameters are gathered for each of them, but
+# gradients cross between nodes only once.
 #
 # (These are formulas, not measurements. Real networks also use trees instead of rings, whose latency grows with the
 # logarithm of N, and libraries overlap part of it. So FSDP on thousands of GPUs is not as hopeless as the left panel
@@ -310,7 +311,7 @@ if lab.passed("16.2"):
     mine = lab.mine("16.2")()
     held, days, dollars = weigh(**mine)
     print(f"your plan, {mine}: {held:.1f} GB, {days:.1f} days, ${dollars:,.0f}")
-    for stage, gpus in itertools.product((1, 2, 3), (8, 16, 32)):
+    for stage, gpus in itertools.product((1, 2, 3), (8, 16, 24, 32)):
         fits = [n for n in range(1, 7) if weigh(stage, gpus, n)[0] <= 80]
         if fits:
             held, days, dollars = weigh(stage, gpus, fits[-1])
@@ -344,19 +345,19 @@ if lab.passed("16.2"):
 big = [cell for cell in cells if cell["model"] == "1T" and cell["stage"] == 3]
 for cell in big:
     holds, peak = cell["engine_gb"], cell["peak_gb"]
-    print(f"{cell['ranks']:5,} GPUs: holds {holds:8,.0f} GB,", end=" ")
+    print(f"on {cell['ranks']:5,}: holds {holds:8,.0f} GB,", end=" ")
     print(f"peak of a step {peak:8,.0f} GB")
 
 # %% [markdown]
 # **Verdict: false.** From 256 to 1,024 GPUs, what a rank holds falls to a quarter, but the peak falls only by a sixth.
-# Activations and full units, parameters and gradients, don't care how many ranks there are. One block of this model has
-# 7.9 billion parameters, 16 GB in 16 bits. As for time, the picture above shows it: beyond some N, one more GPU makes
-# the step longer.
+# Activations and full units, parameters and gradients, don't get smaller with more ranks: beside what it holds, a step
+# needs 129 GB on 16 GPUs, and 178 on 1,024. One block of this model has 7.9 billion parameters, 16 GB in 16 bits. As
+# for time, the picture above shows it: beyond some N, one more GPU makes the step longer.
 #
 # > "Full sharding keeps 16Ψ/N."
 #
 # You measured it in float32 in lesson 06. Here, in bf16: **true for the paper's engine; 14Ψ/N for this one; and for
-# both, plus what is in flight.** On 1,024 GPUs, in the table above, what is in flight is nearly everything.
+# both, plus activations and what is in flight.** On 1,024 GPUs, in the table above, those two are nearly everything.
 #
 # ## Questions
 #

@@ -221,8 +221,8 @@ config = json.loads(file)
 # | `stage3_prefetch_bucket_size` | how many may be gathered ahead (lesson 09) | `zero.prefetch`: the next unit, or none |
 # | `stage3_gather_16bit_weights_on_model_save` | lets a save gather the weights | `zero.full_state_dict()` |
 #
-# Files from old articles have `cpu_offload: true` for `offload_optimizer`, and `..._fp16_...` in the last key. DeepSpeed
-# 0.19.8 still reads both.
+# Files from old articles have `cpu_offload: true` for `offload_optimizer`, and
+# `stage3_gather_fp16_weights_on_model_save` for the last key. DeepSpeed 0.19.8 still reads both.
 #
 # **The batch.** The first three lines say one thing twice: `train_batch_size` must be micro-batch × accumulation × number
 # of GPUs. Two of the three are enough, and then DeepSpeed works out the third. With all three in it, the file is for one
@@ -288,8 +288,8 @@ lab.reveal("18.3")
 # | DeepSpeed 3 |  | 5,202,444 | 32.8 MB |
 # | DeepSpeed 3 | `stage3_param_persistence_threshold`, `stage3_max_live_parameters`, `stage3_max_reuse_distance` and `stage3_prefetch_bucket_size`: 0 | 7,803,660 | 29.9 MB |
 #
-# Most of each peak is activations, which no stage divides (lesson 10), and peaks change by about 1 MB from run to run, so the
-# order of `Zero2`, `Zero3` and FSDP2 in the last column means nothing. What does:
+# Much of each peak is activations, which no stage divides (lesson 10), and peaks change by about 1 MB from run to run,
+# so the order of `Zero2`, `Zero3` and FSDP2 in the last column means nothing. What does:
 #
 # - *Stage 2* sends 1.5 times what DDP sends. By default it all-reduces its buckets and then gathers the parameters. With
 #   `use_multi_rank_bucket_allreduce: false` it reduces each part to its owner instead, in more and smaller calls.
@@ -336,14 +336,15 @@ if rank == 0:
     print("the units:         ", *in_units[1:4])
 
 # %% [markdown]
-# The root unit comes first, with everything outside the blocks. A migration that numbers parameters would give the final
-# norm's averages to a layer of block 0, and if the shapes fit, nobody would notice.
+# The root unit comes first, with everything outside the blocks. A migration that goes by number would give the averages
+# of block 0's first norm to the final norm, and if the shapes fit, nobody would notice.
 #
 # Weights and buffers are one call: `zero.load_full_state_dict(weights)` cuts them. For the averages, cut by hand. For each
 # `unit` in `zero.units` there are:
 #
 # - `unit.names` and `unit.params`, the names and this rank's slices, in the same order;
-# - `unit.layout.views(flat)`, the place of each *whole* parameter in a flat tensor of `unit.layout.size` elements;
+# - `unit.layout.views(flat)`, the place of each *whole* parameter, in its shape, in a flat tensor of `unit.layout.size`
+#   elements;
 # - `unit.layout.shard(flat, zero.rank)`, this rank's shard, and `unit.layout.slices(shard, zero.rank)`, the slices in it
 #   (lesson 04). These are views.
 # - `unit.master.new_zeros(size)`, a new tensor of the dtype that the optimizer works in.
@@ -359,10 +360,11 @@ lab.check("18.1")
 # %% [markdown]
 # ## Write: and back
 #
-# The other way, each rank has slices, and torch expects whole tensors. Fill a shard with your slices, let
-# `zero.comm.all_gather(flat, shard, unit.name).wait()` put everybody's shard in its place, and cut `flat` by names.
-# Between steps the averages in `adam.state[param]` are marked as slices. `to_local(t)` is the same memory as a plain tensor,
-# which you can copy to its place in the shard.
+# The other way, each rank has slices, and torch expects whole tensors. Weights and buffers are one call again:
+# `zero.full_state_dict()` returns them on every rank, under all their names. For the averages, fill a shard with your
+# slices, let `zero.comm.all_gather(flat, shard, unit.name).wait()` put everybody's shard in its place, and cut `flat`
+# by names. Between steps the averages in `adam.state[param]` are marked as slices. `to_local(t)` returns a plain tensor
+# on the same memory, which you can copy to its place in the shard.
 
 # %%
 # %%exercise 18.2
@@ -486,7 +488,7 @@ lab.trial("fsdp2", *promises)
 lab.trial("fsdp2-keep", "a forward first")
 
 # %% [markdown]
-# Numbers, bytes and checkpoints are as promised. Know the other four before you move a run:
+# What is not in this list is as promised. Know these four before you move a run:
 #
 # - A weight that two units share is refused, with an error that says what to do. Nothing is wrong with that.
 # - `torch.optim.Optimizer.load_state_dict` gives a state the dtype of its parameter. Averages that you kept in bfloat16 come
@@ -563,7 +565,7 @@ if lab.predicted("18.1"):
 #     zerolab doctor --ranks 2
 #     zerolab plan --params 85.5M --ranks 2 --precision fp32
 #     torchrun --nproc-per-node 2 -m zerolab.train --task text --layers 12 --width 768 --stage 2 --steps 100 --checkpoint run
-#     watch -n 1 nvidia-smi
+#     watch -n 1 nvidia-smi  # in a second terminal
 #
 # The page says why `nvidia-smi` shows more than the plan, what an out-of-memory and a hang look like, and what to try in
 # which order.

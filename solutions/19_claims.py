@@ -2,8 +2,9 @@
 # # 19 · Claims on trial, and the interview
 #
 # **The question.** You read: "Optimizer states are fetched from the other ranks when they are needed." It stands in a
-# well-written article, with a diagram. Is it true? If you believe it, you plan for traffic that does not exist. If you say
-# it in an interview, the next question ends the interview. How do you find out, in ten minutes, on your laptop?
+# well-written article, with a diagram. Is it true? If you believe it and it is false, you plan for traffic that does
+# not exist. If you say it in an interview, the next question ends the interview. How do you find out, in ten minutes,
+# on your laptop?
 #
 # Nearly every lesson has put claims on trial. This one tries the last four, and teaches the method: look at what is in the
 # messages, turn a sentence into something that a run can contradict, and only then give a verdict. At the end is the list
@@ -305,10 +306,10 @@ if lab.predicted("19.3"):
     print("through one file on one machine, each rank sees:", lab.pull("there"))
 
 # %% [markdown]
-# This works because there is one operating system, whose memory holds the file. On another node is another one. (Within a
+# This works because there is one operating system, whose memory holds the file. Another node has another. (Within a
 # node, libraries do use it: NCCL moves messages between GPUs of a node through shared memory where they have no better
-# way. It is a wire then, and nobody trains in it.) So between nodes there are only messages. Treat the four ranks as two
-# nodes, `mesh=(2, 2)`, and count those that cross:
+# way. It is a wire then, and nobody trains in it.) So between nodes there are only messages. Treat the four ranks as
+# two nodes, `mesh=(2, 2)`, and count those that cross:
 
 # %%
 # %%ranks
@@ -377,8 +378,8 @@ if lab.predicted("19.2"):
 # put together from all ranks, and when one is loaded on another number of ranks (lesson 11). DeepSpeed's offload moves it
 # too, between a rank and its own host (lesson 10).
 #
-# Claims are one thing to try, and engines another: [An engine on trial](../docs/trial.md) has over a hundred promises, and
-# what zerolab, PyTorch and accelerate make of them.
+# Claims are one thing to try, and engines another: [An engine on trial](../docs/trial.md) has over a hundred promises,
+# and tries them on zerolab, PyTorch and accelerate.
 #
 # ## On trial
 #
@@ -461,7 +462,8 @@ for name in (
 # (The last three were made up for this lesson. They sound as good as the first two.)
 #
 # And three that earlier lessons have tried. Do you remember? "Asynchronous updates remove the cost of synchronisation."
-# (Lesson 12.) "Model parallelism suits little data." (Lesson 15.) "ZeRO trains faster." (Lesson 13.)
+# (19.4, from lesson 12.) "Model parallelism suits little data." (19.5, from lesson 15.) "ZeRO trains faster." (19.6,
+# from lesson 13.)
 
 # %%
 lab.predict("19.4", "condition")
@@ -529,8 +531,9 @@ else:
 # 2. The first asks "How do you know?" or "When is that not true?" Those are the questions that interviews are about.
 # 3. Only then both read the answer.
 #
-# What comes next is outside of the course. With two GPUs, make [your first run](../docs/first-gpu-run.md): it takes half an hour.
-# With a claim that is not on the list, write a function of a run, try it, and [add a lesson](../CONTRIBUTING.md#add-a-lesson).
+# Lessons 20 to 22 go on where ZeRO ends. Outside of the course: with two GPUs, make [your first
+# run](../docs/first-gpu-run.md): it takes half an hour. With a claim that is not on the list, write a function of a
+# run, try it, and [add a lesson](../CONTRIBUTING.md#add-a-lesson).
 #
 # ## Questions
 #
@@ -552,8 +555,9 @@ else:
 # 4. Nothing in them could have contradicted it (all on one rank; no run without the thing claimed). Or they were compared with
 #    something that differs in more than the claim: another dtype, batch or number of ranks.
 # 5. In a checkpoint that is put together or loaded on another number of ranks, and with offload between a rank and its host.
-# 6. Nothing is installed first. Do the names exist in the library's own documentation? Can the listing print those losses (ranks
-#    with their own data print their own)? Then run what is left, without the package, and count.
+# 6. Nothing is installed first. Do the names exist in the library's own documentation? Could this program print those
+#    losses? (Ranks with data of their own print losses of their own.) Then run what is left, without the package, and
+#    count.
 
 # %%
 lab.stop()

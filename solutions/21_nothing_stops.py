@@ -2,12 +2,12 @@
 # # 21 · Nothing stops
 #
 # **The question.** On 16,384 GPUs something broke every three hours (lesson 11). The usual answer is to stop all of
-# them, start all of them again and load the last checkpoint. If that takes ten minutes, 5 % of the cluster is spent on
-# it, and with ten times as many GPUs a third of it. But most of a cluster is fine at any moment. With
-# [hybrid sharding](../docs/glossary.md#hybrid-sharding) there is even a copy of everything elsewhere. So why does
-# anybody stop? In this lesson a rank is killed in the middle of a step, and the others go on. A newcomer takes a peer's
-# state and joins. A checkpoint is written while training changes what is in it. And then the opposite trouble: nobody
-# dies, but the link between two halves of the cluster is slow.
+# them, start all of them again and load the last checkpoint. If that takes ten minutes, 5 % of the time goes into it,
+# and with ten times as many GPUs, which get 18 minutes between two failures, a third. But most of a cluster is fine at
+# any moment. With [hybrid sharding](../docs/glossary.md#hybrid-sharding) there is even a copy of everything elsewhere.
+# So why does anybody stop? In this lesson a rank is killed in the middle of a step, and the others go on. A newcomer
+# takes a peer's state and joins. A checkpoint is written while training changes what is in it. And then the opposite
+# trouble: nobody dies, but the link between two halves of the cluster is slow.
 
 # %%
 # %load_ext zerolab.lab
@@ -146,7 +146,7 @@ def all_have_it(number, members, lives, mine):
 #
 # Now the training. `group` has this rank's *counterparts*: the ranks with the same place in the other replicas, which
 # hold the same shards. It is made anew when the members change, which takes milliseconds: a process group that belongs
-# to no world (`dist.ProcessGroupGloo`). Two lines matter most. One is the divisor, `group.size`: a mean over those who
+# to no world (`dist.ProcessGroupGloo`). Two things matter most. One is the divisor, `group.size`: a mean over those who
 # are there. The other sends a newcomer what it needs: its shards of the parameters and of AdamW's two averages, from
 # its counterpart in the replica that `sources` names.
 
@@ -295,9 +295,10 @@ print("its parameters, to one learning rate:", lab.pull("apart", rank=0) < 3e-3)
 
 # %% [markdown]
 # Three micro-batches for each place, then two, then three, and the divisor was always the number that were in the sum.
-# Had it stayed 3 while two were there, every gradient would have been 2/3 as long. With SGD that is a smaller learning
-# rate, for as long as B is away. AdamW hides it, because it divides by the root of its second average, which shrinks
-# along: the loss will not tell you. Clipping would: it sees another norm.
+# Had it stayed 3 while two were there, every gradient would have been 2/3 as long. That is a smaller learning rate, for
+# as long as B is away. (With AdamW only at first: it divides by the root of its second average, which shrinks along,
+# within a thousand steps or so.) Training goes on, and the loss will hardly tell you. Clipping would: it sees another
+# norm.
 #
 # There is a choice in this. Dividing by those who are there makes the *global batch* smaller, by B's part. Lesson 11
 # said that the global batch should stay. It can: the survivors may compute B's micro-batches too, one more each on two
@@ -398,8 +399,8 @@ print("the step of each tensor in the file:", *sorted(whose))
 #
 # So there are two parts. To **[stage](../docs/glossary.md#staging)** is to copy everything that belongs to the
 # checkpoint, at one moment between two steps. Training waits for that, which is a copy within memory. Then a thread
-# writes the copy, however long it takes, and training goes on. The price is memory on the host: what a rank saves, 12
-# bytes for each parameter of its shards, twice while it is being written.
+# writes the copy, however long it takes, and training goes on. The price is memory on the host: a copy of what a rank
+# saves, 12 bytes for each parameter of its shards, and while it is being written once more, as the bytes of the file.
 #
 # What is a copy? `detach()` is not one, nor is `.cpu()` if the tensor is on the CPU already. And an optimizer's state is
 # full of dicts within dicts.
@@ -422,9 +423,9 @@ print("the step of each tensor, staged:", set(lab.pull("whose_staged", rank=0)))
 # %% [markdown]
 # ## Killed midway
 #
-# The five steps of lesson 11 still hold, in the thread: write under another name, flush, rename. Rank 0 saves step 10
-# that way, trains on, begins to save step 20 and is killed when the thread has written half of it. Its next life looks
-# at what is there. (Only parameters are saved here, for brevity.)
+# The five steps of lesson 11 still hold, and now the thread takes them: write under another name, flush, rename, and so
+# on. Rank 0 saves step 10 that way, trains on, begins to save step 20 and is killed when the thread has written half of
+# it. Its next life looks at what is there. (Only parameters are saved here, for brevity.)
 
 
 # %%
@@ -485,11 +486,11 @@ print("the next life loads step", lab.pull("found", rank=0)["step"].item())
 # **[Local steps](../docs/glossary.md#local-steps)** help by any factor: each replica makes H steps on its own, with its
 # own AdamW and no communication at all, and then the replicas average their *parameters*.
 #
-# DiLoCo (arXiv 2311.08105) sees more in it than an average. What H steps have changed is a direction, and the mean of
-# these directions over replicas is as good as a gradient: the **[outer
-# gradient](../docs/glossary.md#outer-gradient)**, old parameters minus the mean of the new ones. So it gets an optimizer
-# of its own, SGD with Nesterov's momentum, which goes further in a direction that one round after another points to.
-# With a learning rate of 1 and no momentum, it is the plain average.
+# DiLoCo (arXiv 2311.08105) sees more in it than an average. The change that H steps have made is a direction, and the
+# mean of these directions over replicas is as good as a gradient: the **[outer
+# gradient](../docs/glossary.md#outer-gradient)**, old parameters minus the mean of the new ones. So it gets an
+# optimizer of its own, SGD with Nesterov's momentum, which goes further in a direction that one round after another
+# points to. With a learning rate of 1 and no momentum, it is the plain average.
 #
 # Predict: 4 ranks, each a replica, Ψ = 136,960, float32, H = 16. How many bytes does a rank send per step, on average,
 # if an all-reduce goes round a ring?
@@ -619,10 +620,10 @@ if lab.predicted("21.3"):
 # Which H is worth it depends on what a step would wait otherwise. This is another run than the synchronous one, though,
 # and not a faster way to make the same: local steps change the mathematics.
 #
-# And look at the last line. 0.7 and 0.9 are usual rates, those of torchft's example `train_diloco.py`, and here they are
-# worse than no communication at all. With momentum 0.9, the speed adds up about ten rounds. So where rounds agree, an
-# outer step is up to 0.7 / (1 - 0.9) = 7 times the mean of what the ranks have moved. At the start of a run they agree,
-# and this run has only 16 rounds. The outer optimizer is tuned like any other.
+# And look at the last line. A learning rate of 0.7 and a momentum of 0.9 are usual, those of torchft's example
+# `train_diloco.py`, and here they are worse than no communication at all. With momentum 0.9, the speed adds up about
+# ten rounds. So where rounds agree, an outer step is up to 0.7 / (1 - 0.9) = 7 times the mean of what the ranks have
+# moved. At the start of a run they agree, and this run has only 16 rounds. The outer optimizer is tuned like any other.
 #
 # ## In production
 #

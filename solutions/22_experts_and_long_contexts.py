@@ -2,11 +2,11 @@
 # # 22 · Experts, and long contexts
 #
 # **The question.** ZeRO brings parameters to the samples. Two kinds of models turn that around. One has so many
-# *parameters* in a layer that gathering them for every rank is hopeless, although each token needs only a few of
-# them: experts. The other has so many *tokens* in one sample that no GPU can hold it: the 100,000 tokens with which
-# lesson 15 opened, and which it didn't solve. In both, tokens travel, or what has been made of them. That changes
-# what a step sends, which rank is the slowest, and whose gradients are averaged with whose. With the wrong divisor,
-# the experts' gradients are several times too large, and under Adam no loss curve shows it. DeepSpeed's ZeRO had that
+# *parameters* in a layer that gathering them for every rank is hopeless, although each token needs only a few of them:
+# experts. The other has so many *tokens* in one sample that no GPU can hold it: the 100,000 tokens with which lesson 15
+# opened, and for which it had no answer. In both, tokens travel, or what has been made of them. That changes what a
+# step sends, which rank is the slowest, and whose gradients are averaged with whose. With the wrong divisor, the
+# experts' gradients are several times too large, and under Adam no loss curve shows it. DeepSpeed's ZeRO had that
 # mistake until it was reported for the second time, in September 2024.
 
 # %%
@@ -166,11 +166,11 @@ if lab.predicted("22.1"):
     print(f"even at {512 * parameters / tokens:,.0f} tokens on each rank")
 
 # %% [markdown]
-# Tokens cost in proportion to their number, parameters in proportion to the experts. `Zero3` gathers each expert
-# twice and scatters its gradient, 3Ψ(N-1)/N, which is less only with thousands of tokens on each rank. With E experts
-# of 8C² parameters (biases left out) and one expert for each token, the two are even at 6EC tokens a rank: here
-# 6,144, and with C = 4,096 and 64 experts 1.6 million. So real models send tokens. But ZeRO's messages can be sent
-# ahead, and these can't: no expert begins before its tokens are there, and where they go is known only when the
+# Tokens cost in proportion to their number, parameters in proportion to the experts. `Zero3` gathers each expert twice
+# and scatters its gradient, 3Ψ(N-1)/N, which is less only with thousands of tokens on each rank. With E experts of 8C²
+# parameters (biases left out) and one expert for each token, the two are even at 6EC tokens a rank: here 6,144 (6,174
+# with biases), and with C = 4,096 and 64 experts 1.6 million. So real models send tokens. But ZeRO's messages can be
+# sent ahead, and these can't: no expert begins before its tokens are there, and where they go is known only when the
 # router has decided.
 #
 # ## Who averages what
@@ -187,10 +187,10 @@ if lab.predicted("22.1"):
 #               experts     experts
 #               0 to 3      4 to 7
 #
-# We want the gradients of one process that has the samples of all four ranks, and whose loss is the mean of their
-# four losses. After backward a *dense* parameter, one that every rank has, has on rank r the gradient of rank r's
-# loss: add up over the four ranks, and divide by four. And an expert? Whose losses are in its gradient already, whose
-# are missing, and what does one process divide by?
+# We want the gradients of one process that has the samples of all four ranks, and whose loss is the mean of their four
+# losses. A *dense* parameter is one that every rank has. On rank r, backward leaves the gradient of that rank's loss in
+# it: add up over the four ranks, and divide by four. And an expert? Whose losses are in its gradient already, whose are
+# missing, and what does one process divide by?
 #
 # ## Write: who averages what
 
@@ -450,9 +450,9 @@ print(f"the first expert of each rank: {before} different ones; in one DDP: {aft
 # Which expert gets how many tokens? Nothing makes the router spread them evenly, and an expert that is chosen more
 # learns more, so it is chosen more. Forty steps with real text and AdamW, twice. The second time each expert has a
 # *bias*, which is added to its score for the choice alone. After every step it rises a little if the expert had fewer
-# tokens than the mean, and falls if it had more (auxiliary-loss-free balancing, arXiv 2408.15664; DeepSeek-V3 uses
-# it). That is, fewer of *all ranks'* tokens, so the counts are all-reduced. (The dashed line is for the paragraph below
-# the picture.)
+# tokens than the mean, and falls if it had more (auxiliary-loss-free balancing, arXiv 2408.15664; DeepSeek-V3 uses it).
+# Fewer and more are meant of *all ranks'* tokens, so the counts are all-reduced. (The text below the picture explains
+# the dashed line.)
 
 # %%
 # %%ranks
@@ -494,9 +494,11 @@ plots.show(plots.tokens_by_expert(skylines, title, capacity, learner=lab.passed(
 # has changed its mind.
 #
 # The older remedy is a **[capacity](../docs/glossary.md#capacity)**: an expert takes at most a fixed number of tokens
-# from each rank, its even share times a *capacity factor* such as 1.25. Then all splits are even and known in
-# advance. A token beyond the capacity is **dropped**: the residual connection carries it past the layer, unchanged.
-# Room that is left is sent as padding. (A layer like yours, without a capacity, is called *dropless*.)
+# from each rank, its even share times a *capacity factor* such as 1.25. Then all splits are even and known in advance.
+# A token beyond the capacity is **dropped**: the residual connection carries it past the layer, unchanged. Room that is
+# left is sent as padding. (A layer like yours, without a capacity, is called *dropless*. The dashed line is the room
+# that an expert has for all four ranks together. What a rank's part of it has no place for is dropped even where
+# another rank's has, so more tokens are dropped than lie above the line.)
 #
 # Suppose half of a rank's tokens choose expert 0, and the others are spread evenly over the other seven. What
 # percentage of the rank's tokens does a capacity factor of 1.25 drop?
@@ -698,9 +700,9 @@ if lab.predicted("22.4"):
     plots.show(plots.attention_map(ways, flop))
 
 # %% [markdown]
-# Rank 3 computes 15 of the 36 pairs on the left, and 9 on the right, like everyone. And so in each turn: after the
-# first, every rank of the zigzag ring computes two pairs. On the left, in each turn some rank computes four, and
-# others have nothing to see, and wait.
+# Rank 3 computes 15 of the 36 pairs on the left, and 9 on the right, like everyone. And so in every turn. In the first,
+# each rank has its own keys. In each later one, every rank of the zigzag ring computes two pairs; on the left some rank
+# computes four, and others have nothing to see, and wait.
 #
 # ## The whole model, on a piece of a sequence
 #
@@ -906,8 +908,8 @@ if lab.predicted("22.2"):
 # 4. Capacity: lost tokens and padding, known sizes, even splits. Dropless: every token is computed; the fullest rank
 #    decides the time and needs the memory; the counts must reach the host.
 # 5. Two means over disjoint keys combine with weights exp(lse - new lse). So the mean so far and its lse are enough.
-# 6. The last of 8 ranks has 15/64 of all pairs of a query and a key that it sees, nearly twice the mean of 8/64, and all
-#    wait for it. With zigzag each has an early chunk and a late one, and all compute the same. ZeRO needs to know
+# 6. With 8 ranks and 16 chunks, the last rank computes 31 of the 136 pairs of chunks, nearly twice the mean of 17, and
+#    all wait for it. With zigzag each has an early chunk and a late one, and all compute the same. ZeRO needs to know
 #    nothing: ranks have other tokens, and gradients are averaged over all of them.
 
 # %%

@@ -49,7 +49,8 @@ def test_what_is_left_behind_is_seen(name: str) -> None:
 @pytest.mark.parametrize("kind", RETURNED)
 def test_each_kind_of_difference_is_seen_and_has_its_sentence(kind: str) -> None:
     returned, seen = RETURNED[kind]
-    verdict = judge.try_answer("01.2", "import torch\n" + edit(REFERENCE, "return chunks", f"return {returned}"))
+    source = "import torch\n" + edit(REFERENCE, "return chunks", f"return {returned}")
+    verdict = judge.try_answer("01.2", source, told=False)
     assert not verdict.passed and seen in verdict.seen, verdict.text
     assert verdict.likely == (KINDS | MADE)[kind]
 
@@ -59,6 +60,31 @@ def test_a_rank_that_is_wrong_alone_is_named_and_the_others_are_right() -> None:
     verdict = judge.try_answer("01.2", source)
     assert "N=1 ok · N=2 wrong" in verdict.text and "rank 1, the result[0]: all 4 elements are wrong" in verdict.text
     assert "(rank 0 is right)" in verdict.text
+
+
+TOLD_FROM_THE_VALUES = {  # (exercise, mistake): what is seen, and what to look at if no mistake is known
+    ("03.3", "skips zeros"): ("rank 1 of the group sends", judge.DIFFERENT),
+    ("06.1", "its own first"): ("; that is another rank's part", MADE["the part"]),
+}
+
+
+@pytest.mark.parametrize(("id", "name"), TOLD_FROM_THE_VALUES)
+def test_what_is_told_of_a_mistake_that_nobody_knows_is_true(id: str, name: str) -> None:
+    verdict = judge.try_answer(id, mistakes_of(id)[name].source, told=False)
+    seen, likely = TOLD_FROM_THE_VALUES[id, name]
+    assert seen in verdict.seen and verdict.likely == likely, verdict.text
+
+
+def test_what_was_wrong_before_an_event_was_not_changed_by_it() -> None:
+    verdict = judge.try_answer("03.2", mistakes_of("03.2")["divided in write_back"].source, told=False)
+    assert "self.flat of the first bucket" in verdict.seen and verdict.likely != KINDS["changed"], verdict.text
+
+
+def test_what_an_answer_does_its_own_way_hides_no_mistake() -> None:
+    known = mistakes_of("06.1")["releases nothing"].says
+    told = nearest("06.1", signatures_of("06.1")["releases nothing"] | {"own 1", "own 2", "own 3"})
+    assert told and told.says == known
+    assert not nearest("06.1", {f"own {i}" for i in range(9)})
 
 
 def test_memory_that_is_more_than_the_reference_s_is_a_bound() -> None:

@@ -306,7 +306,7 @@ def test_before_after(tmp_path):
     save(figure, tmp_path)
     assert sentence == "all-gather: 3 numbers on 3 ranks became 9; no rank received more than 2 that it did not have."
     figure, sentence = plots.before_after("reduce", [[1], [2]], [[3], []])
-    assert sentence == "reduce: 2 numbers on 2 ranks became 1, 1 of them made from several."
+    assert sentence == "reduce: 2 numbers on 2 ranks became 1; each made from several ranks' numbers."
     assert any(text.get_text() == "nothing" for text in figure.axes[1].texts)
     with pytest.raises(ValueError, match="one for each rank"):
         plots.before_after("reduce", [[1], [2]], [[3]])

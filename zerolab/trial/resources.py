@@ -219,7 +219,7 @@ class Moved(Bytes):
 
 
 class MovedByAccumulation(Bytes):
-    """Gradients of micro-batches inside `accumulate` travel once in a step."""
+    """Gradients of micro-batches that the script adds up travel once in a step."""
 
     needs = frozenset({"bytes", "accumulate"})
     source = "torch.nn.parallel.DistributedDataParallel.no_sync; FSDPModule.set_requires_gradient_sync"

@@ -562,7 +562,7 @@ class ErrorWhileAccumulating(Numbers):
 
 
 class Evaluation(Case):
-    """A loss in eval mode, without gradients, is that of the full model, and the same before and after it is saved."""
+    """A loss in eval mode, without gradients, is that of the full model."""
 
     family = "the loop"
     source = Numbers.source

@@ -500,7 +500,7 @@ class FreezingAndThawing(Numbers):
 
 
 class Unused(Numbers):
-    """A block that only some ranks use, one whose output comes to nothing, a norm at times: right, or an error on
+    """A block that some ranks skip, one whose output is thrown away, a norm in some steps only: right, or an error on
     every rank."""
 
     needs = frozenset({"some", "parts"})

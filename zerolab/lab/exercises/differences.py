@@ -50,7 +50,9 @@ MADE = {
     "zero": "nothing has come here: it was not written, or to another tensor, or zeros came later",
     "infinite": "a division by zero, or a number that the dtype cannot hold",
     "rounded": "right to seven digits: on the way it was in a narrower dtype than it should be",
+    "the part": "another rank's part is at this place: see in which order the ranks' parts come, and whose is needed",
     "times": "right but for a factor: look for a division or a multiplication too many, too few, or by another number",
+    "[": "compare the two lists from left to right: where they part, the answer does something else than is asked for",
     "another order": "every element is there, in another place: follow the indices",
 }
 
@@ -112,7 +114,8 @@ def _values(right: Event, ours: Event, play: Play) -> Iterator[Difference]:
             yield Difference("nothing", where, f"{name} is None", "NoneType")
         elif name in ours.seen:
             found = _of(want, ours.seen[name], where, name, play)
-            if name in right.before and not any(_of(want, right.before[name], where, name, play)):
+            before = (event.before.get(name, want) for event in (right, ours))
+            if name in right.before and not any(any(_of(want, was, where, name, play)) for was in before):
                 found = (replace(difference, kind="changed") for difference in found)
             said = f": {ours.said[name]}" if ours.said.get(name) else ""
             yield from (replace(difference, seen=f"{difference.seen}{said}") for difference in found)
@@ -251,6 +254,9 @@ def _made_of(got: Tensor, want: Tensor, play: Play) -> tuple[str, str]:
         wanted = f", not {_in_words(right)}" if (right := _parts(want, play)) else ""
         return f"; that is {_in_words(parts)}{wanted}", _relative(parts, play)
     if (k := factor(got, want)) is not None and abs(k - 1.0) > 1e-3:
+        steps = round(16 * math.log(k, 16)) if k > 0 else 1  # rank r's part is 16**r times rank 0's: values.py
+        if steps % 16 == 0 and abs(k / 16 ** (steps / 16) - 1) < 1e-3 and abs(steps) < 16 * play.size:
+            return "; that is another rank's part", f"the part {steps // 16:+} on"
         return f"; that is {k:.4g} times what is expected", f"times {k * play.size:.3g}/N"
     if torch.equal(got.flatten().sort().values, want.flatten().sort().values):
         return "; the elements are there, in another order", "another order"

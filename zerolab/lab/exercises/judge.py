@@ -38,9 +38,14 @@ LEFT_BEHIND = {  # part of an error that no line of the answer raises -> the mis
     "has no attribute '_parameters'": "a Module's __init__ begins with super().__init__()",
     "NoneType": "a function returns nothing: `return` is missing, or was not reached",
 }
+DIED = (
+    "the process itself died: look for exit(), endless recursion, or a view of memory that was given back, as after "
+    "resize_(0)"
+)
 ENDLESS = "a loop that does not end"
 NO_NAME = re.compile(r"\b(NameError|UnboundLocalError): ")
 DIFFERENT = "the ranks make different calls, or the same calls in different orders"
+NO_FIT = " of the group sends "  # the spy's words for what one rank sends and another does not expect
 WALL = 60.0  # seconds for one number of ranks, for loops that sleep: the others are known by how much they compute
 PRINTED = 2000  # characters of the answer's own output that are shown
 
@@ -274,7 +279,7 @@ def _reports(asked: Exercise, source: str, filename: str, patience: float, world
         first = str(error).splitlines()[0].removeprefix("time is up: ").split(", in zerolab")[0]
         first = first.removeprefix(f"rank {error.rank} of {world_size} ")
         known = [mistake for part, mistake in asked.errors.items() if part in first]
-        likely = known[0] if known else "the process itself died: look for exit() or endless recursion"
+        likely = known[0] if known else DIED
         if "time is up" in str(error):
             likely = DIFFERENT if "/exercises/spy.py" in error.traceback else ENDLESS
         return [Report(error.rank, "late", f"{first}{where}", likely, marks=[re.sub(r"\W+", "_", first)])]
@@ -306,6 +311,8 @@ def _verdict(
     if worst.kind == "raised":
         at_a_line = " · line " in worst.seen or ", line " in worst.seen
         signature = "positional argument" in worst.seen or "keyword argument" in worst.seen
+        if NO_FIT in worst.seen:
+            known = known or [DIFFERENT]
         left = [mistake for part, mistake in LEFT_BEHIND.items() if part in worst.seen]
         otherwise = CALLED if signature and "later in the engine" not in worst.seen else (left or [RAISED_LATER])[0]
         about = "" if at_a_line and NO_NAME.search(worst.seen) else worst.about  # which case it is does not matter

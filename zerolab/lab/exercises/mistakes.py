@@ -16,7 +16,8 @@ from functools import cache
 from importlib import import_module
 from importlib.resources import files
 
-NEAR = 0.62  # the least likeness at which a mistake is told
+NEAR = 0.72  # the least likeness at which a mistake is told
+OWN = 0.1  # what a mark that no known mistake has counts: it is more often an answer's own way than its mistake
 
 
 @dataclass(frozen=True)
@@ -59,7 +60,8 @@ def nearest(id: str, marks: Iterable[str], without: str = "") -> Mistake | None:
     often = Counter(mark for signature in known.values() for mark in signature)
 
     def weight(some: Iterable[str]) -> float:  # what few mistakes share says more
-        return sum(math.log(1.0 + len(known) / max(1, often[mark])) for mark in some)
+        most = math.log(1.0 + len(known))
+        return sum(math.log(1.0 + len(known) / often[mark]) if often[mark] else OWN * most for mark in some)
 
     likeness = {
         name: weight(signature & found) / (weight(signature | found) or 1.0)

@@ -60,6 +60,7 @@ def _sentence(name: str, before: Rows, after: Rows, owner: dict[float, int]) -> 
     held = f"{sum(map(len, before))} numbers on {many(len(before), 'rank')} became {sum(map(len, after))}"
     mixed = sum(value not in owner for row in after for value in row)
     if mixed:
-        return f"{name}: {held}, {mixed} of them made from several."
+        made = "each" if mixed == sum(map(len, after)) else f"{mixed} of them"
+        return f"{name}: {held}; {made} made from several ranks' numbers."
     came = [sum(owner[value] != rank for value in row) for rank, row in enumerate(after)]
     return f"{name}: {held}; no rank received more than {max(came)} that it did not have."

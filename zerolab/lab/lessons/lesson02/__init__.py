@@ -86,7 +86,7 @@ BATTERY = (
     Scene(
         "for other ranks than are running",  # as the lesson does it: a buffer for 5 ranks, on one
         lambda play: make_flat(play, SHAPES, play.size + 4),
-        "padded for the ranks that are running: use the argument world_size, not dist.get_world_size()",
+        "padded to a multiple of another number: it is the argument world_size, and not always the ranks that run",
     ),
     Scene("in bfloat16", lambda play: make_flat(play, SHAPES, dtype=torch.bfloat16), "keep the parameters' dtype"),
     Scene("in float64", lambda play: make_flat(play, SHAPES, dtype=torch.float64), "keep the parameters' dtype"),
@@ -108,9 +108,9 @@ from zerolab.lab.exercises import Todo
 def flat_buffer(params: list[Tensor], world_size: int) -> tuple[Tensor, list[Tensor]]:
     """One flat buffer that holds all of `params`, and a view into it for each parameter.
 
-    flat: (size,), all elements of the parameters in order, then zeros up to the next
-        multiple of `world_size`. Same dtype and device as the parameters.
-        It needs no gradient.
+    flat: (size,), all elements of the parameters in order, then as few zeros as make size
+        a multiple of `world_size`. Same dtype and device as the parameters. It does not
+        require a gradient.
     views: one for each parameter, in its shape and in the memory of `flat`.
     """
     raise Todo("02.1")

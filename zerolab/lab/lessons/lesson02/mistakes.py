@@ -148,6 +148,10 @@ def flat_buffer(params, world_size):
         edit(FLAT_BUFFER, "-(-numel // world_size)", "numel // world_size"),
         "a slice of the buffer is too short: its size is the sum of all numel(), rounded up, not down",
     ),
+    "padded by the remainder": Mistake(
+        edit(FLAT_BUFFER, "-(-numel // world_size) * world_size  # rounded up", "numel + numel % world_size"),
+        "padded by the remainder, numel % N: what is missing to a multiple of N is -numel % N",
+    ),
     "in reverse": Mistake(
         edit(FLAT_BUFFER, "for param in params:", "for param in reversed(params):"),
         "the views, or the parameters in the buffer, are in a different order from the parameters",

@@ -66,7 +66,8 @@ def padding(play: Play, numels: list[int], dtype: torch.dtype = torch.float32) -
 
 def average(model: Model, when: str = "") -> None:
     numels = [param.numel() for param in model.params if param.grad is not None]
-    with model.play.event(f"average(){when}", slack=padding(model.play, numels, model.dtype)):
+    asked = 16.0 * len(model.params)  # an answer may first ask all ranks which parameters anybody used
+    with model.play.event(f"average(){when}", slack=padding(model.play, numels, model.dtype) + asked):
         model.play.code.average(model.params)
     model.look()
 

@@ -96,6 +96,21 @@ def average(params):
 
 _SUM = "            dist.all_reduce(param.grad)\n"
 
+AVERAGE_ASKS = """\
+import torch
+import torch.distributed as dist
+
+
+def average(params):
+    used = torch.tensor([param.grad is not None for param in params], dtype=torch.int32)
+    dist.all_reduce(used, op=dist.ReduceOp.MAX)
+    for param, anybody in zip(params, used.tolist()):
+        if anybody:
+            grad = torch.zeros_like(param) if param.grad is None else param.grad.clone()
+            dist.all_reduce(grad)
+            param.grad = grad / dist.get_world_size()
+"""
+
 AVERAGE_MISTAKES = {
     "functional: rank 0 goes another way": Mistake(
         edit(AVERAGE_FUNCTIONAL, "is not None:", "is not None and dist.get_rank():"),
@@ -625,6 +640,22 @@ class Bucket:
         edit(BUCKET, "if param.grad is None:", "if param is None:"),
         "a parameter that was not used has no gradient (grad is None)",
     ),
+    "divided in write_back": Mistake(
+        edit(
+            BUCKET, "\n        self.flat /= dist.get_world_size()", "", "view.clone()", "view / dist.get_world_size()"
+        ),
+        "after reduce() self.flat must hold the mean, and it holds the sum: divide there, not in write_back()",
+    ),
+    "from the last to the first": Mistake(
+        edit(
+            BUCKET,
+            "self.params = params",
+            "self.params = list(reversed(params))",
+            "for param in params:\n",
+            "for param in self.params:\n",
+        ),
+        "self.flat holds the gradients in the order of `params`, one after another",
+    ),
     "one call per parameter": Mistake(
         edit(BUCKET, "dist.all_reduce(self.flat)", "[dist.all_reduce(view) for view in self.views]"),
         "one call per parameter: one all-reduce of the flat buffer is the point",
@@ -939,6 +970,26 @@ DDP_MISTAKES = {
         edit(DDP, "if self.reduces(unit):", "if False:"),
         "reduce() was not called, or did not leave the mean in unit.bucket.grad",
     ),
+    "reduces what is not there": Mistake(
+        edit(DDP, "unit.bucket.grad = unit.bucket.full\n        ", ""),
+        "unit.bucket.grad is where the mean belongs; what is to be averaged is in unit.bucket.full",
+    ),
+    "skips zeros": Mistake(
+        edit(DDP, _COMM, f"{_COMM} if unit.bucket.full.any() else None"),
+        "a rank whose gradients are all zero took no part, and the others' are not: every rank makes the same calls",
+    ),
+    "returns what it averaged": Mistake(
+        edit(
+            DDP,
+            "import zerolab\n",
+            "import torch.distributed as dist\nimport zerolab\n",
+            "return self.comm.all_reduce(unit.bucket.grad, unit.name)",
+            "dist.all_reduce(unit.bucket.grad, group=self.comm.group)\n"
+            "        unit.bucket.grad /= self.world_size\n"
+            "        return unit.bucket.grad",
+        ),
+        "unit.bucket.reduction is for something with a wait(), or None if the mean is there already",
+    ),
     "unit.bucket.grad not set": Mistake(
         edit(DDP, "unit.bucket.grad = unit.bucket.full\n        ", "", "unit.bucket.grad", "unit.bucket.full"),
         "reduce() was not called, or did not leave the mean in unit.bucket.grad",
@@ -987,6 +1038,7 @@ DDP_MISTAKES = {
 
 RIGHT = {
     "03.1": (
+        AVERAGE_ASKS,
         AVERAGE_ASYNC,
         AVERAGE_NATIVE,
         AVERAGE_BY_FUTURES,

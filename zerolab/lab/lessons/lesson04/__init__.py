@@ -107,7 +107,7 @@ class MyZero1(zerolab.DDP):
         raise Todo("04.2")
 
     def reduce(self, unit: Unit):
-        """Leave in unit.bucket.grad, (S,), the mean of this rank's shard over the ranks.
+        """Set unit.bucket.grad to a tensor (S,): this rank's shard of the mean over ranks.
 
         The gradients are in unit.bucket.full, (N * S,); unit.layout.shard(flat, self.rank)
         is a view of the shard. self.comm.reduce_scatter(output, input, unit.name) starts

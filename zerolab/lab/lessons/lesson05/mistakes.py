@@ -58,22 +58,22 @@ class MyZero2(zerolab.Zero1):
 
 _SUPER = "super().post_backward(unit)"
 
+STILL_THERE = (
+    "full gradients are still there: unit.bucket.grad is a view of the full gradient, and a view keeps all of its "
+    "memory. Call unit.bucket.release() as soon as this unit's reduction has been started: it copies the shard when "
+    "that is over, and lets the rest go"
+)
+
 _RELEASE = "unit.bucket.release()"
 
 ZERO2_MISTAKES = {
     "keeps the full gradient": Mistake(
         edit(ZERO2, f"        {_RELEASE}\n", ""),
-        (
-            "full gradients are still there: unit.bucket.grad is a view of the full gradient, and a view keeps "
-            "all of its memory. Copy the shard once the reduction is over: unit.bucket.release() does that"
-        ),
+        STILL_THERE,
     ),
     "releases before it reduces": Mistake(
         edit(ZERO2, f"        {_SUPER}\n        {_RELEASE}", f"        {_RELEASE}\n        {_SUPER}"),
-        (
-            "full gradients are still there: unit.bucket.grad is a view of the full gradient, and a view keeps "
-            "all of its memory. Copy the shard once the reduction is over: unit.bucket.release() does that"
-        ),
+        STILL_THERE,
     ),
     "throws away what is to be reduced": Mistake(
         edit(ZERO2, f"        {_SUPER}\n        {_RELEASE}", f"        unit.bucket.full = None\n        {_SUPER}"),
@@ -89,10 +89,11 @@ ZERO2_MISTAKES = {
         edit(
             ZERO2_WAITS, "unit.bucket.grad = unit.bucket.grad.clone()", "unit.bucket.grad = unit.bucket.grad.detach()"
         ),
-        (
-            "full gradients are still there: unit.bucket.grad is a view of the full gradient, and a view keeps "
-            "all of its memory. Copy the shard once the reduction is over: unit.bucket.release() does that"
-        ),
+        STILL_THERE,
+    ),
+    "keeps the root's": Mistake(
+        edit(ZERO2, _RELEASE, "if unit not in self.root:\n            unit.bucket.release()"),
+        "the root's full gradient is still there: its bucket is released like any other",
     ),
     "releases all of them at the end": Mistake(
         edit(
@@ -141,17 +142,11 @@ ZERO2_MISTAKES = {
     ),
     "full set to None": Mistake(
         edit(ZERO2, _RELEASE, "if self.reduces(unit):\n            unit.bucket.full = None"),
-        (
-            "full gradients are still there: unit.bucket.grad is a view of the full gradient, and a view keeps "
-            "all of its memory. Copy the shard once the reduction is over: unit.bucket.release() does that"
-        ),
+        STILL_THERE,
     ),
     "a slice of the slice": Mistake(
         edit(ZERO2, _RELEASE, "if self.reduces(unit):\n            unit.bucket.grad = unit.bucket.grad[:]"),
-        (
-            "full gradients are still there: unit.bucket.grad is a view of the full gradient, and a view keeps "
-            "all of its memory. Copy the shard once the reduction is over: unit.bucket.release() does that"
-        ),
+        STILL_THERE,
     ),
     "asks what is not there": Mistake(
         edit(ZERO2, _RELEASE, f"unit.bucket.grad.numel()\n        {_RELEASE}"),
@@ -230,10 +225,7 @@ ZERO2_MISTAKES = {
     ),
     "only rank 0 releases": Mistake(
         edit(ZERO2, _RELEASE, f"if self.rank == 0:\n            {_RELEASE}"),
-        (
-            "full gradients are still there: unit.bucket.grad is a view of the full gradient, and a view keeps "
-            "all of its memory. Copy the shard once the reduction is over: unit.bucket.release() does that"
-        ),
+        STILL_THERE,
     ),
     "reduces twice": Mistake(
         edit(ZERO2, _SUPER, f"{_SUPER}\n        {_SUPER}"),

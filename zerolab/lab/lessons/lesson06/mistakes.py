@@ -64,6 +64,20 @@ GATHER_MISTAKES = {
         edit(GATHER, _RELEASE, "full.data = full.new_empty(0)", _RESIZE, "full.data = full.new_empty(0)"),
         "`full` got new memory, but its views hold on to the old: shrink the storage itself",
     ),
+    "resizes the tensor": Mistake(
+        edit(GATHER, _RELEASE, "full.resize_(0)", _RESIZE, "full.resize_(len(shard) * dist.get_world_size())"),
+        "full.resize_(0) changes the tensor's shape and keeps its memory: use full.untyped_storage().resize_(0)",
+    ),
+    "its own first": Mistake(
+        edit(
+            GATHER,
+            _ALL_GATHER,
+            "r, parts = dist.get_rank(), [shard.clone() for _ in range(dist.get_world_size())]\n"
+            "    dist.all_gather(parts, shard)\n"
+            "    full.copy_(__import__('torch').cat([shard, *parts[:r], *parts[r + 1 :]]))",
+        ),
+        "all elements are there, but not in rank order: the shards belong end to end",
+    ),
     "gathers elsewhere": Mistake(
         edit(
             GATHER,
@@ -400,6 +414,17 @@ FORWARD_MISTAKES = {
             "        unit.release()\n        unit.shard = unit.shard.clone()",
         ),
         ("the shard goes with the full parameters: give it its own memory first, unit.shard = unit.shard.clone()"),
+    ),
+    "slices of the full parameters": Mistake(
+        edit(
+            FORWARD,
+            "        unit.shard = unit.shard.clone()\n        unit.release()\n"
+            "        return super().optimizer_params(unit)",
+            "        slices = super().optimizer_params(unit)\n        unit.shard = unit.shard.clone()\n"
+            "        unit.release()\n        return slices",
+        ),
+        "the optimizer's slices were cut before the shard had memory of its own: they are views of the full "
+        "parameters, whose memory goes",
     ),
     "returns nothing": Mistake(
         edit(FORWARD, "return super()", "super()"),

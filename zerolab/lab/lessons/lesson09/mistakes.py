@@ -329,6 +329,20 @@ _FORWARD = "    def pre_forward(self, unit: Unit) -> None:\n        unit.gather(
 _BACKWARD = "    def pre_backward(self, unit: Unit) -> None:\n        unit.gather()\n        self.start_ahead()\n"
 _AHEAD = "        for unit in self.coming[: self.ahead]:\n            unit.start_gather()\n"
 
+PREFETCH_BY_EACH_OTHER = """\
+from zerolab.lab import Recorded
+
+
+class MyPrefetch(Recorded):
+    def pre_forward(self, unit):
+        for one in [unit, *self.coming[: self.ahead]]:
+            one.start_gather()
+        unit.gather()
+
+    def pre_backward(self, unit):
+        self.pre_forward(unit)
+"""
+
 PREFETCH_MISTAKES = {
     "prefetches nothing": Mistake(
         edit(PREFETCH, "        self.start_ahead()\n", ""),
@@ -652,7 +666,13 @@ class MyPrefetch(Recorded):
 
 RIGHT = {
     "09.1": (OVERLAP_SWEPT, OVERLAP_IN_PIECES, OVERLAP_BY_INCLUSION),
-    "09.2": (PREFETCH_SELF_RECORDED, PREFETCH_AFTER_RELEASE, PREFETCH_BY_ENGINE_GATHER, PREFETCH_BEFORE_THE_WAIT),
+    "09.2": (
+        PREFETCH_SELF_RECORDED,
+        PREFETCH_AFTER_RELEASE,
+        PREFETCH_BY_ENGINE_GATHER,
+        PREFETCH_BY_EACH_OTHER,
+        PREFETCH_BEFORE_THE_WAIT,
+    ),
 }
 
 MISTAKES = {

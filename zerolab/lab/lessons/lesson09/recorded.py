@@ -55,6 +55,7 @@ class _Record(Prefetcher):
         self._zero = zero
         self._at_work: list[Unit] = []  # reached, and not released since
         self._stay: list[Unit] = []  # there when the pass began
+        self._in_reach = False
 
     def begin(self, kind: Hashable) -> None:
         self._release_early()
@@ -69,6 +70,8 @@ class _Record(Prefetcher):
         super().end()
 
     def reach(self, method: Callable[[Unit], None], unit: Unit) -> None:
+        if self._in_reach:  # pre_backward() may call pre_forward(): the pass comes to the unit once
+            return method(unit)
         place = len(self._visits)
         self._at_work = [other for other in self._at_work if holds_memory(other)] + [unit]
         self._on_route = self._on_route and place < len(self._route) and self._route[place] is unit
@@ -76,7 +79,11 @@ class _Record(Prefetcher):
         if not self._on_route:
             self._release_early()
         self._zero.coming = self._route[place + 1 :] if self._on_route else []
-        method(unit)
+        self._in_reach = True
+        try:
+            method(unit)
+        finally:
+            self._in_reach = False
 
     def visit(self, unit: Unit) -> None:
         """`reach` has done it."""

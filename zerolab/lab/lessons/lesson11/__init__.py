@@ -125,12 +125,12 @@ from zerolab.lab.exercises import Todo
 def plan_reads(files: list[tuple], numel: int, ranks: int, rank: int) -> list[tuple]:
     """What `rank` of `ranks` reads of one unit: a list of (file, start, stop, at).
 
-    Elements [start, stop) of the shard in `file` go to `at` and after it in the new shard.
+    Elements [start, stop) of the shard in `file` go to the new shard, from `at` on.
 
     numel: the elements of the unit, without padding. files: for each rank that saved, in
     order, the name of its file and the length of its shard of this unit. Laid end to end,
     these shards are the unit and then padding. The new shards have math.ceil(numel / ranks)
-    elements each. The last ones may be padding, which nobody reads.
+    elements each. The last elements may be padding, which nobody reads.
     """
     raise Todo("11.1")
 '''
@@ -453,7 +453,7 @@ def save_checkpoint(
     All ranks call it, each with its own `data`. Who reads goes by folder / "index.json":
     {"step": step, "files": [one name for each rank, in rank order]}. Whenever a process is
     killed or the power goes, either the old or the new checkpoint must be there, complete.
-    (To flush the folder, for a power cut right after a rename, is welcome and not asked.)
+    (A power cut right after a rename takes a flush of the folder too: welcome, not asked.)
 
     `folder` exists. There may be a checkpoint in it, of another step and perhaps of another
     number of ranks, and what killed saves left behind. In the end only index.json and the

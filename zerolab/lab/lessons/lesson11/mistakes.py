@@ -78,6 +78,33 @@ READS_MISTAKES = {
             "last files is padding"
         ),
     ),
+    "padding as data, but for the last rank": Mistake(
+        edit(READS, _LAST, "numel if rank == ranks - 1 else (rank + 1) * shard"),
+        (
+            "padding was read as data: the unit has `numel` elements, and what comes after them in the "
+            "last files is padding"
+        ),
+    ),
+    "all padding in the last file": Mistake(
+        edit(
+            READS,
+            _LAST,
+            "(rank + 1) * shard",
+            "    reads, begin = [], 0\n",
+            "    files = [*files[:-1], (files[-1][0], files[-1][1] - max(0, sum(n for _, n in files) - numel))]\n"
+            "    reads, begin = [], 0\n",
+        ),
+        "padding was read as data: with more ranks than a unit has elements, whole files are padding, not only the end "
+        "of the last",
+    ),
+    "at from the file": Mistake(
+        edit(READS, ", start - first))", ", begin - first))"),
+        "`at` is where the read begins in the new shard, start - first: a file may begin before this rank's part does",
+    ),
+    "two files": Mistake(
+        edit(READS, "    return reads", "    return reads[:1] + reads[1:][-1:]"),
+        "a file was left out: a new shard may reach over more than two files",
+    ),
     "start in the unit": Mistake(
         edit(READS, "start - begin, stop - begin", "start, stop"),
         (

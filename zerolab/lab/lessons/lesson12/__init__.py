@@ -208,8 +208,8 @@ from zerolab.lab.exercises import Todo
         """The mean over all ranks of what each sent: (n,) -> (n,). `grad` stays as it is.
 
         Each rank sends the k elements of gradient + residual that are largest in magnitude:
-        k values and k indices. What it did not send is its new residual. All elements that
-        nobody sent are 0 in the mean.
+        k values and k int32 indices. What it did not send is its new residual. All elements
+        that nobody sent are 0 in the mean.
         """
         raise Todo("12.1")
 '''

@@ -194,6 +194,30 @@ FEWEST_MISTAKES = {
     "14 bytes in stage 0": Mistake(
         edit(FEWEST, "0: 16", "0: 14"), "in stage 0 all of 2 + 2 + 12 bytes stay on every GPU: 16, not 14"
     ),
+    "the masters kept": Mistake(
+        edit(FEWEST, "1: 4, 2: 2, 3: 0}", "1: 8, 2: 6, 3: 0}", "1: 12, 2: 14, 3: 14", "1: 8, 2: 10, 3: 14"),
+        "the float32 masters belong to the optimizer, and are sharded with it: in stage 1 only 2 + 2 bytes stay",
+    ),
+    "the room of stage 1": Mistake(
+        edit(
+            FEWEST,
+            "on_every[stage] * parameters\n",
+            "on_every[stage] * parameters\n        if stage == 2 and result[1] is None:\n            room = 0\n",
+        ),
+        "stage 2 may fit where stage 1 does not: only 2 bytes stay on every GPU",
+    ),
+    "activations sharded in stage 3, whole": Mistake(
+        edit(
+            FEWEST,
+            "    return result",
+            "    result[3] = math.ceil((14 * parameters + activations) / memory)\n    return result",
+        ),
+        THEIR_OWN,
+    ),
+    "stage 0 like the others": Mistake(
+        edit(FEWEST, "{0: 16,", "{0: 0,", "{0: 0,", "{0: 16,", "{0: 16, 1: 4, 2: 2", "{0: 0, 1: 4, 2: 2"),
+        "stage 0 shards nothing: more GPUs do not help, so it is 1 or None",
+    ),
     "a list": Mistake(edit(FEWEST, "return result", "return list(result.values())"), KEYS),
     "stages 1 to 4": Mistake(edit(FEWEST, "return result", "return {k + 1: v for k, v in result.items()}"), KEYS),
     "stops at the first that does not fit": Mistake(

@@ -143,7 +143,8 @@ def look_at_adam(play: Play, zero: Engine, adam: torch.optim.Optimizer) -> None:
     """The state of every parameter, and what stands there besides."""
     known = {param for unit in zero.units for param in unit.params}
     play.see("keys of adam.state that are no parameters of the model", sum(key not in known for key in adam.state))
-    play.see("how many entries adam.state has", len(adam.state))
+    most = "one for each parameter that had a state, and no other"
+    play.see("how many entries adam.state has", len(adam.state), most)
     storages: dict[int, str] = {}
     for unit in zero.units:
         for name, param in zip(unit.names, unit.params, strict=True):
@@ -165,7 +166,7 @@ def look_at_state(play: Play, name: str, kept: dict[str, Any]) -> None:
         if key == "step":
             play.see(f"step of {name} is a tensor", isinstance(value, Tensor))
             one = not isinstance(value, Tensor) or value.numel() == 1
-            play.see(f"step of {name}", float(value) if one else tuple(value.shape))
+            play.see(f"step of {name}", float(value) if one else tuple(value.shape), "how many steps it has seen")
         else:
             play.see(f"{key} of {name}", to_local(value) if isinstance(value, Tensor) else value)
 
@@ -174,7 +175,7 @@ def look_at_groups(play: Play, groups: Any) -> None:
     play.see("how many groups there are", len(groups) if isinstance(groups, list) else None)
     for number, group in enumerate(groups if isinstance(groups, list) else []):
         for key in COUNTED:
-            play.see(f"{key} of group {number}", group.get(key))
+            play.see(f"{key} of group {number}", group.get(key), "all options of all groups are moved")
 
 
 # ---------------------------------------------------------------------- 18.1

@@ -295,8 +295,8 @@ def verdict(claim, runs):
     dtype, parameters, held, sent and digits. The evidence: the runs of stages 1 to 3 on
     more than one rank that have such a `ddp` among the runs.
 
-    Returns (word, where). where: the list of the runs of which the claim is true, in the
-    order of `runs`. word: "true" of all the evidence, "false" of none of it, else "true
+    Returns (word, where). where: the list of the evidence of which the claim is true, in
+    the order of `runs`. word: "true" of all the evidence, "false" of none of it, else "true
     under a condition"; "not tried" without evidence.
     """
     raise Todo("19.2")

@@ -172,8 +172,8 @@ class Exchange(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, grad: Tensor):
-        """The rows' gradient. `grad` may lie in any order in memory, and must not for the
-        collective: contiguous(). Return a value for each argument of forward.
+        """The rows' gradient. `grad` may lie in any order in memory. The collective takes
+        no such tensor: contiguous(). Return a value for each argument of forward.
         """
         raise Todo("22.1")
 
@@ -311,9 +311,10 @@ def average(dense: list[Tensor], experts: list[Tensor], everyone, replicas) -> N
     """Make of this rank's gradients, in place, those of one process: one whose loss is the
     mean of the losses of all ranks in `everyone`.
 
-    dense: of parameters that every rank has. experts: of those experts that the ranks of
-    `replicas` have; the others' are elsewhere. Each rank's loss is the mean over its own
-    tokens, and backward has run: the way back of the tokens was the way back of gradients.
+    dense: gradients of parameters that every rank has. experts: gradients of this rank's
+    experts, which only the ranks of the process group `replicas` have. Each rank's loss is
+    the mean over its own tokens, and backward has run: the way back of the tokens was the
+    way back of gradients. No rank sends more than one all-reduce of each gradient does.
     """
     raise Todo("22.2")
 '''

@@ -464,7 +464,7 @@ def learnt_loss(script: Script) -> None:
 
 
 @habit(
-    "Refused, at the line.", refused="that is no slice of anything", stages=(1, 2, 3), instead="`torch.zeros_like(p)`"
+    "Refused, at the line.", refused="that is no slice of anything", stages=(1, 2, 3), instead="`torch.ones_like(p)`"
 )
 def made_gradients(script: Script) -> None:
     """Make gradients by hand (evolution strategies)"""

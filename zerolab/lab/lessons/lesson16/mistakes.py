@@ -215,7 +215,7 @@ FEWEST_MISTAKES = {
         THEIR_OWN,
     ),
     "stage 0 like the others": Mistake(
-        edit(FEWEST, "{0: 16,", "{0: 0,", "{0: 0,", "{0: 16,", "{0: 16, 1: 4, 2: 2", "{0: 0, 1: 4, 2: 2"),
+        edit(FEWEST, "{0: 16, 1: 4", "{0: 0, 1: 4", "{0: 0, 1: 12", "{0: 16, 1: 12"),
         "stage 0 shards nothing: more GPUs do not help, so it is 1 or None",
     ),
     "a list": Mistake(edit(FEWEST, "return result", "return list(result.values())"), KEYS),

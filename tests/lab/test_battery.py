@@ -65,6 +65,7 @@ def test_a_rank_that_is_wrong_alone_is_named_and_the_others_are_right() -> None:
 TOLD_FROM_THE_VALUES = {  # (exercise, mistake): what is seen, and what to look at if no mistake is known
     ("03.3", "skips zeros"): ("rank 1 of the group sends", judge.DIFFERENT),
     ("06.1", "its own first"): ("; that is another rank's part", MADE["the part"]),
+    ("09.2", "in forward only"): ("gathered ahead while blocks.1 works is [], expected ['blocks.3']", MADE["["]),
 }
 
 

@@ -311,12 +311,11 @@ def _verdict(
     if worst.kind == "raised":
         at_a_line = " · line " in worst.seen or ", line " in worst.seen
         signature = "positional argument" in worst.seen or "keyword argument" in worst.seen
-        if NO_FIT in worst.seen:
-            known = known or [DIFFERENT]
         left = [mistake for part, mistake in LEFT_BEHIND.items() if part in worst.seen]
         otherwise = CALLED if signature and "later in the engine" not in worst.seen else (left or [RAISED_LATER])[0]
         about = "" if at_a_line and NO_NAME.search(worst.seen) else worst.about  # which case it is does not matter
-        likely = likely or (known[0] if known else about or (RAISED if at_a_line else otherwise))
+        here = DIFFERENT if NO_FIT in worst.seen else RAISED
+        likely = likely or (known[0] if known else about or (here if at_a_line else otherwise))
     likely = mistake.says if mistake else likely or worst.about or UNKNOWN
     lines = [
         f"✗ {asked.id} {asked.title}    " + " · ".join([*(f"N={n} ok" for n in good), f"N={world_size} wrong"]),

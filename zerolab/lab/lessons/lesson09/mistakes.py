@@ -329,20 +329,6 @@ _FORWARD = "    def pre_forward(self, unit: Unit) -> None:\n        unit.gather(
 _BACKWARD = "    def pre_backward(self, unit: Unit) -> None:\n        unit.gather()\n        self.start_ahead()\n"
 _AHEAD = "        for unit in self.coming[: self.ahead]:\n            unit.start_gather()\n"
 
-PREFETCH_BY_EACH_OTHER = """\
-from zerolab.lab import Recorded
-
-
-class MyPrefetch(Recorded):
-    def pre_forward(self, unit):
-        for one in [unit, *self.coming[: self.ahead]]:
-            one.start_gather()
-        unit.gather()
-
-    def pre_backward(self, unit):
-        self.pre_forward(unit)
-"""
-
 PREFETCH_MISTAKES = {
     "prefetches nothing": Mistake(
         edit(PREFETCH, "        self.start_ahead()\n", ""),
@@ -663,6 +649,14 @@ class MyPrefetch(Recorded):
 
     pre_forward = pre_backward = start
 """
+
+PREFETCH_BY_EACH_OTHER = edit(
+    PREFETCH_BEFORE_THE_WAIT,
+    "def start(",
+    "def pre_forward(",
+    "pre_forward = pre_backward = start",
+    "def pre_backward(self, unit):\n        self.pre_forward(unit)",
+)
 
 RIGHT = {
     "09.1": (OVERLAP_SWEPT, OVERLAP_IN_PIECES, OVERLAP_BY_INCLUSION),

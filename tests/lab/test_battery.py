@@ -6,9 +6,10 @@ import pytest
 
 from zerolab.lab.exercises import judge
 from zerolab.lab.exercises.catalogue import EXERCISES
-from zerolab.lab.exercises.differences import KINDS, MADE
+from zerolab.lab.exercises.differences import KINDS, MADE, OF_PARTS
 from zerolab.lab.exercises.judge import LEFT_BEHIND, RAISED
 from zerolab.lab.exercises.mistakes import edit, mistakes_of, nearest, signatures_of
+from zerolab.lab.lessons.lesson01.mistakes import REDUCE_SCATTER_INTO_CHUNKS
 
 REFERENCE = EXERCISES["01.2"].reference
 BEGIN = "    right, left"
@@ -23,16 +24,16 @@ SEEN = {
     "input": (f"    chunk, mine = chunk.clone(), chunk\n    mine[0] = 7\n{BEGIN}", "`chunk`: 1 of 4 are wrong"),
 }
 RETURNED = {
-    "dtype": ("[one.double() for one in chunks]", "the result[0] is torch.float64, not torch.float32"),
-    "gradient": ("[one.requires_grad_() for one in chunks]", "the result[0] requires a gradient"),
-    "parameter": ("[torch.nn.Parameter(one, False) for one in chunks]", "the result[0] is a Parameter, not a Tensor"),
-    "shape": ("[one[None] for one in chunks]", "the result[0] has the shape (1, 4), not (4,)"),
-    "type": ("[one.tolist() for one in chunks]", "the result[0] is a list, not a Tensor"),
+    "dtype": ("[one.double() for one in chunks]", "result[0] is torch.float64, not torch.float32"),
+    "gradient": ("[one.requires_grad_() for one in chunks]", "result[0] requires a gradient"),
+    "parameter": ("[torch.nn.Parameter(one, False) for one in chunks]", "result[0] is a Parameter, not a Tensor"),
+    "shape": ("[one[None] for one in chunks]", "result[0] has the shape (1, 4), not (4,)"),
+    "type": ("[one.tolist() for one in chunks]", "result[0] is a list, not a Tensor"),
     "length": ("chunks + chunks", "the result has 2 items, not 1"),
     "nothing": ("None", "the result is None"),
-    "fresh": ("[torch.empty_like(one) for one in chunks]", "the result[0]: all 4 elements are wrong"),
-    "zero": ("[0 * one for one in chunks]", "the result[0]: all 4 elements are wrong, the first at [0]: 0, expected"),
-    "infinite": ("[one / 0 for one in chunks]", "the result[0]: all 4 elements are wrong, the first at [0]: inf"),
+    "fresh": ("[torch.empty_like(one) for one in chunks]", "result[0]: all 4 elements are wrong"),
+    "zero": ("[0 * one for one in chunks]", "result[0]: all 4 elements are wrong, the first at [0]: 0, expected"),
+    "infinite": ("[one / 0 for one in chunks]", "result[0]: all 4 elements are wrong, the first at [0]: inf"),
     "another order": ("[one.flip(0) for one in chunks]", "; the elements are there, in another order"),
     "bytes": ("(exchange(chunk, rank, rank), chunks)[1]", "this rank sent 16 bytes, and 0 are enough"),
 }
@@ -58,7 +59,7 @@ def test_each_kind_of_difference_is_seen_and_has_its_sentence(kind: str) -> None
 def test_a_rank_that_is_wrong_alone_is_named_and_the_others_are_right() -> None:
     source = edit(REFERENCE, "return chunks", "return [c + (rank == 1) for c in chunks]")
     verdict = judge.try_answer("01.2", source)
-    assert "N=1 ok · N=2 wrong" in verdict.text and "rank 1, the result[0]: all 4 elements are wrong" in verdict.text
+    assert "N=1 ok · N=2 wrong" in verdict.text and "rank 1, result[0]: all 4 elements are wrong" in verdict.text
     assert "(rank 0 is right)" in verdict.text
 
 
@@ -74,6 +75,22 @@ def test_what_is_told_of_a_mistake_that_nobody_knows_is_true(id: str, name: str)
     verdict = judge.try_answer(id, mistakes_of(id)[name].source, told=False)
     seen, likely = TOLD_FROM_THE_VALUES[id, name]
     assert seen in verdict.seen and verdict.likely == likely, verdict.text
+
+
+ASTRAY = {  # how a ring that adds into its chunks goes wrong, and what is made of whose parts come out
+    "elsewhere": ("return chunks[rank]", "return chunks[rank - 1]"),
+    "mixed": ("rank - step - 1", "rank - step"),
+    "factor": ("return chunks[rank]", "return chunks[rank] / world_size"),
+    "another's": ("+= exchange", "= 2 * exchange"),
+    "twice": ("+= exchange", "+= 2 * exchange"),
+    "missing": ("range(world_size - 1)", "range(world_size - 2)"),
+}
+
+
+@pytest.mark.parametrize("name", ASTRAY)
+def test_what_is_told_of_parts_says_which_went_astray(name: str) -> None:
+    verdict = judge.try_answer("01.1", edit(REDUCE_SCATTER_INTO_CHUNKS, *ASTRAY[name]), told=False)
+    assert "of chunk" in verdict.seen and verdict.likely == OF_PARTS[name], verdict.text
 
 
 def test_what_was_wrong_before_an_event_was_not_changed_by_it() -> None:

@@ -55,6 +55,15 @@ MADE = {
     "[": "compare the two lists from left to right: where they part, the answer does something else than is asked for",
     "another order": "every element is there, in another place: follow the indices",
 }
+# And where it is known whose parts of what they are.
+OF_PARTS = {
+    "mixed": "parts of different things were added up: what comes in has another number than what it was added to",
+    "elsewhere": "this is what belongs in another place: follow which number is on which rank, and when",
+    "factor": MADE["times"],
+    "another's": MADE["the part"],
+    "twice": "a part is in it more often than it should be: something was added again, or came round again",
+    "missing": "a part is missing: it has not come here, or something else was passed on in its place",
+}
 
 NOTHING = Plain("NoneType", None)
 
@@ -67,6 +76,7 @@ class Difference:
     where: str  # the event and what was looked at, as in a mark
     seen: str  # in words
     detail: str = ""  # relative to the rank, and the same on all
+    parts: str = ""  # of OF_PARTS
 
     @property
     def marks(self) -> list[str]:
@@ -77,6 +87,8 @@ class Difference:
     @property
     def about(self) -> str:
         """What to look at, if the answer is like no known mistake."""
+        if self.parts:
+            return OF_PARTS[self.parts]
         made = [said for start, said in MADE.items() if self.kind == "values" and self.detail.startswith(start)]
         return (made or [KINDS[self.kind]])[0]
 
@@ -150,7 +162,7 @@ def _of_containers(want: Container, got: Container, where: str, name: str, play:
         yield Difference("keys", where, f"{name} has {more[0]!r}, which does not belong there", "more")
     for key in want.items:
         if key in got.items:
-            place = f"{name}[{key!r}]"
+            place = f"{name.removeprefix('the ')}[{key!r}]"
             by_rank = want.kind == "list" and len(want.items) == play.size  # one item for each rank
             relative = (key - play.rank) % play.size if by_rank else key
             yield from _of(want.items[key], got.items[key], f"{where} [{relative}]", place, play)
@@ -217,7 +229,10 @@ def _of_values(want: TensorSeen, got: TensorSeen, where: str, name: str, play: P
         fresh = bool(got.data.isnan().any())
         how, detail = _made_of(a, b, play)
         seen = f"{name}: {_which(wrong, got, want)}{how}"
-        yield Difference("fresh" if fresh else "parts" if " of " in detail else "values", where, seen, detail)
+        if " of " in detail:
+            yield Difference("parts", where, seen, detail, _astray(_parts(a, play), _parts(b, play)))
+        else:
+            yield Difference("fresh" if fresh else "values", where, seen, detail)
 
 
 def _shape(want: TensorSeen, got: TensorSeen) -> str:
@@ -278,6 +293,21 @@ def _relative(parts: list[Part], play: Play) -> str:
         whose = sorted(f"{k:g} of {(rank - play.rank) % play.size}" for rank, k in enumerate(shares) if k)
         marks.append(f"{'' if number is None else (number - play.rank) % play.size}: {', '.join(whose)}")
     return " + ".join(sorted(marks))
+
+
+def _astray(got: list[Part] | None, want: list[Part] | None) -> str:
+    """Which of OF_PARTS tells `got` from `want`. "" if none does."""
+    ours, theirs = ({(name, number): shares for name, number, shares in parts or ()} for parts in (got, want))
+    if not ours or not theirs:
+        return ""
+    if ours.keys() != theirs.keys():
+        return "elsewhere" if len(ours) == len(theirs) == 1 else "mixed" if ours.keys() - theirs.keys() else "missing"
+    pairs = [pair for of, shares in theirs.items() for pair in zip(ours[of], shares, strict=True)]
+    times = {k / right if right else math.inf for k, right in pairs if k or right}
+    if len(times) == 1 and (len(ours) * len(pairs) > 1 or min(times) < 1):
+        return "factor"
+    more, less = any(k > right for k, right in pairs), any(k < right for k, right in pairs)
+    return "another's" if more and less else "twice" if more else "missing"
 
 
 def contributions(tensor: Tensor, play: Play) -> str:

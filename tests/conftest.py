@@ -22,6 +22,7 @@ from jobs_common import ROOMS, ROOT, copy_checkout
 
 import zerolab
 
+gc.disable()  # what is imported stays
 # So that tests and ranks can import the functions of the tests, whichever room these are in.
 sys.path[:0] = map(str, ROOMS)
 
@@ -167,7 +168,8 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 def pytest_collection_finish() -> None:
-    gc.freeze()  # what is imported by now stays: no collection need look at it
+    gc.freeze()  # no collection need look at what is imported by now
+    gc.enable()
 
 
 @pytest.hookimpl(wrapper=True)

@@ -44,7 +44,7 @@ def tokens():
 def really(stage, precision):
     zero = zerolab.shard(small(), stage, units=[Block], precision=precision)
     optimizer = torch.optim.AdamW(zero.model.parameters())
-    for _ in range(4):
+    for _ in range(2):  # the optimizer makes its state in the first
         with timeline(zero, optimizer) as line, ledger(zero) as book:
             zero.model(*tokens()).backward()
             states = model_states(zero, optimizer)
@@ -55,7 +55,7 @@ def really(stage, precision):
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("stages", "precision"), [([1, 3], None), pytest.param([0, 2, 3], BF16, marks=pytest.mark.exhaustive)], ids=str
+    ("stages", "precision"), [([3], None), pytest.param([0, 1, 2, 3], BF16, marks=pytest.mark.exhaustive)], ids=str
 )
 def test_a_simulated_rank_is_like_a_real_one(ranks, stages, precision):
     for stage in stages:

@@ -4,7 +4,7 @@
 # **The question.** ZeRO-3 on 64 GPUs leaves 1.9 GB of model states on each, for 7.5 billion parameters. A GPU has 80 GB. You
 # give each one a batch of eight sequences of 2,048 tokens, and the first step dies: out of memory. What else is there?
 #
-# Stages 1 to 3 divide parameters, gradients and optimizer state. The rest is whole on every GPU.
+# Stages 1 to 3 divide parameters, gradients and optimizer state. The rest they leave as it is, on every GPU.
 
 # %% tags=["nbval-check-output"]
 from zerolab.measure import activation_bytes, paper_state_bytes
@@ -28,7 +28,6 @@ lab.start(4)
 
 # %% tags=["nbval-check-output"]
 # %%ranks
-import time
 from functools import partial
 
 import torch
@@ -37,7 +36,7 @@ import zerolab
 from torch import nn
 from torch.optim import AdamW
 from zerolab import lab
-from zerolab.lab import GPT, Block, batch, calls, text
+from zerolab.lab import GPT, Block, batch, text
 from zerolab.measure import model_states, timeline
 
 words = text()
@@ -138,7 +137,8 @@ lab.check("10.1")
 
 # %% [markdown]
 # Now the real model, with your function around each of its blocks, and with torch's. `FlopCounterMode` adds up the
-# multiplications and additions of every matrix product that runs.
+# multiplications and additions of the matrix products that run (on the CPU without those inside attention, lesson
+# 09).
 
 # %%
 # %%ranks
@@ -193,9 +193,10 @@ if lab.predicted("10.1") and lab.predicted("10.2"):
 # The mountain has become a low ridge: kept inputs, and while backward is at a block, the 16 vectors of that one block. The
 # peak is now mostly model states, for which there are stages 1 to 3.
 #
-# A token leaves 4 bytes × (128 × (6 + 2) + 256) = 5,120, and 16 more: 8 for the target, 8 for the last norm's mean and
-# spread. (The token itself was there before.) The arithmetic grows from three parts (forward one, backward two) to nearly
-# four, 4/3. It is a little less because the head is not computed again. No bit of the loss or the weights has changed.
+# A token leaves 4 bytes × (128 × (6 + 2) + 256) = 5,120, and 16 more: 8 for the target, of which forward makes a
+# copy, and 8 for the last norm's mean and spread. The arithmetic grows from three parts (forward one, backward two)
+# to nearly four, 4/3. It is a little less because the head is not computed again. No bit of the loss or the weights
+# has changed.
 #
 # **In production** this is `torch.utils.checkpoint.checkpoint(block, x, use_reentrant=False)`, the third run above. (Yours
 # is what torch calls *reentrant*: it starts a backward inside the backward.)
@@ -205,53 +206,12 @@ if lab.predicted("10.1") and lab.predicted("10.2"):
 # Stages 1 to 3 divide what all ranks have in common. In data parallelism each rank has its own part of the batch, so its
 # activations are its own: nothing is stored twice, and there is nothing to divide.
 #
-# It is different when ranks share the work of *one layer*, each with a part of its units. This is **[tensor
-# parallelism](../docs/glossary.md#tensor-parallelism)**, a kind of model parallelism (lesson 15): every rank needs the layer's
-# input, so all of them keep the same one. ZeRO-R's **P_a** (partitioned activations) keeps a quarter of it instead, and
-# all-gathers the rest before the second run. That changes two things in a checkpointed block: what forward keeps, and where
-# backward gets it from. Our ranks can try it at once, because so far all of them have had the same samples, as a
-# tensor-parallel group has. (Random numbers and autocast are left out.)
-
-
-# %%
-# %%ranks
-class Partitioned(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, block, x):
-        ctx.block, ctx.shape = block, x.shape
-        ctx.save_for_backward(x.flatten().chunk(world_size)[rank].clone())  # a quarter
-        return block(x)
-
-    @staticmethod
-    def backward(ctx, grad):
-        (quarter,) = ctx.saved_tensors
-        x = torch.empty(ctx.shape)
-        dist.all_gather(list(x.flatten().chunk(world_size)), quarter)
-        x.requires_grad_()
-        with torch.enable_grad():
-            y = ctx.block(x)
-        torch.autograd.backward(y, grad)
-        return None, x.grad
-
-
-divided, *numbers = record(Partitioned.apply)
-divided_same = same_as_plain(*numbers)
-saving = when_forward_returns(recomputed) - when_forward_returns(divided)
-with calls() as book:
-    make_model(Partitioned.apply)(*batch(words, 0, 0, 8, 64)).backward()
-gathers = [call.op for call in book.calls].count("allgather")
-
-# %% tags=["nbval-check-output"]
-if lab.predicted("10.1"):
-    inputs = 6 * 512 * 128 * 4  # 6 blocks, 512 tokens
-    kept = inputs - lab.pull("saving", rank=0)
-    print(f"inputs of the blocks on each rank: {inputs:,} bytes, or {kept:,} with P_a")
-print("all-gathers in backward:", lab.pull("gathers", rank=0))
-print("loss and weights are the same, bit for bit:", all(lab.pull("divided_same")))
-
-# %% [markdown]
-# A quarter of the bytes for one all-gather per block. With samples of its own, a rank would gather pieces of four different
-# inputs, and compute nonsense.
+# It is different when ranks share the work of *one layer*, each with some of the columns of its matrices. This is
+# **[tensor parallelism](../docs/glossary.md#tensor-parallelism)**, a kind of model parallelism (lesson 15): every
+# rank needs the layer's input, so all of them keep the same one. ZeRO-R's **P_a** (partitioned activations) keeps a
+# quarter of it instead, and all-gathers the rest before the second run. Of our model's inputs, 6 blocks × 512 tokens
+# × 128 × 4 = 1,572,864 bytes, each of four ranks would keep 393,216 with P_a, for one all-gather per block. With
+# samples of its own, a rank would gather pieces of four different inputs, and compute nonsense.
 #
 # ## Free, but of no use
 #
@@ -298,16 +258,17 @@ assert apart.arena.size > first_fit.arena.size and arena.free > 3 * 4 * psi > ar
 # Several times as much is free, and the request fails. ZeRO-R has two answers.
 #
 # **C_B, constant buffers.** The fused buffer grew with the model: 4Ψ is 30 GB for 7.5 billion parameters. A buffer of
-# *constant* size, filled and sent again and again, does the same work. The engine's buckets are such buffers, of a block
-# each (lesson 05).
+# *constant* size, filled and sent again and again, does the same work. The engine's buckets come close: of a block
+# each, they grow with the width, and not with the number of layers (lesson 05).
 #
 # **M_D, memory defragmentation.** Long lifetimes get a region of their own, reserved before the step, as on the right. Then
 # one hole is nearly all that is free. But that region is reserved while activations are at their peak and there are hardly
 # any gradients yet, so the step needs *more* addresses than before. M_D buys large holes with reserved ones.
 #
-# **In production.** `torch.cuda.memory_reserved() - torch.cuda.memory_allocated()` is what the allocator has and nobody uses.
-# If it is large when a run dies, try `PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True`, with which regions of addresses
-# can grow. In DeepSpeed 0.19.8, P_a is `partition_activations` in `activation_checkpointing`.
+# **In production.** `torch.cuda.memory_reserved() - torch.cuda.memory_allocated()` is what the allocator has and
+# nobody uses. If it is large when a run dies, try `PYTORCH_ALLOC_CONF=expandable_segments:True` (in older versions of
+# torch `PYTORCH_CUDA_ALLOC_CONF`), with which regions of addresses can grow. In DeepSpeed 0.19.8, P_a is
+# `partition_activations` in `activation_checkpointing`.
 #
 # ## Beyond the device
 #
@@ -321,8 +282,8 @@ assert apart.arena.size > first_fit.arena.size and arena.free > 3 * 4 * psi > ar
 # 3. the host casts it to float32 and updates masters and averages;
 # 4. the new values, rounded to bfloat16, go back to the device.
 #
-# It goes well with ZeRO: with stage 1, 2 or 3 a rank's gradients, masters and averages are its *shard*'s, so each of N ranks
-# sends Ψ/N gradients and gets Ψ/N parameters back.
+# It goes well with ZeRO: with stage 1, 2 or 3 a rank updates its *shard*, so each of N ranks sends Ψ/N gradients and
+# gets Ψ/N parameters back.
 #
 # Predict, for stage 2 with offload, Ψ = 1,263,616 and N = 4. How many bytes of model states does a rank hold **on the device**
 # when backward returns? And how many bytes cross its link to the host in a step, both directions together?
@@ -388,7 +349,6 @@ def where_it_is(stage, **options):
 places = {
     "stage 2": where_it_is(zerolab.Zero2),
     "stage 2, offload": where_it_is(zerolab.Zero2, offload="optimizer"),
-    "stage 3, offload": where_it_is(zerolab.Zero3, offload="optimizer"),
 }
 
 # %%
@@ -415,10 +375,11 @@ if lab.predicted("10.3") and lab.predicted("10.4"):
 #
 # ## When does it pay?
 #
-# Whatever the batch, a step sends the same bytes over the link, and updates as many parameters. Compute grows with the batch:
-# a token costs 6Ψ operations (2Ψ forward, 4Ψ backward). So beyond some batch the detour hardly counts, and Ψ cancels: the
-# link takes as long as the GPU when 4/N bytes ÷ bandwidth = 6 operations × tokens ÷ speed. The update on the host moves 28
-# bytes per parameter through the host's memory (16 read, 12 written). So here are both as numbers of tokens. Put in your own
+# In each micro-batch 2Ψ/N bytes of gradients go down, and once a step 2Ψ/N come up and the host updates its
+# parameters, however many tokens there are. Compute grows with the tokens: one costs 6Ψ operations (2Ψ forward, 4Ψ
+# backward). So beyond some batch the detour hardly counts, and Ψ cancels: with one micro-batch the link takes as long
+# as the GPU when 4/N bytes ÷ bandwidth = 6 operations × tokens ÷ speed. The update on the host moves 28 bytes per
+# parameter through the host's memory (16 read, 12 written). So here are both as numbers of tokens. Put in your own
 # machine; these are manufacturers' figures, or a stated part of them:
 
 # %% tags=["nbval-check-output"]
@@ -428,45 +389,19 @@ memory = 600e9  # bytes per second: two sockets, sixteen channels of DDR5-4800, 
 for ranks in (1, 8, 64):
     link = (4 / ranks) / to_host * speed / 6
     update = 28 / max(1, ranks // 8) / memory * speed / 6  # every 8 ranks have a host
-    print(f"N = {ranks:2}: the link costs {link:>5,.0f} tokens, the update {update:>5,.0f}")
+    seen = f"the link costs {link:>5,.0f} tokens, {link / 2:>5,.0f} in each micro-batch"
+    print(f"N = {ranks:2}: {seen}, the update {update:>5,.0f}")
 
 # %% [markdown]
 # On a server of 8 GPUs the host's own update costs far more than the link. One GPU or eight, their host updates all Ψ
-# parameters; with 64 GPUs eight hosts share them. With a few thousand tokens per GPU and step, one micro-batch, a GPU waits
-# about as long as it computes. With a hundred thousand, from gradient accumulation, the wait is a tenth or less. So offload
-# pays when a model does not fit otherwise, or when the freed memory makes the batch so large that the wait no longer counts.
+# parameters; with 64 GPUs eight hosts share them. With one micro-batch all of it costs 8,444 tokens on one GPU, 3,778
+# on eight, and 472 on 64. So on one server, with a few thousand tokens per GPU, a GPU waits about as long as it
+# computes, unless the way down hides behind backward. Accumulation shares only the way up and the update among more
+# tokens: the gradients of every micro-batch go down. So offload pays when a model does not fit otherwise, or when the
+# freed memory makes the micro-batch so large that the wait no longer counts.
 #
 # **In production** this is `"offload_optimizer": {"device": "cpu"}` in DeepSpeed 0.19.8. FSDP2's `CPUOffloadPolicy` (torch
 # 2.13) keeps the shards of everything on the host, the parameters too, and sends those up before each gather.
-#
-# ## Unequal ranks
-#
-# Is ZeRO also a way to mix GPUs of different speed? Let rank 3 be slow: 70 ms longer for the forward of each of the 6 blocks,
-# 0.42 s in all.
-
-
-# %%
-# %%ranks
-zero = zerolab.Zero2(make_model(), units=[Block])
-adam = AdamW(zero.model.parameters(), lr=1e-3)
-for block in zero.model.blocks:
-    block.register_forward_pre_hook(lambda *_: time.sleep(0.07 if rank == 3 else 0.0))
-dist.barrier()
-begin = time.perf_counter()
-zero.model(*batch(words, rank, 0, 8, 64)).backward()
-adam.step()
-seconds = time.perf_counter() - begin
-share = model_states(zero, adam)["optimizer"]
-
-# %% tags=["nbval-check-output"]
-fastest = min(lab.pull("seconds"))
-print("every rank's step takes 0.42 s or more, not only rank 3's:", fastest >= 0.42)
-print("bytes of optimizer state on the 4 ranks:", lab.pull("share"))
-
-# %% [markdown]
-# All ranks are as slow as the slowest: backward's first reduction waits for rank 3's gradients, and no step ends before it.
-# All shards are equal, so the rank with the *least* memory decides what fits. To use unequal GPUs well, the slow one would
-# need fewer samples and a smaller shard, which this engine does not give it.
 #
 # ## On trial
 #
@@ -490,8 +425,9 @@ print("activations when forward returns, kB per token:", left_by)
 #
 # > "ZeRO balances GPUs with TPUs and FPGAs."
 #
-# **False.** As you measured: shards are equal, and everybody waits for the slowest. And all ranks call the same collectives of
-# one library (NCCL on NVIDIA's GPUs).
+# **False.** Shards and samples are equal. So every step lasts until the slowest rank's gradients are there, and the
+# rank with the least memory decides what fits: a slow one would need fewer samples, and one with little memory a
+# smaller shard. And all ranks call the same collectives of one library (NCCL on NVIDIA's GPUs).
 #
 # > "ZeRO cures fragmentation and memory bandwidth."
 #
@@ -500,9 +436,8 @@ print("activations when forward returns, kB per token:", left_by)
 # %% tags=["nbval-check-output"]
 found = {name: replay(line) for name, line in lab.pull("both", rank=0).items()}
 beyond = {name: ways.arena.size / ways.needed for name, ways in found.items()}
-more, lost = beyond["Zero3"] > beyond["DDP"], min(ways.lost for ways in found.values())
+more = beyond["Zero3"] > beyond["DDP"]
 print("stage 3 needs more addresses beyond its peak than DDP:", more)
-print("in both, holes hold more than 8 MB at some moment:", lost > 8e6)
 
 # %% [markdown]
 # **Verdict: false.** The stages cure *capacity*. Fragmentation is a matter of lifetimes, and parameters that are gathered and
@@ -514,8 +449,8 @@ print("in both, holes hold more than 8 MB at some moment:", lost > 8e6)
 #
 # 1. A run with ZeRO-3 on 64 GPUs is out of memory with a batch of 8 and fits with 4. Which two settings do you try first, and
 #    what does each cost?
-# 2. You checkpoint every block of a model with 64 layers. What is the peak of activations made of? Would checkpointing every
-#    second block be better?
+# 2. You checkpoint every block of a model with 64 layers. What is the peak of activations made of? Would it be better
+#    to checkpoint them in pairs, as one piece each?
 # 3. `nvidia-smi` shows 78 GB, torch says that 60 GB are allocated, and a request for 4 GB fails. What is going on?
 # 4. A model of 10 billion parameters on one GPU of 40 GB, bfloat16 with Adam: what does offload leave on the GPU, and with how
 #    many tokens a step would you run it?
@@ -526,13 +461,17 @@ print("in both, holes hold more than 8 MB at some moment:", lost > 8e6)
 # 1. Activation checkpointing: about a third more arithmetic, and a tenth of the activations remains here, less with more
 #    layers. A smaller micro-batch with accumulation: no more arithmetic, but smaller matrix products, and in stage 3 the
 #    gathers are repeated for every micro-batch.
-# 2. Of 64 inputs, and the 16 vectors of the one block that is computed again: 64 + 16 = 80 vectors per token instead of 1,024.
-#    With every second block as a pair, 32 + 32 = 64: less. The optimum is where both parts are equal, here at pairs of blocks.
-# 3. Fragmentation: 18 GB belong to the allocator, in holes of less than 4 GB. `expandable_segments:True`, reserving long
-#    lifetimes early, or the same sequence length in every step help.
-# 4. 2Ψ = 20 GB of parameters; masters, averages and gradients, 140 GB, are on the host. With one GPU per host the update
-#    costs as much as 3,000 tokens (by the numbers above) and the link as much as 5,000. So with eight thousand tokens a step,
-#    accumulated over micro-batches, about half of the time is compute, and with a hundred thousand more than nine tenths.
+# 2. Of 64 inputs, and the 16 vectors of the one block that is computed again: about 64 + 16 = 80 vectors per token
+#    instead of 1,024 (the input of that block is counted twice). In pairs, 32 + 32 = 64: less. The optimum is where
+#    both parts are equal, here at pairs of blocks.
+# 3. Fragmentation: up to 18 GB (less what CUDA itself takes, lesson 02) belong to the allocator, in holes of less
+#    than 4 GB. `expandable_segments:True`, reserving long lifetimes early, or the same sequence length in every step
+#    help.
+# 4. 2Ψ = 20 GB of parameters; masters, averages and gradients, 140 GB, are on the host. With one GPU per host the
+#    update costs as much as 3,000 tokens (by the numbers above), and the link as much as 2,700 each way. So take
+#    micro-batches as large as fit. Eight thousand tokens in one: about half of the time is compute. A hundred
+#    thousand in ten of them: gradients go down ten times, and three quarters are compute, more if the way down hides
+#    behind backward.
 
 # %%
 lab.stop()

@@ -409,15 +409,6 @@ QUESTIONS: dict[str, Question] = {
         },
     ),
     "13.1": Question(
-        "answers",
-        slips={
-            10 / 12: "Each image once would be right. Ten is no multiple of 4, and every rank gets equally many.",
-            8 / 12: "That is drop_last=True, which leaves two images out. By default the sampler fills up.",
-            40 / 12: "That is without a sampler: every rank would count all of them.",
-            3 / 12: "That is one rank: the four of them together.",
-        },
-    ),
-    "13.2": Question(
         "steps",
         slips={
             14 / 15: "The last batch of an epoch is smaller, and is a step as well: three steps an epoch, not 2.8.",
@@ -426,7 +417,7 @@ QUESTIONS: dict[str, Question] = {
             3 / 15: "That is one epoch.",
         },
     ),
-    "13.3": Question(
+    "13.2": Question(
         "bytes",
         psi=8_448,
         slips={

@@ -187,7 +187,8 @@ def train(model, data, stage, epochs, batch_size, make_optimizer, seed):
     """Train `model` on all ranks; return every step's loss, and the last accuracy.
 
     data: inputs (samples, channels, height, width) uint8, targets, validation_inputs,
-    validation_targets. model(images / 255) gives logits (samples, classes).
+    validation_targets. model(images / 255), which casts its input to its own dtype, gives
+    logits (samples, classes).
     Epoch e takes the samples in the order
     torch.randperm(n, generator=torch.Generator().manual_seed(seed + e)), batch_size of all
     ranks together in each step; the last step of an epoch may have fewer, and counts.

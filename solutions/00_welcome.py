@@ -33,15 +33,7 @@ print(f"I am rank {rank} of {world_size}, and my favourite number is {rank**2}")
 # %% [markdown]
 # If all ranks print the same line, you see it once. Variables stay on the ranks from cell to cell, as in any notebook.
 # `torch`, `rank` and `world_size` are defined from the start.
-
-# %%
-# %%ranks
-import torch.distributed as dist
-
-mine = torch.full((3,), float(rank + 1))
-print("this line is the same everywhere")
-
-# %% [markdown]
+#
 # ## They talk
 #
 # Ranks share no memory. They exchange tensors in *[collectives](../docs/glossary.md#collective)*: operations that all ranks call together. The best known
@@ -54,28 +46,29 @@ print("this line is the same everywhere")
 lab.predict("00.1", 10)
 
 # %%
-before = lab.pull("mine")  # a list of the four ranks' tensors, here in the notebook
-
-# %%
 # %%ranks
+import torch.distributed as dist
+
+mine = torch.full((3,), float(rank + 1))
+before = mine.tolist()
 dist.all_reduce(mine)
+after = mine.tolist()
 
 # %%
 from zerolab.lab import plots
 
-after = lab.pull("mine")
-lab.measured("00.1", after[0][0].item())
+before, after = lab.pull("before"), lab.pull("after")  # a list of the four ranks' values
+lab.measured("00.1", after[0][0])
 lab.reveal("00.1")
 
 # %%
 if lab.predicted("00.1"):
-    before, after = ([tensor.tolist() for tensor in tensors] for tensors in (before, after))
     plots.show(plots.before_after("all-reduce", before, after))
 
 # %% [markdown]
-# Your turn. Begin a cell with `%%ranks`, let each rank make a tensor that holds `rank + 1`, and print the *mean* over
-# the four ranks, the same on each. (An all-reduce gives you a sum. The gradients of four ranks are averaged this way
-# too.)
+# Your turn. Begin a cell with `%%ranks`, let each rank make a tensor `average` that holds `rank + 1`, and print the
+# *mean* over the four ranks, the same on each. It is 2.5. (An all-reduce gives you a sum. The gradients of four ranks
+# are averaged this way too.)
 
 # %%
 # %%ranks
@@ -102,7 +95,8 @@ if rank != 2:
 # %% [markdown]
 # The message says who waited for whom, and on which line. In a real run, this is a job that hangs until a timeout ends
 # it, by default after 10 minutes with NCCL and 30 with gloo, and leaves pages of errors from every rank. Here the ranks
-# first tell each other what they are about to call, so you always get a message like this one.
+# first tell each other what they are about to call, and the notebook tells them when one has finished the cell. So you
+# always get a message like this one.
 #
 # `lab.reset()` gives the ranks a fresh *[process group](../docs/glossary.md#process-group)*, which is what `torch.distributed` calls the ranks that meet.
 # Their variables are kept. After an ordinary mistake, such as a misspelt name, you don't need a reset. If the ranks
@@ -121,8 +115,9 @@ print("everyone is here, and mine still has shape", tuple(mine.shape))
 #
 # Train a model with Adam on four ranks in the plain way. This is *data parallelism*: each rank takes a quarter of the
 # batch. Each rank also holds everything: all parameters, all gradients and all of the optimizer's state. That is 16
-# bytes for every parameter, stored four times over. **[ZeRO](../docs/glossary.md#zero)** (*zero redundancy optimizer*) starts from the observation
-# that no rank needs all of it all the time. It splits one thing after another across the ranks:
+# bytes for every parameter (4 for itself, 4 for its gradient, 8 for the two numbers that Adam keeps), stored four times over.
+# **[ZeRO](../docs/glossary.md#zero)** (*zero redundancy optimizer*) starts from the observation that no rank needs
+# all of it all the time. It splits one thing after another across the ranks:
 #
 # | stage | class here | what each rank holds only a quarter of |
 # |---|---|---|
@@ -131,9 +126,8 @@ print("everyone is here, and mine still has shape", tuple(mine.shape))
 # | 2 | `Zero2` | optimizer state and gradients |
 # | 3 | `Zero3` | optimizer state, gradients and parameters |
 #
-# Adam keeps two numbers of 4 bytes for each parameter. For a model of 1 million parameters in 32-bit floats, the
-# parameters take 4 MB, the gradients 4 MB and Adam's state 8 MB. So in stage 0 each rank holds 16 MB. How many MB will
-# a rank hold in stage 3, on four ranks?
+# For a model of 1 million parameters in 32-bit floats, that is 16 MB in stage 0. How many MB will a rank hold in stage
+# 3, on four ranks?
 
 # %%
 lab.predict("00.2", 4)  # MB for 1 million parameters
@@ -175,9 +169,11 @@ if lab.predicted("00.2"):
 # %% [markdown]
 # ## Does your model fit?
 #
-# The same arithmetic works for any model and any GPU. Try the model you work with. When does stage 1 stop helping?
-# (The explorer starts in *bf16*: parameters and gradients in 16 bits, as large models are trained. With Adam that is
-# still 16 bytes per parameter, but more of them are optimizer state, as lesson 02 shows. You can switch to float32.)
+# The same arithmetic works for any model and any GPU. Try the model you work with. How small does stage 1
+# get with more and more GPUs? (Never below 4 bytes per parameter: parameters and gradients stay whole.) The explorer
+# starts in *bf16*: parameters and gradients in 16 bits, as large models are trained. With Adam that is still 16 bytes
+# per parameter, but more of them are optimizer state, as lesson 02 shows. In stage 3 this engine needs 14 of them, since
+# it makes the 16-bit weights anew when they are needed (lesson 08). You can switch to float32.
 #
 # *Activations*, what forward keeps for backward, come on top: here 10 GB of them, on every rank and in every stage.
 # Stage 3 also needs the full parameters of whatever it is computing at the moment, one *unit* at a time (a unit is a
@@ -203,19 +199,19 @@ if lab.predicted("00.2"):
 
 # %% [markdown]
 # **Verdict: true under a condition.** On four ranks, stage 2 holds 2.3 times less. Its parameters stay whole, at 4 of 16
-# bytes in float32 and 2 of 16 in bf16. So no number of ranks makes it more than 4 times in float32, or 8 in bf16. The
-# explorer's 64 ranks come to 16.6 GB instead of 120, which is 7.2 times less; with the 10 GB of activations, to 26.6 GB
-# instead of 130, 4.9 times less. "Up to" stands for conditions that the sentence does not name. Nearly every lesson puts a
-# claim on trial, and measures what decides it.
+# bytes in float32 and 2 of 16 in bf16. So no number of ranks makes it more than 4 times in float32, or 8 in bf16. "Up
+# to" stands for conditions that the sentence does not name. Nearly every lesson puts a claim on trial, and measures what
+# decides it.
 
 # %% [markdown]
 # ## What comes next
 #
-# A lesson takes an hour or so, and at most 75 minutes. You predict, you look, and you write at most 25 lines. A check runs them on 1, 2, 3
-# and 4 ranks and tells you *which* mistake it found. Your answers are files in `my/`, next to the notebooks, and no
-# update of the course overwrites them.
+# A lesson takes an hour or so, and at most 75 minutes. You predict, you look, and you write at most 25 lines at a time.
+# A check runs them on 1, 2, 3 and 4 ranks and tells you *which* mistake it found. Your answers are files in `my/`, next
+# to the notebooks, and no update of the course overwrites them.
 #
-# If you have half a day: lessons 00, 02 and 04. If you have a day: 00 to 07. `lab.progress()` shows where you are.
+# If you have half a day: lessons 00, 02 and 04, with the first sections of 01 and 03. If you have a day: 00 to 07.
+# `lab.progress()` shows where you are.
 
 # %%
 lab.progress()

@@ -4,9 +4,9 @@
 # **The question.** Sharded training has a reputation for size: the engine behind `Zero3` has some 5,000 lines
 # ([CONTRIBUTING](../CONTRIBUTING.md#what-to-read-first) counts them), and most are hooks, and what hooks have to know.
 # SimpleFSDP (arXiv 2411.00284) says that it takes one idea, which fits on a screen: *a parameter rests somewhere, and
-# gathering it is a redistribution that autograd can undo.* Is that all? Anyone who picks an engine should know what the
-# forty lines do, what they leave out, and which of the rest is worth having. And then the opposite question. Sharding
-# moves numbers and changes none of them, so everyone says. There is an optimizer in wide use for which that is wrong.
+# gathering it is a redistribution that autograd can undo.* What do the forty lines do, and what do they leave out? And
+# then the opposite question. Sharding moves numbers and changes none of them, so everyone says. There is an optimizer
+# in wide use for which that is wrong.
 
 # %%
 # %load_ext zerolab.lab
@@ -22,7 +22,6 @@ lab.push(folder=folder)
 
 # %% tags=["nbval-check-output"]
 # %%ranks
-import gc
 import inspect
 import weakref
 
@@ -33,7 +32,6 @@ from torch import nn
 from torch.nn.utils.parametrize import is_parametrized, register_parametrization
 from zerolab import lab
 from zerolab.lab import GPT, Block, batch, calls, saved, text
-from zerolab.measure import ledger, peak_of
 
 words = text()
 
@@ -55,7 +53,7 @@ print(f"Ψ = {psi:,} parameters")
 # - **replicated**: every rank has all of it;
 # - **sharded**: each rank has 1/N of it, and the shards end to end are the whole;
 # - **partial**: each rank has a tensor of full size, and the *sum* of all of them is meant, or the mean. Gradients are
-#   born like this: each rank has that of its own samples.
+#   born like this: each rank has the gradient of its own samples.
 #
 # To go from one to another is a **[redistribution](../docs/glossary.md#redistribution)**, and the three that send
 # anything are collectives you know:
@@ -66,7 +64,7 @@ print(f"Ψ = {psi:,} parameters")
 # | partial | sharded | reduce-scatter | (N-1)/N |
 # | partial | replicated | all-reduce | 2(N-1)/N |
 #
-# Forward computes with replicated parameters, always. So data parallelism is a choice of where a parameter *rests*, and
+# In data parallelism, forward always computes with replicated parameters. What differs is where a parameter *rests*, and
 # backward has to bring its gradient, which is partial, to the same place:
 #
 # | | parameter rests | forward | backward |
@@ -76,13 +74,13 @@ print(f"Ψ = {psi:,} parameters")
 # | hybrid | sharded in a node, replicated between nodes | all-gather in the node | reduce-scatter in the node, all-reduce between nodes |
 #
 # The third row contains the other two. With a *shard group* and a *replicate group*, ZeRO-3 has every rank in the first
-# and only itself in the second, and DDP the other way round. A collective in a group of one rank does nothing. So one
+# and only itself in the second, and DDP the other way round. A collective in a group of one rank sends nothing. So one
 # function with two groups is all three.
 #
 # torch has a place to put it. A **[parametrization](../docs/glossary.md#parametrization)**
 # (`torch.nn.utils.parametrize`) replaces `module.weight` by a function of what is kept: whoever reads `module.weight`
-# gets `forward(kept)`. The model's code stays as it is, and no hook is needed: forward reads the weight, autograd
-# records how it came about, and calls our backward when its gradient is there.
+# gets `forward(kept)`. No hook is needed: autograd records how the weight came about, and calls our backward when its
+# gradient is there.
 #
 # ## Predict
 #
@@ -114,10 +112,12 @@ lab.predict("20.2", 4 * (4 * 12 * 128**2 + 256 * 128 + 9 * 2 * 128))  # bytes
 lab.check("20.1")
 
 # %% [markdown]
-# ## Three placements
+# ## Three engines
 #
-# Four ranks can be one shard group, or one replicate group, or a mesh of 2 × 2. First one parameter of 8 elements,
-# whose gradient on rank r is r + 1 everywhere: what does each rank keep, and what comes back?
+# Four ranks can be one shard group, or one replicate group, or a mesh of 2 × 2. Only the groups differ. `shard` gives
+# every parameter of the model its parametrization, and the gradients are compared with those of one process that has
+# the samples of all four ranks.
+
 
 # %%
 # %%ranks
@@ -130,28 +130,8 @@ MESHES = {  # shard group, replicate group
     "ZeRO-3": (everyone, alone),
     "hybrid": (pairs[rank // 2], columns[rank % 2]),
 }
-placed = {}
-for way, mesh in MESHES.items():
-    made = MySharded(torch.Size([8]), *mesh)
-    kept = made.right_inverse(torch.arange(8.0)).requires_grad_()
-    full = made(kept)
-    full.backward(torch.full((8,), rank + 1.0))
-    assert torch.equal(full, torch.arange(8.0))
-    assert torch.all(kept.grad == (1 + 2 + 3 + 4) / 4)
-    placed[way] = [int(value) for value in kept], 4  # its gradient is the mean of 4
-
-# %%
-found = lab.pull("placed")
-ways = {way: [plots.Placed(*of[way]) for of in found] for way in found[0]}
-plots.show(plots.placements(ways, elements=8))
-
-# %% [markdown]
-# Only the groups differ. Now the whole model, with real text. `shard` gives every parameter its parametrization, and
-# the gradients are compared with those of one process that has the samples of all four ranks.
 
 
-# %%
-# %%ranks
 def shard(model, sharded, *mesh):
     for module in [*model.modules()]:
         for name, param in [*module.named_parameters(recurse=False)]:
@@ -202,30 +182,28 @@ lab.measured("20.1", table["ZeRO-3"][1])
 lab.reveal("20.1")
 lab.measured("20.2", table["ZeRO-3"][2])
 lab.reveal("20.2")
-print("Gather, Sharded and shard:", lab.pull("lines", rank=0), "lines")
+print("Gather, Sharded and shard:", lab.pull("lines", rank=0), "lines, docstrings included")
 
 # %% tags=["nbval-check-output"]
 if lab.predicted("20.1") and lab.predicted("20.2"):
-    for way, (holds, sent, _, same) in table.items():
-        print(f"{way:7} keeps {holds:9,} bytes of parameters, sends {sent:9,.0f};", end=" ")
-        print("gradients as of one process:", same)
-    gathered = table["ZeRO-3"][2]
-    print(f"ZeRO-3, when forward returns: {gathered:,} bytes gathered and still held")
+    for way, (holds, sent, gathered, same) in table.items():
+        print(f"{way:6} keeps {holds:9,} bytes of parameters, sends {sent:9,.0f};", end=" ")
+        print(f"after forward {gathered:9,} more; gradients as of one process: {same}")
 
 # %% [markdown]
-# One function, three engines, and the numbers of one process up to rounding (gloo's reduce-scatter adds in an order of its own). And look at
-# the bytes: sharded, this sends *exactly what DDP sends*, 2Ψ(N-1)/N, and not the 3Ψ of stage 3. What has been saved is
-# the second gather, and the second prediction says who pays: 95 % of the full parameters stay in memory from their
-# forward to their backward. This is FSDP2 with `reshard_after_forward=False`. Between steps it is ZeRO-3; in a step, at
-# its peak, it isn't.
+# One function, three engines, and the numbers of one process up to rounding (gloo's reduce-scatter adds in an order of
+# its own). Even the group of one rank makes a copy, which autograd keeps. And sharded, this sends *exactly what DDP
+# sends*, 2Ψ(N-1)/N, and not the 3Ψ of stage 3. (Each collective counts as a ring sends it. gloo's own reduce-scatter
+# writes twice that, as lesson 01 found.) What has been saved is the second gather, and the second prediction says who
+# pays: 95 % of the full parameters stay in memory from their forward to their backward. This is FSDP2 with
+# `reshard_after_forward=False`. Between steps it is ZeRO-3; in a step, at its peak, it isn't.
 #
 # ## Gather again
 #
 # To release a parameter after its forward, it must not be *kept*. Autograd lets us say what is kept in place of a
 # tensor: `saved_tensors_hooks(pack, unpack)`. Where it wants to keep a gathered parameter, `pack` gives it the shard
-# and how to gather, and in backward `unpack` gathers again. These two are a dozen lines, and they send the third Ψ. The
-# rest finds out which parameter a tensor belongs to: by its storage, since what autograd keeps may be a view, such as a
-# transposed matrix.
+# and how to gather, and in backward `unpack` gathers again. These two send the third Ψ. The rest finds out which
+# parameter a tensor belongs to: by its storage, since what autograd keeps may be a view, such as a transposed matrix.
 
 
 # %%
@@ -263,7 +241,7 @@ class Releases(nn.Module):
             return made(shard).as_strided(*place)
 
     def forward(self, *args):
-        self.kept.clear()
+        self.kept.clear(), Again.made.clear()
         with saved_tensors_hooks(self.pack, self.unpack):
             return self.model(*args)
 
@@ -271,15 +249,20 @@ class Releases(nn.Module):
 releases = Releases(shard(make_model(), Again, *MESHES["ZeRO-3"]))
 releases(x, y).backward()
 same_again = far_from_one(releases.model) < 1e-5
+gathered = {"DDP": 0, "forty lines": table["ZeRO-3"][2]}  # and still held after forward
+gathered["gather again"] = sum(releases.kept.values()) - activations
 
 # %% [markdown]
-# Beside it, the engine's `Zero3` and `DDP`, with a unit for each block: what is held when forward returns, the bytes,
-# the collectives, and the peak of a step with AdamW on rank 0, from the allocator.
+# Beside it, the engine's `Zero3` and `DDP`, with a unit for each block. (`observed` measures a step with AdamW; its peak,
+# on rank 0, is the allocator's.)
 
 
 # %%
 # %%ranks
-def built(way):
+from zerolab.lab import observed
+
+
+def built(way):  # the engine, if there is one, and what to call
     if way in ("DDP", "Zero3"):
         zero = getattr(zerolab, way)(make_model(), units=[Block])
         return zero, zero.model
@@ -288,46 +271,14 @@ def built(way):
     return None, Releases(shard(make_model(), Again, *MESHES["ZeRO-3"]))
 
 
-def observe(way):
-    seen = {}
-
-    def build():  # and measure a first step
-        zero, model = built(way)
-        adam = torch.optim.AdamW(model.parameters(), lr=1e-3, foreach=False)
-        seen["holds"] = sum(zerolab.to_local(param).nbytes for param in model.parameters())
-        with ledger(zero) if zero else calls() as book:
-            if way == "forty lines":
-                with saved(model) as kept:
-                    loss = model(x, y)
-                gathered = kept.now - activations
-            else:
-                loss = model(x, y)
-                gathered = 0
-            if way == "gather again":
-                gathered = sum(model.kept.values()) - activations
-            elif way == "Zero3":
-                gathered = sum(unit.full.untyped_storage().nbytes() for unit in zero.units)
-            loss.backward()
-        number = sum(not call.control for call in book.calls) if zero else len(book.calls)
-        seen.update(gathered=gathered, calls=number, sent=book.moved if zero else book.sent)
-
-        def step():
-            adam.step()
-            adam.zero_grad()
-            model(x, y).backward()
-
-        return step
-
-    gc.collect()  # or what is freed in the meantime would be taken off the peak
-    if rank == 0:
-        seen["peak"] = peak_of(build, torch.device("cpu"), steps=1)
-    else:
-        build()()
-    return seen
-
-
+zero, model = built("Zero3")
+loss = model(x, y)
+gathered["Zero3"] = sum(unit.full.untyped_storage().nbytes() for unit in zero.units)
+loss.backward()
 WAYS = "DDP", "forty lines", "gather again", "Zero3"
-seen = {way: observe(way) for way in WAYS}
+seen = {
+    way: observed.observe(built, way, x, y) | {"gathered": gathered[way]} for way in WAYS
+}
 
 # %%
 seen, bars = lab.pull("seen", rank=0), {}
@@ -349,16 +300,14 @@ if lab.predicted("20.2"):
     assert all(lab.pull("same_again"))
 
 # %% [markdown]
-# "Gather again" keeps nothing that it has gathered: autograd holds the same bytes as in one process. It sends
-# 85 kB more than `Zero3`, whose root unit stays gathered (those 0.3 MB): the head and the last norm, which belong to the
-# root, are gathered twice here, and the blocks' biases only once, since backward never asks for them. The peak falls by less than was gathered, because it moves into backward, where gloo copies the lists that
-# it is given. (The peaks of the forty lines vary from run to run by up to a megabyte: gloo's threads let go of memory a
-# moment late.)
+# "Gather again" keeps nothing that it has gathered. It sends 85 kB more than `Zero3`, whose root unit stays gathered
+# (those 0.3 MB): the head and the last norm, which belong to the root, are gathered twice here, and the blocks' biases
+# only once, since backward never asks for them. The peak falls by less than was gathered; how much varies from run to
+# run by up to a megabyte, as gloo's threads let go of memory a moment late.
 #
 # The bill is in the column of collectives: three or four for every parameter (one is the all-reduce in a group of one
-# rank), and each is waited for where it is made. A ring passes its message on N - 1 times, however short it is (lesson
-# 03 measured what that costs). `Zero3` needs 14, and starts a gather while the block before is still computing (lesson
-# 09). Nothing in the forty lines knows which parameter comes next.
+# rank), and each is waited for where it is made. `Zero3` needs 14, and starts a gather while the block before is still
+# computing (lesson 09). Nothing in the forty lines knows which parameter comes next.
 #
 # ## What autograd does not see
 #
@@ -399,11 +348,9 @@ for way, told in lab.pull("said", rank=0).items():
 
 # %% [markdown]
 # Rank 0 gathers the weight of expert 0 while rank 1 gathers that of expert 1. The calls fit, and each gets half of the
-# one and half of the other. Nobody is told. (With experts of different shapes, gloo would abort a rank or hand it a
-# wrong tensor.) In backward it is the same with a parameter that one rank didn't use: its reduce-scatter meets
-# another's.
-# `Zero3` knows the units and their order, so it can compare what the ranks do, and refuse. That is a good part of its
-# lines.
+# one and half of the other. Nobody is told. In backward it is the same with a parameter that one rank didn't use: its
+# reduce-scatter meets another's. `Zero3` knows the units and their order, so it can compare what the ranks do, and
+# refuse. That is a good part of its lines.
 #
 # ## The same, by torch
 #
@@ -424,7 +371,6 @@ PLACEMENTS = {
     "DDP": (flat_mesh, [Replicate()]),
     "ZeRO-3": (flat_mesh, [Shard(0)]),
     "hybrid": (mesh_2x2, [Replicate(), Shard(0)]),
-    "hybrid, turned": (mesh_2x2, [Shard(0), Replicate()]),
 }
 
 
@@ -458,75 +404,32 @@ for way, (mesh, placements) in PLACEMENTS.items():
 # %% tags=["nbval-check-output"]
 if lab.predicted("20.1"):
     for way, (sent, number, same) in lab.pull("by_torch", rank=0).items():
-        print(f"{way:14} sends {sent:9,.0f} bytes in {number} calls;", end=" ")
+        print(f"{way:6} sends {sent:9,.0f} bytes in {number:3} calls;", end=" ")
         print("gradients as of one process:", same)
 
 # %% [markdown]
 # The same bytes as yours, but for one row. In torch 2.13 a DTensor is redistributed along one dimension of the mesh
 # after the other, from the left: with `[Replicate(), Shard(0)]` it all-reduces the *whole* gradient between the
-# replicas, and then scatters it. Turn the mesh, and the reduce-scatter comes first. (It also leaves out collectives of
-# a single rank. And a DTensor is cut by *rows*, dimension 0, where yours is flat. Remember that.)
+# replicas, and then reduce-scatters it. (It also leaves out collectives of a single rank. And a DTensor is cut by
+# *rows*, dimension 0, where yours is flat. Remember that.)
 #
 # ## A compiler can read it
 #
 # Hooks are Python that runs *between* operations, and there a compiled graph has to end. A redistribution is
-# operations, and they are in the graph. So the compiler sees what hooks have to guess: every collective of a step, its
-# size, and all that is computed between it and its use. It may move them and merge them. Here torch captures a small
-# GPT on two ranks as one graph, and its own pass puts the collectives into buckets of a quarter of a megabyte. Then the
-# same GPT with `Zero3`. (This cell takes a while. You need not follow it: most of it asks torch for the graph, counts its
-# collectives, and lets the pass merge them.)
+# operations, and they are in the graph. So the compiler sees what hooks have to guess: every collective of a step, and
+# all that is computed between it and its use. It may move them and merge them. Here torch captures a small GPT on two
+# ranks as one graph, and its own pass puts the collectives into buckets of a quarter of a megabyte. Then the same GPT
+# with `Zero3`. (This cell takes a while.)
 
 
 # %%
 # %%ranks 0,1
-from functorch.compile import make_boxed_func
-from torch._dynamo.backends.common import aot_autograd
-from torch._inductor.fx_passes import bucketing
-from torch._inductor.pattern_matcher import stable_topological_sort
-
-counts = {"forward": [], "backward": []}
-
-
-def collectives(graph):
-    named = (str(node.target) for node in graph.graph.nodes)
-    return sum("c10d" in name and "wait_tensor" not in name for name in named)
-
-
-def compiler(direction, bucket):
-    def compile_it(graph, inputs):
-        counts[direction].append(collectives(graph))
-        bucket(graph, lambda number: 0.25)  # MB
-        stable_topological_sort(graph.graph)
-        counts[direction].append(collectives(graph))
-        graph.recompile()
-        return make_boxed_func(graph.forward)
-
-    return compile_it
-
+from zerolab.lab import compiled
 
 small = place(make_model(layers=2, width=64), of_two, [Shard(0)])
-small(x, y).backward()
-eager = [param.grad.to_local().clone() for param in small.parameters()]
-small.zero_grad()
-backend = aot_autograd(
-    fw_compiler=compiler("forward", bucketing.bucket_all_gather),
-    bw_compiler=compiler("backward", bucketing.bucket_reduce_scatter),
-)
-torch.compile(small, backend=backend, fullgraph=True)(x, y).backward()
-compiled = [param.grad.to_local() for param in small.parameters()]
-same_compiled = all(map(torch.equal, eager, compiled))
-usual = bucketing.bucket_cap_mb_by_bucket_idx_default(0)
-
-graphs = []
+counts, same_compiled, usual = compiled.merged(small, x, y)
 zero = zerolab.Zero3(make_model(layers=2, width=64), units=[Block], group=pairs[0])
-
-
-def kept_as_it_is(graph, inputs):
-    graphs.append(collectives(graph))
-    return graph.forward
-
-
-torch.compile(zero.model, backend=kept_as_it_is)(x, y).backward()
+graphs = compiled.pieces(zero.model, x, y)
 
 # %%
 counts = lab.pull("counts", rank=0)
@@ -543,15 +446,15 @@ assert len(graphs) > 1 and sum(graphs) == 0
 # One graph for forward, one for backward, where `Zero3` leaves the compiler pieces without a collective. And torch's
 # pass turned one collective for each parameter into a few large ones: the units of our engine, found by a program. How
 # large? torch's own limit is 2,000 MB, which here is one bucket of everything: one message, and all parameters full at
-# once, so what ZeRO-3 saves is gone. The paper's pass chooses by what it estimates that a collective and the computing
-# before it take. What that is worth shows on GPUs only. The paper reports, with Llama 3 up to 405B on torchtitan, up to
-# 28.54 % less memory and up to 68.67 % more throughput than FSDP2 without a compiler (arXiv 2411.00284, abstract); here
-# nothing can be said, because the cores that would compute meanwhile are those that send (lesson 09).
+# once, so at the peak ZeRO-3 saves no more than ZeRO-2. What a better choice is worth shows on GPUs only: here the cores
+# that would compute meanwhile are those that send (lesson 09). The paper reports, with Llama 3 up to 405B and together
+# with other techniques of distributed training, up to 28.54 % less memory and up to 68.67 % more throughput than FSDP2
+# without a compiler (arXiv 2411.00284, abstract).
 #
 # | | forty lines and a compiler | hooks |
 # |---|---|---|
 # | sees | the whole step, before it runs | what has happened so far |
-# | memory | decides what to keep or gather again; needs the recomputation *marked* (SimpleFSDP: selective checkpointing) | releases a storage that autograd still points to |
+# | memory | keeps what it gathered, unless the recomputation is *marked* (SimpleFSDP: selective checkpointing) | releases a storage that autograd still points to |
 # | buckets, prefetch | merges and moves collectives in the graph | units, and the order of the step before |
 # | what varies: routing, unused parameters | another graph, and on each rank its own; nothing compares them | compares the ranks, and says who differs |
 # | cost | compiling, again for each new shape | host time in every step |
@@ -560,9 +463,9 @@ assert len(graphs) > 1 and sum(graphs) == 0
 #
 # So far a cut could lie anywhere, because AdamW updates each element from its own gradient. Now let Adam's two averages
 # be stored in 8 bits instead of 32, by block-wise **[quantisation](../docs/glossary.md#quantisation)** (Dettmers et
-# al., arXiv 2110.02861). A number in -127 ... 127 is too coarse for a whole tensor, in which one large value would
-# round all others to 0. So a tensor is cut into **blocks**, here of 256 elements, each with a scale of its own: the
-# block's largest absolute value becomes 127. The paper's codes are not evenly spaced, and ours are, for brevity.
+# al., arXiv 2110.02861). In -127 ... 127 one large value would round all others to 0. So a tensor is cut into
+# **blocks**, here of 256 elements, each with a scale of its own: the block's largest absolute value becomes 127. (The
+# paper's codes are not evenly spaced.)
 #
 # How many bytes of optimizer state does a parameter cost? (It was 8. A scale is a float32.)
 
@@ -570,7 +473,7 @@ assert len(graphs) > 1 and sum(graphs) == 0
 lab.predict("20.3", 2 * (1 + 4 / 256))  # bytes per parameter
 
 # %% [markdown]
-# ## Write: blocks, and where to cut
+# ## Write: where to cut
 #
 # Now shard it. The parameters of a model lie end to end in a flat storage, and blocks are counted within each
 # parameter, from its own first element. With equal shards a border falls anywhere, into the middle of a block. What a
@@ -584,15 +487,27 @@ lab.predict("20.3", 2 * (1 + 4 / 256))  # bytes per parameter
 lab.check("20.2")
 
 # %% [markdown]
-# And the optimizer, in thirty lines. It stores the root of the second average: its range is narrower. Where that root
-# was rounded to 0 and the gradient is small, m / root has no bound, so `clamp` lets no element move by more than the
-# learning rate.
+# And the optimizer, in thirty lines with its `quantise`. It stores the root of the second average: its range is
+# narrower. Where that root was rounded to 0 and the gradient is small, m / root has no bound, so `clamp` lets no
+# element move by more than the learning rate.
 
 
 # %%
 # %%ranks
-quantise, dequantise = lab.mine("20.2", "quantise"), lab.mine("20.2", "dequantise")
-cuts = lab.mine("20.2", "cuts")
+import torch.nn.functional as F
+
+cuts = lab.mine("20.2")
+
+
+def quantise(x, block):  # (n,) -> codes (n,), and a scale for each block
+    rows = F.pad(x, (0, -x.numel() % block)).view(-1, block)
+    scales = rows.abs().amax(dim=1) / 127
+    codes = (rows / torch.where(scales > 0, scales, 1.0)[:, None]).round().to(torch.int8)
+    return codes.flatten()[: x.numel()], scales
+
+
+def dequantise(codes, scales, block):
+    return codes.float() * scales.repeat_interleave(block)[: codes.numel()]
 
 
 class Adam8(torch.optim.Optimizer):
@@ -625,33 +540,21 @@ def small_model():
     return make_model(layers=2, width=64)
 
 
-losses, state_bytes = {}, 0
-for name in ("8 bits", "32 bits") if rank == 0 else ():
-    model = small_model()
-    way = {"8 bits": Adam8, "32 bits": torch.optim.Adam}[name]
-    adam = way(model.parameters(), lr=1e-3, betas=(0.9, 0.95))
-    losses[name] = []
-    for number in range(60):
-        loss = model(*batch(words, 0, number, 4, 64))
-        loss.backward()
-        adam.step()
-        adam.zero_grad()
-        losses[name].append(loss.item())
-    if name == "8 bits":
-        for state in adam.state.values():
-            state_bytes += sum(value.nbytes for key, value in state.items() if key != "t")
+model = small_model()
+adam, state_bytes = Adam8(model.parameters()), 0
+model(x, y).backward()
+adam.step()
+for state in adam.state.values():
+    state_bytes += sum(value.nbytes for key, value in state.items() if key != "t")
 small_psi = sum(param.numel() for param in small_model().parameters())
 
 # %%
 lab.measured("20.3", lab.pull("state_bytes", rank=0) / lab.pull("small_psi", rank=0))
 lab.reveal("20.3")
-subtitle = "a GPT of 2 blocks of width 64, one process, the same batches"
-losses = lab.pull("losses", rank=0)
-plots.show(plots.curves(losses, "Adam with 8 bits, and with 32", subtitle, "loss"))
 
 # %% [markdown]
-# A quarter of the bytes, and with this model and 60 steps the same curve. Now on 2 and 3 ranks. `Ragged` is ZeRO-1
-# with borders that may lie anywhere: a rank updates its pieces of the parameters, and sends them to the others.
+# A quarter of the bytes. Now on 2 and 3 ranks. `Ragged` is ZeRO-1 with borders that may lie anywhere: a rank updates its
+# pieces of the parameters, and sends them to the others.
 
 
 # %%
@@ -718,17 +621,14 @@ for N, group in groups.items():
     for name in ("equal shards", "cut between blocks") if rank < N else ():
         one_process, ours = by_one_process(N), sharded_by(borders_of[N][name], group)
         others = sum(int((a != b).sum()) for a, b in zip(one_process, ours))
-        trial.append((N, name, borders_of[N][name], others))
-
-# %% tags=["nbval-check-output"]
-for N, name, borders, others in lab.pull("trial", rank=0):
-    print(f"{N} ranks, {name:18} {borders}: one process's, bit for bit: {others == 0}")
+        trial.append((N, name, others))
 
 # %%
 import itertools
 
-for N, name, _, others in lab.pull("trial", rank=0):
+for N, name, others in lab.pull("trial", rank=0):
     print(f"{N} ranks, {name:18} {others:7,} parameters differ")
+    assert (others == 0) == (name == "cut between blocks")
 ways = {}
 for name, borders in lab.pull("borders_of", rank=0)[3].items():
     lengths = [b - a for a, b in itertools.pairwise(borders)]
@@ -737,35 +637,38 @@ plots.show(plots.shard_map(ways, ranks=3))
 
 # %% [markdown]
 # One or two borders in the middle of a block, and after four steps most parameters differ: a border moves all
-# blocks behind it in its parameter, and the next forward carries the difference everywhere. None of these numbers is
-# *wrong*, and the loss will not complain. But the run depends on how many ranks it has, and a checkpoint of codes and
-# scales from 3 ranks is no state at all for 2. Cut between blocks, every rank count gives the bits of one process, and
-# a shard differs from an equal share by less than a block: too little to be seen in the first two rows of the picture.
-# (The comparison is bit for bit because `zerolab.DDP` adds gradients in the order of the ranks, as one process does.)
+# blocks behind it in its parameter, and the next forward carries the difference everywhere. This is Adam with other
+# blocks, and the loss will not complain. But the run depends on how many ranks it has, and a checkpoint of codes and
+# scales from 3 ranks is no state at all for 2. Cut between blocks, every rank count gives the bits of one process (since
+# `zerolab.DDP` adds gradients in the order of the ranks, as one process does), and a shard differs from an equal share
+# by less than a block: too little to be seen in the first two rows of the picture.
 #
 # So a layout has a **[granularity](../docs/glossary.md#granularity)**: the number of elements that must stay together.
-# For AdamW it is 1, for this Adam 256. For Muon, which orthogonalises matrices, it is a whole parameter (lesson 18),
-# and then the last row of the picture is the best there is. Block-wise formats of *weights*, such as tiles of 128 ×
-# 128, want whole groups of rows.
+# For AdamW it is 1, for this Adam 256. For Muon, which orthogonalises matrices, it is a whole parameter (lesson 04): the
+# last row of the picture, as long as parameters stay in order. `OwnerOptimizer` may deal them out in any order, and
+# comes closer to even shares. Block-wise formats of *weights*, such as tiles of 128 × 128, want whole groups of rows.
 #
 # And the course's engine? Its layout takes a granularity, and the optimizer has to be declared: what is a block, and
-# which of its state is per block. What happens if it isn't? And what does another number of ranks read from a checkpoint?
-# Try it:
+# which of its state is per block. What happens if it isn't? And what does another number of ranks read from a
+# checkpoint?
 
 # %%
 # %%ranks
 group, told, scales = groups[3], {}, {}
 
 
-def scales_of(model, adam):  # this rank's, and the dtype of the codes
-    kept = {name: adam.state[param] for name, param in model.named_parameters()}
-    return {n: (zerolab.to_local(s["m_scale"]), s["m"].dtype) for n, s in kept.items() if s}
+def scales_of(model, adam):  # this rank's, of the first average
+    states = [adam.state[param] for param in model.parameters() if adam.state[param]]
+    assert all(state["m"].dtype == torch.int8 for state in states)
+    return [
+        scale for state in states for scale in zerolab.to_local(state["m_scale"]).tolist()
+    ]
 
 
-def in_zero3(make, **options):
+def in_zero3(**options):
     model = small_model()
     zero = zerolab.Zero3(model, units=[Block], group=group, **options)
-    adam = make(model.parameters())
+    adam = Adam8(model.parameters())
     for number in range(4):
         model(*batch(words, rank, number, 2, 64)).backward()
         adam.step()
@@ -778,53 +681,43 @@ def in_zero3(make, **options):
     return "one process's bits: " + str(all(map(torch.equal, ours, one_process)))
 
 
+one_process = by_one_process(3)
 if rank < 3:
     try:
-        in_zero3(Adam8)
+        in_zero3()
     except RuntimeError as error:
         told["Adam8"] = str(error).split(". ")[0]
-    told["OwnerOptimizer"] = in_zero3(lambda params: zerolab.OwnerOptimizer(params, Adam8))
     zerolab.declare_blockwise(Adam8, 256, per_block=["m_scale", "root_scale"])
-    told["granularity=256"] = in_zero3(Adam8, granularity=256)
+    told["granularity=256"] = in_zero3(granularity=256)
 if rank < 2:
     model = small_model()
     zero = zerolab.Zero3(model, units=[Block], group=groups[2], granularity=256)
     adam = Adam8(model.parameters())
     zerolab.load(f"{folder}/three", zero, adam)
     scales[2] = scales_of(model, adam)
-if rank < 3:
-    zerolab.declare_elementwise(Adam8)  # which it is not
-    told["declared elementwise"] = in_zero3(Adam8)
 
 # %% tags=["nbval-check-output"]
 for way, said in lab.pull("told", rank=0).items():
     print(f"{way}: {said}")
 
-of_ranks, whole = lab.pull("scales"), {2: {}, 3: {}}
-for N, parts in whole.items():
-    for of_rank in of_ranks[:N]:
-        for name, (part, _) in of_rank[N].items():
-            parts[name] = parts.get(name, []) + part.tolist()
-codes = {dtype for of_rank in of_ranks[:2] for _, dtype in of_rank[2].values()}
-same = whole[2] == whole[3]
-print(f"scales saved by 3 ranks and loaded by 2: equal: {same}, codes: {codes}")
+of_ranks = lab.pull("scales")
+found = {N: sorted(scale for of in of_ranks[:N] for scale in of[N]) for N in (2, 3)}
+print("scales saved by 3 ranks and loaded by 2: equal:", found[2] == found[3])
 
 # %% [markdown]
-# Undeclared, it is refused, instead of silently training another model. `OwnerOptimizer` gives each parameter one
-# owner, which sees all of it: right, but each owner's parameters travel to it and back, and a parameter is the smallest thing
-# that can be owned. With a granularity nothing travels, at the price of padding: less than a block for each parameter,
-# less than a block for each rank and unit. Codes and scales of 3 ranks are cut anew for 2 and stay what they are, in 8
-# bits. A promise that isn't true buys the same wrong numbers as equal shards.
+# Undeclared, it is refused, instead of silently training another model. With a granularity nothing more travels than
+# without, at the price of padding: less than a block for each parameter, less than a block for each rank and unit. The
+# scales of 3 ranks are cut anew for 2 and stay what they are, and the codes stay in 8 bits. (`OwnerOptimizer` needs no
+# declaration, since an owner sees all of its parameter. But gradients and parameters travel to the owner, and parameters
+# back.)
 #
 # ## In production
 #
 # FSDP2's DTensors are cut evenly by rows, `Shard(0)`: a border between two rows may be the middle of a block as well.
 # **RaggedShard** (veScale-FSDP, arXiv 2602.22437) makes `cuts` a placement: a DTensor in units of a chosen granularity,
-# with uneven shards, and a planner that arranges parameters in a buffer so that collectives need no copies. Its
-# abstract reports 5 to 66 % more throughput and 16 to 30 % less memory than other systems, on GPUs; here one can
-# test the numbers, not the speed. bitsandbytes has the 8-bit Adam in wide use. It leaves tensors of fewer than 4,096
-# elements in 32 bits (its documentation, 0.50.1), and of a sharded parameter it sees a rank's part: one more thing that
-# may change with the number of ranks. Before you combine the two, ask where the borders lie.
+# with uneven shards. bitsandbytes has the 8-bit Adam in wide use. It leaves tensors of fewer than 4,096 elements in 32
+# bits (its documentation, 0.50.1), and of a sharded parameter it sees a rank's part: one more thing that may change
+# with the number of ranks. Before you combine the two, ask where the borders lie.
 #
 # ## Questions
 #
@@ -844,8 +737,8 @@ print(f"scales saved by 3 ranks and loaded by 2: equal: {same}, codes: {codes}")
 # 2. Stage 3 gathers again in backward. Here autograd has kept the full parameter since forward: the peak pays.
 # 3. Each gathers a mixture, half of the one expert and half of the other, without an error: calls of one shape fit. An
 #    engine that knows which unit is gathered can refuse.
-# 4. It sees every collective and all computing between, so it can merge them and move them ahead without hints, and
-#    decide what to keep. A larger bucket has fewer messages, and more full parameters alive at once.
+# 4. It sees every collective and all computing between, so it can merge them and move them ahead without hints. A
+#    larger bucket has fewer messages, and more full parameters alive at once.
 # 5. AdamW updates an element from its own gradient, wherever it is. A block's scale depends on all its elements, and a
 #    border within it makes other blocks, so other roundings.
 # 6. A border moves back by less than g elements, so a shard differs from an equal one by less than g. It matters when g

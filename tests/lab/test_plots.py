@@ -18,8 +18,6 @@ from matplotlib.backends.backend_agg import FigureCanvasAgg
 from PIL import Image, ImageChops
 
 import zerolab
-from zerolab.lab.exercises.battery import load
-from zerolab.lab.exercises.catalogue import EXERCISES
 from zerolab.lab.lessons.lesson10.arena import replay
 from zerolab.lab.lessons.lesson15.compared import three_ways
 from zerolab.lab.lessons.lesson15.pipeline import Paced, Pipeline
@@ -474,33 +472,6 @@ def test_who_computes_what(tmp_path):
     )
     with pytest.raises(ValueError, match="nothing was computed"):
         plots.who_computes_what({"samples": []})
-
-
-def gathered_and_scattered():
-    """Which of 4 elements this rank keeps, and of how many ranks their gradient is the mean, sharded and replicated."""
-    rank, alone = dist.get_rank(), [dist.new_group([each]) for each in range(2)][dist.get_rank()]
-    made = load(EXERCISES["20.1"].reference, "<20.1>", "ex_20_1")
-    found = {}
-    for way, mesh in {"ZeRO-3": (dist.group.WORLD, alone), "DDP": (alone, dist.group.WORLD)}.items():
-        sharded = made.Sharded(torch.Size([4]), *mesh)
-        kept = sharded.right_inverse(torch.arange(4.0)).requires_grad_()
-        sharded(kept).backward(torch.full((4,), rank + 1.0))
-        assert torch.all(kept.grad == (1 + 2) / 2)
-        found[way] = plots.Placed([int(value) for value in kept], 2)
-    return found
-
-
-def test_placements(ranks, tmp_path):
-    found = ranks.run(gathered_and_scattered, ranks=2)
-    figure, sentence = plots.placements({way: [of[way] for of in found] for way in found[0]}, elements=4)
-    save(figure, tmp_path)
-    assert sentence == (
-        "ZeRO-3: a rank keeps 2 of 4 elements, each gradient the mean of 2; "
-        "DDP: a rank keeps 4 of 4 elements, each gradient the mean of 2."
-    )
-    assert [axes.get_title(loc="left") for axes in figure.axes] == ["ZeRO-3", "DDP"]
-    with pytest.raises(ValueError, match="no placements"):
-        plots.placements({}, elements=4)
 
 
 def test_membership(tmp_path):

@@ -46,8 +46,9 @@ _HOME = {
     "zerolab.lab.lessons.lesson10.moment": ("Moment",),
     "zerolab.lab.lessons.lesson10.steps": ("OnDevice", "RunBy", "train_sharded"),
     "zerolab.lab.lessons.lesson09.recorded": ("Recorded",),
-    "zerolab.lab.lessons.lesson11": ("crash",),  # these two are modules
+    "zerolab.lab.lessons.lesson11": ("crash",),  # these are modules
     "zerolab.lab.lessons.lesson18": ("production",),
+    "zerolab.lab.lessons.lesson20": ("compiled", "observed"),
     "zerolab.lab.lessons.lesson22.ring": ("ring_gradients", "seen"),
     "zerolab.lab.lessons.lesson14.hugging_face": ("bert_and_gpt2",),
     "zerolab.lab.lessons.lesson15.pipeline": ("Pipeline",),

@@ -21,7 +21,6 @@ from zerolab.lab.plots.memory import memory_plan
 from zerolab.lab.plots.overlap import gantt
 from zerolab.lab.plots.page import png, show
 from zerolab.lab.plots.pipeline import bubble, in_flight, pipeline_runs
-from zerolab.lab.plots.placed import Placed, placements
 from zerolab.lab.plots.reads import who_reads_what
 from zerolab.lab.plots.ring import ring_against_root
 from zerolab.lab.plots.scrubber import moment_picture
@@ -45,7 +44,6 @@ __all__ = [
     "Cost",
     "Phase",
     "Piece",
-    "Placed",
     "address_map",
     "attention_map",
     "bands",
@@ -71,7 +69,6 @@ __all__ = [
     "moment_picture",
     "number_line",
     "pipeline_runs",
-    "placements",
     "png",
     "reproduced",
     "ring_against_root",

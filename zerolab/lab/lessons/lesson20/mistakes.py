@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from zerolab.lab.exercises.mistakes import Mistake, edit
-from zerolab.lab.lessons.lesson20 import GATHER, QUANTISE
+from zerolab.lab.lessons.lesson20 import CUT, GATHER
 
 # ---------------------------------------------------------------------- 20.1
 
@@ -399,23 +399,8 @@ GATHER_MISTAKES = {
 
 # ---------------------------------------------------------------------- 20.2
 
-QUANTISE_BY_LOOPS = """\
+CUTS_BY_BISECTION = """\
 from bisect import bisect_right
-
-import torch
-
-
-def quantise(x, block):
-    codes, scales = [], []
-    for part in x.reshape(-1).split(block):
-        scale = part.abs().max() / 127
-        codes.append((part / scale).round() if scale > 0 else torch.zeros_like(part))
-        scales.append(scale)
-    return torch.cat(codes).to(torch.int8), torch.stack(scales)
-
-
-def dequantise(codes, scales, block):
-    return torch.cat([part * scale for part, scale in zip(codes.split(block), scales)])
 
 
 def cuts(sizes, ranks, block):
@@ -427,22 +412,7 @@ def cuts(sizes, ranks, block):
     return [ends[bisect_right(ends, r * total // ranks) - 1] for r in range(ranks + 1)]
 """
 
-QUANTISE_BY_NUMBERS = """\
-import torch
-
-
-def quantise(x, block):
-    flat = x.flatten()
-    number = torch.arange(len(flat)) // block
-    largest = torch.zeros(-(-len(flat) // block)).scatter_reduce(0, number, flat.abs(), "amax")
-    codes = torch.nan_to_num(flat * 127 / largest[number], nan=0.0)
-    return torch.round(codes).char(), largest / 127
-
-
-def dequantise(codes, scales, block):
-    return scales[torch.arange(len(codes)) // block] * codes
-
-
+CUTS_BY_COUNTING = """\
 def cuts(sizes, ranks, block):
     total, cut = sum(sizes), []
     for r in range(ranks):
@@ -457,16 +427,6 @@ def cuts(sizes, ranks, block):
     return [*cut, total]
 """
 
-ONE_SCALE = (
-    "one scale for all of `x`: each block of `block` elements has its own, or one large value rounds all others to 0"
-)
-SIGNS = "the largest value was taken, and not the largest absolute value: a block whose largest is negative overflows"
-RANGE = "the largest absolute value becomes the code 127: at 128 int8 wraps around to -128"
-ROUNDS = "cut off and not rounded: every code is too near to 0, and so is the average over many steps"
-LENGTH = "as many codes as elements: the padding of the last block is cut off again"
-BY_BLOCK = (
-    "each scale belongs to `block` elements in a row: repeat_interleave, and not repeat, which deals them out in turn"
-)
 FROM_THE_START = (
     "blocks were counted from the beginning of all parameters: those of a parameter begin at its own first element"
 )
@@ -480,9 +440,6 @@ ROUNDED_UP = (
     "the equal share was rounded up, and so a border behind it was taken: compare with r * start / ranks itself"
 )
 FROM_THE_LAST = "each share is counted from 0, r * sum(sizes) / ranks: counted from the border before, the moves add up"
-WITHOUT_127 = (
-    "the scale lacks its 127: it is the largest absolute value / 127, so that a code times its scale is the value"
-)
 SHORT = "the end of a parameter is the end of a block too, even of a short one"
 _ENDS = "        ends += [start + min(end, size) for end in range(block, size + block, block)]\n"
 _LAST = "max(end for end in ends if end <= share)"
@@ -492,149 +449,52 @@ _CUT = (
     "        cut.append(max(end for end in ends if end <= cut[-1] + {}))\n    return cut + [start]\n"
 )
 
-QUANTISE_MISTAKES = {
-    "a least scale": Mistake(
-        edit(QUANTISE, "rows.abs().amax(dim=1) / 127", "rows.abs().amax(dim=1).clamp(min=1e-12) / 127"),
-        "a scale was not allowed below a limit: tiny numbers need a scale of their own, and a block of zeros has 0",
-    ),
-    "view(-1)": Mistake(
-        edit(QUANTISE, "F.pad(x.flatten()", "F.pad(x.view(-1)"),
-        "`x` may be a transposed tensor, which view(-1) refuses: use flatten() or reshape(-1)",
-    ),
-    "one scale": Mistake(
-        edit(QUANTISE, "rows.abs().amax(dim=1) / 127", "rows.abs().amax().expand(len(rows)) / 127"), ONE_SCALE
-    ),
-    "one scale, one number": Mistake(
-        edit(
-            QUANTISE,
-            "rows.abs().amax(dim=1) / 127",
-            "rows.abs().amax().view(1) / 127",
-            "scales.repeat_interleave(block)[: codes.numel()]",
-            "scales",
-        ),
-        ONE_SCALE,
-    ),
-    "without signs": Mistake(edit(QUANTISE, "rows.abs().amax(dim=1)", "rows.amax(dim=1)"), SIGNS),
-    "128": Mistake(edit(QUANTISE, "/ 127", "/ 128"), RANGE),
-    "255": Mistake(edit(QUANTISE, "/ 127", "/ 255"), RANGE),
-    "the mean": Mistake(
-        edit(QUANTISE, "rows.abs().amax(dim=1)", "rows.abs().mean(dim=1)"),
-        "the mean of a block was taken for its scale: larger values then have no code. It is the largest",
-    ),
-    "no 127": Mistake(
-        edit(QUANTISE, "amax(dim=1) / 127", "amax(dim=1)", "1.0)[:, None])", "1.0)[:, None] * 127)"), WITHOUT_127
-    ),
-    "127 in dequantise": Mistake(
-        edit(
-            QUANTISE,
-            "amax(dim=1) / 127",
-            "amax(dim=1)",
-            "1.0)[:, None])",
-            "1.0)[:, None] * 127)",
-            "codes.float() * scales",
-            "codes.float() / 127 * scales",
-        ),
-        WITHOUT_127,
-    ),
-    "codes without signs": Mistake(
-        edit(QUANTISE, "(rows / torch", "(rows.abs() / torch"),
-        "the signs are gone: abs() is for the scale alone, and codes go from -127 to 127",
-    ),
-    "blocks in columns": Mistake(
-        edit(QUANTISE, ".view(-1, block)", ".view(block, -1).t()"),
-        "a block is `block` elements one after another: view(-1, block) has a row for each",
-    ),
-    "cut off": Mistake(edit(QUANTISE, ".round().to(", ".to("), ROUNDS),
-    "rounded down": Mistake(edit(QUANTISE, ".round().to(", ".floor().to("), ROUNDS),
-    "a small number for zero": Mistake(
-        edit(
-            QUANTISE,
-            "rows.abs().amax(dim=1) / 127",
-            "rows.abs().amax(dim=1).clamp(min=1e-2) / 127",
-        ),
-        "blocks of small values have small scales: a lower limit makes all their codes 0",
-    ),
-    "codes in float": Mistake(
-        edit(QUANTISE, ".round().to(torch.int8)", ".round()"),
-        "the codes are still 32 bits wide: .to(torch.int8), one byte for each",
-    ),
-    "codes without a sign": Mistake(
-        edit(QUANTISE, ".to(torch.int8)", ".to(torch.uint8)"),
-        "uint8 has no negative numbers: the codes go from -127 to 127, which is int8",
-    ),
-    "padding left": Mistake(
-        edit(QUANTISE, "return codes.flatten()[: x.numel()], scales", "return codes.flatten(), scales"), LENGTH
-    ),
-    "codes in rows": Mistake(
-        edit(QUANTISE, "codes.flatten()[: x.numel()]", "codes.flatten()[: x.numel()].view_as(x)"),
-        "the codes are a flat tensor, (n,), whatever the shape of `x`",
-    ),
-    "whole blocks only": Mistake(
-        edit(
-            QUANTISE,
-            "F.pad(x.flatten(), (0, -x.numel() % block)).view(-1, block)",
-            "x.flatten()[: x.numel() // block * block].view(-1, block)",
-        ),
-        "the last elements are gone: the last block may be shorter than the others, and is a block all the same",
-    ),
-    "dealt out in turn": Mistake(edit(QUANTISE, "scales.repeat_interleave(block)", "scales.repeat(block)"), BY_BLOCK),
-    "dequantise divides": Mistake(
-        edit(QUANTISE, "codes.float() * scales", "codes.float() / scales"),
-        "a code times its scale is the value: quantise divides, dequantise multiplies",
-    ),
-    "127 again": Mistake(
-        edit(QUANTISE, "codes.float() * scales", "codes.float() / 127 * scales"),
-        "divided by 127 once more: the scale has that in it already",
-    ),
+CUTS_MISTAKES = {
     "blocks from the start": Mistake(
-        edit(QUANTISE, f"[{_LAST} for share in shares]", "[int(share) // block * block for share in shares]"),
+        edit(CUT, f"[{_LAST} for share in shares]", "[int(share) // block * block for share in shares]"),
         FROM_THE_START,
     ),
-    "the next block": Mistake(edit(QUANTISE, _LAST, "min(end for end in ends if end >= share)"), NOT_BEHIND),
-    "the nearest block": Mistake(edit(QUANTISE, _LAST, "min(ends, key=lambda end: abs(end - share))"), NOT_BEHIND),
+    "the next block": Mistake(edit(CUT, _LAST, "min(end for end in ends if end >= share)"), NOT_BEHIND),
+    "the nearest block": Mistake(edit(CUT, _LAST, "min(ends, key=lambda end: abs(end - share))"), NOT_BEHIND),
     "before, never at": Mistake(
-        edit(QUANTISE, _LAST, "max([0, *(end for end in ends if end < share)])"),
+        edit(CUT, _LAST, "max([0, *(end for end in ends if end < share)])"),
         "a share that ends with a block needs no moving: at or before, end <= share",
     ),
-    "equal shards": Mistake(
-        edit(QUANTISE, f"[{_LAST} for share in shares]", "[int(share) for share in shares]"), NO_BLOCKS
-    ),
+    "equal shards": Mistake(edit(CUT, f"[{_LAST} for share in shares]", "[int(share) for share in shares]"), NO_BLOCKS),
     "ends of parameters": Mistake(
-        edit(QUANTISE, _ENDS, "        ends.append(start + size)\n"),
+        edit(CUT, _ENDS, "        ends.append(start + size)\n"),
         "no border lies inside a parameter: a large one may be cut between any two of its blocks",
     ),
     "short blocks forgotten": Mistake(
-        edit(QUANTISE, _ENDS, "        ends += [start + end for end in range(block, size + 1, block)]\n"), SHORT
+        edit(CUT, _ENDS, "        ends += [start + end for end in range(block, size + 1, block)]\n"), SHORT
     ),
     "rounded shares": Mistake(
-        edit(QUANTISE, "r * start / ranks", "round(r * start / ranks)"),
+        edit(CUT, "r * start / ranks", "round(r * start / ranks)"),
         ROUNDED_UP,
     ),
-    "shares rounded up": Mistake(edit(QUANTISE, "r * start / ranks", "-(-r * start // ranks)"), ROUNDED_UP),
-    "shares rounded down first": Mistake(edit(QUANTISE, "r * start / ranks", "r * (start // ranks)"), BEFORE),
-    "divided first": Mistake(edit(QUANTISE, "r * start / ranks", "r * (start / ranks)"), BEFORE),
-    "a fraction first": Mistake(edit(QUANTISE, "r * start / ranks", "r / ranks * start"), BEFORE),
+    "shares rounded up": Mistake(edit(CUT, "r * start / ranks", "-(-r * start // ranks)"), ROUNDED_UP),
+    "shares rounded down first": Mistake(edit(CUT, "r * start / ranks", "r * (start // ranks)"), BEFORE),
+    "divided first": Mistake(edit(CUT, "r * start / ranks", "r * (start / ranks)"), BEFORE),
+    "a fraction first": Mistake(edit(CUT, "r * start / ranks", "r / ranks * start"), BEFORE),
     "a share from the last border": Mistake(
-        edit(QUANTISE, _RETURN, _CUT.format("start / ranks")),
+        edit(CUT, _RETURN, _CUT.format("start / ranks")),
         FROM_THE_LAST,
     ),
     "a share of the rest": Mistake(
-        edit(QUANTISE, _RETURN, _CUT.format("(start - cut[-1]) / (ranks - r + 1)")),
+        edit(CUT, _RETURN, _CUT.format("(start - cut[-1]) / (ranks - r + 1)")),
         FROM_THE_LAST,
     ),
     "no two borders alike": Mistake(
-        edit(
-            QUANTISE, f"[{_LAST} for share in shares] + [start]", f"sorted({{*({_LAST} for share in shares), start}})"
-        ),
+        edit(CUT, f"[{_LAST} for share in shares] + [start]", f"sorted({{*({_LAST} for share in shares), start}})"),
         "a rank may have nothing, and then two borders are equal: there are ranks + 1 of them all the same",
     ),
     "no last border": Mistake(
-        edit(QUANTISE, "for share in shares] + [start]", "for share in shares]"),
+        edit(CUT, "for share in shares] + [start]", "for share in shares]"),
         "there are ranks + 1 borders: the last rank ends where the last parameter does",
     ),
     "lengths": Mistake(
         edit(
-            QUANTISE,
+            CUT,
             _RETURN,
             f"    found = [{_LAST} for share in shares] + [start]\n"
             "    return [b - a for a, b in zip(found, found[1:])]\n",
@@ -645,6 +505,6 @@ QUANTISE_MISTAKES = {
 
 RIGHT = {
     "20.1": [GATHER_INTO_TENSORS, GATHER_BY_ALL_TO_ALL],
-    "20.2": [QUANTISE_BY_LOOPS, QUANTISE_BY_NUMBERS],
+    "20.2": [CUTS_BY_BISECTION, CUTS_BY_COUNTING],
 }
-MISTAKES = {"20.1": GATHER_MISTAKES, "20.2": QUANTISE_MISTAKES}
+MISTAKES = {"20.1": GATHER_MISTAKES, "20.2": CUTS_MISTAKES}

@@ -49,7 +49,7 @@ _HOME = {
     "zerolab.lab.lessons.lesson11": ("crash",),  # these are modules
     "zerolab.lab.lessons.lesson18": ("production",),
     "zerolab.lab.lessons.lesson20": ("compiled", "observed"),
-    "zerolab.lab.lessons.lesson22.ring": ("ring_gradients", "seen"),
+    "zerolab.lab.lessons.lesson22.ring": ("RingGPT", "ring_gradients", "seen"),
     "zerolab.lab.lessons.lesson14.hugging_face": ("bert_and_gpt2",),
     "zerolab.lab.lessons.lesson15.pipeline": ("Pipeline",),
     "zerolab.lab.lessons.lesson15.stages": ("GPTStage", "gpt_pipeline", "put_off_weights"),

@@ -741,15 +741,6 @@ QUESTIONS: dict[str, Question] = {
         },
     ),
     "22.3": Question(
-        "%",
-        slips={
-            37.5 / 34.375: "That is a capacity factor of 1: with 1.25, an expert takes a quarter more than an eighth.",
-            50 / 34.375: "Expert 0 keeps what it has room for.",
-            15.625 / 34.375: "That is what expert 0 keeps, of all tokens.",
-            68.75 / 34.375: "That is of the tokens that chose expert 0; asked for is a share of all tokens.",
-        },
-    ),
-    "22.4": Question(
         "times the mean",
         slips={
             0.96: "That is with one chunk on each rank, 4 of 10 pairs. With two, one of the 4 pairs at home is hidden.",

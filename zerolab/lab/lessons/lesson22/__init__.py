@@ -165,17 +165,15 @@ class Exchange(torch.autograd.Function):
     def forward(ctx, rows: Tensor, send: list[int], receive: list[int], group):
         """(sum(send), ...) -> (sum(receive), ...): the first send[0] rows go to rank 0 of
         `group`, the next send[1] to rank 1; receive[r] rows come from rank r.
-
-        dist.all_to_all_single(output, rows, receive, send, group=...) fills `output`.
         """
-        raise Todo("22.1")
+        ctx.back = receive, send, group
+        output = rows.new_empty(sum(receive), *rows.shape[1:])
+        dist.all_to_all_single(output, rows.contiguous(), receive, send, group=group)
+        return output
 
     @staticmethod
     def backward(ctx, grad: Tensor):
-        """The rows' gradient. `grad` may lie in any order in memory. The collective takes
-        no such tensor: contiguous(). Return a value for each argument of forward.
-        """
-        raise Todo("22.1")
+        return Exchange.apply(grad, *ctx.back), None, None, None
 
 
 def dispatch(x: Tensor, chosen: Tensor, experts: int, group):
@@ -439,8 +437,6 @@ EXERCISES = [
         stub=DISPATCH_STUB,
         reference=DISPATCH,
         hints=(
-            "Exchange: `output` has sum(receive) rows and the other dimensions of `rows`. Keep receive, send and group "
-            "in ctx: backward is the same exchange with the two lists in each other's place, and three times None.",
             "dispatch: order = torch.argsort(chosen, stable=True) puts x in the order of the experts, which is also "
             "that of the ranks. counts = torch.bincount(chosen, minlength=experts); an even all_to_all_single of "
             "counts tells each rank how many rows come, from each rank and for each of its experts.",

@@ -1,11 +1,15 @@
-"""Ring attention's backward, and which parts of causal attention there are to compute."""
+"""Ring attention's backward, a GPT that attends by it, and which parts of causal attention there are to compute."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import cast
 
 import torch
-from torch import Tensor
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from zerolab.tasks.models import GPT, Attention, Block
 
 
 def seen(mine: Tensor, theirs: Tensor) -> list[tuple[int, int]]:
@@ -44,3 +48,35 @@ def ring_gradients(
             of_key += of_scores.mT @ query
         block, theirs = turn(block), turn(theirs)
     return of_q, block[2], block[3]
+
+
+class RingGPT(GPT):
+    """A GPT of two blocks on a rank's part of a sequence of 512 tokens, whose `places`, (T / N,), these are.
+
+    attend: of q, k and v, each (B, H, T / N, D), what attention gives.
+    """
+
+    def __init__(self, attend: Callable[..., Tensor], places: Tensor) -> None:
+        super().__init__(layers=2, width=64, context=512)
+        self.places = places
+        for block in self.blocks:
+            block.attention = _Attends(cast(Block, block).attention, attend)
+
+    def forward(self, tokens: Tensor, targets: Tensor | None = None) -> Tensor:
+        x = self.token(tokens) + self.position(self.places)
+        for block in self.blocks:
+            x = block(x)
+        logits = self.head(self.norm(x))
+        return logits if targets is None else F.cross_entropy(logits.flatten(0, 1), targets.flatten())
+
+
+class _Attends(nn.Module):
+    def __init__(self, whole: Attention, attend: Callable[..., Tensor]) -> None:
+        super().__init__()
+        self.qkv, self.out, self.heads, self.attend = whole.qkv, whole.out, whole.heads, attend
+
+    def forward(self, x: Tensor, mask: Tensor | None = None) -> Tensor:
+        B, T, C = x.shape
+        qkv = self.qkv(x).view(B, T, 3, self.heads, C // self.heads)
+        y: Tensor = self.attend(*qkv.permute(2, 0, 3, 1, 4))
+        return self.out(y.transpose(1, 2).reshape(B, T, C))

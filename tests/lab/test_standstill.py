@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from zerolab.lab.standstill import MOVES, Standstill, moved
+from zerolab.lab.standstill import MOVES, Standstill, Thread, moved
 from zerolab.world.processes import Patience
 
 pytestmark = pytest.mark.skipif(not Path("/proc/self/schedstat").exists(), reason="only Linux shows who waits")
@@ -52,7 +52,15 @@ def test_one_that_computes_comes_on():
 
 def test_to_wait_for_a_core_counts_by_what_is_computed():
     """As seen in half a second at a load of 30: a rank that asked others twice, and one that computed."""
-    before = {1: (5.0, 7.0), 2: (0.1, 0.1)}
-    assert moved(before, {1: (5.0025, 7.9), 2: (0.1, 0.1)}) < MOVES
-    assert moved(before, {1: (5.02, 7.48), 2: (0.1, 0.1)}) > MOVES
-    assert moved(before, {1: (5.0, 7.0), 2: (0.1, 0.1), 3: (0.3, 0.0)}) > MOVES
+    before = {1: Thread(5.0, 7.0), 2: Thread(0.1, 0.1)}
+    assert moved(before, {1: Thread(5.0025, 7.9), 2: Thread(0.1, 0.1)}) < MOVES
+    assert moved(before, {1: Thread(5.02, 7.48), 2: Thread(0.1, 0.1)}) > MOVES
+    assert moved(before, {1: Thread(5.0, 7.0), 2: Thread(0.1, 0.1), 3: Thread(0.3)}) > MOVES
+
+
+def test_who_wants_a_core_and_has_not_slept_comes_on_however_little_it_gets():
+    """As seen at a load of 60: no core for half a second, then one for a moment."""
+    before = {1: Thread(5.0, 7.0, slept=8, wants=True)}
+    assert moved(before, {1: Thread(5.0, 7.0, slept=8, wants=True)}) > MOVES
+    assert moved(before, {1: Thread(5.003, 7.5, slept=9, wants=True)}) < MOVES  # it has slept: it only asks
+    assert moved(before, {1: Thread(5.003, 7.5, slept=8, wants=False)}) < MOVES  # and now it sleeps

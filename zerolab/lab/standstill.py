@@ -8,8 +8,9 @@
 A process comes on if its threads, or its children's, compute. One that waits for something else does not, so whoever
 waits for such a process alone waits in vain. On a busy machine who computes waits for a core most of the time: that
 counts as well, up to a multiple of what was computed, for who only asks now and then whether it may go on has to wait
-for a core too. On a machine that was stopped nobody looked, and the seconds do not count. Outside Linux, where the
-system does not show who waits for a core, only what was computed counts.
+for a core too. But who asks sleeps between two questions: a thread that wants a core and has not slept since the last
+look comes on, however little it got. On a machine that was stopped nobody looked, and the seconds do not count. Outside
+Linux, where the system does not show who waits for a core, only what was computed counts.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import suppress
 from pathlib import Path
+from typing import NamedTuple
 
 from zerolab.world.processes import Patience
 
@@ -24,7 +26,17 @@ EVERY = 0.5  # seconds between two looks
 MOVES = 0.4 * EVERY  # more than a process needs that only asks now and then whether it may go on
 BUSY = 30  # seconds of waiting for a core, at most, that count for each that was computed
 
-_Threads = dict[int, tuple[float, float]]  # of each, seconds of its life: it computed, it waited for a core
+
+class Thread(NamedTuple):
+    """Seconds of its life that it computed, and that it waited for a core; how often it slept; whether it wants one."""
+
+    computed: float
+    waited: float = 0.0
+    slept: int = 0
+    wants: bool = False
+
+
+_Threads = dict[int, Thread]
 
 
 class Standstill:
@@ -50,25 +62,29 @@ class Standstill:
 
 
 def moved(before: _Threads, now: _Threads) -> float:
-    """Seconds that a process computed, and waited for a core to compute on."""
+    """Seconds that a process computed, and waited for a core to compute on, in `EVERY` seconds."""
     seconds = 0.0
-    for thread, (computed, waited) in now.items():
-        computed_before, waited_before = before.get(thread, (0.0, 0.0))
-        computed -= computed_before
-        seconds += computed + min(waited - waited_before, BUSY * computed)
+    for number, thread in now.items():
+        last = before.get(number, Thread(0.0))
+        computed = thread.computed - last.computed
+        seconds += computed + min(thread.waited - last.waited, BUSY * computed)
+        if last.wants and thread.wants and thread.slept == last.slept:
+            seconds += EVERY
     return seconds
 
 
-def _threads(pid: int) -> Iterator[tuple[int, tuple[float, float]]]:
+def _threads(pid: int) -> Iterator[tuple[int, Thread]]:
     """The threads of a process and of its children."""
     if not Path("/proc/self/schedstat").exists():
-        yield pid, (_computed(pid), 0.0)
+        yield pid, Thread(_computed(pid))
         return
     with suppress(OSError):  # it has ended
         for task in Path(f"/proc/{pid}/task").iterdir():
             with suppress(OSError):
                 computed, waited, _ = (task / "schedstat").read_text().split()
-                yield int(task.name), (int(computed) / 1e9, int(waited) / 1e9)
+                status = dict(line.split(":", 1) for line in (task / "status").read_text().splitlines())
+                slept, wants = int(status["voluntary_ctxt_switches"]), status["State"].split()[0] == "R"
+                yield int(task.name), Thread(int(computed) / 1e9, int(waited) / 1e9, slept, wants)
             with suppress(OSError):
                 for child in (task / "children").read_text().split():
                     yield from _threads(int(child))

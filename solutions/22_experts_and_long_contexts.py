@@ -333,10 +333,10 @@ if lab.predicted("22.2"):
 
 # %% [markdown]
 # Divided by the 4/G replicas instead of by 4, the gradient is G times too large. Under Adam the loss won't tell you,
-# because Adam divides a gradient by its own size.
-# SGD suffers; clipping, whose norm has the experts' part G times too large; and a run that goes on with another G, with
-# Adam's averages of another size. DeepSpeed's ZeRO divided by the replicas: the gradient is "ep_size
-# times larger than the true gradient" ([#6545](https://github.com/deepspeedai/DeepSpeed/issues/6545), mended by
+# because Adam divides a gradient by its own size. What does suffer: SGD; clipping, whose norm has the experts' part G
+# times too large; and a run that goes on with another G, with Adam's averages of another size. DeepSpeed's ZeRO divided
+# by the replicas: the gradient is "ep_size times larger than the true gradient"
+# ([#6545](https://github.com/deepspeedai/DeepSpeed/issues/6545), mended by
 # [#6546](https://github.com/deepspeedai/DeepSpeed/pull/6546)).
 #
 # The remedy is a line after backward. (The norm for clipping needs one, too: an engine's `clip_grad_norm_` knows its own

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import gc
-import time
 import weakref
 from collections.abc import Callable
 from typing import Any
@@ -99,10 +98,7 @@ def held_of(tensor: Tensor) -> Callable[[], float]:
     alive, nbytes = weakref.ref(tensor.untyped_storage()), float(tensor.untyped_storage().nbytes())
 
     def held() -> float:
-        for seconds in (0.0, 0.01, 0.1, 1.0):  # gloo's thread lets go of a call's tensors a moment late
-            if alive() is None:
-                return 0.0
-            time.sleep(seconds)
+        if alive() is not None:
             gc.collect()
         return 0.0 if alive() is None else nbytes
 

@@ -71,7 +71,7 @@ FIRST |= {
     "checkpoint nested, reentrant",
 }
 LIKE_OTHERS = {"attention of linears", "weight norm, old", "raw branches", "output: slots", "output: dataclass"}
-LIKE_OTHERS |= {"hugging face bert", "hugging face gpt2", "hugging face llama"}  # lesson 14 has the first two
+LIKE_OTHERS |= {"hugging face bert", "hugging face gpt2", "hugging face llama"}
 LIKE_OTHERS |= {f"checkpoint {what}, reentrant" for what in ("inside", "several", "blocks")}
 LIKE_OTHERS |= {f"checkpoint {what}, non-reentrant" for what in ("inside", "nested")}
 LIKE_OTHERS |= CASES.keys() - MODELS.keys() - FIRST - {"accumulate, each reduced", "an error in backward"}

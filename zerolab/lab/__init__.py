@@ -50,7 +50,6 @@ _HOME = {
     "zerolab.lab.lessons.lesson18": ("production",),
     "zerolab.lab.lessons.lesson20": ("compiled", "observed"),
     "zerolab.lab.lessons.lesson22.ring": ("RingGPT", "ring_gradients", "seen"),
-    "zerolab.lab.lessons.lesson14.hugging_face": ("bert_and_gpt2",),
     "zerolab.lab.lessons.lesson15.pipeline": ("Pipeline",),
     "zerolab.lab.lessons.lesson15.stages": ("GPTStage", "gpt_pipeline", "put_off_weights"),
     "zerolab.lab.lessons.lesson15.compared": ("most_on_a_rank", "own_elements", "step_in_numbers", "three_ways"),

@@ -194,7 +194,7 @@ def main() -> None:  # torchrun --nproc-per-node 4 ex_14_2.py --stage 3 --seeds 
     for seed in args.seeds:
         torch.manual_seed(seed)
         model = PairEncoder(layers=1, width=32, context=16)
-        model.dropout.p = 0.0  # ranks draw other masks: the result would depend on N
+        model.dropout.p = 0.0  # which mask a sample gets would depend on N
         order = torch.randperm(len(data.inputs))
         mixed = data._replace(inputs=data.inputs[order], targets=data.targets[order])
         adam = partial(torch.optim.AdamW, lr=5e-3)
@@ -218,22 +218,29 @@ import zerolab
 from zerolab.lab import PairEncoder, pairs
 """
 
+_SUMS = '''
+
+def sums(model, inputs, targets):
+    """The sum of the losses, how many answers are right, and how many there are."""
+    logits, targets = model(inputs.long()).flatten(0, -2), targets.flatten()
+    loss = F.cross_entropy(logits, targets, reduction="sum")  # leaves out -100
+    return loss, (logits.argmax(1) == targets).sum(), (targets != -100).sum()
+'''
+
 TRAIN_STUB = (
     _IMPORTS
-    + '''\
-from zerolab.lab.exercises import Todo
-
+    + "from zerolab.lab.exercises import Todo\n"
+    + _SUMS
+    + '''
 
 def train(model, data, stage, steps, batch_size, make_optimizer):
     """Train `model` on all ranks; return every step's loss, and the last accuracy.
 
-    data: inputs, targets, validation_inputs, validation_targets; the first dimension is the
-    sample. model(inputs.long()) gives logits (samples, ..., classes) for targets
-    (samples, ...), where -100 has no answer and counts nowhere.
-    Step s learns from the samples s * batch_size, ..., of all ranks together; after the
-    last comes the first again. make_optimizer(params) makes the optimizer. Loss: the mean
-    over the step's targets. Accuracy: right ones over all validation targets. Both are
-    numbers, the same on every rank and with any number of ranks.
+    data: inputs, targets, validation_inputs, validation_targets, by sample. Step s learns
+    from the samples s * batch_size, ..., of all ranks together; after the last comes the
+    first again. make_optimizer(params) makes the optimizer. Loss: the mean over the step's
+    targets. Accuracy: right ones over all validation targets. Both are numbers, the same
+    on every rank and with any number of ranks.
     """
     raise Todo("14.2")
 '''
@@ -242,14 +249,8 @@ def train(model, data, stage, steps, batch_size, make_optimizer):
 
 TRAIN = (
     _IMPORTS
-    + '''
-
-def sums(model, inputs, targets):
-    """The sum of the losses, how many answers are right, and how many there are."""
-    logits, targets = model(inputs.long()).flatten(0, -2), targets.flatten()
-    loss = F.cross_entropy(logits, targets, reduction="sum")  # leaves out -100
-    return loss, (logits.argmax(1) == targets).sum(), (targets != -100).sum()
-
+    + _SUMS
+    + """
 
 def train(model, data, stage, steps, batch_size, make_optimizer):
     zero = zerolab.shard(model, stage)
@@ -272,7 +273,7 @@ def train(model, data, stage, steps, batch_size, make_optimizer):
     dist.all_reduce(right)
     dist.all_reduce(count)
     return losses, (right / count).item()
-'''
+"""
     + _MAIN
 )
 
@@ -305,10 +306,10 @@ EXERCISES = [
         hints=(
             "numbers = torch.arange(step * batch_size, (step + 1) * batch_size) % len(data.inputs); this rank takes "
             "numbers[zero.rank :: zero.world_size], which may be empty. It still runs forward and backward.",
-            'F.cross_entropy(logits.flatten(0, -2), targets.flatten(), reduction="sum") leaves out -100. All-reduce '
-            "the count, call backward() on world_size * sum / count, and report the all-reduced sum / count.",
-            "Accuracy: model.eval(), torch.no_grad(), one forward on validation_inputs[zero.rank :: zero.world_size], "
-            "then all-reduce the number of right answers and the number of answers, and divide.",
+            "sums() gives this rank's sum and count. All-reduce the count, call backward() on "
+            "world_size * sum / count, and report the all-reduced sum / count.",
+            "Accuracy: model.eval(), torch.no_grad(), sums() of validation_inputs[zero.rank :: zero.world_size] and "
+            "their targets, then all-reduce the number of right answers and the number of answers, and divide.",
         ),
         exports=("train", "main"),
     ),

@@ -98,7 +98,7 @@ print("the same results in all three ways:", all(all(same) for same in lab.pull(
 # first row there are none until backward has gradients to average. In the second, no rank can begin a layer before
 # *all* ranks have finished the one before: each of them sends 3.07 kB after every layer, four times (the last time no
 # layer follows, and there is no arrow). In the third, each of three ranks sends one message of 2.05 kB to one other
-# rank, which can do nothing at all before.
+# rank, which can do nothing at all until it comes.
 #
 # ## Predict
 #
@@ -255,11 +255,9 @@ print("a layer norm's gradients are the same in a pair, bit for bit:", same)
 # `--tp-comm-overlap`.) So tensor parallelism lives where the wires are fastest, inside a node.
 #
 # *What it buys*: a rank holds about half of the parameters and computes half of each block. Of the activations q, k, v
-# and the hidden units are halved; the inputs of blocks and layer norms stay whole on both ranks. That does not yet
-# answer the opening case, a sequence of 100,000 tokens. Two more cuts do: **sequence parallelism** (Korthikanti et al.,
-# arXiv 2205.05198) also gives each rank of the tensor group a part of the *tokens* where the layer norms are, with a
-# reduce-scatter and an all-gather, and as many bytes, in place of each all-reduce. **Context parallelism** divides the
-# tokens in every layer, and sends keys and values around (ring attention, arXiv 2310.01889; lesson 22 builds it).
+# and the hidden units are halved; the inputs of blocks and layer norms stay whole on both ranks, unless **sequence
+# parallelism** (Korthikanti et al., arXiv 2205.05198) divides them as well. (The opening case, a sequence of 100,000
+# tokens, is lesson 22's.)
 #
 # ## Two by two
 #
@@ -322,14 +320,14 @@ if lab.predicted("15.2"):
 
 # %% [markdown]
 # The tensor group sends what it sent before. The data group sends what ZeRO-3 sends between two ranks, for a model that
-# is almost half as large. Neither class had to be changed. (But `zero.clip_grad_norm_` sees its data group alone: a
-# norm over the whole model counts cut parameters on both ranks of a pair, and copies once.)
+# is a little more than half as large. None of the classes had to be changed. (But `zero.clip_grad_norm_` sees its data
+# group alone: a norm over the whole model counts cut parameters on both ranks of a pair, and copies once.)
 #
 # ## By layers, and the bubble
 #
 # Now the third row of the first picture. A **stage** is what one rank computes: here rank r has block r, the first also
 # the embeddings, and the last the model's head. `gpt_pipeline` connects the ranks. Messages and numbers are real; the
-# *times* are counted, not measured, since four ranks here share two cores. With `pace=0.02` each stage has a clock,
+# *times* are counted, not measured, since four ranks may share two cores here. With `pace=0.02` each stage has a clock,
 # which goes on by 20 ms for the forward of a sample and 40 for its backward, and with each message to its sender's
 # time, if that is later. First, the whole batch goes through stage 0, then 1, then 2, then 3, and back.
 
@@ -338,8 +336,8 @@ if lab.predicted("15.2"):
 MyPipeline = lab.mine("15.2")
 
 
-def pipeline(schedule, micro_batches, dtype=torch.float32):
-    model, samples = make_model(dtype), batch(words, 0, 0, 8, 64)
+def pipeline(schedule, micro_batches):
+    model, samples = make_model(), batch(words, 0, 0, 8, 64)
     return lab.gpt_pipeline(schedule, model, samples, rank, micro_batches, pace=0.02)
 
 
@@ -389,8 +387,8 @@ lab.reveal("15.3")
 # GPipe pays in memory: when the first backward begins, the activations of all M micro-batches are there. The remedy is
 # an order called **1F1B**, one forward, one backward (PipeDream, arXiv 1806.03377; with one update per batch, as here,
 # arXiv 2104.04473). Start backwards as early as possible, and let each free its activations before the next forward
-# takes more: rank r runs as many forwards as there are stages behind it, then takes turns. Write the order, and what a
-# stage does in forward and in backward.
+# takes more: rank r first runs as many forwards as there are stages after its own, then takes turns. Write the order,
+# and what a stage does in backward. Its forward is there.
 
 # %%
 # %%exercise 15.2
@@ -416,82 +414,9 @@ if lab.predicted("15.3"):
 # The same bubble, the same gradients (the check compared them with one process's), and less memory: rank r keeps N - r
 # micro-batches, whatever M is. Rank 0 keeps half here (4 of 8); with M = 64 it would be a sixteenth.
 #
-# ## Half a backward
-#
-# In the gaps of the picture a rank waits for a gradient, and the next rank could have sent it earlier. For each matrix
-# product of forward, backward computes two of the same size. One gives the gradient of the layer's *input*, which the
-# previous rank is waiting for. The other gives the gradient of its *weight*, which nobody needs before the optimizer's
-# step. **[Zero bubble](../docs/glossary.md#zero-bubble)** (arXiv 2401.10241) splits them. An order now has three kinds
-# of steps, of 20 ms each:
-#
-# - take 1F1B's order, its backwards reduced to the gradients of inputs;
-# - rank r lets r of them go by, and from then on does one micro-batch's weights after each. It ends with the r that
-#   are left.
-#
-# So every rank waits while the pipeline fills, as before, but no longer while it empties. With 4 stages and 8
-# micro-batches, what fraction of the time is bubble?
-
-# %%
-lab.predict("15.4", 100 * 3 / 27)  # % of the time
-
-
-# %%
-# %%ranks
-class ZeroBubble(MyPipeline):
-    def order(self):
-        steps, M = [], self.micro_batches
-        for what, m in super().order():
-            steps.append((what, m))
-            if what == "backward" and m >= self.rank:
-                steps.append(("weights", m - self.rank))
-        return steps + [("weights", m) for m in range(max(0, M - self.rank), M)]
-
-    def forward(self, m):
-        promises = self.kept["weights", m] = []  # one from each linear layer's backward
-        lab.put_off_weights(self.stage, promises)
-        super().forward(m)
-
-    def weights(self, m):
-        torch.autograd.backward(self.kept.pop(("weights", m)))
-
-
-whole = make_model(torch.float64)  # one process
-loss_of(whole, *batch(words, 0, 0, 8, 64)).backward()
-right = dict(lab.GPTStage(whole, rank).named_parameters())
-schedules = {"GPipe": GPipe, "1F1B": MyPipeline, "zero bubble": ZeroBubble}
-three = {}
-for name, schedule in schedules.items():
-    pipe = pipeline(schedule, micro_batches=8, dtype=torch.float64)
-    with saved(pipe.stage) as kept:
-        pipe.run()
-    pairs = [(p.grad, right[n].grad) for n, p in pipe.stage.stage.named_parameters()]
-    off = max(((a - b).abs().max() / b.abs().max()).item() for a, b in pairs)
-    three[name] = pipe.trace, kept.peak, off
-
-# %%
-three = {name: [of[name] for of in lab.pull("three")] for name in lab.pull("three", rank=0)}
-runs = {name: [trace for trace, _, _ in ranks] for name, ranks in three.items()}
-lab.measured("15.4", round(100 * plots.bubble(runs["zero bubble"]), 2))
-lab.reveal("15.4")
-
-# %%
-if lab.predicted("15.4"):
-    both = {name: runs[name] for name in ("1F1B", "zero bubble")}
-    plots.show(plots.pipeline_runs(both, paced))
-    print("kept by autograd, at most, in MB: rank 0      1      2      3")
-    for name, ranks in three.items():
-        print(f"{name:33}", *(f"{kept / 1e6:6.2f}" for _, kept, _ in ranks))
-        assert all(off < 1e-12 for _, _, off in ranks), "gradients are not one process's"
-
-# %% [markdown]
-# All gradients are one process's to 12 digits, in all three orders. Each rank waits for N - 1 units of 20 ms, where it
-# was N - 1 units of 60. The price is memory. A weight's gradient needs the layer's input and the gradient of its
-# output, and rank r keeps those of r micro-batches more: now every rank keeps about as much as rank 0, and the last one
-# more, since its head's outputs are wide.
-#
-# On devices a little more is left: attention between its projections has nothing to put off, nor have layer norms. And
-# whoever clips by the global norm waits for the last weights of all ranks (the paper's authors step first, and roll
-# back when the norm says so).
+# Of the bubble, **[zero bubble](../docs/glossary.md#zero-bubble)** (arXiv 2401.10241) removes most. Backward computes the
+# gradient of a layer's *input*, which the previous rank waits for, and that of its *weight*, which nobody needs before
+# the optimizer's step: the second kind is put off, and fills the gaps.
 #
 # A pipeline's traffic is the smallest of all: one activation forward and its gradient back, between neighbours. So
 # pipelines cross the slow wires between nodes, where tensor parallelism would not keep up. (ZeRO does, if each rank has
@@ -544,26 +469,25 @@ assert largest["tensor"]["flop"] < 0.5 * one["flop"]
 #
 # **ZeRO is not enough** if one sample's activations (with checkpointing, lesson 10) or one unit's full parameters do
 # not fit on a GPU, or if the batch that still trains well has fewer samples than you have GPUs. **Stage 3 is the wrong
-# tool** if the model fits with stage 2, which sends what DDP sends, or if each rank has so few tokens that gathering
-# the parameters takes longer than using them (lesson 09): then send activations. **Otherwise model parallelism is the
-# wrong tool**: it changes the model's code, and ZeRO does not.
+# tool** if the model fits with stage 2, which sends what DDP sends. It is also wrong if each rank has so few tokens that
+# gathering the parameters takes longer than using them (lesson 09): send activations then. **In all other cases model
+# parallelism is the wrong tool**, also where stage 2 is enough: it changes the model's code, and ZeRO does not.
 #
 # ## In production
 #
 # In torch 2.13, `torch.distributed.tensor.parallel.parallelize_module` replaces a layer's weight by a **DTensor**, a
 # tensor that knows how it is cut over a mesh: `ColwiseParallel` is our `up`, `RowwiseParallel` our `down`.
-# `torch.distributed.pipelining` has schedules such as `Schedule1F1B` and `ScheduleInterleavedZeroBubble`, whose orders
-# ours are. Large runs use all three dimensions: tensor parallelism inside a node, pipelines between nodes, ZeRO for
-# what is left. (With a pipeline that is stage 1: stage 2 would reduce again for every micro-batch, and stage 3 gather,
-# too.)
+# `torch.distributed.pipelining` has schedules such as `Schedule1F1B`, whose order is ours. Large runs use all three
+# dimensions: tensor parallelism inside a node, pipelines between nodes, ZeRO for what is left. (With a pipeline that is
+# stage 1: stage 2 would reduce again for every micro-batch, and stage 3 gather, too.)
 #
 # ## On trial
 #
 # Three claims, and a line that adds up the FLOP of all ranks:
 #
-# > "Each GPU trains a submodel, or only its shard's gradient."
+# > "Each GPU trains a submodel, or only its shard's gradient, and the full gradient is the sum of the shards'."
 # >
-# > "It needs a special model structure; synchronisation adds compute."
+# > "[ZeRO] needs a special model structure; synchronisation adds compute."
 # >
 # > "Data parallelism lowers a GPU's memory; data and model parallelism both raise it."
 
@@ -577,67 +501,26 @@ for way in ("DDP", "ZeRO-3", "tensor", "pipeline"):
 
 # %% [markdown]
 # **A submodel: false for ZeRO.** A quarter on every rank is a quarter of the *samples*: each rank runs every layer in
-# full. Its backward computes the gradient of *every* parameter, and the reduce-scatter hands the parts to their owners.
-# Training a submodel is what the last two rows do.
+# full. Its backward computes the gradient of *every* parameter, and the reduce-scatter hands the parts to their owners,
+# averaged over all ranks' samples. Shards are put end to end: adding them up means nothing. Training a submodel is what
+# the last two rows do.
 #
-# **A special structure, more compute: false for ZeRO.** The same GPT class went into DDP and ZeRO-3 as it was, and all
-# ranks together compute what one process computes. (Tensor parallelism computes the head on every rank.) A rank's
-# update work *falls*, to Ψ/N (the table's last column). What synchronisation adds is traffic and waiting. The first
-# half is **true of model parallelism**: we replaced both halves of every block, and a pipeline needs a chain of stages
-# of equal cost.
+# **A special structure, more compute: false for ZeRO.** The same GPT class went into DDP and ZeRO-3 as it was, and in
+# matrix products all ranks together compute what one process computes. (Tensor parallelism computes the head on every
+# rank.) DDP makes the update N times; with ZeRO a rank's update work *falls*, to Ψ/N (the table's last column). What
+# synchronisation adds, but for the additions of the sum itself, is traffic and waiting. The first half is **true of
+# model parallelism**: we replaced both halves of every block, and a pipeline needs a chain of stages of equal cost.
 #
-# **Memory: false, both halves.** Data parallelism neither lowers nor raises the model states (the table's first
-# column). What it lowers is activations, as far as it lowers the samples per GPU. ZeRO and model parallelism lower the
-# model states, and together they lower them further, as in prediction 15.2.
+# **Memory: the first half is true under a condition, the second false.** If the ranks share one batch, data parallelism
+# lowers what a GPU holds, as here, but only the activations. The model states stay what they are (the table's first
+# column). ZeRO and model parallelism lower those, and together they lower them further, as in prediction 15.2.
 #
 # > "Model parallelism suits little data."
-
-# %%
-# %%ranks
-by_batch = {}
-for sequences in (1, 2, 4, 8):
-    cut = split(make_model(), tensor_group)
-    with calls() as book:
-        cut(*batch(words, 0, 0, sequences, 64)).backward()
-    zero = zerolab.DDP(make_model(), units=[Block], group=data_group)
-    with ledger(zero) as replicas:
-        zero.model(*batch(words, pair, 0, sequences, 64)).backward()
-    by_batch[sequences] = book.payload, replicas.moved
-
-# %% tags=["nbval-check-output"]
-for sequences, (tensor, data) in lab.pull("by_batch", rank=0).items():
-    print(f"sequences: {sequences}; tensor parallelism sends {tensor:>9,} bytes", end=", ")
-    print(f"DDP {data:,}")
-
-# %% [markdown]
-# **True under a condition**, for one kind and for another sense of "data". The size of the *data set* decides nothing.
-# With few tokens in a *step*, tensor parallelism sends less and DDP as much as ever: here it is ahead up to six
-# sequences. A pipeline is the opposite: with few micro-batches it stands still, with one for 75 % of the time.
 #
-# > "Each shard's gradient sums over its own samples, and the full gradient is the sum of the shards."
-
-# %%
-# %%ranks
-zero = zerolab.Zero2(make_model(), units=[Block])
-zero.model(*own).backward()
-unit = zero.units[1]
-mine = torch.cat([zerolab.to_local(param.grad).flatten() for param in unit.params])
-trial = [mine.numel()]
-for samples in (tokens, own):
-    model = make_model()  # one process, with these samples
-    model(*samples).backward()
-    shard = lab.own_elements(unit, rank, model)
-    trial.append(torch.allclose(mine, shard, rtol=1e-3, atol=1e-6))
-
-# %% tags=["nbval-check-output"]
-for rank, (elements, of_all, of_own) in enumerate(lab.pull("trial")):
-    print(f"rank {rank}: a shard of {elements:,} elements; the gradient", end=" ")
-    print(f"over all ranks' samples: {of_all}; over its own: {of_own}")
-
-# %% [markdown]
-# **False**: it mixes two ways to cut. *Samples* are cut among the ranks, and gradients over samples are averaged.
-# *Elements* of the gradient are cut into shards, and each is the mean over the samples of *all* ranks. Shards are put
-# end to end: adding them up means nothing.
+# **True under a condition**, for one kind and for another sense of "data". The size of the *data set* decides nothing.
+# With few tokens in a *step*, tensor parallelism sends less, here 524,288 bytes for each sequence, and DDP 3,468,288 as
+# ever: tensor parallelism is ahead up to six sequences. A pipeline is the opposite: with few micro-batches it stands
+# still, with one for 75 % of the time.
 #
 # ## Questions
 #

@@ -259,16 +259,16 @@ class MyMLP(nn.Module):
     """This rank's part of an MLP: `mlp.up` is nn.Linear(C, hidden), down the reverse."""
 
     def __init__(self, mlp: nn.Module, group) -> None:
-        """This rank has the units from rank * hidden / N to (rank + 1) * hidden / N.
-
-        Make four parameters, up.weight, up.bias, down.weight and down.bias, each in memory
-        of its own. `mlp` stays as it is, and is not kept.
-        """
+        """This rank has the units from rank * hidden / N to (rank + 1) * hidden / N."""
         super().__init__()
         self.group = group
         rank, N = dist.get_rank(group), dist.get_world_size(group)
         self.up, self.down = nn.Module(), nn.Module()
-        raise Todo("15.1")  # self.up.weight = nn.Parameter(...), and so on
+        columns = mlp.down.weight.detach().chunk(N, dim=1)[rank]
+        self.up.weight = nn.Parameter(mlp.up.weight.detach().chunk(N)[rank].clone())
+        self.up.bias = nn.Parameter(mlp.up.bias.detach().chunk(N)[rank].clone())
+        self.down.weight = nn.Parameter(columns.clone())  # (C, hidden / N)
+        self.down.bias = nn.Parameter(mlp.down.bias.detach().clone())  # on every rank
 
     def forward(self, x: Tensor) -> Tensor:
         """(..., C) -> (..., C): down(gelu(up(x))) of the whole MLP, x the same on all."""
@@ -520,19 +520,20 @@ class MyPipeline(lab.Pipeline):
         raise Todo("15.2")
 
     def forward(self, m: int) -> None:
-        """self.take_input(m) is x; self.stage(x) is y; self.send_output(y, m) passes it on.
-
-        The last stage computes self.loss(y, m) instead, the mean over micro-batch m. All
-        micro-batches together must give the gradient of the mean over the batch. What
-        backward(m) will need goes into self.kept.
-        """
-        raise Todo("15.2")
+        x = self.take_input(m)
+        y = self.stage(x)
+        if self.last:
+            y = self.loss(y, m) / self.micro_batches  # a mean over the batch, in parts
+        else:
+            self.send_output(y, m)
+        self.kept[m] = x, y
 
     def backward(self, m: int) -> None:
-        """self.take_grad(m) gives the gradient of y (the last stage has its loss).
+        """Take x and y out of self.kept. self.take_grad(m) gives the gradient of y; the
+        last stage needs none, as its y is a loss.
 
         y.backward(grad) leaves x.grad, and self.send_grad(x.grad, m) passes it on; the
-        first stage sends nothing. Parameters' gradients add up.
+        first stage sends nothing.
         """
         raise Todo("15.2")
 '''
@@ -579,8 +580,8 @@ EXERCISES = [
         hints=(
             "Enter and Leave mirror each other. One does nothing in forward and adds up in backward, the other the "
             "other way round. Adding up: clone, dist.all_reduce(clone, group=group), return the clone.",
-            "chunk(N)[rank] cuts up.weight and up.bias by rows, chunk(N, dim=1)[rank] cuts down.weight by columns. "
-            "Detach and clone each part, and make an nn.Parameter of it. down.bias stays as it is.",
+            "What a rank multiplies with its own `up` has entered, and what its own `down` gives has to leave. Only "
+            "down.bias is outside: added before Leave, it would count N times.",
             "forward: gelu of F.linear(Enter.apply(x, group), up.weight, up.bias), then F.linear with down.weight and "
             "without a bias, then Leave.apply(..., group), then + down.bias.",
         ),
@@ -597,8 +598,8 @@ EXERCISES = [
         hints=(
             "order(): the last rank has no warm-up: F0 B0 F1 B1 ... The rank before it begins with F0, then F1 B0 F2 "
             "B1 ..., and ends with the backward that is left.",
-            "forward(): keep x and y, self.kept[m] = x, y. On the last stage, y is self.loss(y, m) divided by "
-            "self.micro_batches.",
+            "Rank r of N begins with min(N - 1 - r, M) forwards. The micro-batches of its backwards are 0, 1, 2, ..., "
+            "and each comes right after the next forward.",
             "backward(): x, y = self.kept.pop(m), then y.backward(self.take_grad(m)), on the last stage y.backward(). "
             "Unless this is the first stage, self.send_grad(x.grad, m).",
         ),

@@ -1,4 +1,4 @@
-"""What lesson 15 compares: a training step in numbers, and a shard with one process's gradient."""
+"""What lesson 15 compares: a training step in numbers, and three ways to cut."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.utils.flop_counter import FlopCounterMode
 
 from zerolab import to_local
@@ -59,15 +59,6 @@ def most_on_a_rank(rows: Sequence[Mapping[str, Mapping[str, float]]]) -> dict[st
 def _held(model: nn.Module, adam: torch.optim.Optimizer) -> int:
     kept = [t for param in model.parameters() for t in (param, param.grad, *adam.state[param].values())]
     return sum(t.nbytes for t in kept if t is not None)
-
-
-def own_elements(unit: Any, rank: int, model: nn.Module) -> Tensor:
-    """Of the gradients in `model`, which has no engine, the elements that are `rank`'s shard of `unit`."""
-    flat = torch.zeros(unit.layout.size)
-    for view, name in zip(unit.layout.views(flat), unit.names, strict=True):
-        view.copy_(model.get_parameter(name).grad)
-    pieces = unit.layout.slices(unit.layout.shard(flat, rank), rank)
-    return torch.cat([piece.flatten() for piece in pieces])
 
 
 def three_ways(size: int, message: int) -> dict[str, list[Area]]:

@@ -5,10 +5,10 @@
 # know?
 #
 # While Llama 3 was trained on 16,384 GPUs, 466 interruptions came in 54 days, 419 of them unplanned
-# ([The Llama 3 Herd of Models](https://arxiv.org/abs/2407.21783), section 3.3.4): one every three hours. Those were loud. The
-# quiet ones cost more: a run that goes on for a week, and whose numbers were wrong from the first step.
+# ([The Llama 3 Herd of Models](https://arxiv.org/abs/2407.21783), section 3.3.4): one of these every three hours. Those
+# were loud. The quiet ones cost more: a run that goes on for a week, and whose numbers were wrong from the first step.
 #
-# This lesson is a clinic with eleven patients in five wards. Each is a real run, broken on purpose, on the live ranks
+# This lesson is a clinic with nine patients in five wards. Each is a real run, broken on purpose, on the live ranks
 # below (two in processes of their own). You see the evidence and nothing else: what the ranks printed, what they
 # sent, what they held. You write down a diagnosis. Only then do you see the code. Two of them you mend.
 
@@ -22,12 +22,12 @@ lab.start(4)
 # %% [markdown]
 # ## How to examine
 #
-# Four questions, in this order. Each has an instrument that you know from the lessons before.
+# Four questions, in this order, and an instrument for each. The two in bold are new.
 #
 # | question | instrument | what it tells |
 # |---|---|---|
 # | Who did not come? | the **[flight recorder](../docs/glossary.md#flight-recorder)**: the last collectives of every rank | a hang, a dead rank, ranks that parted ways |
-# | How much was sent? | the **ledger** | no reduction, too much of it |
+# | How much was sent? | the ledger | no reduction, too much of it |
 # | What is the same on all ranks, and from when on not? | **fingerprints** of parameters, of gradients, and of parameters after the update | where ranks drift apart |
 # | What lives in memory, where, and since when? | bytes by device and by step | out of memory |
 #
@@ -62,10 +62,14 @@ print("1,000,000 weights:", fingerprint(weights))
 # In this ward collectives give up after two seconds. In production the limit is 10 minutes with NCCL, 30 with gloo, unless you
 # pass a `timeout` to `init_process_group`.
 #
-# One thing about names, before you read two messages as two events. An all-reduce here is a reduce-scatter and then an
-# all-gather (lesson 01). The flight recorder names the half that a rank is in; the exception names the whole. "waits in
-# reduce-scatter of blocks.0" and "all-reduce of blocks.0 failed" are the same call. And exit codes are told as `torchrun` tells
-# them: a negative one is the number of the signal that ended the process.
+# The flight recorder's table says of each rank which collective it finished last and which it waits in, with number and
+# shape, and for how many seconds. Two small ones are the engine's own: ranks *announce* a gather that the order so far does
+# not predict, and *exchange* in backward which parameters they used. "Is at no line of the script" means that the rank's
+# Python has left the cell.
+#
+# An all-reduce here is a reduce-scatter and then an all-gather (lesson 01). The table names the half that a rank is in; the
+# exception names the whole. "waits in reduce-scatter of blocks.0" and "all-reduce of blocks.0 failed" are the same call. And
+# exit codes are told as `torchrun` tells them: a negative one is the number of the signal that ended the process.
 
 # %%
 lab.admit(1);
@@ -118,7 +122,6 @@ lab.check("17.1")
 import zlib
 
 import torch
-import torch.distributed as dist
 from zerolab import lab
 from zerolab.lab import GPT, batch, text
 
@@ -154,7 +157,7 @@ assert steps == [2, 2, 2, 2] and len(set(marks)) == 1
 # ## Ward 2: it runs, and the numbers are wrong
 #
 # No error, no hang. The evidence is what each rank prints in each step: its loss, the fingerprint of its gradients *just
-# before the update*, of its parameters *after* it, and the bytes that it sent for the two.
+# before the update*, of its parameters *after* it, and the bytes that it sent. The model has 31,200 parameters in float32.
 
 # %%
 lab.admit(4);
@@ -188,44 +191,28 @@ lab.uncover(5)
 #
 # ## Ward 3: out of memory
 #
-# No machine here has four GPUs. So patient 6 runs its step on the CPU, where every buffer is recorded, and then asks for its
-# peak on the device that its code names. The devices are four of lesson 10's arenas: allocators that keep books as a GPU's does,
-# of 2.5 times a rank's peak each.
+# Look by device first: one GPU full and the others empty, and the ranks were not spread over them. To every process on a
+# node, `cuda:0`, or plain `cuda` without `torch.cuda.set_device()`, is the first GPU. `torchrun` tells each process who it is
+# in variables of the environment, of which three matter here: `RANK`, its number in the whole job; `LOCAL_RANK`, its number
+# on this node; `WORLD_SIZE`, how many there are. On two nodes of 8 GPUs each, rank 9 is the second process of the second node,
+# so its `LOCAL_RANK` is 1 and its GPU is `cuda:1`.
 
 # %%
 seen = lab.admit(6)
 
 # %%
-lab.predict("17.6", "d")
+lab.predict("17.6", "b")
 
 # %%
 lab.reveal("17.6")
 lab.uncover(6)
-moment = "what ranks 0 and 1 hold when rank 2 asks for its share"
-if lab.predicted("17.6"):
-    plots.show(plots.stacks(seen[0], "Patient 6", moment, "MB"))
-
-# %% [markdown]
-# `torchrun` tells each process who it is, in three variables of the environment: `RANK`, its number in the whole job;
-# `LOCAL_RANK`, its number on this node; `WORLD_SIZE`, how many there are. On two nodes with 8 GPUs, rank 9 is the second process
-# of the second node, so its `LOCAL_RANK` is 1 and its GPU is `cuda:1`.
-
-# %%
-seen = lab.admit(7)
-
-# %%
-lab.predict("17.7", "b")
-
-# %%
-lab.reveal("17.7")
-lab.uncover(7)
 held = {"activations": dict(enumerate(seen[0], start=1))}
 moment = "bytes alive after each validation batch, rank 0"
-if lab.predicted("17.7"):
-    plots.show(plots.growth(held, "validation steps", "Patient 7", moment))
+if lab.predicted("17.6"):
+    plots.show(plots.growth(held, "validation steps", "Patient 6", moment))
 
 # %% [markdown]
-# A straight line through the number of batches: what grows is made anew in each and never let go.
+# A straight line, the same 5 MB for each batch: something is made in each and never let go.
 #
 # ## Write: a validation that forgets
 #
@@ -267,77 +254,47 @@ assert len(set(losses)) == 1 and min(owns) <= losses[0] <= max(owns)
 # a KeyError: so each rank adds its groups.)
 
 # %%
+lab.admit(7);
+
+# %%
+lab.predict("17.7", "b")
+
+# %%
+lab.reveal("17.7")
+lab.uncover(7)
+
+# %%
 lab.admit(8);
 
 # %%
-lab.predict("17.8", "b")
+lab.predict("17.8", "c")
 
 # %%
 lab.reveal("17.8")
 lab.uncover(8)
 
+# %% [markdown]
+# ## Ward 5: as it was reported
+#
+# This one is rebuilt from a bug report of 2026, about a library that many people train with. It does not stop, and prints no
+# error. The report is named below the code.
+
 # %%
 lab.admit(9);
 
 # %%
-lab.predict("17.9", "c")
+lab.predict("17.9", "d")
 
 # %%
 lab.reveal("17.9")
 lab.uncover(9)
 
 # %% [markdown]
-# ## Ward 5: as it was reported
-#
-# These two are rebuilt from bug reports of 2026, about two libraries that many people train with. Neither stops, and neither
-# prints an error. The report is named below the code.
-
-# %%
-lab.admit(10);
-
-# %%
-lab.predict("17.10", "a")
-
-# %%
-lab.reveal("17.10")
-lab.uncover(10)
-
-# %%
-lab.admit(11);
-
-# %%
-lab.predict("17.11", "d")
-
-# %%
-lab.reveal("17.11")
-lab.uncover(11)
-
-# %% [markdown]
 # ## In production
 #
 # `DistributedDataParallel` has an answer to uneven data: inside `join()`, a rank whose batches are used up takes part in the
 # others' collectives with zeros, until all are done. Where yours stops with the shortest rank, this one goes on to the longest.
-
-# %%
-# %%ranks
-from torch.nn.parallel import DistributedDataParallel
-
-torch.manual_seed(0)
-parallel, made = DistributedDataParallel(torch.nn.Linear(8, 1)), 0
-sgd = torch.optim.SGD(parallel.parameters(), lr=0.1)
-with parallel.join():
-    for _ in range(2 if rank == 3 else 3):
-        parallel(torch.ones(4, 8)).mean().backward()
-        sgd.step()
-        sgd.zero_grad()
-        made += 1
-mark = fingerprint(torch.cat([p.detach().flatten() for p in parallel.parameters()]))
-
-# %% tags=["nbval-check-output"]
-same = len(set(lab.pull("mark"))) == 1
-print("steps with data:", lab.pull("made"), "· parameters equal at the end:", same)
-
-# %% [markdown]
+#
 # torch and others have more instruments:
 #
 # - `dist.monitored_barrier` (gloo) is a barrier that names the rank that did not come.
@@ -345,60 +302,10 @@ print("steps with data:", lab.pull("made"), "· parameters equal at the end:", s
 #   collective times out, and `torchfrtrace` reads the folder ([tutorial](https://docs.pytorch.org/tutorials/unstable/flight_recorder_tutorial.html)).
 # - `TORCH_DISTRIBUTED_DEBUG=DETAIL` compares the shapes of every collective before it starts. It is slow: for finding, not for
 #   running.
-# - `py-spy dump --pid` shows the line that a process is in, without stopping it.
+# - `py-spy dump --pid` shows the line that a process is in, and lets it go on.
 # - torchrun ends all ranks when one fails and prints the *first* failure, with its exit code.
 #
 # The engine of this course asks for the table by itself when a collective fails; you saw it with patients 1 to 3.
-#
-# ## On trial
-#
-# > Printed below a listing, as the output of all ranks: "loss 1.6250", later "loss 1.3125".
-#
-# Two things can be checked. Can all ranks print the same loss? And can a loss be printed so round? 1.6250 is 26/16 and 1.3125 is
-# 21/16. We rebuild such a listing in the kindest way: one linear layer, the squared error, random data on each rank as in the
-# listings of this kind, equal weights, gradients averaged. It takes 200 steps.
-
-
-# %%
-# %%ranks
-def listing(seed, steps=200):
-    torch.manual_seed(0)
-    layer = torch.nn.Linear(10, 1)
-    torch.manual_seed(seed)
-    sgd, printed = torch.optim.SGD(layer.parameters(), lr=0.01), []
-    for _ in range(steps):
-        x, y = torch.randn(16, 10), torch.randn(16, 1)
-        loss = torch.nn.functional.mse_loss(layer(x), y)
-        sgd.zero_grad()
-        loss.backward()
-        for param in layer.parameters():
-            dist.all_reduce(param.grad)
-            param.grad /= world_size
-        sgd.step()
-        printed.append(f"{loss.item():.4f}")
-    return printed
-
-
-own_data, same_data = listing(seed=1 + rank), listing(seed=1)
-
-# %% tags=["nbval-check-output"]
-whose = {"own_data": "each rank its own data", "same_data": "all ranks the same data"}
-for name, said in whose.items():
-    same = [len(set(step)) == 1 for step in zip(*lab.pull(name))]
-    print(f"{said}: all ranks print the same loss in {sum(same)} of {len(same)} steps")
-
-# %%
-printed = [loss for losses in lab.pull("own_data") for loss in losses]
-round_ones = [loss for loss in printed if (float(loss) * 16).is_integer()]
-print(f"{len(round_ones)} of {len(printed)} printed losses are sixteenths;", end=" ")
-print("by chance it would be one in 625")
-
-# %% [markdown]
-# **Verdict: false.** Ranks that train on their own data print their own losses: the loss is computed before anything is averaged.
-# All of them print the same only if the loss itself is reduced, which the listing doesn't do, or if all have the same data, and
-# then four ranks do the work of one (lesson 03). The digits speak too. Of the 10,000 endings with four decimals, 16 are
-# sixteenths: one loss in 625. Two of two are one in 390,625. Numbers under a listing are evidence only if you can print them
-# yourself.
 #
 # ## Questions
 #
@@ -415,17 +322,17 @@ print("by chance it would be one in 625")
 # 1. By the ranks that did not come. Take every rank's last collectives (torch's flight recorder, or the table of this course), find
 #    the first number at which they differ, and look at the minority. Then see where that rank's Python is (py-spy), and whether
 #    its process lives. The ranks that wait are healthy.
-# 2. At the silent one. Its exit code tells: -9 or 137 is SIGKILL, mostly the host's memory; -11 is a crash in native code. The
-#    others only felt its connection close (patient 3).
+# 2. At the silent one. Its exit code tells: -9, or 137 = 128 + 9 as a shell tells it, is SIGKILL, mostly the host's memory;
+#    -11 is a crash in native code. The others only felt its connection close (patient 3).
 # 3. Parameters before the first step: were they the same? Gradients after the reduction: was it made? Parameters after
 #    the update: is the optimizer the same? The first that differs names the part (patient 4). If none differs, compare
-#    with one process on the same total batch: the scale (patient 5), the data (lesson 03), the buffers (patient 10).
+#    with one process on the same total batch: the scale (patient 5), the data (lesson 03), the buffers.
 # 4. Adam divides the average gradient by the root of the average square, so a constant factor cancels. Gradient norms that grow
 #    with N show it, and so does clipping, which then clips every step.
 # 5. Nothing that changes what it calls: not to skip, not to stop, not to catch the error and go on. It tells the others (an
 #    all-reduce of a flag), and all skip, or none (patient 2; lesson 08's scaler).
 # 6. Something that is kept from each batch with a graph behind it: a loss added up or put in a list without .item(), in a loop
-#    without torch.no_grad() (patient 7).
+#    without torch.no_grad() (patient 6).
 
 # %%
 lab.stop()

@@ -12,7 +12,7 @@ from zerolab.lab.lessons.lesson17 import clinic
 
 def test_every_patient_has_a_question_that_speaks_against_each_wrong_diagnosis():
     known = clinic.patients()
-    assert sorted(known) == list(range(1, 12))
+    assert sorted(known) == list(range(1, 10))
     for number, patient in known.items():
         question = QUESTIONS[f"17.{number}"]
         assert set(patient.choices) == set(question.words)
@@ -55,10 +55,10 @@ def test_the_code_is_shown_after_a_diagnosis(monkeypatch, tmp_path, capsys):
     from zerolab.lab import predict
 
     clinic.uncover(6)
-    assert "cuda:0" not in capsys.readouterr().out
+    assert "def evaluate" not in capsys.readouterr().out
     predict("17.6", "a")
     clinic.uncover(6)
-    assert "cuda:0" in capsys.readouterr().out
+    assert "def evaluate" in capsys.readouterr().out
     with pytest.raises(ValueError, match="no patient 99"):
         clinic.uncover(99)
 
@@ -77,11 +77,10 @@ def test_patients_show_their_evidence_on_live_ranks(capsys):
         for number, evidence in (
             (3, "rank 2: no output, exit code -9"),
             (4, "sent 187,200 bytes"),
-            (6, "cuda:1 0.0 of"),
-            (8, "Culprit rank 3; Error type: COLLECTIVE_TYPE_MISMATCH"),
-            (9, "group info: 1:dense"),
-            (10, "ranks 2, 3:"),
-            (11, "with dropout 5."),
+            (6, "more with each batch: 5.0 to 5.0 MB"),
+            (7, "Culprit rank 3; Error type: COLLECTIVE_TYPE_MISMATCH"),
+            (8, "group info: 1:dense"),
+            (9, "with dropout 5."),
         ):
             clinic.admit(number)
             said = capsys.readouterr()

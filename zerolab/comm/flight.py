@@ -454,7 +454,7 @@ def _lines(row: Row) -> list[Line]:
     calls += [("issued", call) for call in issued[-(1 if waits else 2) :]]
     lines: list[Line] = [(doing, call["what"], call["shape"], call["seconds"]) for doing, call in calls]
     if not waits:
-        lines.append(("is at", row["place"] or "no line of the script's", None, 0.0))
+        lines.append(("is at", row["place"] or "no line of the script", None, 0.0))
     return lines
 
 

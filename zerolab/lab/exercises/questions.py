@@ -544,20 +544,12 @@ QUESTIONS: dict[str, Question] = {
     "17.6": Question(
         words=_LETTERS,
         against={
-            "a": "One replica takes less than half of a GPU. It fits.",
-            "b": "A step's peak has the activations in it, and two of these peaks fit on one GPU.",
-            "c": "Both steps have the same peak: nothing was added between them.",
-        },
-    ),
-    "17.7": Question(
-        words=_LETTERS,
-        against={
             "a": "Larger batches would cost more once, and then stay. This grows by the same with every batch.",
             "c": "These are bytes in live tensors. Holes between them are not counted.",
             "d": "Nobody calls backward here, so there are no gradients.",
         },
     ),
-    "17.8": Question(
+    "17.7": Question(
         words=_LETTERS,
         against={
             "a": "The three agree with each other. The analyzer measures everyone by the lowest rank, which is rank 0.",
@@ -565,7 +557,7 @@ QUESTIONS: dict[str, Question] = {
             "d": "The kinds of call differ: reduce and all_reduce. Calls of one kind would differ in their sizes.",
         },
     ),
-    "17.9": Question(
+    "17.8": Question(
         words=_LETTERS,
         against={
             "a": "A rank that died leaves no dump. Rank 1 left one, and in it rank 1 waits in the group of experts.",
@@ -573,15 +565,7 @@ QUESTIONS: dict[str, Question] = {
             "d": "Both reports say whom they expect: ranks 0 to 3. And the first call in each group came to an end.",
         },
     ),
-    "17.10": Question(
-        words=_LETTERS,
-        against={
-            "b": "The batches have the same fingerprint on all four ranks, in both steps.",
-            "c": "After the mean, all four ranks have the same gradients: it went over both nodes.",
-            "d": "The line from before the first step says that all four began with the same parameters.",
-        },
-    ),
-    "17.11": Question(
+    "17.9": Question(
         words=_LETTERS,
         against={
             "a": "Both runs have the same batch on each rank: the loader goes on where it was.",

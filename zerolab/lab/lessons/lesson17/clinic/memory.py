@@ -1,4 +1,4 @@
-"""Patients that run out of memory."""
+"""A patient that runs out of memory."""
 
 from __future__ import annotations
 
@@ -10,17 +10,13 @@ from collections.abc import Iterable, Iterator
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-import zerolab
-from zerolab.lab.lessons.lesson10.arena import Arena, OutOfMemory
 from zerolab.lab.lessons.lesson17.clinic.patient import Patient
-from zerolab.measure.allocations import timeline
 from zerolab.tasks.data import batch, text
-from zerolab.tasks.models import GPT, Block
+from zerolab.tasks.models import GPT
 
 
 class _Storages(TorchDispatchMode):
@@ -59,62 +55,6 @@ class _Storages(TorchDispatchMode):
 # -- 6 ---------------------------------------------------------------------------------------------------------------
 
 
-def place(rank: int) -> torch.device:
-    return torch.device("cuda:0")
-
-
-def _everyone(rank: int, world_size: int) -> dict[str, dict[str, float]]:
-    torch.manual_seed(0)
-    zero = zerolab.DDP(GPT(layers=2, width=64), units=[Block])
-    adam, words = torch.optim.AdamW(zero.model.parameters(), lr=1e-3), text()
-    peaks = []
-    for step in range(3):
-        with timeline(zero, adam) as line:
-            zero.model(*batch(words, rank, step, 8, 64)).backward()
-            adam.step()
-            adam.zero_grad()
-        peaks.append(line.peak)
-    asks: list[Any] = [None] * world_size
-    dist.all_gather_object(asks, (str(place(rank)), line.peak, line.by_kind()))
-    names = [f"cuda:{number}" for number in range(world_size)]
-    size = int(2.5 * line.peak)
-    gpus = {name: Arena(size, memory=False) for name in names}
-    held: dict[str, dict[str, float]] = {name: {} for name in names}
-    for other, (name, peak, kinds) in enumerate(asks):
-        try:
-            gpus[name].take(peak)
-        except OutOfMemory as error:
-            if rank == other:
-                print(f"OutOfMemory: {error}")
-            break
-        held[name] = {kind: held[name].get(kind, 0.0) + nbytes / 1e6 for kind, nbytes in kinds.items()}
-    usage = [f"{name} {(size - gpu.free) / 1e6:.1f} of {size / 1e6:.1f} MB in use" for name, gpu in gpus.items()]
-    if rank == 0:
-        print("\n".join(usage))
-        print("a rank's peak in steps 1 and 2:", " and ".join(f"{peak / 1e6:.1f} MB" for peak in peaks[1:]))
-    return held
-
-
-EVERYONE = Patient(
-    6,
-    "Out of memory on a node of four GPUs, with four ranks and a model that fits on one of them with room to spare.",
-    (place,),
-    _everyone,
-    {
-        "a": "The model is too large for one GPU of this kind: it has to be sharded over all four of them.",
-        "b": "The batch is too large for one GPU: the activations of a step do not fit beside the model.",
-        "c": "Something is kept from one step to the next: in the end, after a few, the GPU is full of it.",
-        "d": "The ranks were not spread over the GPUs: they all use one, and it is too small for all four.",
-    },
-    "d",
-    "GPUs 1 to 3 are empty: no process ever asked for them. `cuda:0`, and plain `cuda` without "
-    "torch.cuda.set_device(), mean the first GPU to every process on the node. Look at the table by device before"
-    " you make the batch smaller. A process's own GPU is cuda:LOCAL_RANK.",
-)
-
-# -- 7 ---------------------------------------------------------------------------------------------------------------
-
-
 def evaluate(model: nn.Module, batches: Iterable[tuple[Tensor, Tensor]]) -> Tensor:
     model.eval()
     total, count = torch.zeros(()), 0
@@ -143,7 +83,7 @@ def _validation(rank: int, world_size: int) -> list[int]:
 
 
 VALIDATION = Patient(
-    7,
+    6,
     "It trains for hours and runs out of memory in the first validation, which has no backward and no optimizer.",
     (evaluate,),
     _validation,
@@ -159,4 +99,4 @@ VALIDATION = Patient(
     " sign. torch.no_grad() builds no graph at all, and .item() keeps a number in place of a tensor.",
 )
 
-PATIENTS: tuple[Patient, ...] = (EVERYONE, VALIDATION)
+PATIENTS = (VALIDATION,)

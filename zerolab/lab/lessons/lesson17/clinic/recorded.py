@@ -85,7 +85,7 @@ def analysis(dumps: list[Dump]) -> str:
 
 _patience = timedelta(seconds=2)
 
-# -- 8 ---------------------------------------------------------------------------------------------------------------
+# -- 7 ---------------------------------------------------------------------------------------------------------------
 
 
 def logged_steps(
@@ -114,7 +114,7 @@ def _logged(rank: int, world_size: int) -> None:
 
 
 LOGGED = Patient(
-    8,
+    7,
     "It makes two steps and hangs. Nobody changed the training, only the log.",
     (logged_steps,),
     _logged,
@@ -132,7 +132,7 @@ LOGGED = Patient(
     recorded=3,
 )
 
-# -- 9 ---------------------------------------------------------------------------------------------------------------
+# -- 8 ---------------------------------------------------------------------------------------------------------------
 
 
 def norms(squares: dict[str, Tensor], groups: dict[str, dist.ProcessGroup], names: Iterable[str]) -> dict[str, Tensor]:
@@ -152,7 +152,7 @@ def _crossed(rank: int, world_size: int) -> None:
 
 
 CROSSED = Patient(
-    9,
+    8,
     "It hangs in the gradient norm, in most starts. In the others it runs for weeks.",
     (norms, _crossed),
     _crossed,
@@ -160,7 +160,7 @@ CROSSED = Patient(
         "a": "Rank 1 died after two calls: it is missing from a group in which all of the rest wait for it.",
         "b": "Ranks 0, 2 and 3 have left the loop: all three are missing from the call that rank 1 is in.",
         "c": "Ranks visit the groups in two orders: each side waits in one for those who are in the other.",
-        "d": "The two groups have different members: rank 1 is in the second and not in the first one at all.",
+        "d": "The two groups have different members: rank 1 belongs to the second, and not to the first one.",
     },
     "c",
     "Two reports that cross: in one group rank 1 is missing, in the other everyone but rank 1. Nobody is late, dead or "

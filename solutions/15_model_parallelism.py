@@ -336,8 +336,8 @@ if lab.predicted("15.2"):
 MyPipeline = lab.mine("15.2")
 
 
-def pipeline(schedule, micro_batches):
-    model, samples = make_model(), batch(words, 0, 0, 8, 64)
+def pipeline(schedule, micro_batches, dtype=torch.float32):
+    model, samples = make_model(dtype), batch(words, 0, 0, 8, 64)
     return lab.gpt_pipeline(schedule, model, samples, rank, micro_batches, pace=0.02)
 
 
@@ -414,9 +414,86 @@ if lab.predicted("15.3"):
 # The same bubble, the same gradients (the check compared them with one process's), and less memory: rank r keeps N - r
 # micro-batches, whatever M is. Rank 0 keeps half here (4 of 8); with M = 64 it would be a sixteenth.
 #
-# Of the bubble, **[zero bubble](../docs/glossary.md#zero-bubble)** (arXiv 2401.10241) removes most. Backward computes the
-# gradient of a layer's *input*, which the previous rank waits for, and that of its *weight*, which nobody needs before
-# the optimizer's step: the second kind is put off, and fills the gaps.
+# ## Half a backward
+#
+# In the gaps between a rank's first step and its last it waits for a gradient, and the next rank could have sent it
+# earlier. For each matrix product of forward, backward computes two of the same size. One gives the gradient of the
+# layer's *input*, which the previous rank is waiting for. The other gives the gradient of its *weight*, which nobody
+# needs before the optimizer's step. **[Zero bubble](../docs/glossary.md#zero-bubble)** (arXiv 2401.10241) splits them.
+# An order now has three kinds of steps, of 20 ms each:
+#
+# - take 1F1B's order, its backwards reduced to the gradients of inputs;
+# - rank r lets r of them go by, and from then on does one micro-batch's weights after each. It ends with the r that
+#   are left.
+#
+# So every rank waits while the pipeline fills, as before, but no longer while it empties. With 4 stages and 8
+# micro-batches, what fraction of the time is bubble?
+
+# %%
+lab.predict("15.4", 100 * 3 / 27)  # % of the time
+
+# %% [markdown]
+# `lab.put_off_weights` makes each linear layer's backward compute the gradients of its input and bias alone, and put a
+# promise into the list: a tensor whose own backward computes the weight's gradient.
+
+
+# %%
+# %%ranks
+class ZeroBubble(MyPipeline):
+    def order(self):
+        steps, M = [], self.micro_batches
+        for what, m in super().order():
+            steps.append((what, m))
+            if what == "backward" and m >= self.rank:
+                steps.append(("weights", m - self.rank))
+        return steps + [("weights", m) for m in range(max(0, M - self.rank), M)]
+
+    def forward(self, m):
+        promises = self.kept["weights", m] = []  # one from each linear layer's backward
+        lab.put_off_weights(self.stage, promises)
+        super().forward(m)
+
+    def weights(self, m):
+        torch.autograd.backward(self.kept.pop(("weights", m)))
+
+
+whole = make_model(torch.float64)  # one process
+loss_of(whole, *batch(words, 0, 0, 8, 64)).backward()
+right = dict(lab.GPTStage(whole, rank).named_parameters())
+schedules = {"GPipe": GPipe, "1F1B": MyPipeline, "zero bubble": ZeroBubble}
+three = {}
+for name, schedule in schedules.items():
+    pipe = pipeline(schedule, micro_batches=8, dtype=torch.float64)
+    with saved(pipe.stage) as kept:
+        pipe.run()
+    pairs = [(p.grad, right[n].grad) for n, p in pipe.stage.stage.named_parameters()]
+    off = max(((a - b).abs().max() / b.abs().max()).item() for a, b in pairs)
+    three[name] = pipe.trace, kept.peak, off
+
+# %%
+three = {name: [of[name] for of in lab.pull("three")] for name in lab.pull("three", rank=0)}
+runs = {name: [trace for trace, _, _ in ranks] for name, ranks in three.items()}
+lab.measured("15.4", round(100 * plots.bubble(runs["zero bubble"]), 2))
+lab.reveal("15.4")
+
+# %%
+if lab.predicted("15.4"):
+    both = {name: runs[name] for name in ("1F1B", "zero bubble")}
+    plots.show(plots.pipeline_runs(both, paced))
+    print("kept by autograd, at most, in MB: rank 0      1      2      3")
+    for name, ranks in three.items():
+        print(f"{name:33}", *(f"{kept / 1e6:6.2f}" for _, kept, _ in ranks))
+        assert all(off < 1e-12 for _, _, off in ranks), "gradients are not one process's"
+
+# %% [markdown]
+# All gradients are one process's to 12 digits, in all three orders. Each rank waits for N - 1 units of 20 ms, where it
+# was N - 1 units of 60. The price is memory. A weight's gradient needs the layer's input and the gradient of its
+# output, and rank r keeps those of r micro-batches more: now every rank keeps about as much as rank 0, and the last one
+# more, since its head's outputs are wide.
+#
+# On devices a little more of the bubble is left: attention between its projections has nothing to put off, nor have layer norms. And
+# whoever clips by the global norm waits for the last weights of all ranks (the paper's authors step first, and roll
+# back when the norm says so).
 #
 # A pipeline's traffic is the smallest of all: one activation forward and its gradient back, between neighbours. So
 # pipelines cross the slow wires between nodes, where tensor parallelism would not keep up. (ZeRO does, if each rank has
@@ -477,9 +554,10 @@ assert largest["tensor"]["flop"] < 0.5 * one["flop"]
 #
 # In torch 2.13, `torch.distributed.tensor.parallel.parallelize_module` replaces a layer's weight by a **DTensor**, a
 # tensor that knows how it is cut over a mesh: `ColwiseParallel` is our `up`, `RowwiseParallel` our `down`.
-# `torch.distributed.pipelining` has schedules such as `Schedule1F1B`, whose order is ours. Large runs use all three
-# dimensions: tensor parallelism inside a node, pipelines between nodes, ZeRO for what is left. (With a pipeline that is
-# stage 1: stage 2 would reduce again for every micro-batch, and stage 3 gather, too.)
+# `torch.distributed.pipelining` has schedules such as `Schedule1F1B` and, for one stage on each rank or several,
+# `ScheduleInterleavedZeroBubble`: with one, their orders are ours. Large runs use all three dimensions: tensor
+# parallelism inside a node, pipelines between nodes, ZeRO for what is left. (With a pipeline that is stage 1: stage 2
+# would reduce again for every micro-batch, and stage 3 gather, too.)
 #
 # ## On trial
 #

@@ -373,6 +373,7 @@ MEASURED: dict[str, list[tuple[dict[str, float], Callable[[float], str]]]] = {
         ({"P": 4, "M": m}, lambda x, run=run: f"{run}: a stage stands still for {x:.0%}")
         for run, m in {"by layers": 1, "GPipe": 8, "1F1B": 8}.items()
     ],
+    "bubble with zero bubble": [({"P": 4, "M": 8}, lambda x: f"measured {100 * x:.2f} %")],
     "offload: link = computing from": [
         ({"F": 400e12, "N": n, "β": 50e9}, lambda x: f"link costs {x:,.0f} tokens") for n in (1, 8, 64)
     ],

@@ -536,10 +536,20 @@ class AllForwards(Pipeline):
             self.send_grad(x.grad, m)
 
 
-def piped(micro_batches):
+class InTwoHalves(AllForwards):
+    """With the weights' part of each backward at the end, as if there were something in it."""
+
+    def order(self):
+        return super().order() + [("weights", m) for m in range(self.micro_batches)]
+
+    def weights(self, m):
+        pass
+
+
+def piped(micro_batches, kind=AllForwards):
     stage = Paced(torch.nn.Linear(4, 4), 0.02)
     inputs = [torch.ones(2, 4)] * micro_batches
-    pipe = AllForwards(stage, inputs, lambda y, m: y.mean(), inputs[0])
+    pipe = kind(stage, inputs, lambda y, m: y.mean(), inputs[0])
     pipe.run()
     return pipe.trace, pipe.sent
 
@@ -557,3 +567,9 @@ def test_pipeline_runs(ranks, tmp_path):
     )
     with pytest.raises(ValueError, match="no run"):
         plots.pipeline_runs({})
+    halves = [trace for trace, _ in ranks.run(piped, 4, InTwoHalves, ranks=3)]
+    assert [[span.end - span.start for span in trace.spans] for trace in halves] == [[pytest.approx(0.02)] * 12] * 3
+    assert plots.bubble(halves) == pytest.approx(4 / 16)  # N-1 steps twice, before and behind forwards; not for weights
+    assert [plots.in_flight(trace) for trace in halves] == [4, 4, 4]
+    figure, _ = plots.pipeline_runs({"in two halves": halves})
+    assert [text.get_text() for text in figure.legends[0].get_texts()][:3] == ["forward", "backward", "weights"]

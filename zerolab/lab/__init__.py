@@ -51,7 +51,7 @@ _HOME = {
     "zerolab.lab.lessons.lesson20": ("compiled", "observed"),
     "zerolab.lab.lessons.lesson22.ring": ("RingGPT", "ring_gradients", "seen"),
     "zerolab.lab.lessons.lesson15.pipeline": ("Pipeline",),
-    "zerolab.lab.lessons.lesson15.stages": ("gpt_pipeline",),
+    "zerolab.lab.lessons.lesson15.stages": ("GPTStage", "gpt_pipeline", "put_off_weights"),
     "zerolab.lab.lessons.lesson15.compared": ("most_on_a_rank", "step_in_numbers", "three_ways"),
     "zerolab.lab.lessons.lesson09.processor": ("Processor",),
     "zerolab.lab.activations": ("saved",),

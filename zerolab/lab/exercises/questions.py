@@ -486,6 +486,16 @@ QUESTIONS: dict[str, Question] = {
             11 / 9: "It is N - 1 units that a rank waits, not N: while it works itself it does not wait.",
         },
     ),
+    "15.4": Question(
+        "%",
+        slips={
+            27 / 11: "That is 1F1B's: there each rank waits N - 1 units of 60 ms. Here the units are a third of that.",
+            27 / 24: "A rank works for 3M units and waits for N - 1: that is of 3M + N - 1 units, not of 3M.",
+            27 / 33: "That is a third of 1F1B's percentage. The time is a third, but the step is shorter too.",
+            27 / 15: "That waits while the pipeline empties. There, weights' gradients are left to compute.",
+            0: "The name is what it aims at. The last rank still has nothing to do until the first micro-batch comes.",
+        },
+    ),
     "16.1": Question(
         "GB",
         slips={

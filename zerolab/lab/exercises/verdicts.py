@@ -156,7 +156,7 @@ CLAIMS: tuple[Claim, ...] = (
         "the model needs a special structure.",
         FALSE,
         "`ZeRO-3 each rank computes 0.250, 0.250, 0.250, 0.250 of one process's FLOP, all together 1.000`: a quarter "
-        "of the samples, through every layer, and nothing else. `Shards are put end to end`, each averaged over all "
+        "of the samples, through every layer, and nothing else. Shards are put end to end, each averaged over all "
         "ranks' samples.",
         "15",
         "Each GPU trains a submodel",
@@ -211,8 +211,9 @@ CLAIMS: tuple[Claim, ...] = (
         "P",
         "Model parallelism suits little data.",
         CONDITION,
-        "Tensor parallelism, with few tokens in a step: `524,288 bytes for each sequence, and DDP 3,468,288 as ever`. "
-        "Not a pipeline: with one micro-batch `a stage stands still for 75% of the time`.",
+        "Tensor parallelism, with few tokens in a step: `4,194,304 bytes sent by each rank` are for eight sequences, "
+        "and DDP sends 3,468,288 for any number. Not a pipeline: with one micro-batch `a stage stands still for 75% of "
+        "the time`.",
         "15",
         "Model parallelism suits little data",
     ),

@@ -12,7 +12,7 @@ from zerolab.lab.plots.overlap import PHASES
 from zerolab.lab.plots.style import GREY, INK, Look, frame, legend, plain
 from zerolab.measure.spans import Trace, length
 
-STEPS = {phase: PHASES[phase] for phase in ("forward", "backward")}
+STEPS = {phase: PHASES[phase] for phase in ("forward", "backward")} | {"weights": ("#f4f4f4", "////")}
 
 
 def bubble(traces: Sequence[Trace]) -> float:

@@ -4,6 +4,7 @@ class MyPipeline(Pipeline):
     def order(self): ...          # which forward or backward this rank does when
     def forward(self, m): ...
     def backward(self, m): ...
+    def weights(self, m): ...     # only where backward leaves the gradients of weights for later
 
 loss = MyPipeline(stage, inputs, loss, like).run()
 
@@ -24,7 +25,7 @@ from torch import Tensor, nn
 
 from zerolab.measure.spans import Span, Trace
 
-Step = tuple[str, int]  # ("forward", 3) or ("backward", 3)
+Step = tuple[str, int]  # ("forward", 3), ("backward", 3) or ("weights", 3)
 CLOCKS = 1 << 20  # the tag of a sender's time is that of its message, and this
 
 
@@ -66,7 +67,11 @@ class Pipeline:
     # -- what a subclass writes
 
     def order(self) -> list[Step]:
-        """What this rank does in one run, in order: ("forward", m) and ("backward", m) once for each micro-batch m."""
+        """What this rank does in one run, in order: ("forward", m) and ("backward", m) once for each micro-batch m.
+
+        With ("weights", m) as well, the backward is split: of its two matrix products for each of the forward, one is
+        left to self.weights(m), and half of its time on a `Paced` stage.
+        """
         raise NotImplementedError
 
     def forward(self, m: int) -> None:
@@ -75,6 +80,10 @@ class Pipeline:
 
     def backward(self, m: int) -> None:
         """The stage's backward of micro-batch m: take its output's gradient, compute, pass the input's gradient on."""
+        raise NotImplementedError
+
+    def weights(self, m: int) -> None:
+        """The gradients of weights that backward(m) left for later. It takes nothing and passes nothing on."""
         raise NotImplementedError
 
     # -- what it calls
@@ -111,11 +120,14 @@ class Pipeline:
         self.kept.clear()
         self._losses.clear()
         self.sent, self.trace = 0, Trace(self.rank, self.size)
+        steps = self.order()
         if self._paced:
-            self._paced.now = 0.0
-        for what, m in self.order():
+            self._paced.now, self._paced.split = 0.0, any(what == "weights" for what, _ in steps)
+        for what, m in steps:
             self._begin = self._now()
             self._do(what, m)
+            if what == "weights" and self._paced:
+                self._paced.now += self._paced.seconds
             self.trace.spans.append(Span(what, str(m), self._begin, self._now()))
         while self._sends:
             self._sends.pop(0)[0].wait()
@@ -165,19 +177,21 @@ class _Tick(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
-        ctx.paced.now += 2 * ctx.paced.seconds
+        ctx.paced.now += ctx.paced.seconds * (1 if ctx.paced.split else 2)
         return grad, None
 
 
 class Paced(nn.Module):
     """`stage` with a clock: `now` goes on by `seconds` in each forward, and by twice that in each backward.
 
+    A backward that is split takes `seconds` too, and so does what it leaves for later.
+
     Four ranks on two cores take turns at computing, so what a watch shows there is not what four devices would do.
     """
 
     def __init__(self, stage: nn.Module, seconds: float) -> None:
         super().__init__()
-        self.stage, self.seconds, self.now = stage, seconds, 0.0
+        self.stage, self.seconds, self.now, self.split = stage, seconds, 0.0, False
 
     def forward(self, x: Tensor) -> Tensor:
         return _Tick.apply(self.stage(x), self)

@@ -1,6 +1,8 @@
-"""A GPT in a pipeline (lesson 15)."""
+"""A GPT in a pipeline (lesson 15): its stages, and linear layers that leave their weights' gradients for later."""
 
 from __future__ import annotations
+
+from functools import partial
 
 import torch
 import torch.nn.functional as F
@@ -47,3 +49,49 @@ def gpt_pipeline(
 
     weight = model.head.weight
     return schedule(stage, tokens, loss, weight.new_empty(*tokens[0].shape, weight.shape[1]))
+
+
+class _Weight(torch.autograd.Function):
+    """A promise: its backward computes the gradient of a linear layer's weight."""
+
+    @staticmethod
+    def forward(ctx, weight, x, grad):  # type: ignore[no-untyped-def]
+        ctx.save_for_backward(x, grad)
+        return weight.new_zeros(())
+
+    @staticmethod
+    def backward(ctx, _):  # type: ignore[no-untyped-def]
+        x, grad = ctx.saved_tensors
+        return grad.flatten(0, 1).T @ x.flatten(0, 1), None, None
+
+
+class _Linear(torch.autograd.Function):
+    """A linear layer whose backward gives the input's gradient, and appends a promise."""
+
+    @staticmethod
+    def forward(ctx, x, layer, bias, promises):  # type: ignore[no-untyped-def]
+        ctx.save_for_backward(x)
+        ctx.layer, ctx.promises = layer, promises
+        return F.linear(x, layer.weight, bias)
+
+    @staticmethod
+    def backward(ctx, grad):  # type: ignore[no-untyped-def]
+        weight, (x,) = ctx.layer.weight, ctx.saved_tensors
+        with torch.enable_grad():
+            ctx.promises.append(_Weight.apply(weight, x.detach(), grad))
+        of_bias = grad.sum((0, 1)) if ctx.needs_input_grad[2] else None
+        return grad @ weight, None, of_bias, None
+
+
+def put_off_weights(stage: nn.Module, promises: list[Tensor]) -> None:
+    """From now on, the backward of each linear layer in `stage` appends a promise of its weight's gradient.
+
+    `torch.autograd.backward(promises)` computes them.
+    """
+    for layer in stage.modules():
+        if isinstance(layer, nn.Linear):
+            layer.forward = partial(_computed, layer, promises)  # type: ignore[method-assign]
+
+
+def _computed(layer: nn.Linear, promises: list[Tensor], x: Tensor) -> Tensor:
+    return _Linear.apply(x, layer, layer.bias, promises)

@@ -578,6 +578,14 @@ QUESTIONS: dict[str, Question] = {
     "17.9": Question(
         words=_LETTERS,
         against={
+            "b": "The batches have the same fingerprint on all four ranks, in both steps.",
+            "c": "After the mean, all four ranks have the same gradients: it went over both nodes.",
+            "d": "The line from before the first step says that all four began with the same parameters.",
+        },
+    ),
+    "17.10": Question(
+        words=_LETTERS,
+        against={
             "a": "Both runs have the same batch on each rank: the loader goes on where it was.",
             "b": "Adam's state has the same bits in both. And a loss is computed before Adam steps.",
             "c": "Then rank 0 would drop other elements too. It repeats its step to the last digit.",

@@ -1,4 +1,4 @@
-"""A patient rebuilt from a bug report of 2026: what was broken in a library, in a few lines, on four ranks."""
+"""Patients rebuilt from bug reports of 2026: what was broken in two libraries, in a few lines, on four ranks."""
 
 from __future__ import annotations
 
@@ -25,6 +25,91 @@ def _mean_of_gradients(model: nn.Module) -> list[Tensor]:
 
 
 # -- 9 ---------------------------------------------------------------------------------------------------------------
+
+
+def start_alike(model: nn.Module, within_node: dist.ProcessGroup, between_nodes: dist.ProcessGroup) -> None:
+    for group in (within_node, between_nodes):
+        share(model, group)
+
+
+def share(model: Any, group: dist.ProcessGroup) -> None:
+    for buffer in model.buffers():
+        if not hasattr(buffer, "shared"):  # a block and the model that it is in have the same buffer: once will do
+            buffer.shared = True
+            dist.broadcast(buffer, group=group, group_src=0)
+    for param in model.parameters():
+        dist.broadcast(param.data, group=group, group_src=0)
+
+
+class _Waves(nn.Module):
+    """Positions as waves of different lengths, in a buffer: nothing in it is learnt."""
+
+    table: Tensor
+
+    def __init__(self, context: int, width: int) -> None:
+        super().__init__()
+        angles = torch.arange(context)[:, None] / 1000 ** (torch.arange(width // 2) / (width // 2))
+        self.register_buffer("table", torch.cat([angles.sin(), angles.cos()], dim=1))
+
+    def forward(self, positions: Tensor) -> Tensor:
+        return self.table[positions]
+
+
+def _gpt(rank: int) -> GPT:
+    """On rank 0 the model; on the others one of the same shape, without values."""
+    torch.manual_seed(0)
+    model = GPT(layers=1, width=32)
+    model.position = _Waves(64, 32)  # type: ignore[assignment]
+    if rank > 0:
+        model.to("meta").to_empty(device="cpu")
+        for tensor in (*model.parameters(), *model.buffers()):
+            tensor.data.zero_()  # memory that nobody wrote to: here it is zeros on every machine
+    return model
+
+
+def _two_nodes(rank: int, world_size: int) -> None:
+    within = [dist.new_group([0, 1]), dist.new_group([2, 3])]
+    between = [dist.new_group([0, 2]), dist.new_group([1, 3])]
+    model, words = _gpt(rank), text()
+    start_alike(model, within[rank // 2], between[rank % 2])
+    sgd = torch.optim.SGD(model.parameters(), lr=0.5)
+    print(f"before:                             parameters {fingerprint(model.parameters())}")
+    for step in range(2):
+        x, y = batch(words, 0, step, 8, 64)
+        loss = model(x, y)
+        loss.backward()
+        grads = fingerprint(_mean_of_gradients(model))
+        sgd.step()
+        sgd.zero_grad()
+        weights = fingerprint(model.parameters())
+        print(f"step {step}: batch {fingerprint([x, y])}  gradients {grads}  parameters {weights}  loss {loss:.4f}")
+    for group in within + between:
+        dist.destroy_process_group(group)
+
+
+BUFFERS = Patient(
+    9,
+    "A run on two nodes (ranks 0 and 1, ranks 2 and 3) does not repeat the run on one. For the examination, all four "
+    "ranks got the same batches; the loss is each rank's own.",
+    (start_alike, share),
+    _two_nodes,
+    {
+        "a": "A buffer did not reach the second node: two ranks compute with what their memory held.",
+        "b": "The second node reads other data: its loader was seeded otherwise than that of the first.",
+        "c": "Each node takes the mean of its own gradients: there are two models, and they drift apart.",
+        "d": "The second node began with other weights: its updates are right, and its model is not.",
+    },
+    "a",
+    "All ranks have the same batch and the same parameters, bit for bit, and two of them compute another loss. So "
+    "something differs that is no parameter. It is a buffer, here of the positions. In the first round rank 2, which "
+    "had nothing yet, sent its buffer to rank 3, and both marked it as done. The second round, between nodes, mended "
+    "the parameters and left out what was marked. Fingerprint all that a forward reads, not only what is learnt. "
+    "Mended: first between the nodes, then within them, with the marks taken off in between.",
+    source='pytorch/pytorch#178569, March 2026: "Fix HSDP sync_module_states broadcast order for buffers"\n'
+    "https://github.com/pytorch/pytorch/pull/178569",
+)
+
+# -- 10 --------------------------------------------------------------------------------------------------------------
 
 
 def save(path: Path, model: nn.Module, adam: torch.optim.Optimizer, step: int) -> None:
@@ -95,7 +180,7 @@ def _resumed(rank: int, world_size: int) -> None:
 
 
 RANDOM = Patient(
-    9,
+    10,
     "A run that was resumed from its checkpoint does not repeat the run that was never stopped. Here is the first step "
     "after the checkpoint, in both.",
     (save, load),
@@ -115,4 +200,4 @@ RANDOM = Patient(
     "https://github.com/NVIDIA/Megatron-LM/pull/6858",
 )
 
-PATIENTS = (RANDOM,)
+PATIENTS = (BUFFERS, RANDOM)

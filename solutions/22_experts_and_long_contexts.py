@@ -27,18 +27,7 @@ import zerolab
 from torch import nn
 from torch.utils.flop_counter import FlopCounterMode
 from zerolab import lab
-from zerolab.lab import (
-    GPT,
-    MLP,
-    Block,
-    RingGPT,
-    batch,
-    calls,
-    ring_gradients,
-    saved,
-    seen,
-    text,
-)
+from zerolab.lab import GPT, MLP, Block, RingGPT, batch, calls, saved, seen, text
 from zerolab.measure import ledger
 
 words = text()
@@ -404,6 +393,7 @@ for G, same in lab.pull("agree", rank=0).items():
 # of all ranks' tokens than the mean, and falls if it had more (auxiliary-loss-free balancing, arXiv 2408.15664;
 # DeepSeek-V3 uses it). (The text below the picture explains the dashed line.)
 
+
 # %%
 # %%ranks
 def counted(model):
@@ -535,8 +525,8 @@ lab.check("22.3")
 # %% [markdown]
 # The ring is a loop of turns, each an `exchange`, and of `merge`. Backward goes around once more, and with each block
 # goes the gradient that it has got so far. It computes the weights again, from scores and lse, so nothing of size T × T
-# is ever kept. (That is `ring_gradients`; `seen` lists the pairs of chunks that have something to see. `places` are the
-# tokens' places in the sequence: they decide who may see whom, and travel with the keys.)
+# is ever kept. (That is `lab.ring_gradients`; `seen` lists the pairs of chunks that have something to see. `places` are
+# the tokens' places in the sequence: they decide who may see whom, and travel with the keys.)
 
 # %%
 # %%ranks
@@ -572,7 +562,9 @@ class Ring(torch.autograd.Function):
         places, group = ctx.ring
         size = dist.get_world_size(group)
         kept = ctx.saved_tensors
-        grads = ring_gradients(grad, kept, places, size, lambda block: turn(block, group))
+        grads = lab.ring_gradients(
+            grad, kept, places, size, lambda block: turn(block, group)
+        )
         return *grads, None, None
 
 

@@ -622,7 +622,7 @@ for name, (steps, loss) in rows.items():
 # %% tags=["nbval-check-output"]
 two, same, more, _ = (loss for _, loss in rows.values())
 print("the same global batch on twice the ranks learns the same:", abs(two - same) < 0.02)
-print("the same batch per rank learns less from the same samples:", more > same + 0.1)
+print("the same batch per rank learns less from the same samples:", more > same + 0.02)
 skipped = 12 * 24 - 12 * 12
 print("a script that counts steps takes 12 of 24 for done, and skips", skipped, "samples")
 

@@ -437,6 +437,8 @@ EXERCISES = [
         stub=DISPATCH_STUB,
         reference=DISPATCH,
         hints=(
+            "Experts lie on the ranks in order, so tokens in the order of their experts are in the order of the ranks: "
+            "sort once, and remember the order for the way back. How many rows come, the ranks tell each other first.",
             "dispatch: order = torch.argsort(chosen, stable=True) puts x in the order of the experts, which is also "
             "that of the ranks. counts = torch.bincount(chosen, minlength=experts); an even all_to_all_single of "
             "counts tells each rank how many rows come, from each rank and for each of its experts.",

@@ -64,3 +64,5 @@ def test_who_wants_a_core_and_has_not_slept_comes_on_however_little_it_gets():
     assert moved(before, {1: Thread(5.0, 7.0, slept=8, wants=True)}) > MOVES
     assert moved(before, {1: Thread(5.003, 7.5, slept=9, wants=True)}) < MOVES  # it has slept: it only asks
     assert moved(before, {1: Thread(5.003, 7.5, slept=8, wants=False)}) < MOVES  # and now it sleeps
+    asleep = {1: Thread(5.0, 7.0, slept=8)}
+    assert moved(asleep, {1: Thread(5.003, 7.4, slept=8, wants=True)}) < MOVES  # it has just woken up

@@ -216,7 +216,7 @@ def _overflow(script: Script) -> None:
 
 @habit(
     "Right: all ranks skip the step if any rank's slice overflows. With `Precision(torch.float16)` gradients wait in "
-    "float16, and torch refuses them by name: use `zerolab.LossScaler(zero)`.",
+    "float16, which torch's scaler refuses to unscale: use `zerolab.LossScaler(zero)`.",
     before=_overflow,
 )
 def grad_scaler(script: Script) -> None:
@@ -419,7 +419,7 @@ def module_hooks(script: Script) -> None:
 
 
 @habit(
-    "Right in stages 0 to 2, wherever ranks go. Refused in stage 3, on every rank.",
+    "Refused in stage 3, on every rank, wherever the others go.",
     refused="The ranks went different ways through the model",
     stages=(3,),
     instead="draw alike on all ranks, or let the blocks be one unit",
@@ -453,7 +453,7 @@ def assign_data(script: Script) -> None:
 @habit(
     "Refused, at the step: nobody would average the gradient of `scale`.",
     refused="that is of no sharded model",
-    instead="`zerolab.shard(nn.ModuleList([model, criterion]))`, so that it is one of the model's",
+    instead="`zerolab.shard(nn.ModuleList([model, criterion]), stage)`, so that it is one of the model's",
 )
 def learnt_loss(script: Script) -> None:
     """Let an optimizer train parameters of a loss as well"""
@@ -1080,6 +1080,7 @@ def code_of(run: Callable[[Script], None]) -> str:
         "batch(0, 0)": "x",
     }.items():
         code = code.replace(written, read)
+    code = re.sub(r"^(model = model|overflow_at = .*)\n", "", code, flags=re.MULTILINE)  # of the script alone
     if re.search("^def ", code, re.MULTILINE):  # as ruff formats a page
         code = re.sub(r"\n\n(?=\S)", "\n\n\n", code)
     return code
@@ -1087,8 +1088,8 @@ def code_of(run: Callable[[Script], None]) -> str:
 
 WHERE = {
     (0, 1, 2, 3): "",
-    (1, 2, 3): " That is in stages 1 to 3; stage 0 is right.",
-    (3,): " That is in stage 3; the others are right.",
+    (1, 2, 3): " Stage 0 is right.",
+    (3,): " Stages 0 to 2 are right.",
 }
 
 

@@ -37,7 +37,7 @@ from zerolab.tasks.data import batch, text
 from zerolab.tasks.models import GPT, Block
 
 SIZES = {
-    "cpu": {"layers": 7, "width": 384, "heads": 6, "context": 64},  # 12.4 million parameters
+    "cpu": {"layers": 7, "width": 384, "heads": 6, "context": 64},  # 12.6 million parameters
     "cuda": {"layers": 12, "width": 1024, "heads": 16, "context": 512},  # 152 million, which fill a GPU
 }
 BATCH = {"cpu": 4, "cuda": 16}

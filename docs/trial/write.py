@@ -76,8 +76,8 @@ def lines(results: dict[str, Any], reasons: dict[str, dict[str, str]]) -> Iterat
         told = ", ".join(f"{counts.count(mark)} {mark}" for mark in (*SIGNS.values(), PROMISED) if mark in counts)
         ranks = "1 to 4" if len(one["ranks"]) > 1 else one["ranks"][0]
         yield f"- `{engine}` ({versions}; {ranks} ranks): {told}"
-    yield "\n✓ holds; – is not offered, or was not tried: DeepSpeed's bf16 and checkpoints, and the hybrid cases, which"
-    yield "need 4 ranks, wherever there were 2. ✗ is wrong, E is refused with an error, H hangs, D ends a process; o: it"
+    yield "\n✓ holds; – is not offered, or was not tried: DeepSpeed's bf16 and checkpoints, and hybrid cases, which"
+    yield "need 4 ranks, where there were 2. ✗ is wrong, E is refused with an error, H hangs, D ends a process; o: it"
     yield "promises something else, and says where. With several numbers of ranks the worst counts.\n"
     for family, names in families().items():
         yield f"### {family[0].upper()}{family[1:]}\n"

@@ -180,7 +180,7 @@ def expected(ranks: zerolab.Ranks) -> dict[int, dict[str, Any]]:
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("m", "every"), [(3, 5), *(pytest.param(m, 3, marks=pytest.mark.exhaustive) for m in range(1, 5))]
+    ("m", "every"), [(3, 7), *(pytest.param(m, 3, marks=pytest.mark.exhaustive) for m in range(1, 5))]
 )
 def test_saved_at_n_loaded_at_m(ranks, saved, expected, m, every):
     """Every stage into every stage, or one of `every` pairs: each number of ranks and each stage is among them."""

@@ -42,8 +42,8 @@ WAYS = {
 }
 
 
-def every_way(stage: int) -> dict[str, Any]:
-    return {name: whole.train(way, stage) for name, way in WAYS.items()}
+def every_way(stage: int, names: list[str]) -> dict[str, Any]:
+    return {name: whole.train(WAYS[name], stage) for name in names}
 
 
 def every_way_alone(n: int) -> dict[str, Any]:
@@ -52,13 +52,15 @@ def every_way_alone(n: int) -> dict[str, Any]:
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("n", "stages"), [(2, [1, 3]), *(pytest.param(n, range(4), marks=pytest.mark.exhaustive) for n in (1, 2, 3, 4))]
+    ("n", "stages"), [(2, [3, 1]), *(pytest.param(n, range(4), marks=pytest.mark.exhaustive) for n in (1, 2, 3, 4))]
 )
 def test_equals_one_process_bit_for_bit(ranks, n, stages):
+    """With two stages they take turns, way by way."""
     expected = ranks.run(every_way_alone, n, ranks=1)[0]
-    for stage in stages:
-        results = ranks.run(every_way, stage, ranks=n)
-        for name in WAYS:
+    for i, stage in enumerate(stages):
+        names = [*WAYS][i::2] if len(stages) == 2 else [*WAYS]
+        results = ranks.run(every_way, stage, names, ranks=n)
+        for name in names:
             for state, owners in (result[name] for result in results):
                 assert owners == results[0][name][1], "the ranks agree on the owners"
                 for key, value in expected[name].items():

@@ -573,3 +573,11 @@ def test_pipeline_runs(ranks, tmp_path):
     assert [plots.in_flight(trace) for trace in halves] == [4, 4, 4]
     figure, _ = plots.pipeline_runs({"in two halves": halves})
     assert [text.get_text() for text in figure.legends[0].get_texts()][:3] == ["forward", "backward", "weights"]
+
+
+def test_reproduced_draws_the_most_ranks_on_top_of_one():
+    runs = [{"seed": seed, "losses": [2.0 + seed, 1.0], "accuracy": 0.9 + seed / 100} for seed in range(3)]
+    drawn, said = plots.reproduced({1: runs, 2: runs[:1], 4: runs[:1]}, "", "Untrained: 10 %.")
+    labels = [line.get_label() for line in drawn.axes[0].lines]
+    assert labels == ["1 rank, seed 0", "4 ranks, seed 0", "1 rank, seed 1", "1 rank, seed 2"]
+    assert said.startswith("Losses on 1 and on 4 ranks differ by 0e+00 at most. ") and "90.0 to 92.0 %" in said

@@ -44,15 +44,19 @@ def curves(
 
 
 def reproduced(results: Mapping[int, Sequence[Mapping[str, Any]]], subtitle: str, baseline: str) -> tuple[Figure, str]:
-    """What `lab.reproduce` returns: the first seed on each number of ranks, and as many others as fit beside it.
+    """What `lab.reproduce` returns: the first seed on 1 rank and on most ranks, and as many others as fit beside it.
 
     baseline: a sentence about what an untrained model reaches.
     """
     one, most = results[1], max(results)
-    many = {f"{ranks} ranks, seed 0": found[0]["losses"] for ranks, found in results.items() if ranks > 1}
-    seeds = {f"1 rank, seed {each['seed']}": each["losses"] for each in one[: len(LOOKS) - len(many)]}
-    apart = [abs(a - b) for losses in many.values() for a, b in zip(losses, one[0]["losses"], strict=True)]
+    first, *others = one
+    drawn = {f"1 rank, seed {first['seed']}": first["losses"]}
+    if most > 1:
+        drawn[f"{most} ranks, seed {first['seed']}"] = results[most][0]["losses"]
+    drawn |= {f"1 rank, seed {each['seed']}": each["losses"] for each in others[: len(LOOKS) - len(drawn)]}
+    many = [found[0]["losses"] for ranks, found in results.items() if ranks > 1]
+    apart = [abs(a - b) for losses in many for a, b in zip(losses, first["losses"], strict=True)]
     band = [100 * each["accuracy"] for each in one]
     said = f"Losses on 1 and on {most} ranks differ by {max(apart):.0e} at most. " if many else ""
     said += f"The accuracies of {len(one)} seeds go from {min(band):.1f} to {max(band):.1f} %. {baseline}"
-    return curves(seeds | many, "The same run, on any number of ranks", subtitle, "loss", said)
+    return curves(drawn, "The same run, on any number of ranks", subtitle, "loss", said)

@@ -24,7 +24,7 @@ unexport PYTHONDONTWRITEBYTECODE
 # What is woken takes no core from what runs. Else a sender loses its core to the rank that its message wakes, holding a lock
 # for which gloo's thread asks in a busy loop. Beside other programs it is slower: not for the stalled ones.
 KEEP_THE_CORE := $(shell chrt --batch 0 true 2>/dev/null && echo chrt --batch 0)
-TESTS = $(KEEP_THE_CORE) $(BIN)/python -m pytest -n $(WORKERS) --dist loadfile
+TESTS = $(KEEP_THE_CORE) $(BIN)/python -m pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder
 # Ranks compute with one thread anyway; where there are more threads than cores, they wait for each other.
 test-stalled: KEEP_THE_CORE =
 test test-fast test-all test-planted test-stalled: export OMP_NUM_THREADS = 1

@@ -11,6 +11,7 @@ import subprocess
 import sys
 import threading
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -98,6 +99,7 @@ def _piece(item: pytest.Item) -> str | None:
     return item.nodeid if item.get_closest_marker("exhaustive") else None
 
 
+@pytest.hookimpl(trylast=True)  # of what -m has left
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     if (share := config.getoption("--share")) > 1:
         pieces = sorted({piece for item in items if (piece := _piece(item))})
@@ -111,6 +113,9 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         for item in items:
             if item.get_closest_marker("gpu"):
                 item.add_marker(pytest.mark.skip(reason="needs a CUDA device"))
+    # A file of many tests begins early, as with xdist's own order; the browser, one long test, would be alone at the end.
+    tests = Counter(item.path for item in items)
+    items.sort(key=lambda item: (item.path.name != "test_browser.py", -tests[item.path]))
 
 
 STILL = [0.0]  # seconds, the longest of the present test in which this process's second thread was not run

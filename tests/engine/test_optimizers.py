@@ -202,6 +202,37 @@ def loaded_into(stage: int, how: str) -> Any:
     return attempt(trained, case, stage, range(2, 4), optimizer.state_dict(), model)
 
 
+def line_search(n: int, as_float: bool) -> tuple[list[torch.Tensor], float]:
+    """Two steps of LBFGS, whose line search decides by what the closure returns: on `n` ranks, or on one for all."""
+    torch.manual_seed(0)
+    model: Any = nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 1)).double()
+    x, y = torch.randn(2, n, 5, 6, dtype=torch.float64)
+    x, y = x * torch.arange(1, n + 1).view(n, 1, 1), y.sum(2, keepdim=True)  # ranks' losses differ
+    if n > 1 and torch.distributed.is_initialized():
+        model = zerolab.DDP(model).model
+        rank = torch.distributed.get_rank()
+        x, y = x[rank], y[rank]
+    optimizer = optim.LBFGS(model.parameters(), lr=2.0, max_iter=6, line_search_fn="strong_wolfe")
+
+    def closure() -> Any:
+        optimizer.zero_grad()
+        loss = (model(x) - y).square().mean()
+        loss.backward()
+        return loss.item() if as_float else loss
+
+    for _ in range(2):
+        told = optimizer.step(closure)
+    return [param.detach().clone() for param in model.parameters()], float(torch.as_tensor(told).detach())
+
+
+@pytest.mark.parametrize(("n", "as_float"), [(2, False), (3, True)])
+def test_an_optimizer_that_decides_by_the_loss_sees_that_of_all_ranks(ranks, n, as_float):
+    expected, loss = line_search(n, as_float)
+    for found, told in ranks.run(line_search, n, as_float, ranks=n):
+        assert told == pytest.approx(loss, rel=1e-9)
+        assert all(torch.allclose(one, other, rtol=1e-7, atol=1e-9) for one, other in zip(found, expected, strict=True))
+
+
 @pytest.mark.parametrize("n", [2, 3])
 @pytest.mark.parametrize("stage", [1, 2, 3])
 def test_a_state_of_full_shapes(ranks, stage, n):

@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
+from jobs_common import all_say, attempt
 from test_timeline import build, train
 from torch import Tensor
 
@@ -141,3 +142,42 @@ def broken_off() -> list[Any]:
 def test_an_error_while_a_unit_is_on_its_way(ranks):
     for plain, broken in ranks.run(broken_off, ranks=2):
         assert all(torch.equal(broken[name], value) for name, value in plain.items())
+
+
+class Features(torch.nn.Module):
+    """Three blocks; `loss` can be made of what a hook keeps from inside of the second, while the rest is cut off."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        blocks = [torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.Linear(8, 8)) for _ in range(3)]
+        self.blocks = torch.nn.ModuleList(blocks)
+        self.cut = False
+
+    def forward(self, x: Tensor) -> Tensor:
+        for i, block in enumerate(self.blocks):
+            x = block(x.detach() if self.cut and i == 2 else x)
+        return x.square().mean()
+
+
+def loss_on_what_a_hook_keeps() -> str | None:
+    torch.manual_seed(0)
+    model = Features()
+    zero = zerolab.Zero3(model, units=[torch.nn.Sequential])
+    kept = {}
+    model.blocks[1][0].register_forward_hook(lambda module, args, output: kept.update(feature=output))
+    for step in range(3):  # the second step is the first in which backward gathers ahead
+        model.cut = step == 2
+        loss = zero.model(torch.ones(2, 8) * (1 + zero.rank))
+        if model.cut:
+            caught = attempt((loss + kept["feature"].square().mean()).backward)
+        else:
+            loss.backward()
+    return caught
+
+
+def test_backward_into_a_unit_that_is_still_being_gathered_is_refused(ranks):
+    """Its numbers would be made of whatever the memory held."""
+    caught = ranks.run(loss_on_what_a_hook_keeps, ranks=2)
+    all_say(
+        caught, "RuntimeError", "a gradient reached blocks.1.0.", "while blocks.1 was still being gathered", "units="
+    )

@@ -219,3 +219,32 @@ def test_averages_of_slices(ranks):
     for stage in range(4):
         for state in ranks.run(averages, stage, ranks=2):
             assert all(torch.allclose(state[key], value) for key, value in mean.module.state_dict().items())
+
+
+class Held(nn.Module):
+    """Containers of 1 to 25 MB, which nobody calls."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weights = nn.ParameterList(torch.randn(400, 400) * 0.05 for _ in range(2))
+        self.layers = nn.ModuleList([nn.Linear(400, 800), nn.Linear(800, 4)])
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for weight in self.weights:
+            x = torch.tanh(x @ weight)
+        for layer in self.layers:
+            x = layer(x)
+        return x
+
+
+def trained_by_default(stage: int) -> list[str]:
+    torch.manual_seed(0)
+    zero = zerolab.shard(Held(), stage)
+    zero.model(torch.ones(2, 400)).sum().backward()
+    assert all(param.grad is not None for param in zero.model.parameters())
+    return [unit.name for unit in zero.units]
+
+
+def test_what_is_never_called_is_no_unit_by_default(ranks):
+    for stage in (0, 3):
+        assert ranks.run(trained_by_default, stage, ranks=2) == [["root", "layers.0"]] * 2

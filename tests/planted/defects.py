@@ -316,7 +316,7 @@ DEFECTS = [
     Defect(
         "a wrong guess stays gathered",
         "engine/prefetch.py",
-        "            self._ahead.release()\n",
+        "            self.ahead.release()\n",
         "            pass\n",
         "engine/test_prefetch.py",
     ),

@@ -120,6 +120,12 @@ class Backward:
                 f"{unit.names[i]}, and their average over the ranks has none. Take torch.autograd.grad(..., inputs, "
                 "create_graph=True) for the gradients of inputs, and backward() for the loss that you make of them"
             )
+        if unit is self._stage.prefetcher.ahead and not self.turns.progress[unit].passed:
+            raise RuntimeError(
+                f"rank {self._comm.rank}: a gradient reached {unit.names[i]} while {unit.name} was still being "
+                "gathered: the loss uses something from inside of it, such as a hook keeps, that is not among its "
+                "outputs. Return it, list its module in units=, or take stage 2"
+            )
         unit.bucket.collect(i)
         self.turns.at_parameter(unit, i)
 

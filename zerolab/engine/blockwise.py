@@ -13,7 +13,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
-from torch import Tensor
+from torch import Tensor, optim
 from torch.optim import ASGD, SGD, Adadelta, Adagrad, Adam, Adamax, AdamW, NAdam, Optimizer, RAdam, RMSprop, Rprop
 
 from zerolab.engine.layout import Layout, Slot
@@ -99,6 +99,11 @@ def misfit(optimizer_class: type[Optimizer], stage: int, granularity: int) -> st
     name = optimizer_class.__name__
     if stage == 0:
         return None
+    if issubclass(optimizer_class, optim.LBFGS):
+        return (
+            f"{name} is not known to be elementwise: it looks at all parameters together, and in stage {stage} it sees "
+            "slices of them. Use stage 0"
+        )
     if (blocks := declared.get(optimizer_class)) is None:
         return (
             f"{name} is not known to be elementwise, and in stage {stage} it sees slices of parameters: its numbers "

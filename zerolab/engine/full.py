@@ -274,7 +274,10 @@ def _compare(own: Entries, state: dict[str, Tensor] | None) -> str | None:
     if state is None:
         return "the first rank passed none"
     if missing := sorted(own.state.keys() - state.keys()):
-        return f"missing {', '.join(missing[:5])}{' ...' if len(missing) > 5 else ''}"
+        return (
+            f"missing {', '.join(missing[:5])}{' ...' if len(missing) > 5 else ''}. To load a part: `with "
+            "zero.full_parameters(): model.load_state_dict(part, strict=False)`"
+        )
     if unexpected := sorted(state.keys() - own.state.keys()):
         return f"unexpected {', '.join(unexpected[:5])}{' ...' if len(unexpected) > 5 else ''}"
     shapes = {key: tuple(place.view.shape) for places in own.places.values() for key, place in places.items()}

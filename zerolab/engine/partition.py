@@ -180,9 +180,9 @@ def _by_size(model: nn.Module, path: str = "") -> list[tuple[str, nn.Module]]:
     for name, child in model.named_children():
         name = f"{path}.{name}" if path else name
         size = sum(p.numel() * p.element_size() for p in child.parameters())
-        if size > UNIT_BYTES:
-            inner = _by_size(child, name)
-            found += inner or [(name, child)]
+        called = type(child).forward is not nn.Module.forward  # a ModuleList is not, nor is a ParameterList
+        if size > UNIT_BYTES or not called:
+            found += _by_size(child, name) or [(name, child)] * called
         elif size >= SMALL_BYTES:
             found.append((name, child))
     return found

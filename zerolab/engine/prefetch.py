@@ -28,7 +28,7 @@ class Prefetcher:
         self._visits: list[Unit] = []  # the visits of this pass
         self._on_route = False  # both are the same so far
         self._gathered: list[Unit] = []  # the visited units that were gathered when we last looked
-        self._ahead: Unit | None = None  # a unit being gathered that is not visited yet
+        self.ahead: Unit | None = None  # a unit being gathered that is not visited yet
 
     def begin(self, kind: Hashable) -> None:
         """A pass begins, and whatever came before it is over."""
@@ -48,7 +48,7 @@ class Prefetcher:
         self._on_route = self._on_route and place < len(self._route) and self._route[place] is unit
         if not self._on_route:
             self._drop()
-        self._ahead = None
+        self.ahead = None
         self._visits.append(unit)
         if unit not in self._root and unit not in self._gathered:
             self._gathered.append(unit)
@@ -57,14 +57,14 @@ class Prefetcher:
         """Start to gather the next unit, if it is known and there is room."""
         self._gathered = [unit for unit in self._gathered if unit.gathered]
         place = len(self._visits)
-        if self._on_route and self._ahead is None and place < len(self._route) and len(self._gathered) < AT_ONCE:
+        if self._on_route and self.ahead is None and place < len(self._route) and len(self._gathered) < AT_ONCE:
             following = self._route[place]
             if not following.gathered:
-                self._ahead = following
+                self.ahead = following
                 following.start_gather()
 
     def _drop(self) -> None:
         """Release what was gathered for nothing."""
-        if self._ahead is not None and not self._ahead.gathered:
-            self._ahead.release()
-        self._ahead = None
+        if self.ahead is not None and not self.ahead.gathered:
+            self.ahead.release()
+        self.ahead = None

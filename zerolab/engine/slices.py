@@ -574,7 +574,8 @@ def refuse_gradient(name: str, grad: Tensor) -> None:
     raise RuntimeError(
         f"a gradient reached {name} outside of forward, where the model shows what the optimizer updates (in stages 1 "
         "to 3 this rank's slice). Use the parameter inside the model's forward, or register the method that uses it: "
-        'zero.register_forward_method("name")'
+        'zero.register_forward_method("name"). What a penalty on weights alone would add to the gradients, add to '
+        "them after backward: p.grad.add_(p.detach(), alpha=2 * c)"
     )
 
 

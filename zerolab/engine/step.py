@@ -12,6 +12,7 @@ script's own: they see what a script sees outside of the step, so they may clip,
 from __future__ import annotations
 
 import functools
+import struct
 import sys
 import weakref
 import zlib
@@ -241,9 +242,23 @@ def _paused(optimizer: Optimizer, argument: Any) -> Any:
         for engine, units in _owners(optimizer).items():
             engine.promote_grads(engine.units)
             engine.enter_optimizer(optimizer, units)
-        return result
+        return _of_all_ranks(optimizer, result)
 
     return closure
+
+
+def _of_all_ranks(optimizer: Optimizer, loss: Any) -> Any:
+    """What a closure returned; the ranks' mean, if an optimizer might decide by it, as LBFGS does."""
+    if type(optimizer) in declared or isinstance(optimizer, SeesSlices):
+        return loss
+    if not isinstance(loss, float) and not (isinstance(loss, Tensor) and loss.numel() == 1):
+        return loss
+    comm = next(iter(_owners(optimizer))).comm
+    losses = comm.exchange_bytes(
+        struct.pack("d", loss.detach() if isinstance(loss, Tensor) else loss), "what the ranks' closures returned"
+    )
+    mean = sum(struct.unpack("d", each)[0] for each in losses) / len(losses)
+    return torch.full_like(loss, mean) if isinstance(loss, Tensor) else mean
 
 
 _under_way: weakref.WeakKeyDictionary[Optimizer, dict[Any, list[Unit]]] = weakref.WeakKeyDictionary()  # of steps

@@ -113,7 +113,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         for item in items:
             if item.get_closest_marker("gpu"):
                 item.add_marker(pytest.mark.skip(reason="needs a CUDA device"))
-    # A file of many tests begins early, as with xdist's own order; the browser, one long test, would be alone at the end.
+    # Files of many tests begin early, as in xdist's own order. The browser's, one long test, would be alone at the end.
     tests = Counter(item.path for item in items)
     items.sort(key=lambda item: (item.path.name != "test_browser.py", -tests[item.path]))
 

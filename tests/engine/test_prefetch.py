@@ -159,25 +159,34 @@ class Features(torch.nn.Module):
         return x.square().mean()
 
 
-def loss_on_what_a_hook_keeps() -> str | None:
+def loss_on_what_a_hook_keeps(units: list[type[torch.nn.Module]]) -> Any:
+    """The gradients, of the one process that this is, or of ranks with equal batches. If refused, the error."""
     torch.manual_seed(0)
     model = Features()
-    zero = zerolab.Zero3(model, units=[torch.nn.Sequential])
+    zero = zerolab.Zero3(model, units=units) if units else None
     kept = {}
     model.blocks[1][0].register_forward_hook(lambda module, args, output: kept.update(feature=output))
     for step in range(3):  # the second step is the first in which backward gathers ahead
         model.cut = step == 2
-        loss = zero.model(torch.ones(2, 8) * (1 + zero.rank))
+        model.zero_grad()
+        loss = model(torch.ones(2, 8))
         if model.cut:
             caught = attempt((loss + kept["feature"].square().mean()).backward)
         else:
             loss.backward()
-    return caught
+    if caught:
+        return caught
+    grads = [param.grad for param in model.parameters()]
+    return [grad if grad is None or not zero else zerolab.full_tensor(grad).clone() for grad in grads]
 
 
 def test_backward_into_a_unit_that_is_still_being_gathered_is_refused(ranks):
     """Its numbers would be made of whatever the memory held."""
-    caught = ranks.run(loss_on_what_a_hook_keeps, ranks=2)
+    caught = ranks.run(loss_on_what_a_hook_keeps, [torch.nn.Sequential], ranks=2)
     all_say(
         caught, "RuntimeError", "a gradient reached blocks.1.0.", "while blocks.1 was still being gathered", "units="
     )
+    expected = loss_on_what_a_hook_keeps([])
+    for grads in ranks.run(loss_on_what_a_hook_keeps, [torch.nn.Sequential, torch.nn.Linear], ranks=2):  # the advice
+        for grad, right in zip(grads, expected, strict=True):
+            assert (grad is None and right is None) or torch.equal(grad, right)

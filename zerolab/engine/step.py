@@ -12,7 +12,6 @@ script's own: they see what a script sees outside of the step, so they may clip,
 from __future__ import annotations
 
 import functools
-import struct
 import sys
 import weakref
 import zlib
@@ -254,10 +253,8 @@ def _of_all_ranks(optimizer: Optimizer, loss: Any) -> Any:
     if not isinstance(loss, float) and not (isinstance(loss, Tensor) and loss.numel() == 1):
         return loss
     comm = next(iter(_owners(optimizer))).comm
-    losses = comm.exchange_bytes(
-        struct.pack("d", loss.detach() if isinstance(loss, Tensor) else loss), "what the ranks' closures returned"
-    )
-    mean = sum(struct.unpack("d", each)[0] for each in losses) / len(losses)
+    losses = comm.exchange(loss.item() if isinstance(loss, Tensor) else loss, "what the ranks' closures returned")
+    mean = sum(losses) / len(losses)
     return torch.full_like(loss, mean) if isinstance(loss, Tensor) else mean
 
 

@@ -341,6 +341,21 @@ def functional(script: Script) -> None:
         script.step()
 
 
+@habit("Right, also where nothing but the feature gets a gradient.")
+def feature(script: Script) -> None:
+    """Train on a feature from inside of a block, which a hook keeps"""
+    kept = []
+    script.model.blocks[1].up.register_forward_hook(lambda module, args, output: kept.append(output))
+
+    def of_feature(x: Tensor) -> Tensor:
+        script.model(x)
+        return kept.pop().square().mean()
+
+    for _ in range(2):
+        script.loss(of_feature).backward()
+        script.step()
+
+
 @habit("Right, with either kind of checkpoint.")
 def checkpoint_all(script: Script) -> None:
     """Checkpoint a call of the whole model"""

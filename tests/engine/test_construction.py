@@ -60,6 +60,8 @@ def odd_model(what: str) -> tuple[nn.Module, dict[str, Any]]:
         model.extra = nn.Parameter(torch.zeros(3, dtype=torch.complex64))
     elif what == "shared memory":
         model.head.weight.data = model.emb.weight.data
+    elif what == "sparse":
+        model.head.register_buffer("graph", torch.eye(3).to_sparse())
     return model, options
 
 
@@ -84,6 +86,7 @@ def build_with_one_odd_rank(what: str, odd: int) -> str:
         ("no parameters", "ValueError", ["rank 1", "no parameters"]),
         ("complex", "ValueError", ["rank 1", "extra", "complex64"]),
         ("shared memory", "ValueError", ["rank 1", "head.weight", "emb.weight", "share memory"]),
+        ("sparse", "ValueError", ["rank 1", "the buffer head.graph is sparse", "to_dense()"]),
     ],
 )
 def test_an_odd_rank_is_named_on_every_rank(ranks, what, kind, words):
@@ -116,6 +119,37 @@ def test_default_units(ranks):
     assert stack == ["root", "blocks.0", "blocks.1", "blocks.2"]
     assert linear == ["root"] and small == ["root"]
     assert wide == ["root", "0", "1", "2", "3", "4"]  # 6.8 MB each; the last, 52 kB, stays in the root
+
+
+class ReadsAnother(nn.Module):
+    """Its head is the embedding's weight, not its module."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.emb, self.block = nn.Embedding(11, 8), Block()
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        return nn.functional.linear(self.block(self.emb(tokens)), self.emb.weight).sum()
+
+
+def another_unit_is_read() -> list[str]:
+    tokens = torch.tensor([[1, 2]])
+    both = [(stage, units) for units in ([Block, nn.Embedding], [Block]) for stage in (1, 2, 3)]
+    return [
+        attempt(
+            lambda stage=stage, units=units: zerolab.shard(ReadsAnother(), stage, units=units).model(tokens).backward()
+        )
+        for stage, units in both
+    ]
+
+
+def test_a_weight_that_another_unit_reads(ranks):
+    """What the error advises is right."""
+    for said in ranks.run(another_unit_is_read, ranks=2):
+        assert said[3:] == ["no error"] * 3
+        assert all(
+            "of emb.weight" in message and "lies outside of them is the root's" in message for message in said[:3]
+        )
 
 
 def from_meta(stage: int) -> dict[str, torch.Tensor]:

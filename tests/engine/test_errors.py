@@ -48,6 +48,10 @@ def refusals() -> dict[str, str]:
         zero.model(tokens)
         said[f"method {stage}"] = attempt(lambda zero=zero: zero.register_forward_method("generate"))
         said[f"norm {stage}"] = attempt(lambda zero=zero: zero.clip_grad_norm_(1.0, 0))
+        other = {name: torch.zeros(p.shape) for name, p in Stack().named_parameters()}
+        said[f"functional_call {stage}"] = attempt(
+            lambda zero=zero, other=other: torch.func.functional_call(zero.model, other, (tokens,))
+        )
         for name, change in {
             "double": lambda m: m.double(),
             "half": lambda m: m.head.half(),
@@ -87,6 +91,7 @@ def test_refusals(ranks):
         "create_graph, released": r"^NotImplementedError: rank \d: gradients with create.* stage 3 has released them",
         "torch's flag": "inside `with zero.no_sync():`",
         "method": "ValueError: Stack has no method 'generate'",
+        "functional_call": r"after sharding.*functional_call can only be given its own parameters",
         "norm": "ValueError: norm_type must be greater than 0",
         "double": r"the storage of \S+ was replaced after sharding",
         "half": r"the storage of head.weight was replaced after sharding",

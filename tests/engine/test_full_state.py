@@ -167,6 +167,26 @@ def test_replacing_inside(ranks, n):
 # -- buffers ----------------------------------------------------------------------------------------------------------
 
 
+def buffers_of_any_kind() -> dict[str, torch.Tensor]:
+    rank, model = dist.get_rank(), torch.nn.Linear(2, 2)
+    for dtype in (torch.uint16, torch.int16, torch.int8, torch.float8_e4m3fn, torch.complex64):
+        model.register_buffer(str(dtype).removeprefix("torch."), torch.full((3,), 1 + rank).to(dtype))
+        model.register_buffer(f"one_{dtype}".replace("torch.", ""), torch.tensor(1 + rank).to(dtype))
+    model.register_buffer("expanded", torch.full((2, 1, 3), 1.0 + rank).expand(2, 4, 3))
+    model.register_buffer("turned", torch.arange(6.0).reshape(2, 3).T + rank)
+    state = zerolab.shard(model, 1).full_state_dict()
+    shown = dict(model.named_buffers())
+    assert all(torch.equal(shown[name].float(), state[name].float()) for name in shown)
+    return {name: buffer.cfloat() for name, buffer in shown.items()}
+
+
+def test_buffers_of_any_kind_are_the_first_rank_s(ranks):
+    for shown in ranks.run(buffers_of_any_kind, ranks=3):
+        turned = shown.pop("turned")
+        assert torch.equal(turned, torch.arange(6.0).reshape(2, 3).T.cfloat())
+        assert len(shown) == 11 and all(torch.equal(value, torch.ones_like(value)) for value in shown.values())
+
+
 def same_buffers() -> list[Any]:
     """BatchNorm's statistics after training, and after the first rank's were given to all, before the model goes on.
 

@@ -8,7 +8,6 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from jobs_common import all_say, attempt
 from test_timeline import build, train
 from torch import Tensor
 
@@ -142,51 +141,3 @@ def broken_off() -> list[Any]:
 def test_an_error_while_a_unit_is_on_its_way(ranks):
     for plain, broken in ranks.run(broken_off, ranks=2):
         assert all(torch.equal(broken[name], value) for name, value in plain.items())
-
-
-class Features(torch.nn.Module):
-    """Three blocks; `loss` can be made of what a hook keeps from inside of the second, while the rest is cut off."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        blocks = [torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.Linear(8, 8)) for _ in range(3)]
-        self.blocks = torch.nn.ModuleList(blocks)
-        self.cut = False
-
-    def forward(self, x: Tensor) -> Tensor:
-        for i, block in enumerate(self.blocks):
-            x = block(x.detach() if self.cut and i == 2 else x)
-        return x.square().mean()
-
-
-def loss_on_what_a_hook_keeps(units: list[type[torch.nn.Module]]) -> Any:
-    """The gradients, of the one process that this is, or of ranks with equal batches. If refused, the error."""
-    torch.manual_seed(0)
-    model = Features()
-    zero = zerolab.Zero3(model, units=units) if units else None
-    kept = {}
-    model.blocks[1][0].register_forward_hook(lambda module, args, output: kept.update(feature=output))
-    for step in range(3):  # the second step is the first in which backward gathers ahead
-        model.cut = step == 2
-        model.zero_grad()
-        loss = model(torch.ones(2, 8))
-        if model.cut:
-            caught = attempt((loss + kept["feature"].square().mean()).backward)
-        else:
-            loss.backward()
-    if caught:
-        return caught
-    grads = [param.grad for param in model.parameters()]
-    return [grad if grad is None or not zero else zerolab.full_tensor(grad).clone() for grad in grads]
-
-
-def test_backward_into_a_unit_that_is_still_being_gathered_is_refused(ranks):
-    """Its numbers would be made of whatever the memory held."""
-    caught = ranks.run(loss_on_what_a_hook_keeps, [torch.nn.Sequential], ranks=2)
-    all_say(
-        caught, "RuntimeError", "a gradient reached blocks.1.0.", "while blocks.1 was still being gathered", "units="
-    )
-    expected = loss_on_what_a_hook_keeps([])
-    for grads in ranks.run(loss_on_what_a_hook_keeps, [torch.nn.Sequential, torch.nn.Linear], ranks=2):  # the advice
-        for grad, right in zip(grads, expected, strict=True):
-            assert (grad is None and right is None) or torch.equal(grad, right)

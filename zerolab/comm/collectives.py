@@ -41,6 +41,7 @@ class Issued(NamedTuple):
     ready: float
 
 
+_KNOWN_TO_ALL = {torch.float64, torch.float32, torch.float16, torch.bfloat16, torch.int64, torch.int32}  # backends
 Steps = Generator[Issued, None, None]  # issues collectives one by one, each when the one before has finished
 
 
@@ -143,8 +144,11 @@ class Comm:
 
     def broadcast(self, tensor: Tensor, unit: str) -> None:
         """The first rank's `tensor` on every rank, in place."""
+        for dim, stride in enumerate(tensor.stride()):
+            if stride == 0:  # expanded: every row is the first
+                tensor = tensor[(slice(None),) * dim + (slice(0, 1),)]
         flat = tensor.contiguous()
-        payload = flat.view(torch.uint8) if flat.dtype == torch.bool else flat
+        payload = flat if flat.dtype in _KNOWN_TO_ALL else flat.view(-1).view(torch.uint8)
 
         def steps() -> Steps:
             yield self._issue("broadcast", unit, payload, self.everyone, partial(dist.broadcast, payload, self.first))

@@ -1,6 +1,7 @@
 """Backward: gradients go into buckets, and each unit is reduced in its turn.
 
-    gradient at a call's outputs  at_outputs: pre_backward, show the full parameters
+    gradient at a call's outputs  at_outputs: pre_backward, show the full parameters. What modules keep of a call, and
+                                  in stage 3 what a hook may keep, counts as its outputs
     gradient of a parameter       on_gradient: put it into the unit's bucket
     backward has passed a unit    _on_passed: the unit waits for its turn, which is the same on every rank;
                                   then post_backward, which reduces
@@ -23,6 +24,7 @@ from __future__ import annotations
 
 import functools
 import operator
+import sys
 from collections import deque
 from collections.abc import Callable, Iterator
 from functools import partial
@@ -110,6 +112,11 @@ class Backward:
                 self._stage.pre_backward(unit)
                 unit.show(unit.full_params)  # for a recompute
         self.turns.at_outputs(ended, unwatched)
+
+    def at_inside(self, unit: Unit, grad: Tensor) -> None:
+        """A gradient reached something from inside of a call of `unit`."""
+        if not self.turns.progress[unit].passed:
+            self.at_outputs([unit], sys.maxsize, None, grad)
 
     def on_gradient(self, unit: Unit, i: int) -> None:
         """Autograd has completed the gradient of parameter `i` of `unit`."""
@@ -275,6 +282,7 @@ class Progress:
     def __init__(self) -> None:
         self.ran = False  # a forward has used the unit since the last backward
         self.calls: WeakSet[ForwardCall] = WeakSet()  # those that backward has not passed
+        self.ended: WeakSet[ForwardCall] = WeakSet()  # those that this backward has passed
         self.unwatched: ForwardCall | None = None  # the call under way, if it has no input that will show its end
         self.opened = False  # pre_backward has run, post_backward has not
         self.passed = False
@@ -342,9 +350,14 @@ class Turns:
 
     def _end_call(self, call: ForwardCall) -> None:
         for unit in call.units:
-            self.progress[unit].calls.discard(call)
+            self._ended(unit, call)
             if not self.progress[unit].calls:
                 self._pass(unit)
+
+    def _ended(self, unit: Unit, call: ForwardCall) -> None:
+        progress = self.progress[unit]
+        progress.calls.discard(call)
+        progress.ended.add(call)
 
     def _pass(self, unit: Unit) -> None:
         progress = self.progress[unit]
@@ -371,10 +384,13 @@ class Turns:
         """Backward is over, or broke off. keep_graph: it kept its graph, so the same forward may have another one."""
         for call in self._unwatched:
             for unit in call.units:
-                self.progress[unit].calls.discard(call)
+                self._ended(unit, call)
         self._unwatched = []
         for progress in self.progress.values():
             progress.passed = False
+            if keep_graph:
+                progress.calls |= progress.ended
+            progress.ended.clear()
             progress.ran = progress.ran and (keep_graph or len(progress.calls) > 0)
             progress.arrived.clear()
 

@@ -39,18 +39,20 @@ class Forward:
         self._depth = 0  # how many hooked calls are under way
         self._outermost: Any = None  # the frame of the first of them
         self._training = False  # whether that one began with gradients enabled
-        self._versions: dict[Unit, int] = {}  # of the full parameters as a forward began
+        self._begun: dict[Unit, tuple[int, int]] = {}  # version of the full parameters, number of autograd's next node
+        self._hooked: set[nn.Module] = set()  # modules with hooks of a script, whose results are watched
 
     def install(self, unit_modules: set[int]) -> None:
         """Put hooks on every module that needs units. `unit_modules`: identities of those that are units."""
         unit_of = {id(param): unit for unit in self._stage.units for param in unit.params}
         # torch.compile must not trace them: what they do depends on autograd, on the step, on the other ranks.
         on_enter, on_leave = torch.compiler.disable(self.enter), torch.compiler.disable(self.leave)
+        self._watcher = torch.compiler.disable(self._watch)
         for module in self._stage.model.modules():
             if module._parameters or id(module) in unit_modules:
                 inside = list(modules_within(module, unit_modules))
                 needs = units_needed(inside, unit_of)
-                enter, leave = partial(on_enter, needs), partial(on_leave, needs, inside)
+                enter, leave = partial(on_enter, needs, inside), partial(on_leave, needs, inside)
                 if id(module) not in unit_modules:
                     enter, leave = _unless_at_work(needs, enter, leave)
                 module.register_forward_pre_hook(enter, prepend=True, with_kwargs=True)
@@ -62,7 +64,7 @@ class Forward:
 
         @functools.wraps(method)
         def wrapped(*args: Any, **kwargs: Any) -> Any:
-            args, kwargs = self.enter(root, model, args, kwargs)
+            args, kwargs = self.enter(root, [], model, args, kwargs)
             try:
                 output = method(*args, **kwargs)
             except BaseException:
@@ -74,7 +76,9 @@ class Forward:
 
     # -- around a call -----------------------------------------------------------------------------------------------
 
-    def enter(self, needs: list[Unit], module: nn.Module, args: Any, kwargs: Any) -> tuple[Any, Any]:
+    def enter(
+        self, needs: list[Unit], inside: list[nn.Module], module: nn.Module, args: Any, kwargs: Any
+    ) -> tuple[Any, Any]:
         """Before a module's forward: make the units that it needs show their full parameters."""
         if self.bypassed:
             return args, kwargs
@@ -99,9 +103,11 @@ class Forward:
                 self._turns.used(unit)
             self._stage.pre_forward(unit)
             unit.show_full()
-            self._versions[unit] = unit.full._version
+            self._begun[unit] = unit.full._version, torch.autograd._get_sequence_nr()  # type: ignore[attr-defined]
         if new and torch.is_grad_enabled() and not recompute:
             self._turns.call_begins(new, grad_tensors((args, kwargs), objects=False)[0])
+            if self._stage.stage == 3:
+                self._watch_hooked(inside)
         return args, kwargs
 
     def leave(
@@ -126,7 +132,7 @@ class Forward:
         stay = False
         if over and torch.is_grad_enabled() and not failed:
             # If backward may enter through something that cannot be seen, the units must stay.
-            tensors, stay = grad_tensors([output, *kept_by_modules(inside)])
+            tensors, stay = grad_tensors([output, *kept_by_modules(inside, since=self._begun[over[0]][1])])
             for tensor in tensors:
                 tensor.register_hook(partial(self._backward.at_outputs, over, ended, unwatched))
         for unit in over:
@@ -145,6 +151,22 @@ class Forward:
                 self._stage.gather_stale()  # another rank may have needed what this one did not
         return output
 
+    def _watch_hooked(self, inside: list[nn.Module]) -> None:
+        """What a script's hook keeps of a module inside of a unit is a way into the unit, as its outputs are."""
+        for module in inside[1:]:
+            if len(module._forward_hooks) > bool(module._parameters) and module not in self._hooked:
+                self._hooked.add(module)
+                module.register_forward_hook(self._watcher)
+
+    def _watch(self, module: nn.Module, args: Any, output: Any) -> None:
+        if not (self._depth and torch.is_grad_enabled()) or _autograd_runs():
+            return
+        tensors = grad_tensors(output)[0]
+        for unit in self._stage.units:
+            if unit.depth:
+                for tensor in tensors:
+                    tensor.register_hook(partial(self._backward.at_inside, unit))
+
     def _begin(self, module: nn.Module) -> None:
         """The outermost call begins: tidy up after an error, and notice parameters that were edited."""
         if not vars(self._stage.model).get("require_backward_grad_sync", True):
@@ -162,7 +184,7 @@ class Forward:
 
     def _notice_writes(self, unit: Unit) -> None:
         """Forward has ended. What all ranks wrote into the masters is kept; what a copy of them got would be lost."""
-        if unit.full._version == self._versions[unit]:
+        if unit.full._version == self._begun[unit][0]:
             return
         if unit.full.untyped_storage()._cdata != unit.master.untyped_storage()._cdata:
             raise RuntimeError(

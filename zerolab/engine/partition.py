@@ -111,6 +111,12 @@ def _partition(model: nn.Module, units: UnitClasses, comm: Comm, has_init: bool)
             f"{on_meta[0]} is on the meta device; pass init=, say init=lambda module: module.reset_parameters()"
         )
     _check(list(named.values()), comm)
+    for name, buffer in model.named_buffers():
+        if buffer.layout is not torch.strided:
+            raise ValueError(
+                f"the buffer {name} is sparse, and cannot be sent to the other ranks as it is; register its "
+                "to_dense(), or make it a plain attribute, alike on all ranks"
+            )
 
     order = {name: number for number, (name, _) in enumerate(modules)}
     parts: dict[tuple[int, torch.dtype, bool, bool], Part] = {}
@@ -277,7 +283,10 @@ class Structure:
         if self._unchanged():
             return
         if problem := self._problem():
-            raise RuntimeError(f"rank {self._rank}: {problem} after sharding. Change the model before sharding it")
+            raise RuntimeError(
+                f"rank {self._rank}: {problem} after sharding. Change the model before sharding it; "
+                "torch.func.functional_call can only be given its own parameters"
+            )
         self._modules = list(self._model.modules())
         self._children = [dict(module._modules) for module in self._modules]
         self._params = self._held()

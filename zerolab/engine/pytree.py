@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections import OrderedDict
+from collections import OrderedDict, deque
 from collections.abc import Iterator, Mapping
 from enum import Enum
 from typing import Any
@@ -13,8 +13,9 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 _PLAIN = (str, bytes, int, float, complex, bool, type(None), torch.dtype, torch.device, torch.Generator, Enum, type)
-# Quicker to check than whether it is a tensor.
+# Quicker to check than whether it is a tensor. A module's own dictionaries are among them.
 _NEVER_RESULTS = {bool, int, float, str, type(None), dict, OrderedDict, set}
+_ROWS = {list, tuple, deque}
 
 
 def grad_tensors(tree: Any, objects: bool = True) -> tuple[list[Tensor], bool]:
@@ -55,12 +56,14 @@ def _inside(value: Any, objects: bool) -> list[Any] | None:
     return None
 
 
-def kept_by_modules(modules: list[nn.Module]) -> Iterator[Tensor]:
-    """Results that `modules` keep as plain attributes, such as an auxiliary loss."""
+def kept_by_modules(modules: list[nn.Module], since: int) -> Iterator[Tensor]:
+    """Results that `modules` keep as attributes or in lists, such as auxiliary losses, made `since` that operation."""
     for module in modules:
         for value in vars(module).values():
-            if type(value) not in _NEVER_RESULTS and isinstance(value, Tensor) and value.grad_fn is not None:
-                yield value
+            if type(value) not in _NEVER_RESULTS:
+                for result in value if type(value) in _ROWS else [value]:
+                    if isinstance(result, Tensor) and (made := result.grad_fn) and made._sequence_nr() >= since:
+                        yield result
 
 
 def detached_from(storages: set[int], tree: Any) -> Any:

@@ -563,7 +563,10 @@ def _refusal(call: str, place: Place, why: str) -> RuntimeError:
         "zerolab.to_local(t) is the slice itself"
     )
     if not engine.is_idle():
-        advice = "Use the parameter inside the module that owns it, or make one unit of both modules"
+        advice = (
+            "Use the parameter inside the module that owns it, or make one unit of both modules: units= lists the "
+            "classes of those that become units, and what lies outside of them is the root's, there in every forward"
+        )
     return RuntimeError(
         f"rank {engine.comm.rank}: {call} of {place} {why}, and outside the forward of its own unit stage "
         f"{engine.stage} shows this rank's slice. {advice}"

@@ -41,7 +41,6 @@ class Issued(NamedTuple):
     ready: float
 
 
-_KNOWN_TO_ALL = {torch.float64, torch.float32, torch.float16, torch.bfloat16, torch.int64, torch.int32}  # backends
 Steps = Generator[Issued, None, None]  # issues collectives one by one, each when the one before has finished
 
 
@@ -144,18 +143,15 @@ class Comm:
 
     def broadcast(self, tensor: Tensor, unit: str) -> None:
         """The first rank's `tensor` on every rank, in place."""
-        for dim, stride in enumerate(tensor.stride()):
-            if stride == 0:  # expanded: every row is the first
-                tensor = tensor[(slice(None),) * dim + (slice(0, 1),)]
-        flat = tensor.contiguous()
-        payload = flat if flat.dtype in _KNOWN_TO_ALL else flat.view(-1).view(torch.uint8)
+        rows = tensor[tuple(slice(None if stride else 1) for stride in tensor.stride())]  # expanded: all are one
+        flat = rows.contiguous()
+        payload = flat.view(-1).view(torch.uint8)  # no backend knows every dtype
 
         def steps() -> Steps:
             yield self._issue("broadcast", unit, payload, self.everyone, partial(dist.broadcast, payload, self.first))
 
         self._start(f"broadcast of {unit}", steps()).wait()
-        if flat is not tensor:
-            tensor.copy_(flat)
+        rows.copy_(flat)
 
     def all_reduce_scalar(self, value: Tensor, op: Any) -> Tensor:
         """Reduce a one-element tensor over the shard group, in place; the same bits on every rank."""

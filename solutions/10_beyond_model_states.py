@@ -454,6 +454,10 @@ print("stage 3 needs more addresses beyond its peak than DDP:", more)
 # 3. `nvidia-smi` shows 78 GB, torch says that 60 GB are allocated, and a request for 4 GB fails. What is going on?
 # 4. A model of 10 billion parameters on one GPU of 40 GB, bfloat16 with Adam: what does offload leave on the GPU, and with how
 #    many tokens a step would you run it?
+# 5. ZeRO-R's P_a keeps a quarter of each block's input on each of four ranks. Where does that save memory, and why not in
+#    plain data parallelism?
+# 6. With offload and ZeRO-2 on N ranks, a step has four micro-batches. What crosses a rank's link, and which part of it
+#    would eight micro-batches spread among more tokens?
 
 # %% [markdown] tags=["answer"]
 # **Answers**
@@ -472,6 +476,11 @@ print("stage 3 needs more addresses beyond its peak than DDP:", more)
 #    micro-batches as large as fit. Eight thousand tokens in one: about half of the time is compute. A hundred
 #    thousand in ten of them: gradients go down ten times, and three quarters are compute, more if the way down hides
 #    behind backward.
+# 5. Where ranks share the work of one layer (tensor parallelism) and all keep the same input. It costs an all-gather for
+#    each block in backward. In data parallelism each rank's inputs come from samples of its own: nothing is there
+#    twice.
+# 6. Down go 2Ψ/N bytes of gradients for each micro-batch, 8Ψ/N in all; up come 2Ψ/N of parameters, once. More
+#    micro-batches spread only the way up and the update on the host.
 
 # %%
 lab.stop()

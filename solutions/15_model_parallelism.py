@@ -607,6 +607,9 @@ for way in ("DDP", "ZeRO-3", "tensor", "pipeline"):
 # 2. How is a mesh of tensor parallelism, pipeline and ZeRO laid out on nodes of 8 GPUs, and why?
 # 3. A 7B model with ZeRO-3 fits on 64 GPUs with one sequence each. You get 512 GPUs, and the batch must not grow. What
 #    now?
+# 4. Why does tensor parallelism cut `up` by rows and `down` by columns, and not the other way round?
+# 5. What does zero bubble put off, how much of the waiting goes with it, and what does it cost?
+# 6. When does tensor parallelism send less than DDP? Would you take it then?
 
 # %% [markdown] tags=["answer"]
 # **Answers**
@@ -618,6 +621,14 @@ for way in ("DDP", "ZeRO-3", "tensor", "pipeline"):
 #    tokens and can hide behind computing.
 # 3. 64 sequences cannot be given to 512 ranks. Divide the computing: tensor parallelism over the 8 GPUs of a node, and
 #    ZeRO over 64 such groups, one sequence for each.
+# 4. With rows of `up` a rank has some hidden units in full, so it can apply GELU to them, and `down` needs one all-reduce.
+#    With columns it has a part of every unit's sum, and GELU needs the whole: an all-reduce before it as well.
+# 5. The gradients of weights, which nobody needs before the step. Each rank still waits while the pipeline fills, and no
+#    longer while it empties: a third of what it waited, if forward and the two halves of backward take equally long.
+#    Rank r keeps the inputs and output gradients of r more micro-batches.
+# 6. With few tokens in a step: its bytes grow with them, and DDP's with the parameters. Here it sends less up to six
+#    sequences. But the next layer waits for its messages, and DDP's hide behind backward. So not for the bytes: take it
+#    when a sample, or the batch, has to be divided.
 
 # %%
 lab.stop()

@@ -366,6 +366,7 @@ for cell in big:
 # 3. You double the number of GPUs and keep the global batch. What happens to computing, sending and latency per step?
 # 4. Hybrid sharding over 8 GPUs of 80 GB: what is the largest model, if 30 GB are needed on top? When does it not help?
 # 5. Two plans send the same bytes in a step. Why might one cost half as much?
+# 6. Stage 3 divides a trillion parameters among 1,024 GPUs: 14 GB on each. Does the model train on GPUs of 80 GB?
 
 # %% [markdown] tags=["answer"]
 # **Answers**
@@ -378,6 +379,9 @@ for cell in big:
 #    a node has. And if all wires are equally fast, the only gain is latency.
 # 5. It computes more tokens in a step, so the bytes are paid for less often. Or it sends them over faster wires, or
 #    while it computes.
+# 6. Not as it is: beside what it holds, a step needs 178 GB, for activations and for units in flight. One block is 16 GB
+#    in 16 bits, and so is its gradient. Checkpointing lowers the first; tensor parallelism, which cuts the blocks
+#    themselves, lowers both.
 
 # %%
 lab.progress()

@@ -10,6 +10,7 @@ import resource
 import shutil
 import subprocess
 import sys
+from collections import Counter
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -526,6 +527,9 @@ def refused_saves(folder: str) -> dict[str, str]:
         return attempt(lambda: zerolab.save(to, zero, other, keep=keep, **extra))
 
     said["extra"] = save(thing=torch.zeros(2))
+    said["keys"] = save(schedule={"milestones": Counter([3, 8])})
+    said["link"] = save(Path(folder) / "link")
+    said["old"] = save(Path(folder) / "new")
     said["keep 0"] = save(keep=0)
     said["keep what"] = save(Path(folder) / "last", keep=2)
     stranger = torch.optim.AdamW([nn.Parameter(torch.zeros(2))])
@@ -556,7 +560,7 @@ def refused_saves(folder: str) -> dict[str, str]:
     if mine:
         resource.setrlimit(resource.RLIMIT_FSIZE, limit)
     zero.comm.exchange(None, "end")
-    assert sorted(p.name for p in Path(folder).iterdir()) == ["mine", "step-7"]
+    assert sorted(p.name for p in Path(folder).iterdir()) == ["link", "mine", "new.old", "step-7"]
     again, other = fresh(case, 1)
     zerolab.load(path, again, other)
     assert same(held(again, other), held(zero, optimizer))
@@ -565,6 +569,9 @@ def refused_saves(folder: str) -> dict[str, str]:
 
 REFUSED = {
     "extra": "rank 0: extras must be JSON",
+    "keys": "rank 0: extras must be JSON .*: 3 is a key, and would come back as a string. Make a list of pairs",
+    "link": "rank 0: .*link is a symbolic link; save to the folder that it leads to",
+    "old": "rank 0: .*new.old is no zerolab checkpoint, and has the name that new gets meanwhile",
     "keep 0": "rank 0: keep=0 must be at least 1",
     "keep what": "rank 0: keep=2 needs a path that ends in digits, not last",
     "stranger": r"rank 1: AdamW holds a parameter \(group 0, number 0\) that does not belong to this Zero2",
@@ -578,6 +585,9 @@ REFUSED = {
 
 
 def test_refused_saves(ranks, tmp_path):
+    (tmp_path / "link").symlink_to(tmp_path / "mine")
+    (tmp_path / "new.old").mkdir()
+    (tmp_path / "new.old" / "notes").touch()
     for said in ranks.run(refused_saves, str(tmp_path), ranks=2):
         for what, message in said.items():
             assert re.match(f"CheckpointError: {REFUSED[what]}", message), f"{what}: {message}"
@@ -597,12 +607,19 @@ def loaded_number(folder: str) -> Any:
 
 
 def test_what_is_kept(ranks, tmp_path):
-    for name in ("step-1", "run-2", "other-3.tmp-x", "run-12.tmp-0123", "run-4.tmp-89"):  # the last two: killed
+    for name in (
+        "step-1",
+        "run-2",
+        "other-3.tmp-x",
+        "run-12.tmp-01230123",
+        "run-4.tmp-89ab89ab",
+    ):  # the last two: killed
         (tmp_path / name).mkdir()
         (tmp_path / name / "notes").touch()
     (tmp_path / "run-100").mkdir()  # empty, so it may be used
+    (tmp_path / "run-3").symlink_to(tmp_path / "run-2")  # moved elsewhere, say
     ranks.run(save_many, str(tmp_path), ranks=2)
-    left = ["other-3.tmp-x", "run-10", "run-100", "run-11", "run-12", "run-2", "step-1"]
+    left = ["other-3.tmp-x", "run-10", "run-100", "run-11", "run-12", "run-2", "run-3", "step-1"]
     assert sorted(path.name for path in tmp_path.iterdir()) == left, "only old checkpoints of this name go"
     assert ranks.run(loaded_number, str(tmp_path / "run-12"), ranks=1) == [12.5]
     (tmp_path / "run-11").rename(tmp_path / "run-11.old")  # killed between the two renames

@@ -173,10 +173,18 @@ def buffers_of_any_kind() -> dict[str, torch.Tensor]:
         model.register_buffer(str(dtype).removeprefix("torch."), torch.full((3,), 1 + rank).to(dtype))
         model.register_buffer(f"one_{dtype}".replace("torch.", ""), torch.tensor(1 + rank).to(dtype))
     model.register_buffer("expanded", torch.full((2, 1, 3), 1.0 + rank).expand(2, 4, 3))
+    model.register_buffer("one_expanded", torch.full((1,), 1.0 + rank).expand(4))
     model.register_buffer("turned", torch.arange(6.0).reshape(2, 3).T + rank)
-    state = zerolab.shard(model, 1).full_state_dict()
+    model.register_buffer("conjugate", torch.full((3,), 1.0 + rank, dtype=torch.complex64).conj())
+    zero = zerolab.shard(model, 1)
+    before = zero.full_state_dict()
+    ema = zerolab.EMA(zero)
+    with ema.average_parameters():
+        pass
+    state = zero.full_state_dict()
+    assert all(torch.equal(state[name].cfloat(), value.cfloat()) for name, value in before.items())
     shown = dict(model.named_buffers())
-    assert all(torch.equal(shown[name].float(), state[name].float()) for name in shown)
+    assert all(torch.equal(shown[name].cfloat(), state[name].cfloat()) for name in shown)
     return {name: buffer.cfloat() for name, buffer in shown.items()}
 
 
@@ -184,7 +192,7 @@ def test_buffers_of_any_kind_are_the_first_rank_s(ranks):
     for shown in ranks.run(buffers_of_any_kind, ranks=3):
         turned = shown.pop("turned")
         assert torch.equal(turned, torch.arange(6.0).reshape(2, 3).T.cfloat())
-        assert len(shown) == 11 and all(torch.equal(value, torch.ones_like(value)) for value in shown.values())
+        assert len(shown) == 13 and all(torch.equal(value, torch.ones_like(value)) for value in shown.values())
 
 
 def same_buffers() -> list[Any]:

@@ -43,6 +43,7 @@ from zerolab.engine.slices import plainly, to_local
 # What torch's optimizers keep once per parameter, not once per element. For a parameter without dimensions, the shape
 # of the state does not tell which of the two it is.
 SCALARS = {"step", "mu_product", "eta", "mu"}
+TEMPORARY = ".tmp-" + "[0-9a-f]" * 8  # a pattern: how the name of a folder that is being written ends
 
 
 @torch.no_grad()
@@ -183,18 +184,36 @@ def _begin(
         return None
     try:
         json.dumps(extra)
+        _check_keys(extra)
     except (TypeError, ValueError) as error:
         raise CheckpointError(
             f"extras must be JSON (numbers, strings, lists, dicts with strings as keys): {error}"
         ) from None
+    if path.is_symlink():
+        raise CheckpointError(f"{path} is a symbolic link; save to the folder that it leads to, or remove it")
+    old = path.with_name(path.name + ".old")
+    if old.exists() and not (old / MANIFEST).is_file():
+        raise CheckpointError(f"{old} is no zerolab checkpoint, and has the name that {path.name} gets meanwhile")
     if path.exists() and not (path / MANIFEST).is_file() and not (path.is_dir() and not any(path.iterdir())):
         raise CheckpointError(f"{path} exists and is not a zerolab checkpoint, so it is left alone")
     path.parent.mkdir(parents=True, exist_ok=True)
-    for leftover in path.parent.glob(f"{glob.escape(path.name)}.tmp-*"):  # from a save that was killed
+    for leftover in path.parent.glob(f"{glob.escape(path.name)}{TEMPORARY}"):  # from a save that was killed
         shutil.rmtree(leftover)
     folder = path.with_name(f"{path.name}.tmp-{secrets.token_hex(4)}")
     folder.mkdir()
     return folder.name
+
+
+def _check_keys(tree: Any) -> None:
+    """Raises `TypeError` where JSON would turn a key into a string without a word."""
+    for key, value in tree.items() if isinstance(tree, dict) else enumerate(tree):
+        if isinstance(tree, dict) and not isinstance(key, str):
+            raise TypeError(
+                f"{key!r} is a key, and would come back as a string. Make a list of pairs of that dict (MultiStepLR: "
+                "state['milestones'] = sorted(state['milestones'].items()), and Counter(dict(...)) of it after loading)"
+            )
+        if isinstance(value, dict | list | tuple):
+            _check_keys(value)
 
 
 # -- every rank: its file -------------------------------------------------------------------------------------------
@@ -385,7 +404,7 @@ def _remove_older(path: Path, keep: int) -> None:
     older: dict[int, list[Path]] = {}  # a killed save may have left two of the same number, one of them .old
     for other in path.parent.iterdir():
         name = _split_name(other)
-        if name and name[0] == stem and name[1] < number and (other / MANIFEST).is_file():
+        if name and name[0] == stem and name[1] < number and (other / MANIFEST).is_file() and not other.is_symlink():
             older.setdefault(name[1], []).append(other)
     kept = 1
     for _, same in sorted(older.items(), reverse=True):
@@ -394,7 +413,7 @@ def _remove_older(path: Path, keep: int) -> None:
             continue
         for other in same:
             _remove(other)
-    for leftover in path.parent.glob("*.tmp-*"):
+    for leftover in path.parent.glob(f"*{TEMPORARY}"):
         name = _split_name(path.with_name(leftover.name.split(".tmp-")[0]))
         if name and name[0] == stem:
             shutil.rmtree(leftover)

@@ -143,9 +143,9 @@ class Comm:
 
     def broadcast(self, tensor: Tensor, unit: str) -> None:
         """The first rank's `tensor` on every rank, in place."""
-        rows = tensor[tuple(slice(None if stride else 1) for stride in tensor.stride())]  # expanded: all are one
-        flat = rows.contiguous()
-        payload = flat.view(-1).view(torch.uint8)  # no backend knows every dtype
+        rows = tensor[tuple(slice(None) if stride or not n else 0 for stride, n in zip(tensor.stride(), tensor.shape))]
+        flat = rows.resolve_conj().contiguous()
+        payload = flat.view(-1).view(torch.uint8)  # no backend knows every dtype. Of an expanded tensor, one row
 
         def steps() -> Steps:
             yield self._issue("broadcast", unit, payload, self.everyone, partial(dist.broadcast, payload, self.first))

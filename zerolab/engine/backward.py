@@ -26,7 +26,7 @@ import functools
 import operator
 import sys
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from functools import partial
 from weakref import WeakSet
 
@@ -72,11 +72,19 @@ class Backward:
 
     # -- while autograd runs -----------------------------------------------------------------------------------------
 
-    def _begin(self) -> bool:
-        """A gradient shows up. False if autograd builds a graph of it, to go through in a later backward.
+    def _begin(self, inside: Iterable[Unit] = ()) -> bool:
+        """A gradient shows up, `inside` of units. False if autograd builds a graph of it, for a later backward.
 
         Such a gradient is on its way to an input, and nothing is reduced: in stages 0 to 2 all it needs is there.
         """
+        prefetcher = self._stage.prefetcher
+        for unit in inside:
+            if (unit is prefetcher.ahead or unit in prefetcher.skipped) and not self.turns.progress[unit].passed:
+                raise RuntimeError(
+                    f"rank {self._comm.rank}: a gradient was in {unit.name} while that was still being gathered: the "
+                    "loss uses something from inside of it that is not among its outputs, nor kept by its modules. "
+                    "Return it, list its module in units=, or take stage 2"
+                )
         if self.under_way:
             return True
         if torch.is_grad_enabled():
@@ -120,18 +128,12 @@ class Backward:
 
     def on_gradient(self, unit: Unit, i: int) -> None:
         """Autograd has completed the gradient of parameter `i` of `unit`."""
-        if not self._begin():
+        if not self._begin([unit]):
             unit.full_params[i].grad = None
             raise NotImplementedError(
                 f"rank {self._comm.rank}: backward(create_graph=True) would leave gradients with a graph in "
                 f"{unit.names[i]}, and their average over the ranks has none. Take torch.autograd.grad(..., inputs, "
                 "create_graph=True) for the gradients of inputs, and backward() for the loss that you make of them"
-            )
-        if unit is self._stage.prefetcher.ahead and not self.turns.progress[unit].passed:
-            raise RuntimeError(
-                f"rank {self._comm.rank}: a gradient reached {unit.names[i]} while {unit.name} was still being "
-                "gathered: the loss uses something from inside of it, such as a hook keeps, that is not among its "
-                "outputs. Return it, list its module in units=, or take stage 2"
             )
         unit.bucket.collect(i)
         self.turns.at_parameter(unit, i)
@@ -146,13 +148,21 @@ class Backward:
     def _take_turns(self, everyone: bool = False) -> None:
         for unit in self.turns.turns(everyone):
             self._advance_reductions()
-            unit.bucket.complete_with_zeros()
+            if not unit.depth:
+                unit.bucket.complete_with_zeros()
             self._finish(unit)
 
     def _finish(self, unit: Unit) -> None:
         """Backward is done with `unit`: the stage's post_backward, which reduces if it is the unit's turn."""
         stage = self._stage
         self.turns.progress[unit].opened = False
+        if unit.depth:  # autograd.grad in the middle of a forward, which goes on
+            if any(unit.bucket.have):
+                raise RuntimeError(
+                    f"rank {stage.rank}: backward() inside of the model's forward reached parameters of {unit.name}, "
+                    "which is still at work; call it when forward is over, or take torch.autograd.grad(..., inputs)"
+                )
+            return
         unit.show(unit.params)
         reduces = stage.reduces(unit)
         stage.post_backward(unit)
@@ -293,7 +303,7 @@ class Turns:
     """`begin()` is called whenever a gradient shows up, and says whether it counts; `passed(unit)` when backward has
     passed a unit."""
 
-    def __init__(self, units: list[Unit], begin: Callable[[], bool], passed: Callable[[Unit], None]) -> None:
+    def __init__(self, units: list[Unit], begin: Callable[..., bool], passed: Callable[[Unit], None]) -> None:
         self._begin, self._on_passed = begin, passed
         self.progress = {unit: Progress() for unit in units}
         self._clock = 0  # ticks when a call begins and when it ends
@@ -345,7 +355,7 @@ class Turns:
             self._pass(unit)
 
     def _at_input(self, call: ForwardCall, grad: Tensor) -> None:
-        if self._begin():
+        if self._begin([unit for unit in call.units if not unit.trainable]):  # of others, a parameter's gradient tells
             self._end_call(call)
 
     def _end_call(self, call: ForwardCall) -> None:

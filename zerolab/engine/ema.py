@@ -89,10 +89,10 @@ class EMA:
             zero.comm.exchange_bytes(b"", f"end of {name}")
         finally:
             averaged.discard(zero)
-            with torch.no_grad():
-                for module, key, buffer, before in buffers:
-                    module._buffers[key] = buffer.copy_(before)
             self._write(trained)
+            with torch.no_grad():
+                for module, key, buffer, before in buffers:  # nothing can be written into an expanded one
+                    module._buffers[key] = buffer if 0 in buffer.stride() else buffer.copy_(before)
 
     def full_state_dict(self, rank0_only: bool = False) -> dict[str, Tensor]:
         """`zero.full_state_dict()` with the averages; buffers are the model's. All ranks must take part."""

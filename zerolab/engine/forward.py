@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from zerolab.engine.backward import Backward
 from zerolab.engine.partition import Structure, modules_within, units_needed
 from zerolab.engine.precision import Precision
-from zerolab.engine.pytree import cast_floats, detached_from, grad_tensors, kept_by_modules
+from zerolab.engine.pytree import cast_floats, detached_from, grad_tensors, kept_by_modules, made_since
 from zerolab.engine.stage import Stage
 from zerolab.engine.step import Step
 from zerolab.engine.unit import Unit
@@ -36,7 +36,7 @@ class Forward:
         self._turns = backward.turns
         self._inputs = precision.compute if precision.cast_inputs else None  # their dtype; None: as they come
         self.bypassed = False  # the model shows something else, and calls mean nothing
-        self._depth = 0  # how many hooked calls are under way
+        self._calls: list[tuple[nn.Module, Any]] = []  # hooked calls under way, and the exceptions they began under
         self._outermost: Any = None  # the frame of the first of them
         self._training = False  # whether that one began with gradients enabled
         self._begun: dict[Unit, tuple[int, int]] = {}  # version of the full parameters, number of autograd's next node
@@ -84,19 +84,19 @@ class Forward:
             return args, kwargs
         if module is self._stage.model:
             self.forget_calls()
-        if self._depth == 0 and not _autograd_runs():
+        if not self._calls and not _autograd_runs():
             self._structure.check()
-        self._depth += 1
+        self._calls.append((module, sys.exc_info()[1]))
         new = [unit for unit in needs if unit.depth == 0]
         for unit in needs:
             unit.depth += 1
-        if not new and self._depth > 1:  # inside of a unit that is at work
+        if not new and len(self._calls) > 1:  # inside of a unit that is at work
             return args, kwargs
         recompute = _autograd_runs()  # activation checkpointing
-        if self._depth == 1 and not recompute:
+        if len(self._calls) == 1 and not recompute:
             self._outermost = _caller(sys._getframe(1))
             self._begin(module)
-        if self._depth == 1 and self._inputs is not None:
+        if len(self._calls) == 1 and self._inputs is not None:
             args, kwargs = cast_floats((args, kwargs), self._inputs)
         for unit in new:
             if self._training or recompute:  # of what the checkpoint called without gradients
@@ -114,25 +114,27 @@ class Forward:
         self, needs: list[Unit], inside: list[nn.Module], module: nn.Module, args: Any, kwargs: Any, output: Any
     ) -> Any:
         """After a module's forward, even one that failed: show the optimizer's parameters again."""
-        if self.bypassed or not self._depth:  # or `enter` refused the call
+        if self.bypassed or not self._calls or self._calls[-1][0] is not module:  # a hook before `enter` failed
             return output
-        self._depth -= 1
+        _, before = self._calls.pop()
         for unit in needs:
             unit.depth -= 1
         over = [unit for unit in needs if unit.depth == 0]
-        if not over and self._depth:
+        if not over and self._calls:
             return output
         ended, unwatched = self._turns.call_ends(over)
         if _autograd_runs():  # a recompute releases nothing: backward is about to use it
             return output
-        failed = output is None and sys.exc_info()[0] is not None
+        failed = output is None and sys.exc_info()[1] is not before
         if over:  # a result that is part of a parameter must outlive it
             output = detached_from({unit.full.untyped_storage()._cdata for unit in over}, output)
         tensors: list[Tensor] = []
         stay = False
         if over and torch.is_grad_enabled() and not failed:
             # If backward may enter through something that cannot be seen, the units must stay.
-            tensors, stay = grad_tensors([output, *kept_by_modules(inside, since=self._begun[over[0]][1])])
+            since = self._begun[over[0]][1]
+            filled = [value for value in (*args, *kwargs.values()) if not isinstance(value, Tensor)]
+            tensors, stay = grad_tensors([output, *kept_by_modules(inside, since), *made_since(since, filled)])
             for tensor in tensors:
                 tensor.register_hook(partial(self._backward.at_outputs, over, ended, unwatched))
         for unit in over:
@@ -144,7 +146,7 @@ class Forward:
                     self._stage.post_forward(unit)
             if not failed:
                 self._notice_writes(unit)
-        if self._depth == 0:
+        if not self._calls:
             self._outermost = None
             self._stage.prefetcher.end()
             if module is self._stage.model and not failed:
@@ -153,15 +155,18 @@ class Forward:
 
     def _watch_hooked(self, inside: list[nn.Module]) -> None:
         """What a script's hook keeps of a module inside of a unit is a way into the unit, as its outputs are."""
-        for module in inside[1:]:
-            if len(module._forward_hooks) > bool(module._parameters) and module not in self._hooked:
+        everywhere = nn.modules.module._global_forward_hooks or nn.modules.module._global_forward_pre_hooks
+        for module in inside:
+            ours = 1 if module is inside[0] or module._parameters else 0
+            hooked = len(module._forward_hooks) > ours or len(module._forward_pre_hooks) > ours or everywhere
+            if hooked and module not in self._hooked:
                 self._hooked.add(module)
-                module.register_forward_hook(self._watcher)
+                module.register_forward_hook(self._watcher, prepend=True)  # before another hook changes it
 
     def _watch(self, module: nn.Module, args: Any, output: Any) -> None:
-        if not (self._depth and torch.is_grad_enabled()) or _autograd_runs():
+        if not (self._calls and torch.is_grad_enabled()) or _autograd_runs():
             return
-        tensors = grad_tensors(output)[0]
+        tensors = grad_tensors([output, *args])[0]
         for unit in self._stage.units:
             if unit.depth:
                 for tensor in tensors:
@@ -205,13 +210,13 @@ class Forward:
     def is_idle(self) -> bool:
         """Whether no forward, backward or full_parameters() is under way."""
         self.forget_calls()
-        return not (self._depth or self.bypassed or _autograd_runs())
+        return not (self._calls or self.bypassed or _autograd_runs())
 
     def forget_calls(self) -> None:
         """Control-C can skip `leave`. If the outermost call is over all the same, show the optimizer's parameters."""
-        if self._depth == 0 or _on_stack(self._outermost):
+        if not self._calls or _on_stack(self._outermost):
             return
-        self._depth = 0
+        self._calls.clear()
         for unit in self._stage.units:
             if unit.depth:
                 unit.depth = 0

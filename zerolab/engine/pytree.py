@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-from collections import OrderedDict, deque
 from collections.abc import Iterator, Mapping
 from enum import Enum
 from typing import Any
@@ -13,9 +12,8 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 _PLAIN = (str, bytes, int, float, complex, bool, type(None), torch.dtype, torch.device, torch.Generator, Enum, type)
-# Quicker to check than whether it is a tensor. A module's own dictionaries are among them.
-_NEVER_RESULTS = {bool, int, float, str, type(None), dict, OrderedDict, set}
-_ROWS = {list, tuple, deque}
+_NEVER_RESULTS = {bool, int, float, str, type(None)}  # quicker to check than whether it is a tensor
+_EVERY_MODULE_S = frozenset(vars(nn.Module()))  # names of attributes
 
 
 def grad_tensors(tree: Any, objects: bool = True) -> tuple[list[Tensor], bool]:
@@ -57,13 +55,18 @@ def _inside(value: Any, objects: bool) -> list[Any] | None:
 
 
 def kept_by_modules(modules: list[nn.Module], since: int) -> Iterator[Tensor]:
-    """Results that `modules` keep as attributes or in lists, such as auxiliary losses, made `since` that operation."""
+    """Results that `modules` keep as attributes or in containers, such as auxiliary losses, made `since` then."""
     for module in modules:
-        for value in vars(module).values():
-            if type(value) not in _NEVER_RESULTS:
-                for result in value if type(value) in _ROWS else [value]:
-                    if isinstance(result, Tensor) and (made := result.grad_fn) and made._sequence_nr() >= since:
-                        yield result
+        for name, value in vars(module).items():
+            if name not in _EVERY_MODULE_S and type(value) not in _NEVER_RESULTS:
+                yield from made_since(since, value)
+
+
+def made_since(since: int, tree: Any) -> Iterator[Tensor]:
+    """The tensors in `tree` with an autograd node of at least that number."""
+    for tensor in grad_tensors(tree, objects=False)[0]:
+        if (made := tensor.grad_fn) and made._sequence_nr() >= since:
+            yield tensor
 
 
 def detached_from(storages: set[int], tree: Any) -> Any:

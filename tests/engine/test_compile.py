@@ -68,6 +68,7 @@ def test_torch_compile(ranks, how, inner, stages):
     for results in ranks.run(compiled, how, inner, stages, ranks=2):
         for stage, (state, graphs) in results.items():
             assert max(size for _, size in graphs) == 5, "norm, up, gelu, down, +: all in one graph"
+            assert how == "model" or len(graphs) == 1, f"stage {stage}: one graph serves all blocks, as in FSDP2"
             assert all(step <= 1 for step, _ in graphs), f"stage {stage}: compiled again and again"
             for name, value in expected.items():
                 tolerance = {"rtol": 0, "atol": 0} if inner == "aot_eager" else {"rtol": 1e-3, "atol": 1e-4}

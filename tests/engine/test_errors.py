@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import json
 import os
 import re
@@ -112,6 +113,40 @@ def test_refusals(ranks):
         for case, message in said.items():
             pattern = expected[re.sub(r" [-\d]+$", "", case)]
             assert pattern in message or re.search(pattern, message), f"{case}: {message}"
+
+
+def taken_before_sharding(stage: int) -> dict[str, str]:
+    model = Stack()
+    taken = list(model.parameters())
+    first, told = taken[0], {"repr": ""}
+    zerolab.shard(model, stage, units=Block)
+    told["repr"] = repr(first)
+    with torch._C.DisableTorchFunctionSubclass():
+        assert not any(param.numel() for param in taken), "a list of them keeps no memory"
+    uses = {
+        "clip": lambda: torch.nn.utils.clip_grad_norm_(taken, 1.0),
+        "penalty": lambda: sum(param.square().sum() for param in taken),
+        "zero": lambda: setattr(first, "grad", None),
+        "gradient": lambda: first.grad,
+        "by hand": lambda: first.data.add_(1.0),
+        "freeze": lambda: first.requires_grad_(False),
+        "average": lambda: torch._foreach_mul([torch.zeros(2), first], 0.9),
+        "optimizer": lambda: torch.optim.SGD(taken, lr=0.1),
+        "copy": lambda: copy.deepcopy(first),
+        "shape": lambda: first.shape,
+    }
+    return told | {use: attempt(call) for use, call in uses.items()}
+
+
+def test_parameters_that_were_taken_before_sharding(ranks):
+    """The model has others in their place: a script that keeps the old ones would train or log nothing."""
+    for stage in range(4):
+        for told in ranks.run(taken_before_sharding, stage, ranks=2):
+            assert told.pop("repr") == "<the emb.weight of before sharding>"
+            for use, message in told.items():
+                assert message.startswith("RuntimeError: emb.weight was taken from the model before it was sharded"), (
+                    use
+                )
 
 
 def frozen_by_one_rank() -> list[str]:

@@ -517,7 +517,7 @@ def test_refused_with_a_reason_on_every_rank(ranks):
     expected = {
         "vectors": (value, f"rank 0: {muon}"),
         "one rank's vectors": (value, f"rank 1: {muon}"),
-        "old": (value, "was built before the model was sharded"),
+        "old": (runtime, "emb.weight was taken from the model before it was sharded"),
         "unsharded": (value, "is of no sharded model: shard the model first"),
         "two models": (value, "parameters of several sharded models"),
         "LBFGS": (value, "LBFGS looks at several parameters together"),

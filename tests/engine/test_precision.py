@@ -76,3 +76,33 @@ def reduced_in(reduce: torch.dtype) -> list[torch.dtype]:
 def test_the_reduce_dtype(ranks):
     for dtype in (torch.float32, torch.bfloat16):
         assert set(ranks.run(reduced_in, dtype, ranks=2)[0]) == {dtype}
+
+
+class Quantised(torch.nn.Module):
+    """Frozen parameters of dtypes that no backend sends."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = torch.nn.Linear(4, 4)
+        self.weight = torch.nn.Parameter(torch.arange(12.0).reshape(3, 4).to(torch.float8_e4m3fn), False)
+        self.codes = torch.nn.Parameter(torch.arange(5).to(torch.uint16), False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return torch.nn.functional.linear(self.linear(x), self.weight.to(x.dtype)).sum() + self.codes.float().sum()
+
+
+def frozen_and_quantised(stage: int | None) -> list[torch.Tensor]:
+    torch.manual_seed(0)
+    model = Quantised()
+    zero = None if stage is None else zerolab.shard(model, stage, units=[])
+    loss = model(torch.ones(2, 4))
+    loss.backward()
+    state = zero.full_state_dict() if zero else model.state_dict()
+    return [loss.detach(), *(state[name].float() for name in sorted(state))]
+
+
+def test_frozen_parameters_of_any_dtype(ranks):
+    expected = frozen_and_quantised(None)
+    for stage in range(4):
+        for found in ranks.run(frozen_and_quantised, stage, ranks=3):
+            assert all(map(torch.equal, found, expected)), f"stage {stage}"

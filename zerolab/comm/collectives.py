@@ -71,9 +71,8 @@ class Pending:
 class Comm:
     """The collectives of one process group, for tensors on `device`. `rank` and `world_size` are the group's.
 
-    mesh: (replicas, ranks that share one), whose product is the number of ranks; neighbours share. Shards then travel
-    within the `shard_group`, and only means of shards within the `replicate_group`. Without a mesh the shard group is
-    everyone, and there is no replicate group.
+    mesh: (replicas, neighbours that share one), together all ranks. Shards then travel in the `shard_group`, and only
+    means of shards in the `replicate_group`. Without a mesh the shard group is everyone, and the other is None.
     """
 
     def __init__(
@@ -198,13 +197,14 @@ class Comm:
 
     def _all_gather_steps(self, output: Tensor, input: Tensor, unit: str, group: Group) -> Steps:
         if self.backend != "gloo":
-            yield self._issue("all_gather", unit, output, group, partial(all_gather, output, input.to(output.dtype)))
+            both = (tensor.view(torch.uint8) for tensor in (output, input.to(output.dtype)))
+            yield self._issue("all_gather", unit, output, group, partial(all_gather, *both))
             return
         shards = output.view(group.size, -1)  # (N, S)
         if not shards[group.rank].is_set_to(input):
             shards[group.rank].copy_(input)
         roots = [dist.get_global_rank(group.handle, rank) for rank in range(group.size)]
-        starts = [partial(dist.broadcast, shard, src=root) for shard, root in zip(shards, roots, strict=True)]
+        starts = [partial(dist.broadcast, s.view(torch.uint8), src=r) for s, r in zip(shards, roots, strict=True)]
         yield self._issue("all_gather", unit, output, group, *starts)
 
     # -- issuing and waiting -------------------------------------------------------------------------------------

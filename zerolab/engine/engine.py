@@ -31,7 +31,7 @@ from zerolab.engine.full import FullModel, refuse_copy
 from zerolab.engine.partition import Init, Part, Structure, UnitClasses, agree_on_parts, device_of, materialise
 from zerolab.engine.precision import KEEP, Precision
 from zerolab.engine.prefetch import Prefetcher
-from zerolab.engine.shown import ShownParameter
+from zerolab.engine.shown import ShownParameter, replaced
 from zerolab.engine.slices import plainly
 from zerolab.engine.stage import Stage
 from zerolab.engine.step import Owner, Step, mark
@@ -129,6 +129,7 @@ class Engine(Stage):
             mark(original, full_param, param, name, owner)
             if isinstance(param, ShownParameter):
                 param.belong(self, original, unit.layout, slot)
+            replaced(original, name)
         part.named.clear()
 
     __reduce_ex__ = refuse_copy

@@ -9,6 +9,7 @@ from __future__ import annotations
 import functools
 import sys
 import zlib
+from collections import OrderedDict
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
@@ -16,6 +17,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
 
 from zerolab.engine.backward import Backward
 from zerolab.engine.partition import Structure, modules_within, units_needed
@@ -54,9 +56,10 @@ class Forward:
                 needs = units_needed(inside, unit_of)
                 enter, leave = partial(on_enter, needs, inside), partial(on_leave, needs, inside)
                 if id(module) not in unit_modules:
-                    enter, leave = _unless_at_work(needs, enter, leave)
-                module.register_forward_pre_hook(enter, prepend=True, with_kwargs=True)
-                module.register_forward_hook(leave, with_kwargs=True, always_call=True)
+                    _Inside(needs, enter, leave).install(module)
+                else:
+                    module.register_forward_pre_hook(enter, prepend=True, with_kwargs=True)
+                    module.register_forward_hook(leave, with_kwargs=True, always_call=True)
 
     def as_forward(self, method: Callable[..., Any]) -> Callable[..., Any]:
         """`method` of the model, as an entry point like its forward."""
@@ -234,32 +237,48 @@ class Forward:
                 unit.show(unit.params)
 
 
-def _unless_at_work(units: list[Unit], enter: Any, leave: Any) -> tuple[Any, Any]:
-    """`enter` and `leave` of a module inside a unit, only for calls that do not find all of `units` at work.
+class _Inside:
+    """What hooks of a module inside a unit know: `enter` and `leave` are for calls that do not find `units` at work.
 
     Nearly all calls find them at work, and a block makes many. So these cost little, and torch.compile can trace them.
+    All such modules have the same two hooks under the same number: a graph of one block is then a graph of every block.
     """
-    open_calls = 0  # calls that entered, and calls of the same module inside them
 
-    def entering(module: nn.Module, args: Any, kwargs: Any) -> Any:
-        nonlocal open_calls
-        if open_calls == 0:
-            for unit in units:
-                if unit.depth == 0:
-                    break
-            else:
-                return None
-        open_calls += 1
-        return enter(module, args, kwargs)
+    handle = RemovableHandle(OrderedDict())
 
-    def leaving(module: nn.Module, args: Any, kwargs: Any, output: Any) -> Any:
-        nonlocal open_calls
-        if open_calls == 0:
+    def __init__(self, units: list[Unit], enter: Any, leave: Any) -> None:
+        self.units, self.enter, self.leave = units, enter, leave
+        self.open_calls = 0  # calls that entered, and calls of the same module inside them
+
+    def install(self, module: Any) -> None:
+        module._zerolab, number = self, self.handle.id
+        for hooks, with_kwargs, hook in (
+            (module._forward_pre_hooks, module._forward_pre_hooks_with_kwargs, _entering),
+            (module._forward_hooks, module._forward_hooks_with_kwargs, _leaving),
+        ):
+            hooks[number], with_kwargs[number] = hook, True
+        module._forward_pre_hooks.move_to_end(number, last=False)
+        module._forward_hooks_always_called[number] = True
+
+
+def _entering(module: Any, args: Any, kwargs: Any) -> Any:
+    inside = module._zerolab
+    if inside.open_calls == 0:
+        for unit in inside.units:
+            if unit.depth == 0:
+                break
+        else:
             return None
-        open_calls -= 1
-        return leave(module, args, kwargs, output)
+    inside.open_calls += 1
+    return inside.enter(module, args, kwargs)
 
-    return entering, leaving
+
+def _leaving(module: Any, args: Any, kwargs: Any, output: Any) -> Any:
+    inside = module._zerolab
+    if inside.open_calls == 0:
+        return None
+    inside.open_calls -= 1
+    return inside.leave(module, args, kwargs, output)
 
 
 def _on_stack(frame: Any) -> bool:

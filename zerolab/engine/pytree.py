@@ -13,7 +13,7 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 
 _PLAIN = (str, bytes, int, float, complex, bool, type(None), torch.dtype, torch.device, torch.Generator, Enum, type)
 _NEVER_RESULTS = {bool, int, float, str, type(None)}  # quicker to check than whether it is a tensor
-_EVERY_MODULE_S = frozenset(vars(nn.Module()))  # names of attributes
+_EVERY_MODULE_S = frozenset(vars(nn.Module())) | {"_zerolab"}  # names of attributes
 
 
 def grad_tensors(tree: Any, objects: bool = True) -> tuple[list[Tensor], bool]:

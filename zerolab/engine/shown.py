@@ -28,6 +28,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim.optimizer import _foreach_supported_types as optimizers_types
 from torch.utils._foreach_utils import _foreach_supported_types as clipping_types
+from torch.utils._pytree import tree_leaves
 from torch.utils.hooks import RemovableHandle
 
 from zerolab.engine.layout import Layout, Slot
@@ -197,6 +198,31 @@ class ShownSlice(ShownParameter):
     def __reduce_ex__(self, protocol: Any) -> Any:
         with plainly():
             return super().__reduce_ex__(protocol)
+
+
+class ReplacedParameter(nn.Parameter):
+    """What a script took from the model before it was sharded: nobody updates it any more, and every use is refused."""
+
+    full_name: str
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        name = next(one.full_name for one in tree_leaves((args, kwargs)) if type(one) is cls)
+        raise RuntimeError(
+            f"{name} was taken from the model before it was sharded, and the model no longer uses that tensor. Take it "
+            f"from the model after sharding, as in model.parameters() or model.get_parameter({name!r})"
+        )
+
+    def __repr__(self) -> str:  # type: ignore[override]
+        return f"<the {self.full_name} of before sharding>"
+
+
+def replaced(original: nn.Parameter, full_name: str) -> None:
+    """The model has another parameter in place of `original`, whose memory goes."""
+    if type(original) is nn.Parameter:
+        original.data = original.data.new_empty(0)
+        original.full_name = full_name  # type: ignore[attr-defined]
+        original.__class__ = ReplacedParameter  # type: ignore[assignment]
 
 
 SHOWN = (ShownParameter, ShownSlice)  # `isinstance` asks nn.Parameter's metaclass, for each parameter in each step

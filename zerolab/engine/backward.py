@@ -77,15 +77,9 @@ class Backward:
 
         Such a gradient is on its way to an input, and nothing is reduced: in stages 0 to 2 all it needs is there.
         """
-        prefetcher = self._stage.prefetcher
-        for unit in inside:
-            if (unit is prefetcher.ahead or unit in prefetcher.skipped) and not self.turns.progress[unit].passed:
-                raise RuntimeError(
-                    f"rank {self._comm.rank}: a gradient was in {unit.name} while that was still being gathered: the "
-                    "loss uses something from inside of it that is not among its outputs, nor kept by its modules. "
-                    "Return it, list its module in units=, or take stage 2"
-                )
         if self.under_way:
+            for unit in inside:
+                self._refuse_unseen(unit)
             return True
         if torch.is_grad_enabled():
             if self._stage.stage == 3:
@@ -109,6 +103,16 @@ class Backward:
                 kept_back.resume()
         self.turns.set_turns(self.sync)
         return True
+
+    def _refuse_unseen(self, unit: Unit) -> None:
+        """Stage 3 was gathering `unit` ahead as backward ran through it: it came in by a way that nobody saw."""
+        prefetcher = self._stage.prefetcher
+        if (unit is prefetcher.ahead or unit in prefetcher.skipped) and not self.turns.progress[unit].passed:
+            raise RuntimeError(
+                f"rank {self._comm.rank}: a gradient was in {unit.name} while that was still being gathered: the loss "
+                "uses something from inside of it that is not among its outputs, nor kept by its modules. Return it, "
+                "list its module in units=, or take stage 2"
+            )
 
     def at_outputs(self, units: list[Unit], ended: int, unwatched: ForwardCall | None, grad: Tensor) -> None:
         """A gradient reached the outputs of a call of `units` that ended when the clock showed `ended`."""

@@ -162,6 +162,48 @@ def test_backward_into_a_unit_that_is_still_being_gathered_is_refused(ranks, way
     all_agree(ranks.run(as_rank, way, 3, [Block, nn.Linear], ranks=2), way)
 
 
+class LeavesOut(nn.Module):
+    """Three blocks; `ways` says what becomes of the second one's output, in one loss or in several."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.blocks = nn.Linear(4, WIDTH), nn.ModuleList(Block([]) for _ in range(3))
+        self.ways = ""
+
+    def forward(self, x: Tensor) -> list[Tensor]:
+        x = self.blocks[0](self.first(x))
+        second = self.blocks[1](x)
+        third = {"used": second, "cut off": second.detach(), "not used": x}
+        return [self.blocks[2](third[way]).square().mean() for way in self.ways.split(", ")]
+
+
+def left_out(ways: list[str], stage: int | None, inputs: list[Tensor]) -> list[Tensor | None]:
+    """The gradients of the last step. The second block is frozen if it is cut off."""
+    torch.manual_seed(0)
+    model = LeavesOut().double()
+    model.blocks[1].requires_grad_("cut off" not in ways[-1])
+    if stage is not None:
+        zerolab.shard(model, stage, units=Block)
+    for model.ways in ways:
+        model.zero_grad()
+        for losses in zip(*[model(x) for x in inputs], strict=True):
+            (sum(losses) / len(inputs)).backward(retain_graph=True)
+    return [None if p.grad is None else zerolab.full_tensor(p.grad).clone() for p in model.parameters()]
+
+
+def left_out_on_a_rank(ways: list[str]) -> list[Tensor | None]:
+    return left_out(ways, 3, [inputs(torch.distributed.get_rank())])
+
+
+@pytest.mark.parametrize("ways", [["used", "used", "not used"], ["used", "used", "cut off, not used"]], ids=str)
+def test_a_block_that_is_predicted_and_left_out(ranks, ways):
+    """Its input gets a gradient from elsewhere: nothing was read while it was being gathered."""
+    expected = left_out(ways, None, [inputs(0), inputs(1)])
+    for grads in ranks.run(left_out_on_a_rank, ways, ranks=2):
+        for grad, right in zip(grads, expected, strict=True):
+            assert (grad is None and right is None) or torch.allclose(grad, right, rtol=1e-10, atol=1e-12)
+
+
 class FillsItsInput(nn.Module):
     """A block that changes a dictionary and returns nothing."""
 

@@ -999,3 +999,86 @@ def test_read_extra(ranks, tmp_path):
     manifest.write_bytes(pickle.dumps({"content": {"extra": {}}}))
     with pytest.raises(CheckpointError, match="is damaged"):
         zerolab.read_extra(path)
+
+
+# -- buffers and dtypes that not everything fits into ------------------------------------------------------------------
+
+
+class Expanded(nn.Module):
+    def __init__(self, expanded: bool, value: float) -> None:
+        super().__init__()
+        self.linear = nn.Linear(2, 2)
+        mask = torch.full((3, 1), value).expand(3, 4)
+        self.register_buffer("mask", mask if expanded else torch.arange(12.0).reshape(3, 4))
+
+
+def expanded_buffers(folder: str) -> dict[str, Any]:
+    said: dict[str, Any] = {}
+
+    def build(expanded: bool, value: float) -> tuple[Any, Any]:
+        zero = zerolab.Zero2(Expanded(expanded, value))
+        return zero, torch.optim.SGD(zero.model.parameters(), lr=0.1)
+
+    saved, plain = build(True, 5.0), build(False, 0.0)
+    zerolab.save(f"{folder}/expanded", *saved)
+    zerolab.save(f"{folder}/plain", *plain)
+    for way in ("load", "state"):
+        zero, optimizer = build(True, 1.0)
+        before = zero.full_state_dict()
+        load = zero.load_full_state_dict
+        if way == "load":
+            load = lambda of, zero=zero, optimizer=optimizer: zerolab.load(of, zero, optimizer)  # noqa: E731
+        good, bad = (
+            (f"{folder}/expanded", f"{folder}/plain")
+            if way == "load"
+            else (
+                saved[0].full_state_dict(),
+                plain[0].full_state_dict(),
+            )
+        )
+        said[f"{way}, refused"] = attempt(lambda load=load, bad=bad: load(bad))
+        assert same(zero.full_state_dict(), before), "nothing has changed"
+        load(good)
+        assert same(zero.full_state_dict(), saved[0].full_state_dict())
+    return said
+
+
+def test_an_expanded_buffer_is_loaded_or_refused_before_anything_changes(ranks, tmp_path):
+    for said in ranks.run(expanded_buffers, str(tmp_path), ranks=2):
+        assert all("mask has rows that differ" in message for message in said.values()), said
+    model = Expanded(True, 1.0)
+    zerolab.load_model_weights(tmp_path / "expanded", model)
+    assert model.mask.stride() == (1, 0) and model.mask.unique().tolist() == [5.0]
+
+
+def with_buffer(folder: str, values: Tensor) -> None:
+    model = nn.Linear(2, 2)
+    model.register_buffer("values", values)
+    zero = zerolab.Zero1(model)
+    zerolab.save(folder, zero, torch.optim.SGD(model.parameters(), lr=0.1))
+
+
+@pytest.mark.parametrize(
+    ("values", "fits", "not_into"),
+    [
+        (torch.tensor([300, -1]), torch.int32, torch.int8),
+        (torch.tensor([0, 1]), torch.bool, None),
+        (torch.tensor([0, 2]), torch.int8, torch.bool),
+        (torch.tensor([1e6, 0.1]), torch.bfloat16, torch.float16),
+        (torch.tensor([torch.inf, torch.nan]), torch.float16, None),
+    ],
+    ids=str,
+)
+def test_weights_that_do_not_fit_into_a_dtype(ranks, tmp_path, values, fits, not_into):
+    ranks.run(with_buffer, str(tmp_path / "saved"), values, ranks=1)
+    for dtype in (fits, not_into):
+        model = nn.Linear(2, 2)
+        model.register_buffer("values", torch.zeros(2, dtype=dtype))
+        before = model.weight.clone()
+        if dtype is fits:
+            zerolab.load_model_weights(tmp_path / "saved", model)
+            assert torch.allclose(model.values.double(), values.double(), rtol=1e-2, equal_nan=True)
+        elif dtype is not None:
+            with pytest.raises(CheckpointError, match=f"values that {dtype}, its dtype here, cannot hold"):
+                zerolab.load_model_weights(tmp_path / "saved", model)
+            assert torch.equal(model.weight, before)

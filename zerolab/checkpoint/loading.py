@@ -30,6 +30,7 @@ from zerolab.checkpoint.state import (
     parameters,
     set_group_values,
 )
+from zerolab.comm.native import each_once, rows_are_one
 from zerolab.engine.ema import EMA
 from zerolab.engine.engine import Engine
 from zerolab.engine.step import show_states, watch
@@ -120,7 +121,7 @@ class _Loading:
                 flat(part, held.param).copy_(values)
             self.ema.resume(self.content["ema"]["updates"])
         for name, buffer in buffers(self.zero).items():
-            buffer.copy_(self.own[f"buffers/{name}"].view(buffer.shape))
+            each_once(buffer).copy_(each_once(self.own[f"buffers/{name}"].view(buffer.shape), like=buffer))
         if "generators/cpu" in self.own:
             torch.set_rng_state(self.own["generators/cpu"])
         if "generators/cuda" in self.own:
@@ -278,7 +279,11 @@ class _Loading:
                     f"{self.folder}: buffer {name} is {theirs} in the checkpoint, {ours} in this model"
                 )
             there = f"rank {rank}/buffers/{name}"
-            own[f"buffers/{name}"] = self.pieces.read(there, buffer.dtype, 0, buffer.numel())
+            own[f"buffers/{name}"] = values = self.pieces.read(there, buffer.dtype, 0, buffer.numel())
+            if not rows_are_one(values.view(buffer.shape), buffer):
+                raise CheckpointError(
+                    f"{self.folder}: buffer {name} has rows that differ, and here it is one, expanded"
+                )
         for name, state in generators(self.zero).items():
             there = f"rank {rank}/generators/{name}"
             if same and there in self.content["pieces"]:

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from zerolab.checkpoint.files import DTYPES, CheckpointError, Pieces, flush_folder
 from zerolab.checkpoint.manifest import read_manifest
 from zerolab.checkpoint.state import on_all_ranks
+from zerolab.comm.native import each_once
 from zerolab.engine.engine import Engine
 from zerolab.engine.step import is_owned
 
@@ -24,8 +25,8 @@ def load_model_weights(path: str | Path, model: nn.Module) -> None:
     Needs no process group. Values are converted to the module's dtypes. Of tied weights, one name is enough. What
     modules have by `get_extra_state()` is in a checkpoint, but not in a safetensors file.
 
-    Raises `CheckpointError`, with nothing changed, if names or shapes differ. A safetensors file alone has no
-    checksums, so a changed value in it goes unnoticed.
+    Raises `CheckpointError`, with nothing changed, if names or shapes differ, or values do not fit into a dtype. A
+    safetensors file alone has no checksums, so a changed value in it goes unnoticed.
     """
     path = Path(os.path.abspath(path))
     targets, extras = _plain_targets(model), dict[str, Any]()
@@ -41,10 +42,22 @@ def load_model_weights(path: str | Path, model: nn.Module) -> None:
         there = values[names[0]].dtype
         if there.is_floating_point != target.is_floating_point():
             raise CheckpointError(f"{path}: {names[0]} is {there} there, but {target.dtype} in this model")
+        if there != target.dtype and _lost(values[names[0]], target.dtype):
+            raise CheckpointError(
+                f"{path}: {names[0]} is {there} there, and has values that {target.dtype}, its dtype here, cannot hold"
+            )
     for names, target in targets:
-        target.copy_(values[names[0]])
+        each_once(target).copy_(each_once(values[names[0]], like=target))
     if extras:
         model.load_state_dict(extras, strict=False)
+
+
+def _lost(values: Tensor, dtype: torch.dtype) -> bool:
+    """Whether some of `values` would be others as `dtype`. That they are rounded is not meant."""
+    there = values.to(dtype)
+    if dtype.is_floating_point:
+        return not torch.equal(there.double().isfinite(), values.double().isfinite())
+    return not torch.equal(there.to(values.dtype), values)
 
 
 def _plain_targets(model: nn.Module) -> list[tuple[list[str], Tensor]]:

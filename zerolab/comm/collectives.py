@@ -26,7 +26,7 @@ from torch import Tensor
 from zerolab.comm.agreement import Agreement
 from zerolab.comm.flight import Entry
 from zerolab.comm.groups import Group, group_of, hold, mesh_groups
-from zerolab.comm.native import all_gather, mean_op, reduce_scatter
+from zerolab.comm.native import all_gather, each_once, mean_op, reduce_scatter
 from zerolab.comm.recording import Call, Recorder, observers
 from zerolab.comm.waiting import CommError
 
@@ -142,9 +142,9 @@ class Comm:
 
     def broadcast(self, tensor: Tensor, unit: str) -> None:
         """The first rank's `tensor` on every rank, in place."""
-        rows = tensor[tuple(slice(None) if stride or not n else 0 for stride, n in zip(tensor.stride(), tensor.shape))]
+        rows = each_once(tensor)
         flat = rows.resolve_conj().contiguous()
-        payload = flat.view(-1).view(torch.uint8)  # no backend knows every dtype. Of an expanded tensor, one row
+        payload = flat.view(-1).view(torch.uint8)  # no backend knows every dtype
 
         def steps() -> Steps:
             yield self._issue("broadcast", unit, payload, self.everyone, partial(dist.broadcast, payload, self.first))

@@ -22,6 +22,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from zerolab.comm.native import each_once
 from zerolab.comm.waiting import CommError
 from zerolab.engine.engine import Engine
 from zerolab.engine.step import averaged
@@ -80,7 +81,12 @@ class EMA:
         if problem := difference(zero.comm.exchange(self.progress(), f"start of {name}")):
             raise CommError(problem)
         trained = {unit: unit.master.detach().clone() for unit in zero.units}
-        buffers = [(m, k, b, b.clone()) for m in zero.model.modules() for k, b in m._buffers.items() if b is not None]
+        buffers = [
+            (m, k, b, each_once(b).clone())
+            for m in zero.model.modules()
+            for k, b in m._buffers.items()
+            if b is not None
+        ]
         averaged.add(zero)
         try:
             self._write(self.averages)
@@ -91,8 +97,9 @@ class EMA:
             averaged.discard(zero)
             self._write(trained)
             with torch.no_grad():
-                for module, key, buffer, before in buffers:  # nothing can be written into an expanded one
-                    module._buffers[key] = buffer if 0 in buffer.stride() else buffer.copy_(before)
+                for module, key, buffer, before in buffers:
+                    each_once(buffer).copy_(before)
+                    module._buffers[key] = buffer
 
     def full_state_dict(self, rank0_only: bool = False) -> dict[str, Tensor]:
         """`zero.full_state_dict()` with the averages; buffers are the model's. All ranks must take part."""

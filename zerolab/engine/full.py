@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 from zerolab.comm.collectives import Comm
+from zerolab.comm.native import each_once, rows_are_one
 from zerolab.engine.backward import Backward
 from zerolab.engine.forward import Forward
 from zerolab.engine.partition import Structure
@@ -133,7 +134,7 @@ class FullModel:
             self._set_master(unit, flat)
         for key, buffer in own.buffers.items():
             if comm.rank == 0:
-                buffer.copy_(values[key])
+                each_once(buffer).copy_(each_once(values[key], like=buffer))
             comm.broadcast(buffer, key)
         self.set_extras(_first_ranks(comm, {key: values.get(key) for key in own.extras}))
 
@@ -285,4 +286,7 @@ def _compare(own: Entries, state: dict[str, Tensor] | None) -> str | None:
     for key, shape in shapes.items():
         if tuple(state[key].shape) != shape:
             return f"{key} has shape {tuple(state[key].shape)}, expected {shape}"
+    for key, buffer in own.buffers.items():
+        if not rows_are_one(state[key], buffer):
+            return f"{key} has rows that differ, and the model's is one row, expanded"
     return None

@@ -197,7 +197,7 @@ class Comm:
 
     def _all_gather_steps(self, output: Tensor, input: Tensor, unit: str, group: Group) -> Steps:
         if self.backend != "gloo":
-            both = (tensor.view(torch.uint8) for tensor in (output, input.to(output.dtype)))
+            both = output.view(torch.uint8), input.to(output.dtype).view(torch.uint8)
             yield self._issue("all_gather", unit, output, group, partial(all_gather, *both))
             return
         shards = output.view(group.size, -1)  # (N, S)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections import deque
 from collections.abc import Iterator, Mapping
 from enum import Enum
 from typing import Any
@@ -13,6 +14,7 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 
 _PLAIN = (str, bytes, int, float, complex, bool, type(None), torch.dtype, torch.device, torch.Generator, Enum, type)
 _NEVER_RESULTS = {bool, int, float, str, type(None)}  # quicker to check than whether it is a tensor
+_CONTAINERS = {Tensor, dict, list, tuple, set, deque}
 _EVERY_MODULE_S = frozenset(vars(nn.Module())) | {"_zerolab"}  # names of attributes
 
 
@@ -58,7 +60,11 @@ def kept_by_modules(modules: list[nn.Module], since: int) -> Iterator[Tensor]:
     """Results that `modules` keep as attributes or in containers, such as auxiliary losses, made `since` then."""
     for module in modules:
         for name, value in vars(module).items():
-            if name not in _EVERY_MODULE_S and type(value) not in _NEVER_RESULTS:
+            kind = type(value)
+            if name in _EVERY_MODULE_S or kind in _NEVER_RESULTS:
+                continue
+            inside = [value] if kind is Tensor else value.values() if kind is dict else value
+            if kind in _CONTAINERS and not _NEVER_RESULTS.issuperset(map(type, inside)):  # most are of numbers alone
                 yield from made_since(since, value)
 
 

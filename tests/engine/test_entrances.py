@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from typing import Any
 
 import pytest
@@ -20,7 +21,7 @@ class Block(nn.Module):
     def __init__(self, kept: list[Tensor]) -> None:
         super().__init__()
         self.up, self.act, self.down = nn.Linear(WIDTH, WIDTH + 3), nn.Tanh(), nn.Linear(WIDTH + 3, WIDTH)
-        self.same, self.kept, self.own = nn.Identity(), kept, {}  # the list is the whole model's
+        self.same, self.kept, self.own = nn.Identity(), kept, OrderedDict()  # the list is the whole model's
 
     def forward(self, x: Tensor) -> Tensor:
         x = self.same(x)

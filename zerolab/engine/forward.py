@@ -137,7 +137,8 @@ class Forward:
             # If backward may enter through something that cannot be seen, the units must stay.
             since = self._begun[over[0]][1]
             filled = [value for value in (*args, *kwargs.values()) if not isinstance(value, Tensor)]
-            tensors, stay = grad_tensors([output, *kept_by_modules(inside, since), *made_since(since, filled)])
+            results = [output, *kept_by_modules(inside, since), *(made_since(since, filled) if filled else ())]
+            tensors, stay = grad_tensors(results)
             for tensor in tensors:
                 tensor.register_hook(partial(self._backward.at_outputs, over, ended, unwatched))
         for unit in over:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-from collections import deque
 from collections.abc import Iterator, Mapping
 from enum import Enum
 from typing import Any
@@ -14,8 +13,7 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 
 _PLAIN = (str, bytes, int, float, complex, bool, type(None), torch.dtype, torch.device, torch.Generator, Enum, type)
 _NEVER_RESULTS = {bool, int, float, str, type(None)}  # quicker to check than whether it is a tensor
-_CONTAINERS = {Tensor, dict, list, tuple, set, deque}
-_EVERY_MODULE_S = frozenset(vars(nn.Module())) | {"_zerolab"}  # names of attributes
+_EVERY_MODULE_S = frozenset(vars(nn.Module())) | {"_zerolab", "__reduce_ex__"}  # and what the engine adds
 
 
 def grad_tensors(tree: Any, objects: bool = True) -> tuple[list[Tensor], bool]:
@@ -63,8 +61,7 @@ def kept_by_modules(modules: list[nn.Module], since: int) -> Iterator[Tensor]:
             kind = type(value)
             if name in _EVERY_MODULE_S or kind in _NEVER_RESULTS:
                 continue
-            inside = [value] if kind is Tensor else value.values() if kind is dict else value
-            if kind in _CONTAINERS and not _NEVER_RESULTS.issuperset(map(type, inside)):  # most are of numbers alone
+            if kind is not tuple or not _NEVER_RESULTS.issuperset(map(type, value)):  # most are shapes
                 yield from made_since(since, value)
 
 

@@ -564,6 +564,7 @@ def replayed(line: Timeline, size: int, apart: list[str]) -> dict[str, Any]:
     }
 
 
+@pytest.mark.exhaustive
 def test_an_allocator_s_addresses_are_lesson_10_s(visit):
     page, choose = visit("allocator"), random.Random(36)
     lines = [STEP] * 8 + [some_events(choose) for _ in range(292)]

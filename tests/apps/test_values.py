@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 import pytest
+from jobs_common import worlds
 
 import zerolab
 from zerolab.apps import bench, doctor, paper, scaling, train
@@ -137,13 +138,15 @@ def attempt(capsys: pytest.CaptureFixture[str], words: list[str], option: str) -
     return "refused" if status == 2 and said.count("\n") == 1 and option in said else f"exit {status}: {said!r}"
 
 
+@pytest.mark.parametrize("every", worlds(2, others=[1]))
 @pytest.mark.parametrize("command", COMMANDS)
-def test_bad_values(nothing_long, capsys, tmp_path, monkeypatch, command):
+def test_bad_values(nothing_long, capsys, tmp_path, monkeypatch, command, every):
+    """Each option with every kind, or with every second: the next option with the others."""
     wrong = []
-    for action in options_of(command):
+    for i, action in enumerate(options_of(command)):
         option = action.option_strings[-1]
         legal = LEGAL_HERE.get(command, {}).get(option, LEGAL.get(option, set()))
-        for kind in KINDS:
+        for kind in KINDS[i % every :: every]:
             folder = Path(tempfile.mkdtemp(dir=tmp_path))  # its name does not name the option
             (folder / "here").mkdir()
             (folder / "class/student-01/work/my").mkdir(parents=True)

@@ -297,16 +297,17 @@ def with_optimizer(name: str, options: dict[str, Any], stage: int, target: int, 
     assert kinds[0] == kinds[1]
 
 
-def with_optimizers(folder: str) -> None:
-    for i, (name, options) in enumerate(OPTIMIZERS):
+def with_optimizers(folder: str, every: int) -> None:
+    for i, (name, options) in [*enumerate(OPTIMIZERS)][::every]:
         with_optimizer(name, options, i % 4, (i + 1 + i // 4) % 4, 2, folder)
     with_optimizer("SGD", {"momentum": 0.9}, 2, 0, 0, folder)  # before the first step: no state
     with_optimizer("AdamW", {}, 0, 1, 0, folder)
 
 
 @pytest.mark.slow
-def test_every_elementwise_optimizer(ranks, tmp_path):
-    ranks.run(with_optimizers, str(tmp_path / "last"), ranks=2)
+@pytest.mark.parametrize("every", worlds(3, others=[1]))
+def test_every_elementwise_optimizer(ranks, tmp_path, every):
+    ranks.run(with_optimizers, str(tmp_path / "last"), every, ranks=2)
 
 
 # -- weights alone --------------------------------------------------------------------------------------------------

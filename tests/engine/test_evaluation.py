@@ -149,7 +149,7 @@ def generate() -> list[Any]:
     return results, expected
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_generation(ranks):
     for results, expected in ranks.run(generate, ranks=2):
         assert all(result == expected for result in results)

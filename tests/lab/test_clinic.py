@@ -68,7 +68,7 @@ def test_a_failure_is_told_without_the_lines_of_code():
     assert clinic._without_code(text) == "rank 1 raised ValueError: no\nrank 0: finished the cell"
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_patients_show_their_evidence_on_live_ranks(capsys):
     from zerolab.lab.ranks import session
 

@@ -32,6 +32,7 @@ def test_a_learner_s_code_is_what_is_tried(tmp_path, monkeypatch, capsys):
     assert "TORCH_FR_BUFFER_SIZE" not in os.environ  # live ranks that start later keep torch's record
 
 
+@pytest.mark.exhaustive
 def test_another_engine_says_what_it_promises_instead(capsys):
     lab.trial("fsdp2", "plain", "disagree: a learning rate")
     plain, rate, seen, *_, last = capsys.readouterr().out.splitlines()

@@ -97,7 +97,7 @@ def measured(ranks):
 # -- who holds what -------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("precision", [None, BF16])
+@pytest.mark.parametrize("precision", worlds(None, others=[BF16]))
 @pytest.mark.parametrize("n", worlds(3, others=[1, 2]))
 def test_holdings(ranks, n, precision):
     sharded = {0: (), 1: ("optimizer",), 2: ("gradients", "optimizer"), 3: CATEGORIES}

@@ -103,7 +103,7 @@ def test_the_table_of_lesson_18_is_as_the_stored_results_are():
         assert signs == [write["sign"](stored[engine]["cases"][name]) for engine in engines], name
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_the_page_s_adapter_is_fsdp2_in_forty_lines(pool):
     file = DOCS / "trial" / "fsdp2.py"
     names = ["plain", "accumulate", "clip by the 2-norm", "state dict", "resumed by more", "held between steps"]

@@ -49,7 +49,9 @@ _HOME = {
     "zerolab.lab.lessons.lesson11": ("crash",),  # these are modules
     "zerolab.lab.lessons.lesson18": ("production",),
     "zerolab.lab.lessons.lesson20": ("compiled", "observed"),
-    "zerolab.lab.lessons.lesson22.ring": ("RingGPT", "ring_gradients", "seen"),
+    "zerolab.lab.lessons.lesson22.compared": ("attend_in_pieces", "relative_error"),
+    "zerolab.lab.lessons.lesson22.experts": ("Experts",),
+    "zerolab.lab.lessons.lesson22.ring": ("RingGPT", "ring_gradients", "seen", "turn"),
     "zerolab.lab.lessons.lesson15.pipeline": ("Pipeline",),
     "zerolab.lab.lessons.lesson15.stages": ("GPTStage", "gpt_pipeline", "put_off_weights"),
     "zerolab.lab.lessons.lesson15.compared": ("most_on_a_rank", "step_in_numbers", "three_ways"),

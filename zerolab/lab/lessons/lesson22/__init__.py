@@ -186,7 +186,7 @@ def dispatch(x: Tensor, chosen: Tensor, experts: int, group):
     Returns three things. rows (R, C): what has come to this rank, first from rank 0, then
     from rank 1 ...; of each rank by expert, and those for one expert in their order in x.
     local (R,), int64: which of *this rank's* experts each row is for, from 0.
-    And one object with whatever `combine` needs.
+    And what `combine` below needs: (order, send, receive, group), where x[order] was sent.
     """
     raise Todo("22.1")
 
@@ -196,7 +196,9 @@ def combine(rows: Tensor, way: object) -> Tensor:
 
     way: what dispatch returned last.
     """
-    raise Todo("22.1")
+    order, send, receive, group = way
+    back = Exchange.apply(rows, receive, send, group)
+    return back[torch.argsort(order)]
 '''
 
 DISPATCH = """\
@@ -408,8 +410,9 @@ def merge(q: Tensor, k: Tensor, v: Tensor, visible: Tensor, out: Tensor, lse: Te
     out (..., Q, D), lse (..., Q): the weighted mean of v over the keys so far, and the log
     of the sum of exp(score). Before the first block they are 0 and -inf.
 
-    -> (out, lse) over all keys with these. A query that has seen none keeps 0 and -inf.
-    Nothing that comes in is changed. Scores may be in the hundreds.
+    -> (out, lse) over all keys with these. A query that has seen none keeps 0 and -inf:
+    beware of -inf - -inf, which is NaN. Nothing that comes in is changed. Scores may be in
+    the hundreds.
     """
     raise Todo("22.3")
 '''
@@ -431,20 +434,19 @@ EXERCISES = [
     Exercise(
         id="22.1",
         title="tokens to experts, and back",
-        difficulty=3,
+        difficulty=2,
         section="Write: tokens to experts, and back",
         battery=DISPATCH_BATTERY,
         stub=DISPATCH_STUB,
         reference=DISPATCH,
         hints=(
             "Experts lie on the ranks in order, so tokens in the order of their experts are in the order of the ranks: "
-            "sort once, and remember the order for the way back. How many rows come, the ranks tell each other first.",
+            "sort once, and give `combine` the order. How many rows come, the ranks tell each other first.",
             "dispatch: order = torch.argsort(chosen, stable=True) puts x in the order of the experts, which is also "
             "that of the ranks. counts = torch.bincount(chosen, minlength=experts); an even all_to_all_single of "
             "counts tells each rank how many rows come, from each rank and for each of its experts.",
             "counts.view(N, -1).sum(dim=1).tolist() is `send`, and so for what arrives. local = torch.arange(experts "
-            "// N).repeat(N).repeat_interleave(arrive). combine exchanges with `receive` and `send` swapped, and then "
-            "back[torch.argsort(order)] puts the rows where the tokens were.",
+            "// N).repeat(N).repeat_interleave(arrive). Return rows, local, (order, send, receive, group).",
         ),
         exports=("dispatch", "combine", "Exchange"),
         errors={

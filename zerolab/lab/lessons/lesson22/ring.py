@@ -1,15 +1,24 @@
-"""Ring attention's backward, a GPT that attends by it, and which parts of causal attention there are to compute."""
+"""Ring attention's turn and backward, and a GPT that attends by it."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import cast
+from typing import Any, cast
 
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from zerolab.lab.exercises.learner import exchange
 from zerolab.tasks.models import GPT, Attention, Block
+
+
+def turn(block: Tensor, group: Any) -> Tensor:
+    """Send `block` to the next rank of `group`, and return what the one before sends."""
+    place, N = dist.get_rank(group), dist.get_world_size(group)
+    to, source = (dist.get_global_rank(group, (place + step) % N) for step in (1, -1))
+    return exchange(block, to, source)
 
 
 def seen(mine: Tensor, theirs: Tensor) -> list[tuple[int, int]]:
@@ -18,14 +27,8 @@ def seen(mine: Tensor, theirs: Tensor) -> list[tuple[int, int]]:
     return [(i, j) for i in range(2) for j in range(2) if queries[i][-1] >= keys[j][0]]
 
 
-def ring_gradients(
-    grad: Tensor,
-    kept: tuple[Tensor, ...],
-    places: Tensor,
-    size: int,
-    turn: Callable[[Tensor], Tensor],
-) -> tuple[Tensor, Tensor, Tensor]:
-    """The gradients of q, k and v, each (..., T / N, D), in a ring of `size` ranks. kept: q, k, v, out and lse.
+def ring_gradients(grad: Tensor, kept: tuple[Tensor, ...], places: Tensor, group: Any) -> tuple[Tensor, Tensor, Tensor]:
+    """The gradients of q, k and v, each (..., T / N, D), around the ring of `group`. kept: q, k, v, out and lse.
 
     Keys and values go around once more, and with each the gradient that it has got so far; after N turns it is at home.
     Weights are computed again, from scores and lse, so that none are kept (as in FlashAttention-2, arXiv 2307.08691).
@@ -35,7 +38,7 @@ def ring_gradients(
     delta = (grad * out).sum(dim=-1, keepdim=True)
     of_q = torch.zeros_like(q)
     block, theirs = torch.stack([k, v, torch.zeros_like(k), torch.zeros_like(v)]), places
-    for _ in range(size):
+    for _ in range(dist.get_world_size(group)):
         for i, j in seen(places, theirs):
             rows = [tensor.chunk(2, dim=-2)[i] for tensor in (q, grad, delta, lse[..., None], of_q)]
             query, of_out, offset, logs, of_query = rows
@@ -46,7 +49,7 @@ def ring_gradients(
             of_scores = weights * (of_out @ value.mT - offset) * scale
             of_query += of_scores @ key
             of_key += of_scores.mT @ query
-        block, theirs = turn(block), turn(theirs)
+        block, theirs = turn(block, group), turn(theirs, group)
     return of_q, block[2], block[3]
 
 

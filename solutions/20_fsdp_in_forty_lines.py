@@ -2,11 +2,10 @@
 # # 20 · FSDP in forty lines
 #
 # **The question.** Sharded training has a reputation for size: the engine behind `Zero3` has some 5,000 lines
-# ([CONTRIBUTING](../CONTRIBUTING.md#what-to-read-first) counts them), and most are hooks, and what hooks have to know.
-# SimpleFSDP (arXiv 2411.00284) says that it takes one idea, which fits on a screen: *a parameter rests somewhere, and
-# gathering it is a redistribution that autograd can undo.* What do the forty lines do, and what do they leave out? And
-# then the opposite question. Sharding moves numbers and changes none of them, so everyone says. There is an optimizer
-# in wide use for which that is wrong.
+# ([CONTRIBUTING](../CONTRIBUTING.md#what-to-read-first) counts them), mostly hooks and what hooks have to know.
+# SimpleFSDP (arXiv 2411.00284) takes one idea, which fits on a screen: *a parameter rests somewhere, and gathering it
+# is a redistribution that autograd can undo.* What do the forty lines do, and what do they leave out? And the opposite
+# question: sharding moves numbers and changes none, so everyone says. For an optimizer in wide use, that is wrong.
 
 # %%
 # %load_ext zerolab.lab
@@ -23,15 +22,14 @@ lab.push(folder=folder)
 # %% tags=["nbval-check-output"]
 # %%ranks
 import inspect
-import weakref
 
 import torch
 import torch.distributed as dist
 import zerolab
 from torch import nn
-from torch.nn.utils.parametrize import is_parametrized, register_parametrization
+from torch.nn.utils.parametrize import register_parametrization
 from zerolab import lab
-from zerolab.lab import GPT, Block, batch, calls, saved, text
+from zerolab.lab import GPT, Block, batch, calls, observed, saved, text
 
 words = text()
 
@@ -47,25 +45,17 @@ print(f"Ψ = {psi:,} parameters")
 # %% [markdown]
 # ## A tensor, and where it is
 #
-# Take one parameter and a group of N ranks. There are three ways in which the ranks can have it, three
-# **[placements](../docs/glossary.md#placement)**:
+# A group of N ranks can have a tensor in three ways, three **[placements](../docs/glossary.md#placement)**:
 #
 # - **replicated**: every rank has all of it;
 # - **sharded**: each rank has 1/N of it, and the shards end to end are the whole;
-# - **partial**: each rank has a tensor of full size, and the *sum* of all of them is meant, or the mean. Gradients are
-#   born like this: each rank has the gradient of its own samples.
+# - **partial**: each rank has a tensor of full size, and their *sum* is meant, or their mean. Gradients are born like
+#   this: each rank has the gradient of its own samples.
 #
-# To go from one to another is a **[redistribution](../docs/glossary.md#redistribution)**, and the three that send
-# anything are collectives you know:
-#
-# | from | to | collective | a ring sends |
-# |---|---|---|---|
-# | sharded | replicated | all-gather | (N-1)/N of it |
-# | partial | sharded | reduce-scatter | (N-1)/N |
-# | partial | replicated | all-reduce | 2(N-1)/N |
-#
-# In data parallelism, forward always computes with replicated parameters. What differs is where a parameter *rests*, and
-# backward has to bring its gradient, which is partial, to the same place:
+# To go from one to another is a **[redistribution](../docs/glossary.md#redistribution)**. (In a ring, an all-gather or
+# a reduce-scatter sends (N-1)/N of the whole, and an all-reduce twice that.) In data parallelism, forward always
+# computes with replicated parameters. What differs is where a parameter *rests*, and backward has to bring its partial
+# gradient to the same place:
 #
 # | | parameter rests | forward | backward |
 # |---|---|---|---|
@@ -73,9 +63,8 @@ print(f"Ψ = {psi:,} parameters")
 # | ZeRO-3 | sharded | sharded → replicated: all-gather | partial → sharded: reduce-scatter |
 # | hybrid | sharded in a node, replicated between nodes | all-gather in the node | reduce-scatter in the node, all-reduce between nodes |
 #
-# The third row contains the other two. With a *shard group* and a *replicate group*, ZeRO-3 has every rank in the first
-# and only itself in the second, and DDP the other way round. A collective in a group of one rank sends nothing. So one
-# function with two groups is all three.
+# The third row contains the other two, because a collective in a group of one rank sends nothing: in ZeRO-3 the
+# *replicate group* is the rank alone, in DDP the *shard group*. So one function with two groups is all three.
 #
 # torch has a place to put it. A **[parametrization](../docs/glossary.md#parametrization)**
 # (`torch.nn.utils.parametrize`) replaces `module.weight` by a function of what is kept: whoever reads `module.weight`
@@ -84,15 +73,14 @@ print(f"Ψ = {psi:,} parameters")
 #
 # ## Predict
 #
-# Each parameter of a GPT gets such a parametrization, sharded over 4 ranks, in float32. How many bytes does a rank send
-# in a step? (Follow one parameter: what is sent when forward reads it, and what when backward has its gradient? Is
-# there anything else? Nothing is padded here.)
+# Each parameter of a GPT gets such a parametrization, sharded over 4 ranks, in float32, without padding. How many bytes
+# does a rank send in a step? (Follow one parameter: what is sent when forward reads it, and what when backward has its
+# gradient?)
 #
-# And what does a rank *hold* when forward returns? Autograd keeps whatever backward will need. A linear layer needs its
-# matrix, to pass the gradient on to its input; a layer norm its weight, and torch keeps the bias with it. Biases of
-# linear layers and the rows of embeddings are not needed. So how many bytes of full, gathered parameters are still
-# alive then? In this GPT each of 4 blocks has 12·128² elements in matrices, the head has 256·128, and each of 9
-# layer norms 2·128.
+# And how many bytes of full, gathered parameters are still alive when forward returns? Autograd keeps whatever backward
+# will need: the matrix of a linear layer, to pass the gradient on to its input; the weight of a layer norm, and torch
+# keeps the bias with it; no bias of a linear layer, and no embedding. In this GPT each of 4 blocks has 12·128² elements
+# in matrices, the head has 256·128, and each of 9 layer norms 2·128.
 
 # %%
 lab.predict("20.1", 2 * 4 * 867_072 * 3 / 4)  # bytes
@@ -102,8 +90,9 @@ lab.predict("20.2", 4 * (4 * 12 * 128**2 + 256 * 128 + 9 * 2 * 128))  # bytes
 # ## Write: a parameter that gathers itself
 #
 # `Gather` is the redistribution, in both directions. `Sharded` is the parametrization: `right_inverse` says what to
-# keep of a full parameter (torch calls it once, when the parametrization is registered), and `forward` what to make of
-# it. The shards are flat: the elements one after another, zeros at the end where N doesn't divide them.
+# keep of a full parameter, and `forward` what to make of it. The shards are flat, with zeros at the end where N doesn't
+# divide the elements. With N = 2, a parameter of shape (5, 7) has 35 elements, 36 with its padding, and a shard has
+# S = 18.
 
 # %%
 # %%exercise 20.1
@@ -114,9 +103,8 @@ lab.check("20.1")
 # %% [markdown]
 # ## Three engines
 #
-# Four ranks can be one shard group, or one replicate group, or a mesh of 2 × 2. Only the groups differ. `shard` gives
-# every parameter of the model its parametrization, and the gradients are compared with those of one process that has
-# the samples of all four ranks.
+# Four ranks can be one shard group, or one replicate group, or a mesh of 2 × 2. Only the groups differ. The gradients
+# are compared with those of one process that has the samples of all four ranks.
 
 
 # %%
@@ -139,40 +127,22 @@ def shard(model, sharded, *mesh):
     return model
 
 
-def shards_of(model):  # name in the plain model -> its parametrization and its shard
-    found = {}
-    for path, module in model.named_modules():
-        made_of = module.parametrizations if is_parametrized(module) else {}
-        for name, made in made_of.items():
-            found[f"{path}.{name}"] = made[0], made.original
-    return found
-
-
 one = make_model()
 for number in range(4):
     (one(*batch(words, number, 0, 2, 64)) / 4).backward()
 x, y = batch(words, rank, 0, 2, 64)
 
-
-def far_from_one(model):  # the largest difference of a gradient, relative to that gradient
-    off = []
-    for name, (made, kept) in shards_of(model).items():
-        full = one.get_parameter(name).grad
-        off.append((kept.grad - made.right_inverse(full)).abs().max() / full.abs().max())
-    return max(off).item()
-
-
 with saved(one) as kept:  # what autograd keeps for backward, parameters left out
     one(x, y)
-activations = kept.peak
-table = {}
+activations, table = kept.peak, {}
 for way, mesh in MESHES.items():
     model = shard(make_model(), MySharded, *mesh)
     with calls() as book, saved(model) as kept:
         model(x, y).backward()
     holds = sum(param.nbytes for param in model.parameters())
     gathered = kept.peak - activations  # the rest of what autograd kept
-    table[way] = holds, book.sent, gathered, far_from_one(model) < 1e-5
+    same = observed.far_from(one, model) < 1e-5  # its gradients, gathered
+    table[way] = holds, book.sent, gathered, same
 parts = Gather, MySharded, shard
 lines = sum(len(inspect.getsource(part).splitlines()) for part in parts)
 
@@ -191,94 +161,41 @@ if lab.predicted("20.1") and lab.predicted("20.2"):
         print(f"after forward {gathered:9,} more; gradients as of one process: {same}")
 
 # %% [markdown]
-# One function, three engines, and the numbers of one process up to rounding (gloo's reduce-scatter adds in an order of
-# its own). Even the group of one rank makes a copy, which autograd keeps. And sharded, this sends *exactly what DDP
-# sends*, 2Ψ(N-1)/N, and not the 3Ψ of stage 3. (Each collective counts as a ring sends it. gloo's own reduce-scatter
-# writes twice that, as lesson 01 found.) What has been saved is the second gather, and the second prediction says who
-# pays: 95 % of the full parameters stay in memory from their forward to their backward. This is FSDP2 with
-# `reshard_after_forward=False`. Between steps it is ZeRO-3; in a step, at its peak, it isn't.
+# One function, three engines, and the numbers of one process up to rounding. (Even the group of one rank makes a copy,
+# which autograd keeps.) Sharded, this sends *exactly what DDP sends*, 2Ψ(N-1)/N, and not the 3Ψ of stage 3, since
+# nothing gathers again. (Counted as a ring sends it; gloo's own reduce-scatter writes twice that, as lesson 01 found.)
+# The second prediction says who pays: 95 % of the full parameters stay in memory from their forward to their backward.
+# This is FSDP2 with `reshard_after_forward=False`: ZeRO-3 between steps, but not at the peak of a step.
 #
 # ## Gather again
 #
 # To release a parameter after its forward, it must not be *kept*. Autograd lets us say what is kept in place of a
-# tensor: `saved_tensors_hooks(pack, unpack)`. Where it wants to keep a gathered parameter, `pack` gives it the shard
-# and how to gather, and in backward `unpack` gathers again. These two send the third Ψ. The rest finds out which
-# parameter a tensor belongs to: by its storage, since what autograd keeps may be a view, such as a transposed matrix.
+# tensor: `saved_tensors_hooks(pack, unpack)`. Here `pack` hands over the shard and how to gather, and in backward
+# `unpack` gathers again, which sends the third Ψ (`release`, in `zerolab/lab/lessons/lesson20/gather_again.py`). Beside
+# it run the engine's `DDP` and `Zero3`, with a unit for each block. The peak is the allocator's, in a step with AdamW.
 
 
 # %%
 # %%ranks
-from torch.autograd.graph import saved_tensors_hooks
+from zerolab.lab import kept_bytes, release
 
 
-class Again(MySharded):
-    made = {}  # storage -> the gathered parameter while it is alive, and what made it
-
-    def forward(self, shard):
-        full = super().forward(shard)
-        Again.made[full.untyped_storage()._cdata] = weakref.ref(full), self, shard
-        return full
+def forty_lines():
+    return shard(make_model(), MySharded, everyone, alone)
 
 
-class Releases(nn.Module):
-    def __init__(self, model):
-        super().__init__()
-        self.model, self.kept = model, {}  # bytes that autograd keeps, by storage
-
-    def pack(self, tensor):
-        storage = tensor.untyped_storage()
-        found = Again.made.get(storage._cdata)
-        if found is None or found[0]() is None:
-            self.kept[storage._cdata] = storage.nbytes()
-            return tensor  # an activation
-        return *found[1:], tensor.size(), tensor.stride(), tensor.storage_offset()
-
-    def unpack(self, kept):
-        if isinstance(kept, torch.Tensor):
-            return kept
-        made, shard, *place = kept
-        with torch.no_grad():
-            return made(shard).as_strided(*place)
-
-    def forward(self, *args):
-        self.kept.clear(), Again.made.clear()
-        with saved_tensors_hooks(self.pack, self.unpack):
-            return self.model(*args)
-
-
-releases = Releases(shard(make_model(), Again, *MESHES["ZeRO-3"]))
-releases(x, y).backward()
-same_again = far_from_one(releases.model) < 1e-5
-gathered = {"DDP": 0, "forty lines": table["ZeRO-3"][2]}  # and still held after forward
-gathered["gather again"] = sum(releases.kept.values()) - activations
-
-# %% [markdown]
-# Beside it, the engine's `Zero3` and `DDP`, with a unit for each block. (`observed` measures a step with AdamW; its peak,
-# on rank 0, is the allocator's.)
-
-
-# %%
-# %%ranks
-from zerolab.lab import observed
-
-
-def built(way):  # the engine, if there is one, and what to call
-    if way in ("DDP", "Zero3"):
-        zero = getattr(zerolab, way)(make_model(), units=[Block])
-        return zero, zero.model
-    if way == "forty lines":
-        return None, shard(make_model(), MySharded, *MESHES["ZeRO-3"])
-    return None, Releases(shard(make_model(), Again, *MESHES["ZeRO-3"]))
-
-
-zero, model = built("Zero3")
-loss = model(x, y)
-gathered["Zero3"] = sum(unit.full.untyped_storage().nbytes() for unit in zero.units)
-loss.backward()
-WAYS = "DDP", "forty lines", "gather again", "Zero3"
-seen = {
-    way: observed.observe(built, way, x, y) | {"gathered": gathered[way]} for way in WAYS
+WAYS = {
+    "DDP": lambda: zerolab.DDP(make_model(), units=[Block]),
+    "forty lines": forty_lines,
+    "gather again": lambda: release(forty_lines()),
+    "Zero3": lambda: zerolab.Zero3(make_model(), units=[Block]),
 }
+model = WAYS["gather again"]()
+model(x, y).backward()
+same_again = observed.far_from(one, model) < 1e-5
+seen = {way: observed.observe(build, x, y) for way, build in WAYS.items()}
+seen["forty lines"]["gathered"] = table["ZeRO-3"][2]
+seen["gather again"]["gathered"] = kept_bytes() - activations
 
 # %%
 seen, bars = lab.pull("seen", rank=0), {}
@@ -301,18 +218,18 @@ if lab.predicted("20.2"):
 
 # %% [markdown]
 # "Gather again" keeps nothing that it has gathered. It sends 85 kB more than `Zero3`, whose root unit stays gathered
-# (those 0.3 MB): the head and the last norm, which belong to the root, are gathered twice here, and the blocks' biases
-# only once, since backward never asks for them. The peak falls by less than was gathered; how much varies from run to
-# run by up to a megabyte, as gloo's threads let go of memory a moment late.
+# (those 0.3 MB): of that unit, the head and the last norm are gathered twice here. The blocks' biases are gathered only
+# once, since backward never asks for them. The peak falls by less than was gathered, and varies by up to a megabyte, as
+# gloo's threads let go of memory a moment late.
 #
 # The bill is in the column of collectives: three or four for every parameter (one is the all-reduce in a group of one
-# rank), and each is waited for where it is made. `Zero3` needs 14, and starts a gather while the block before is still
+# rank), each waited for where it is made. `Zero3` needs 14, and starts a gather while the block before is still
 # computing (lesson 09). Nothing in the forty lines knows which parameter comes next.
 #
 # ## What autograd does not see
 #
-# Autograd runs the backward of what was *used*. Each rank decides that for itself. Take two experts of the same shape,
-# and let the ranks choose different ones, as a router does.
+# Autograd runs the backward of what was *used*, and each rank decides that for itself. Take two experts of the same
+# shape, and let the ranks choose different ones, as a router does.
 
 
 # %%
@@ -347,29 +264,28 @@ for way, told in lab.pull("said", rank=0).items():
     print(f"{way}: {told}")
 
 # %% [markdown]
-# Rank 0 gathers the weight of expert 0 while rank 1 gathers that of expert 1. The calls fit, and each gets half of the
-# one and half of the other. Nobody is told. In backward it is the same with a parameter that one rank didn't use: its
-# reduce-scatter meets another's. `Zero3` knows the units and their order, so it can compare what the ranks do, and
-# refuse. That is a good part of its lines.
+# Rank 0 gathers the weight of expert 0 while rank 1 gathers that of expert 1. The calls fit, so each gets half of the
+# one and half of the other, and nobody is told. `Zero3` knows the units and their order, so it can compare what the
+# ranks do, and refuse. That is a good part of its lines.
 #
 # ## The same, by torch
 #
 # A **[DTensor](../docs/glossary.md#dtensor)** is a tensor with a placement, and torch's own redistribution is
 # differentiable. Then the exercise is one line: to go to `Replicate`, and to read the gradient as `Partial`.
-# torchtitan's SimpleFSDP is made of it (`simple_fsdp.py`, 319 lines in August 2026, with tensor parallelism and mixed
-# precision). The three engines are three lists of placements.
+# torchtitan's SimpleFSDP is made of it (`simple_fsdp.py`, 319 lines in August 2026). The three engines are three lists
+# of placements.
 
 
 # %%
 # %%ranks
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Partial, Replicate, Shard, distribute_tensor
 
-flat_mesh, mesh_2x2 = init_device_mesh("cpu", (4,)), init_device_mesh("cpu", (2, 2))
-of_two = DeviceMesh("cpu", [0, 1])  # every rank takes part in making it
+flat = init_device_mesh("cpu", (4,))
+mesh_2x2 = init_device_mesh("cpu", (2, 2), mesh_dim_names=("nodes", "node"))
 PLACEMENTS = {
-    "DDP": (flat_mesh, [Replicate()]),
-    "ZeRO-3": (flat_mesh, [Shard(0)]),
+    "DDP": (flat, [Replicate()]),
+    "ZeRO-3": (flat, [Shard(0)]),
     "hybrid": (mesh_2x2, [Replicate(), Shard(0)]),
 }
 
@@ -391,15 +307,11 @@ def place(model, mesh, placements):
 
 
 by_torch = {}
-for way, (mesh, placements) in PLACEMENTS.items():
-    model = place(make_model(), mesh, placements)
+for way, placed in PLACEMENTS.items():
+    model = place(make_model(), *placed)
     with calls() as book:
         model(x, y).backward()
-    off = []
-    for name, (_, kept) in shards_of(model).items():
-        want = one.get_parameter(name).grad
-        off.append(((kept.grad.full_tensor() - want).abs().max() / want.abs().max()).item())
-    by_torch[way] = book.sent, len(book.calls), max(off) < 1e-5
+    by_torch[way] = book.sent, len(book.calls), observed.far_from(one, model) < 1e-5
 
 # %% tags=["nbval-check-output"]
 if lab.predicted("20.1"):
@@ -415,18 +327,18 @@ if lab.predicted("20.1"):
 #
 # ## A compiler can read it
 #
-# Hooks are Python that runs *between* operations, and there a compiled graph has to end. A redistribution is
-# operations, and they are in the graph. So the compiler sees what hooks have to guess: every collective of a step, and
-# all that is computed between it and its use. It may move them and merge them. Here torch captures a small GPT on two
-# ranks as one graph, and its own pass puts the collectives into buckets of a quarter of a megabyte. Then the same GPT
-# with `Zero3`. (This cell takes a while.)
+# Hooks are Python that runs *between* operations, and there a compiled graph has to end. A redistribution is made of
+# operations, and they are in the graph. So the compiler sees every collective of a step, and all that is computed
+# between it and its use, and it may move and merge them. Here torch captures a small GPT on two ranks as one graph, and
+# its own pass puts the collectives into buckets of a quarter of a megabyte. Then the same GPT with `Zero3`. (This takes
+# a while.)
 
 
 # %%
 # %%ranks 0,1
 from zerolab.lab import compiled
 
-small = place(make_model(layers=2, width=64), of_two, [Shard(0)])
+small = place(make_model(layers=2, width=64), mesh_2x2["node"], [Shard(0)])
 counts, same_compiled, usual = compiled.merged(small, x, y)
 zero = zerolab.Zero3(make_model(layers=2, width=64), units=[Block], group=pairs[0])
 graphs = compiled.pieces(zero.model, x, y)
@@ -444,30 +356,27 @@ assert len(graphs) > 1 and sum(graphs) == 0
 
 # %% [markdown]
 # One graph for forward, one for backward, where `Zero3` leaves the compiler pieces without a collective. And torch's
-# pass turned one collective for each parameter into a few large ones: the units of our engine, found by a program. How
-# large? torch's own limit is 2,000 MB, which here is one bucket of everything: one message, and all parameters full at
-# once, so at the peak ZeRO-3 saves no more than ZeRO-2. What a better choice is worth shows on GPUs only: here the cores
-# that would compute meanwhile are those that send (lesson 09). The paper reports, with Llama 3 up to 405B and together
-# with other techniques of distributed training, up to 28.54 % less memory and up to 68.67 % more throughput than FSDP2
-# without a compiler (arXiv 2411.00284, abstract).
+# pass turned one collective for each parameter into a few large ones: the units of our engine, found by a program. Its
+# own limit is 2,000 MB, which here is one bucket of everything: one message, and all parameters full at once, so at the
+# peak ZeRO-3 saves no more than ZeRO-2. What a better choice is worth shows on GPUs only: here the cores that would
+# compute meanwhile are those that send (lesson 09). The paper reports, with Llama 3 up to 405B and together with other
+# techniques, up to 28.54 % less memory and up to 68.67 % more throughput than FSDP2 without a compiler (abstract).
 #
 # | | forty lines and a compiler | hooks |
 # |---|---|---|
-# | sees | the whole step, before it runs | what has happened so far |
 # | memory | keeps what it gathered, unless the recomputation is *marked* (SimpleFSDP: selective checkpointing) | releases a storage that autograd still points to |
-# | buckets, prefetch | merges and moves collectives in the graph | units, and the order of the step before |
-# | what varies: routing, unused parameters | another graph, and on each rank its own; nothing compares them | compares the ranks, and says who differs |
+# | what varies: routing, unused parameters | another graph on each rank; nothing compares them | compares the ranks, and says who differs |
 # | cost | compiling, again for each new shape | host time in every step |
 #
 # ## Sharding that changes the mathematics
 #
 # So far a cut could lie anywhere, because AdamW updates each element from its own gradient. Now let Adam's two averages
 # be stored in 8 bits instead of 32, by block-wise **[quantisation](../docs/glossary.md#quantisation)** (Dettmers et
-# al., arXiv 2110.02861). In -127 ... 127 one large value would round all others to 0. So a tensor is cut into
-# **blocks**, here of 256 elements, each with a scale of its own: the block's largest absolute value becomes 127. (The
-# paper's codes are not evenly spaced.)
+# al., arXiv 2110.02861, with other codes). In -127 ... 127 one large value would round all
+# others to 0. So a tensor is cut into **blocks**, here of 256 elements, each with a scale of its own, a float32: the
+# block's largest absolute value becomes 127.
 #
-# How many bytes of optimizer state does a parameter cost? (It was 8. A scale is a float32.)
+# How many bytes of optimizer state does a parameter cost? (It was 8.)
 
 # %%
 lab.predict("20.3", 2 * (1 + 4 / 256))  # bytes per parameter
@@ -478,7 +387,9 @@ lab.predict("20.3", 2 * (1 + 4 / 256))  # bytes per parameter
 # Now shard it. The parameters of a model lie end to end in a flat storage, and blocks are counted within each
 # parameter, from its own first element. With equal shards a border falls anywhere, into the middle of a block. What a
 # rank would take for a block is then another one, with another largest value, and from there to the end of that
-# parameter all blocks have moved. `cuts` is the remedy: move each border back to the end of a block.
+# parameter all blocks have moved. `cuts` moves each border back to the end of a block. Take parameters of 96, 10 and 31
+# elements, in blocks of 8 on 2 ranks: an equal share is 68.5 elements, blocks end at 8, 16, ..., 96, then at 104, 106,
+# then at 114, ..., 137, and the border is at 64.
 
 # %%
 # %%exercise 20.2
@@ -487,53 +398,32 @@ lab.predict("20.3", 2 * (1 + 4 / 256))  # bytes per parameter
 lab.check("20.2")
 
 # %% [markdown]
-# And the optimizer, in thirty lines with its `quantise`. It stores the root of the second average: its range is
-# narrower. Where that root was rounded to 0 and the gradient is small, m / root has no bound, so `clamp` lets no
-# element move by more than the learning rate.
+# And the optimizer: Adam that stores its averages by `quantise`. (Of the second average it stores the root, whose range
+# is narrower.)
 
 
 # %%
 # %%ranks
 import torch.nn.functional as F
+from zerolab.lab import StoredAdam
 
-cuts = lab.mine("20.2")
+cuts, BLOCK = lab.mine("20.2"), 256
 
 
-def quantise(x, block):  # (n,) -> codes (n,), and a scale for each block
-    rows = F.pad(x, (0, -x.numel() % block)).view(-1, block)
+def quantise(x):  # (n,) -> codes (n,), and a scale for each block
+    rows = F.pad(x, (0, -x.numel() % BLOCK)).view(-1, BLOCK)
     scales = rows.abs().amax(dim=1) / 127
     codes = (rows / torch.where(scales > 0, scales, 1.0)[:, None]).round().to(torch.int8)
     return codes.flatten()[: x.numel()], scales
 
 
-def dequantise(codes, scales, block):
-    return codes.float() * scales.repeat_interleave(block)[: codes.numel()]
+def dequantise(codes, scales):
+    return codes.float() * scales.repeat_interleave(BLOCK)[: codes.numel()]
 
 
-class Adam8(torch.optim.Optimizer):
-    def __init__(self, params, lr=1e-3, betas=(0.9, 0.95), eps=1e-8, block=256):
-        super().__init__(params, {"lr": lr, "betas": betas, "eps": eps, "block": block})
-
-    @torch.no_grad()
-    def step(self):
-        for group in self.param_groups:
-            for param in group["params"]:
-                if param.grad is not None and param.numel():
-                    self.update(param, param.grad.flatten(), group, self.state[param])
-
-    def update(self, param, grad, group, state):
-        (b1, b2), block = group["betas"], group["block"]
-        m = root = torch.zeros_like(grad)
-        if state:
-            m = dequantise(state["m"], state["m_scale"], block)
-            root = dequantise(state["root"], state["root_scale"], block)
-        t = state["t"] = state.get("t", 0) + 1
-        m = b1 * m + (1 - b1) * grad
-        root = (b2 * root**2 + (1 - b2) * grad**2).sqrt()
-        step = (m / (1 - b1**t)) / (root / (1 - b2**t) ** 0.5 + group["eps"])
-        param -= group["lr"] * step.clamp(-1, 1).view_as(param)
-        state["m"], state["m_scale"] = quantise(m, block)
-        state["root"], state["root_scale"] = quantise(root, block)
+class Adam8(StoredAdam):
+    def __init__(self, params):
+        super().__init__(params, quantise, dequantise)
 
 
 def small_model():
@@ -541,87 +431,52 @@ def small_model():
 
 
 model = small_model()
-adam, state_bytes = Adam8(model.parameters()), 0
+adam = Adam8(model.parameters())
 model(x, y).backward()
 adam.step()
-for state in adam.state.values():
-    state_bytes += sum(value.nbytes for key, value in state.items() if key != "t")
-small_psi = sum(param.numel() for param in small_model().parameters())
+state = [value for of_one in adam.state.values() for value in of_one.values()]
+state_bytes = sum(value.nbytes for value in state if torch.is_tensor(value))
+small_psi = sum(param.numel() for param in model.parameters())
 
 # %%
 lab.measured("20.3", lab.pull("state_bytes", rank=0) / lab.pull("small_psi", rank=0))
 lab.reveal("20.3")
 
 # %% [markdown]
-# A quarter of the bytes. Now on 2 and 3 ranks. `Ragged` is ZeRO-1 with borders that may lie anywhere: a rank updates its
-# pieces of the parameters, and sends them to the others.
+# A quarter of the bytes. Now on 2 and 3 ranks. `Ragged` is ZeRO-1 with borders that may lie anywhere: a rank updates
+# its pieces of the parameters, and sends them to the others. `four_steps` trains on the mean of some ranks' gradients.
 
 
 # %%
 # %%ranks
-class Ragged:
-    def __init__(self, model, borders, group):
-        self.params, self.borders, self.group = [*model.parameters()], borders, group
-        self.first, self.last = borders[dist.get_rank(group) :][:2]
-        self.pieces, self.places, start = [], [], 0
-        for param in self.params:
-            a, b = max(self.first - start, 0), min(self.last - start, param.numel())
-            if a < b:
-                self.pieces.append(nn.Parameter(param.detach().flatten()[a:b].clone()))
-                self.places.append((param, slice(a, b)))
-            start += param.numel()
-
-    @torch.no_grad()
-    def step(self, adam):
-        for piece, (param, place) in zip(self.pieces, self.places):
-            piece.grad = param.grad.flatten()[place]
-        adam.step()
-        flat = torch.cat([param.flatten() for param in self.params])
-        if self.pieces:
-            flat[self.first : self.last] = torch.cat(self.pieces)
-        for owner, (a, b) in enumerate(zip(self.borders, self.borders[1:])):
-            dist.broadcast(flat[a:b], group=self.group, group_src=owner)
-        parts = flat.split([param.numel() for param in self.params])
-        for param, part in zip(self.params, parts):
-            param.copy_(part.view_as(param))
-            param.grad = None
+from torch.nn.utils import parameters_to_vector
+from zerolab.lab import Ragged, four_steps
 
 
-def by_one_process(N):  # four steps, each on the mean of the N ranks' gradients
+def by_one_process(N):
     model = small_model()
-    adam = Adam8(model.parameters())
-    for number in range(4):
-        for r in range(N):
-            model(*batch(words, r, number, 2, 64)).backward()
-        for param in model.parameters():
-            param.grad /= N
-        adam.step()
-        adam.zero_grad()
-    return [param.detach() for param in model.parameters()]
+    four_steps(model, Adam8(model.parameters()), words, *range(N))
+    return parameters_to_vector(model.parameters())
 
 
 def sharded_by(borders, group):
     model = small_model()
     zerolab.DDP(model, group=group)  # averages gradients, as one process would, bit for bit
-    ragged = Ragged(model, borders, group)
-    adam = Adam8(ragged.pieces)
-    for number in range(4):
-        model(*batch(words, rank, number, 2, 64)).backward()
-        ragged.step(adam)
-    return [param.detach() for param in model.parameters()]
+    four_steps(model, Ragged(model, borders, group, Adam8), words, rank)
+    return parameters_to_vector(model.parameters())
 
 
-groups = {N: dist.new_group(range(N)) for N in (2, 3)}
+groups, trial = {N: dist.new_group(range(N)) for N in (2, 3)}, []
 sizes = [param.numel() for param in small_model().parameters()]
-trial, borders_of = [], {}
 for N, group in groups.items():
     equal = [r * small_psi // N for r in range(N + 1)]
-    borders_of[N] = {"equal shards": equal, "cut between blocks": cuts(sizes, N, 256)}
-    borders_of[N]["cut between parameters"] = cuts(sizes, N, small_psi)
-    for name in ("equal shards", "cut between blocks") if rank < N else ():
-        one_process, ours = by_one_process(N), sharded_by(borders_of[N][name], group)
-        others = sum(int((a != b).sum()) for a, b in zip(one_process, ours))
-        trial.append((N, name, others))
+    borders = {"equal shards": equal, "cut between blocks": cuts(sizes, N, BLOCK)}
+    if rank < N:
+        one_process = by_one_process(N)
+        for name, ends in borders.items():
+            differ = sharded_by(ends, group) != one_process
+            trial.append((N, name, int(differ.sum())))
+borders["cut between parameters"] = cuts(sizes, N, small_psi)  # on 3 ranks
 
 # %%
 import itertools
@@ -630,71 +485,61 @@ for N, name, others in lab.pull("trial", rank=0):
     print(f"{N} ranks, {name:18} {others:7,} parameters differ")
     assert (others == 0) == (name == "cut between blocks")
 ways = {}
-for name, borders in lab.pull("borders_of", rank=0)[3].items():
-    lengths = [b - a for a, b in itertools.pairwise(borders)]
-    ways[name] = [plots.Piece(length, owner) for owner, length in enumerate(lengths)]
+for name, ends in lab.pull("borders", rank=0).items():
+    shards = enumerate(itertools.pairwise(ends))
+    ways[name] = [plots.Piece(end - start, owner) for owner, (start, end) in shards]
 plots.show(plots.shard_map(ways, ranks=3))
 
 # %% [markdown]
-# One or two borders in the middle of a block, and after four steps most parameters differ: a border moves all
-# blocks behind it in its parameter, and the next forward carries the difference everywhere. This is Adam with other
-# blocks, and the loss will not complain. But the run depends on how many ranks it has, and a checkpoint of codes and
-# scales from 3 ranks is no state at all for 2. Cut between blocks, every rank count gives the bits of one process (since
-# `zerolab.DDP` adds gradients in the order of the ranks, as one process does), and a shard differs from an equal share
-# by less than a block: too little to be seen in the first two rows of the picture.
+# One or two borders in the middle of a block, and after four steps most parameters differ: a border moves all blocks
+# behind it in its parameter, and the next forward carries the difference everywhere. The loss will not complain. But
+# the run depends on its number of ranks, and a checkpoint of codes and scales from 3 ranks is no state at all for 2.
+# Cut between blocks, every rank count gives the bits of one process (`zerolab.DDP` adds gradients in the order of the
+# ranks, as one process does), and a shard differs from an equal share by less than a block: too little to be seen in
+# the first two rows of the picture.
 #
 # So a layout has a **[granularity](../docs/glossary.md#granularity)**: the number of elements that must stay together.
-# For AdamW it is 1, for this Adam 256. For Muon, which orthogonalises matrices, it is a whole parameter (lesson 04): the
-# last row of the picture, as long as parameters stay in order. `OwnerOptimizer` may deal them out in any order, and
-# comes closer to even shares. Block-wise formats of *weights*, such as tiles of 128 × 128, want whole groups of rows.
+# For AdamW it is 1, for this Adam 256. For Muon, which orthogonalises matrices, it is a whole parameter (lesson 04):
+# the last row of the picture.
 #
-# And the course's engine? Its layout takes a granularity, and the optimizer has to be declared: what is a block, and
-# which of its state is per block. What happens if it isn't? And what does another number of ranks read from a
-# checkpoint?
+# In the course's engine a layout takes a granularity, and the optimizer has to be declared: what is a block, and which
+# of its state is per block. What happens if it isn't? And what does another number of ranks read from a checkpoint?
 
 # %%
 # %%ranks
-group, told, scales = groups[3], {}, {}
+told, scales = {}, {}
 
 
-def scales_of(model, adam):  # this rank's, of the first average
-    states = [adam.state[param] for param in model.parameters() if adam.state[param]]
-    assert all(state["m"].dtype == torch.int8 for state in states)
-    return [
-        scale for state in states for scale in zerolab.to_local(state["m_scale"]).tolist()
-    ]
-
-
-def in_zero3(**options):
+def in_zero3(N, **options):
     model = small_model()
-    zero = zerolab.Zero3(model, units=[Block], group=group, **options)
-    adam = Adam8(model.parameters())
-    for number in range(4):
-        model(*batch(words, rank, number, 2, 64)).backward()
-        adam.step()
-        adam.zero_grad()
-    if options:
-        zerolab.save(f"{folder}/three", zero, adam)
-        scales[3] = scales_of(model, adam)
-    full = zero.full_state_dict()
-    ours = [full[name] for name, _ in small_model().named_parameters()]
-    return "one process's bits: " + str(all(map(torch.equal, ours, one_process)))
+    zero = zerolab.Zero3(model, units=[Block], group=groups[N], **options)
+    return model, zero, Adam8(model.parameters())
 
 
-one_process = by_one_process(3)
+def scales_of(adam):  # this rank's, of the first average
+    states = [state for state in adam.state.values() if state]
+    assert all(state["m"].dtype == torch.int8 for state in states)
+    return torch.cat([zerolab.to_local(state["m_scale"]) for state in states]).tolist()
+
+
 if rank < 3:
+    model, zero, adam = in_zero3(3)
     try:
-        in_zero3()
+        four_steps(model, adam, words, rank)
     except RuntimeError as error:
         told["Adam8"] = str(error).split(". ")[0]
-    zerolab.declare_blockwise(Adam8, 256, per_block=["m_scale", "root_scale"])
-    told["granularity=256"] = in_zero3(granularity=256)
+    zerolab.declare_blockwise(Adam8, BLOCK, per_block=["m_scale", "root_scale"])
+    model, zero, adam = in_zero3(3, granularity=BLOCK)
+    four_steps(model, adam, words, rank)
+    zerolab.save(f"{folder}/three", zero, adam)
+    scales[3] = scales_of(adam)
+    full = zero.full_state_dict()
+    ours = torch.cat([full[name].flatten() for name, _ in small_model().named_parameters()])
+    told["granularity=256"] = f"one process's bits: {torch.equal(ours, one_process)}"
 if rank < 2:
-    model = small_model()
-    zero = zerolab.Zero3(model, units=[Block], group=groups[2], granularity=256)
-    adam = Adam8(model.parameters())
+    model, zero, adam = in_zero3(2, granularity=BLOCK)
     zerolab.load(f"{folder}/three", zero, adam)
-    scales[2] = scales_of(model, adam)
+    scales[2] = scales_of(adam)
 
 # %% tags=["nbval-check-output"]
 for way, said in lab.pull("told", rank=0).items():
@@ -705,19 +550,16 @@ found = {N: sorted(scale for of in of_ranks[:N] for scale in of[N]) for N in (2,
 print("scales saved by 3 ranks and loaded by 2: equal:", found[2] == found[3])
 
 # %% [markdown]
-# Undeclared, it is refused, instead of silently training another model. With a granularity nothing more travels than
-# without, at the price of padding: less than a block for each parameter, less than a block for each rank and unit. The
-# scales of 3 ranks are cut anew for 2 and stay what they are, and the codes stay in 8 bits. (`OwnerOptimizer` needs no
-# declaration, since an owner sees all of its parameter. But gradients and parameters travel to the owner, and parameters
-# back.)
+# Undeclared, it is refused, instead of silently training another model. The price of a granularity is padding, which
+# travels too: less than a block for each parameter, less than a block for each rank and unit. The scales of 3 ranks are
+# cut anew for 2 and stay what they are, and the codes stay in 8 bits.
 #
 # ## In production
 #
 # FSDP2's DTensors are cut evenly by rows, `Shard(0)`: a border between two rows may be the middle of a block as well.
 # **RaggedShard** (veScale-FSDP, arXiv 2602.22437) makes `cuts` a placement: a DTensor in units of a chosen granularity,
-# with uneven shards. bitsandbytes has the 8-bit Adam in wide use. It leaves tensors of fewer than 4,096 elements in 32
-# bits (its documentation, 0.50.1), and of a sharded parameter it sees a rank's part: one more thing that may change
-# with the number of ranks. Before you combine the two, ask where the borders lie.
+# with uneven shards. bitsandbytes has the 8-bit Adam in wide use, and of a sharded parameter it sees a rank's part.
+# Before you combine the two, ask where the borders lie.
 #
 # ## Questions
 #
@@ -735,14 +577,14 @@ print("scales saved by 3 ranks and loaded by 2: equal:", found[2] == found[3])
 # 1. Born partial, it must be sharded: a reduce-scatter. In DDP partial → replicated, an all-reduce. With hybrid
 #    sharding a reduce-scatter in the node, then an all-reduce of the shard between the nodes.
 # 2. Stage 3 gathers again in backward. Here autograd has kept the full parameter since forward: the peak pays.
-# 3. Each gathers a mixture, half of the one expert and half of the other, without an error: calls of one shape fit. An
-#    engine that knows which unit is gathered can refuse.
+# 3. Each gathers half of the one expert and half of the other, without an error: calls of one shape fit. An engine that
+#    knows which unit is gathered can refuse.
 # 4. It sees every collective and all computing between, so it can merge them and move them ahead without hints. A
 #    larger bucket has fewer messages, and more full parameters alive at once.
 # 5. AdamW updates an element from its own gradient, wherever it is. A block's scale depends on all its elements, and a
 #    border within it makes other blocks, so other roundings.
-# 6. A border moves back by less than g elements, so a shard differs from an equal one by less than g. It matters when g
-#    is not small beside Ψ/N: with whole matrices of a large model, on many ranks, some have two and some none.
+# 6. A shard differs from an equal one by less than g elements. It matters when g is not small beside Ψ/N: with whole
+#    matrices of a large model, on many ranks, some have two and some none.
 
 # %%
 shutil.rmtree(folder)

@@ -49,6 +49,8 @@ _HOME = {
     "zerolab.lab.lessons.lesson11": ("crash",),  # these are modules
     "zerolab.lab.lessons.lesson18": ("production",),
     "zerolab.lab.lessons.lesson20": ("compiled", "observed"),
+    "zerolab.lab.lessons.lesson20.gather_again": ("kept_bytes", "release"),
+    "zerolab.lab.lessons.lesson20.updates": ("Ragged", "StoredAdam", "four_steps"),
     "zerolab.lab.lessons.lesson22.compared": ("attend_in_pieces", "relative_error"),
     "zerolab.lab.lessons.lesson22.experts": ("Experts",),
     "zerolab.lab.lessons.lesson22.ring": ("RingGPT", "ring_gradients", "seen", "turn"),

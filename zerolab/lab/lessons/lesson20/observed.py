@@ -12,32 +12,52 @@ from torch import Tensor, nn
 
 from zerolab.engine.engine import Engine
 from zerolab.engine.slices import to_local
-from zerolab.lab.calls import calls
+from zerolab.lab.ranks.counting import calls
 from zerolab.measure import ledger, peak_of
 
 
-def observe(
-    build: Callable[[str], tuple[Engine | None, nn.Module]], way: str, x: Tensor, y: Tensor
-) -> dict[str, float]:
+@torch.no_grad()
+def far_from(one: nn.Module, model: nn.Module) -> float:
+    """The largest difference of a gradient from that of the plain model `one`, relative to the largest in it.
+
+    Gradients are gathered as their parameters are: by the parametrization.
+    """
+    off = []
+    for path, module in model.named_modules():
+        for name, made in getattr(module, "parametrizations", {}).items():
+            want = one.get_parameter(f"{path}.{name}").grad
+            assert want is not None
+            off.append(((made[0](made.original.grad) - want).abs().max() / want.abs().max()).item())
+    return max(off)
+
+
+def observe(build: Callable[[], Engine | nn.Module], x: Tensor, y: Tensor) -> dict[str, float]:
     """Of one rank: bytes of parameters held and of collectives sent, calls, and, on rank 0, the peak of a step.
 
-    build: makes the model of a `way`, and the engine around it if there is one. Bytes and calls are those of the first
-    forward and backward; the peak is that of the second step, with AdamW, as the allocator saw it.
+    build: makes the engine around a model, or a model without one. Bytes and calls are those of the first forward and
+    backward; the peak is that of the second step, with AdamW, as the allocator saw it. gathered: full parameters that
+    the engine has gathered, and still holds when forward returns.
     """
     seen: dict[str, float] = {}
 
     def measure() -> Callable[[], Any]:
-        zero, model = build(way)
+        built = build()
+        model = built.model if isinstance(built, Engine) else built
         adam = torch.optim.AdamW(model.parameters(), lr=1e-3, foreach=False)
-        seen["holds"] = sum(to_local(param).nbytes for param in model.parameters())
-        if zero is None:
+        own = [to_local(param) for param in model.parameters()]
+        seen["holds"] = sum(param.nbytes for param in own)
+        if isinstance(built, Engine):
+            kept = {param.untyped_storage()._cdata for param in own}
+            with ledger(built) as book:
+                loss = model(x, y)
+                full = [unit.full.untyped_storage() for unit in built.units]
+                seen["gathered"] = sum(storage.nbytes() for storage in full if storage._cdata not in kept)
+                loss.backward()
+            seen["sent"], seen["calls"] = book.moved, sum(not call.control for call in book.calls)
+        else:
             with calls() as made:
                 model(x, y).backward()
             seen["sent"], seen["calls"] = made.sent, len(made.calls)
-        else:
-            with ledger(zero) as book:
-                model(x, y).backward()
-            seen["sent"], seen["calls"] = book.moved, sum(not call.control for call in book.calls)
 
         def step() -> None:
             adam.step()

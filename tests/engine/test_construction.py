@@ -10,6 +10,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from cases_common import attempt
+from jobs_common import worlds
 from torch import nn
 
 import zerolab
@@ -60,6 +61,8 @@ def odd_model(what: str) -> tuple[nn.Module, dict[str, Any]]:
         model.extra = nn.Parameter(torch.zeros(3, dtype=torch.complex64))
     elif what == "shared memory":
         model.head.weight.data = model.emb.weight.data
+    elif what == "scripted":
+        model.blocks[1] = torch.jit.script(model.blocks[1])
     elif what == "sparse":
         model.head.register_buffer("graph", torch.eye(3).to_sparse())
     return model, options
@@ -86,6 +89,7 @@ def build_with_one_odd_rank(what: str, odd: int) -> str:
         ("no parameters", "ValueError", ["rank 1", "no parameters"]),
         ("complex", "ValueError", ["rank 1", "extra", "complex64"]),
         ("shared memory", "ValueError", ["rank 1", "head.weight", "emb.weight", "share memory"]),
+        ("scripted", "ValueError", ["rank 1", "blocks.1 is a torch.jit.ScriptModule", "torch.compile"]),
         ("sparse", "ValueError", ["rank 1", "the buffer head.graph is sparse", "to_dense()"]),
     ],
 )
@@ -198,3 +202,24 @@ def test_a_model_on_the_meta_device_goes_to_the_device_that_was_chosen():
 
 def test_nothing_is_left_of_a_model_that_is_gone(ranks):
     assert ranks.run(left_behind, ranks=2) == [[False] * 4] * 2
+
+
+def steps_without_a_model(stage: int) -> list[torch.Tensor]:
+    """The optimizer is all that the script has kept, and on one rank the garbage collector has run."""
+    zero = zerolab.shard(build(PLAIN), stage, units=[Block])
+    optimizer = torch.optim.SGD(zero.model.parameters(), lr=0.1)
+    PLAIN.loss(zero.model, 0, 0).backward()
+    params, rank = [zerolab.full_tensor(param.data).clone() for param in zero.model.parameters()], zero.rank
+    grads = [zerolab.full_tensor(param.grad).clone() for param in zero.model.parameters()]
+    del zero
+    if rank == 0:
+        gc.collect()
+    optimizer.step()
+    held = [zerolab.full_tensor(param) for group in optimizer.param_groups for param in group["params"]]
+    return [new - (old - 0.1 * grad) for new, old, grad in zip(held, params, grads, strict=True)]
+
+
+@pytest.mark.parametrize("stage", worlds(3, others=(0, 1, 2)))
+def test_an_optimizer_outlasts_the_model(ranks, stage):
+    for differences in ranks.run(steps_without_a_model, stage, ranks=2):
+        assert all(difference.abs().max() < 1e-6 for difference in differences)

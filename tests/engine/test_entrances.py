@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections import OrderedDict
+from dataclasses import dataclass
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
-from jobs_common import all_say, attempt
+from jobs_common import all_say, attempt, worlds
 from torch import Tensor, nn
 
 import zerolab
@@ -22,14 +24,19 @@ class Block(nn.Module):
         super().__init__()
         self.up, self.act, self.down = nn.Linear(WIDTH, WIDTH + 3), nn.Tanh(), nn.Linear(WIDTH + 3, WIDTH)
         self.same, self.kept, self.own = nn.Identity(), kept, OrderedDict()  # the list is the whole model's
+        self.hook: Any = None  # on an inner module, for the time of a forward
 
     def forward(self, x: Tensor) -> Tensor:
+        handle = self.act.register_forward_hook(self.hook) if self.hook else None
         x = self.same(x)
         inner = self.up(self.act(self.up(x)[..., :WIDTH]))
         self.kept.append(inner.square().mean())
         self.own["losses"] = [inner.mean()]
         OUTSIDE.append(inner.sin())
-        return x + self.down(self.act(inner))
+        x = x + self.down(self.act(inner))
+        if handle:
+            handle.remove()
+        return x
 
 
 class Model(nn.Module):
@@ -65,13 +72,19 @@ def entered_by(way: str, stage: int | None, inputs: list[Tensor], units: Any = B
     features: dict[str, Tensor] = {}
 
     def keep(module: nn.Module, args: Any, output: Tensor) -> Any:
-        features["inner"] = output
+        features["inner"] = module.weight.square() if "weight" in way else output
+        if "attribute" in way:
+            module.seen = features["inner"]
         return output * 2
 
     def keep_input(module: nn.Module, args: Any) -> None:
         features["inner"] = args[0].sin()  # made inside of the block, by no module of it
 
-    if way == "a hook":
+    if "own forward" in way:
+        model.blocks[1].hook = keep
+    elif "weight" in way:
+        model.blocks[1].up.register_forward_hook(keep)
+    elif way == "a hook":
         model.blocks[1].act.register_forward_hook(keep)
     elif way == "a hook before its input":
         model.blocks[1].down.register_forward_pre_hook(keep_input)
@@ -98,7 +111,7 @@ def entered_by(way: str, stage: int | None, inputs: list[Tensor], units: Any = B
         elif "list" in way:
             main.backward(retain_graph=True)
             kept.backward()
-        elif caught := attempt((main + kept if model.cut else main).backward):
+        elif caught := attempt((kept if "alone" in way else main + kept if model.cut else main).backward):
             return caught
         grads = [param.grad for param in model.parameters()]
         steps.append([None if g is None else zerolab.full_tensor(g).clone() if zero else g.clone() for g in grads])
@@ -126,7 +139,16 @@ def all_agree(everyone: list[Any], way: str) -> None:
 @pytest.mark.parametrize("stage", [2, 3])
 @pytest.mark.parametrize(
     "way",
-    ["a hook", "a hook before its input", "a hook on the block", "a shared list", "own lists", "a retained graph"],
+    [
+        "a hook",
+        "a hook before its input",
+        "a hook on the block",
+        "a shared list",
+        "own lists",
+        "a retained graph",
+        "a hook in its own forward, kept as an attribute",
+        "a weight that a hook keeps as an attribute, alone",
+    ],
 )
 def test_backward_comes_in_by(ranks, way, stage):
     all_agree(ranks.run(as_rank, way, stage, ranks=2), way)
@@ -154,13 +176,21 @@ def test_every_unit_is_gathered_once_in_backward(ranks):
         assert units == ["blocks.2", "blocks.1", "blocks.0"] and hooks == 2
 
 
-@pytest.mark.parametrize("way", ["no way that can be seen", "no way into a frozen block"])
-def test_backward_into_a_unit_that_is_still_being_gathered_is_refused(ranks, way):
+@pytest.mark.parametrize(
+    "way",
+    [
+        "no way that can be seen",  # while the block is being gathered
+        "no way into a frozen block",
+        "no way that can be seen, alone",  # while it is released, as in all that follow
+        "a hook in its own forward, alone",
+        "a weight that a hook keeps, alone",
+    ],
+)
+def test_backward_into_a_unit_that_is_not_gathered_is_refused(ranks, way):
     """Its numbers would be made of whatever the memory held. What the error advises is right."""
     caught = ranks.run(as_rank, way, 3, ranks=2)
-    all_say(caught, "RuntimeError", "a gradient was in blocks.1 while that was still being gathered", "units=")
+    all_say(caught, "RuntimeError", "backward wants to read blocks.1, which is not gathered", "keep it as an attribute")
     all_agree(ranks.run(as_rank, way, 2, ranks=2), way)
-    all_agree(ranks.run(as_rank, way, 3, [Block, nn.Linear], ranks=2), way)
 
 
 class LeavesOut(nn.Module):
@@ -282,3 +312,55 @@ def test_a_backward_inside_of_a_forward_is_refused(ranks):
     for stage in (1, 3):
         caught = ranks.run(backward_in_a_forward, stage, ranks=2)
         all_say(caught, "RuntimeError", "backward() inside of the model's forward reached parameters of root")
+
+
+@dataclass
+class Table:
+    """torch's pytree does not know it."""
+
+    x: Tensor
+    weight: Tensor
+    penalty: Tensor
+
+
+class ShowsItsWeight(nn.Module):
+    def __init__(self, kind: Any) -> None:
+        super().__init__()
+        self.emb, self.kind = nn.Embedding(7, WIDTH), kind
+
+    def forward(self, tokens: Tensor) -> Any:
+        weight = self.emb.weight
+        return self.kind(x=self.emb(tokens), weight=weight, penalty=weight.square().mean())
+
+
+class ReadsTheWeight(nn.Module):
+    def __init__(self, kind: Any) -> None:
+        super().__init__()
+        self.table, self.block = ShowsItsWeight(kind), Block([])
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        table = self.table(tokens)
+        return (self.block(table.x) @ table.weight.T).square().mean() + table.penalty
+
+
+def shows_its_weight(kind: Any, stage: int | None) -> Any:
+    torch.manual_seed(0)
+    model = ReadsTheWeight(kind).double()
+    if stage is not None:
+        zerolab.shard(model, stage, units=[ShowsItsWeight, Block])
+    return attempt(lambda: model(torch.arange(5)).backward()) or [
+        zerolab.full_tensor(p.grad) for p in model.parameters()
+    ]
+
+
+@pytest.mark.parametrize("stage", worlds(3, others=[1, 2]))
+def test_a_weight_in_what_a_block_returns(ranks, stage):
+    """What the error advises is right."""
+    expected = shows_its_weight(Table, None)
+    for grads in ranks.run(shows_its_weight, Table, stage, ranks=2):
+        torch.testing.assert_close(grads, expected)
+    told = ranks.run(shows_its_weight, SimpleNamespace, stage, ranks=2)
+    if stage == 3:
+        all_say(told, "RuntimeError", "table returned a parameter in a SimpleNamespace", "put it into a dataclass")
+    else:
+        torch.testing.assert_close(told, [expected] * 2)

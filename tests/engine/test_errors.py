@@ -554,3 +554,101 @@ def test_a_slice_that_forward_sees_is_explained(ranks):
             assert said.startswith(f"rank {rank}: ") and " of emb.weight " in said
             assert "make one unit of both" in said
     assert ranks.run(slice_in_forward, 0, ranks=2) == ["", ""]
+
+
+# -- torch.func ------------------------------------------------------------------------------------------------------
+
+
+class Mapped(nn.Module):
+    """A transform inside of the forward of one unit."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(4, 1)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return torch.vmap(self.linear)(x)
+
+
+def transformed(stage: int | None) -> dict[str, Any]:
+    """What each transform makes of the model or of a unit, or how it is refused; then what the error advises."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(4, 4), nn.Tanh(), Mapped()).double()
+    if stage is not None:
+        zerolab.shard(model, stage, units=Mapped)
+    x = torch.linspace(-1, 1, 24, dtype=torch.float64).view(3, 2, 4)
+    params = dict(model.named_parameters())
+    uses = {
+        "jvp": lambda: torch.func.jvp(model, (x,), (torch.ones_like(x),)),
+        "vmap": lambda: torch.vmap(model)(x),
+        "vmap of a unit": lambda: torch.vmap(model[2].linear)(x),
+        "grad": lambda: torch.func.grad(lambda x: model(x).sum())(x),
+        "parameters": lambda: torch.func.grad(lambda p: torch.func.functional_call(model, p, (x,)).sum())(params),
+    }
+    found: dict[str, Any] = {}
+    for name, use in uses.items():
+        try:
+            found[name] = use()
+        except RuntimeError as error:
+            found[name] = str(error)
+    x = x.clone().requires_grad_()
+    with torch.autograd.forward_ad.dual_level():
+        dual = model(torch.autograd.forward_ad.make_dual(x, torch.ones_like(x)))
+        found["forward_ad"] = tuple(part.detach().clone() for part in torch.autograd.forward_ad.unpack_dual(dual))
+    (found["autograd.grad"],) = torch.autograd.grad(model(x).sum(), x)
+    model(x).sum().backward()
+    return found
+
+
+def test_transforms_of_the_model_are_refused(ranks):
+    expected = transformed(None)
+    for stage in range(4):
+        for rank, found in enumerate(ranks.run(transformed, stage, ranks=2)):
+            torch.testing.assert_close(found.pop("forward_ad"), expected["jvp"])
+            torch.testing.assert_close(found.pop("autograd.grad"), expected["grad"])
+            assert len(found) == 5
+            for name, result in found.items():
+                assert result.startswith(f"rank {rank}: a transform of torch.func"), (stage, name, result)
+
+
+class Adjoint(torch.autograd.Function):
+    """Steps of `f` whose backward computes them again, as solvers of differential equations do."""
+
+    @staticmethod
+    def forward(ctx: Any, f: nn.Module, z: torch.Tensor, *params: torch.Tensor) -> torch.Tensor:
+        ctx.f, ctx.params = f, params
+        ctx.save_for_backward(z)
+        return z + f(z)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor) -> Any:
+        with torch.enable_grad():
+            z = ctx.saved_tensors[0].detach().requires_grad_()
+            return None, *torch.autograd.grad(z + ctx.f(z), (z, *ctx.params), grads[0])
+
+
+class Solved(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.f = nn.Linear(4, 4)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return Adjoint.apply(self.f, x, *self.f.parameters())
+
+
+def with_an_adjoint(stage: int | None, units: Any) -> Any:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(4, 4), Solved(), Solved())
+    if stage is not None:
+        zerolab.shard(model, stage, units=units)
+    caught = attempt_timed(lambda: model(torch.ones(2, 4)).square().sum().backward())
+    return caught or [zerolab.full_tensor(param.grad) for param in model.parameters()]
+
+
+def test_an_adjoint_inside_of_one_unit(ranks):
+    """What the error advises is right."""
+    expected = with_an_adjoint(None, None)
+    for stage in range(4):
+        all_say(ranks.run(with_an_adjoint, stage, nn.Linear, ranks=2), "RuntimeError", "an adjoint", "of one unit")
+        for grads in ranks.run(with_an_adjoint, stage, Solved, ranks=2):
+            torch.testing.assert_close(grads, expected)

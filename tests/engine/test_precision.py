@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections import UserDict
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -106,3 +108,40 @@ def test_frozen_parameters_of_any_dtype(ranks):
     for stage in range(4):
         for found in ranks.run(frozen_and_quantised, stage, ranks=3):
             assert all(map(torch.equal, found, expected)), f"stage {stage}"
+
+
+class Named(UserDict):
+    """A dictionary that is none of Python's own, as tokenizers return."""
+
+
+@dataclass(frozen=True)
+class Batch:
+    x: torch.Tensor
+    tokens: torch.Tensor
+    named: Any = None
+    above: Any = None
+
+
+class TakesBatches(torch.nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = torch.nn.Linear(4, 1)
+
+    def forward(self, batch: Batch) -> torch.Tensor:
+        self.seen = [batch.x.dtype, batch.tokens.dtype, batch.named["inner"][0].x.dtype, type(batch.named).__name__]
+        return self.linear(batch.x).sum()
+
+
+def inputs_in_containers() -> list[Any]:
+    model = TakesBatches()
+    zerolab.Zero3(model, units=[], precision=Precision())
+    x, tokens, named = torch.ones(2, 4), torch.arange(2), Named()
+    batch = Batch(x, tokens, named)
+    named["inner"] = [Batch(x, tokens, above=batch)]  # which refers to what it lies in
+    model(batch).backward()
+    return [*model.seen, batch.x.dtype]
+
+
+def test_inputs_are_cast_in_every_container(ranks):
+    expected = [torch.bfloat16, torch.int64, torch.bfloat16, "Named", torch.float32]
+    assert ranks.run(inputs_in_containers, ranks=2) == [expected] * 2

@@ -209,6 +209,13 @@ DEFECTS = [
         "engine/test_entrances.py",
     ),
     Defect(
+        "a backward that nobody saw come in reads what is released",
+        "engine/unit.py",
+        "            self.seal()\n",
+        "",
+        "engine/test_entrances.py",
+    ),
+    Defect(
         "gradients after a unit's turn are lost",
         "engine/backward.py",
         "if any(late[mine]):",

@@ -24,10 +24,12 @@ from __future__ import annotations
 
 import functools
 import operator
+import re
 import sys
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from functools import partial
+from typing import Any
 from weakref import WeakSet
 
 import torch
@@ -37,6 +39,7 @@ from torch.autograd import Variable
 from zerolab.comm.waiting import CommError
 from zerolab.engine.accumulation import KeptBack
 from zerolab.engine.hyperparameters import DIGEST
+from zerolab.engine.parameters import sealed
 from zerolab.engine.slices import plainly
 from zerolab.engine.stage import Stage
 from zerolab.engine.step import Step
@@ -72,14 +75,12 @@ class Backward:
 
     # -- while autograd runs -----------------------------------------------------------------------------------------
 
-    def _begin(self, inside: Iterable[Unit] = ()) -> bool:
-        """A gradient shows up, `inside` of units. False if autograd builds a graph of it, for a later backward.
+    def _begin(self) -> bool:
+        """A gradient shows up. False if autograd builds a graph of it, for a later backward.
 
         Such a gradient is on its way to an input, and nothing is reduced: in stages 0 to 2 all it needs is there.
         """
         if self.under_way:
-            for unit in inside:
-                self._refuse_unseen(unit)
             return True
         if torch.is_grad_enabled():
             if self._stage.stage == 3:
@@ -104,16 +105,6 @@ class Backward:
         self.turns.set_turns(self.sync)
         return True
 
-    def _refuse_unseen(self, unit: Unit) -> None:
-        """Stage 3 was gathering `unit` ahead as backward ran through it: it came in by a way that nobody saw."""
-        prefetcher = self._stage.prefetcher
-        if (unit is prefetcher.ahead or unit in prefetcher.skipped) and not self.turns.progress[unit].passed:
-            raise RuntimeError(
-                f"rank {self._comm.rank}: a gradient was in {unit.name} while that was still being gathered: the loss "
-                "uses something from inside of it that is not among its outputs, nor kept by its modules. Return it, "
-                "list its module in units=, or take stage 2"
-            )
-
     def at_outputs(self, units: list[Unit], ended: int, unwatched: ForwardCall | None, grad: Tensor) -> None:
         """A gradient reached the outputs of a call of `units` that ended when the clock showed `ended`."""
         if not self._begin():
@@ -122,6 +113,7 @@ class Backward:
             if not self.turns.progress[unit].opened:
                 self.turns.progress[unit].opened = True
                 self._stage.pre_backward(unit)
+                unit.unseal()
                 unit.show(unit.full_params)  # for a recompute
         self.turns.at_outputs(ended, unwatched)
 
@@ -132,7 +124,7 @@ class Backward:
 
     def on_gradient(self, unit: Unit, i: int) -> None:
         """Autograd has completed the gradient of parameter `i` of `unit`."""
-        if not self._begin([unit]):
+        if not self._begin():
             unit.full_params[i].grad = None
             raise NotImplementedError(
                 f"rank {self._comm.rank}: backward(create_graph=True) would leave gradients with a graph in "
@@ -307,7 +299,7 @@ class Turns:
     """`begin()` is called whenever a gradient shows up, and says whether it counts; `passed(unit)` when backward has
     passed a unit."""
 
-    def __init__(self, units: list[Unit], begin: Callable[..., bool], passed: Callable[[Unit], None]) -> None:
+    def __init__(self, units: list[Unit], begin: Callable[[], bool], passed: Callable[[Unit], None]) -> None:
         self._begin, self._on_passed = begin, passed
         self.progress = {unit: Progress() for unit in units}
         self._clock = 0  # ticks when a call begins and when it ends
@@ -359,7 +351,7 @@ class Turns:
             self._pass(unit)
 
     def _at_input(self, call: ForwardCall, grad: Tensor) -> None:
-        if self._begin([unit for unit in call.units if not unit.trainable]):  # of others, a parameter's gradient tells
+        if self._begin():
             self._end_call(call)
 
     def _end_call(self, call: ForwardCall) -> None:
@@ -417,3 +409,30 @@ class Turns:
         numbers += [i for i in range(len(units)) if i not in numbers]
         self._order = [units[i] for i in agree(numbers)]
         self._first_uses = None
+
+
+# -- a way into a unit that nobody has seen ----------------------------------------------------------------------------
+
+
+def _explained(run: Callable[..., Any]) -> Callable[..., Any]:
+    """Autograd's own `run`. In stage 3 it refuses to read a unit that is not gathered; that is said by name."""
+
+    @functools.wraps(run)
+    def explained(*args: Any, **kwargs: Any) -> Any:
+        try:
+            return run(*args, **kwargs)
+        except RuntimeError as error:
+            found = re.search(r"is at version (\d+); expected version (\d+)", str(error))
+            unit = sealed.get(int(found[1])) if found else None
+            if found is None or unit is None or int(found[2]) != unit.unsealed:  # that of a forward before a step
+                raise
+            raise RuntimeError(
+                f"rank {unit.comm.rank}: backward wants to read {unit.name}, which is not gathered: the loss uses "
+                "something from inside of it that is neither among its outputs nor kept by its modules. Return it, "
+                "keep it as an attribute of one of its modules, or take stage 2"
+            ) from error
+
+    return explained
+
+
+torch.autograd._engine_run_backward = _explained(torch.autograd._engine_run_backward)  # type: ignore[attr-defined]

@@ -87,10 +87,12 @@ class Forward:
             return args, kwargs
         if module is self._stage.model:
             self.forget_calls()
+        new = [unit for unit in needs if unit.depth == 0]
+        if new and torch._C._functorch.peek_interpreter_stack() is not None:
+            self._refuse_transform(new[0])
         if not self._calls and not _autograd_runs():
             self._structure.check()
         self._calls.append((module, sys.exc_info()[1]))
-        new = [unit for unit in needs if unit.depth == 0]
         for unit in needs:
             unit.depth += 1
         if not new and len(self._calls) > 1:  # inside of a unit that is at work
@@ -106,7 +108,7 @@ class Forward:
                 self._turns.used(unit)
             self._stage.pre_forward(unit)
             unit.show_full()
-            self._begun[unit] = unit.full._version, torch.autograd._get_sequence_nr()  # type: ignore[attr-defined]
+            self._begun[unit] = unit.writes, torch.autograd._get_sequence_nr()  # type: ignore[attr-defined]
         if new and torch.is_grad_enabled() and not recompute:
             self._turns.call_begins(new, grad_tensors((args, kwargs), objects=False)[0])
             if self._stage.stage == 3:
@@ -129,8 +131,9 @@ class Forward:
         if _autograd_runs():  # a recompute releases nothing: backward is about to use it
             return output
         failed = output is None and sys.exc_info()[1] is not before
+        stuck = False
         if over:  # a result that is part of a parameter must outlive it
-            output = detached_from({unit.full.untyped_storage()._cdata for unit in over}, output)
+            output, stuck = detached_from({unit.full.untyped_storage()._cdata for unit in over}, output)
         tensors: list[Tensor] = []
         stay = False
         if over and torch.is_grad_enabled() and not failed:
@@ -155,7 +158,20 @@ class Forward:
             self._stage.prefetcher.end()
             if module is self._stage.model and not failed:
                 self._stage.gather_stale()  # another rank may have needed what this one did not
+        if stuck and self._stage.stage == 3:
+            raise RuntimeError(
+                f"rank {self._stage.rank}: {over[0].name} returned a parameter in a {type(output).__name__}, and it "
+                "does not last longer than the forward. Return parameter.clone(), or put it into a dataclass, a "
+                "tuple, a list or a dictionary"
+            )
         return output
+
+    def _refuse_transform(self, unit: Unit) -> None:
+        raise RuntimeError(
+            f"rank {self._stage.rank}: a transform of torch.func (grad, vmap, jvp ...) reached {unit.name}, and what "
+            "the engine does around a forward cannot be transformed. Transform what lies inside of the forward of one "
+            "unit, or take torch.autograd.grad or torch.autograd.forward_ad"
+        )
 
     def _watch_hooked(self, inside: list[nn.Module]) -> None:
         """What a script's hook keeps of a module inside of a unit is a way into the unit, as its outputs are."""
@@ -193,7 +209,7 @@ class Forward:
 
     def _notice_writes(self, unit: Unit) -> None:
         """Forward has ended. What all ranks wrote into the masters is kept; what a copy of them got would be lost."""
-        if unit.full._version == self._begun[unit][0]:
+        if unit.writes == self._begun[unit][0]:
             return
         if unit.full.untyped_storage()._cdata != unit.master.untyped_storage()._cdata:
             raise RuntimeError(

@@ -211,19 +211,18 @@ class OwnerOptimizer(SeesSlices):
                 mark = getattr(param, MARK, None)
                 if isinstance(mark, str):
                     raise ValueError(f"OwnerOptimizer({self.optimizer_class.__name__}) {mark}")
-                engine = mark.engine() if isinstance(mark, Updated) else None
-                if engine is None:
+                if not isinstance(mark, Updated):
                     raise ValueError(
                         f"OwnerOptimizer was given a parameter of shape {tuple(param.shape)} that is of no sharded "
                         "model: shard the model first, then pass parameters from model.parameters()"
                     )
-                engines.append(engine)
+                engines.append(mark.engine)
         if len(set(map(id, engines))) != 1:
             raise ValueError("OwnerOptimizer was given parameters of several sharded models: build one for each")
         return engines[0]
 
     def _item(self, param: nn.Parameter, group: int) -> Owned:
-        unit: Any = getattr(param, MARK).unit()
+        unit: Any = getattr(param, MARK).unit
         i = next(i for i, other in enumerate(unit.params) if other is param)
         slot, layout = unit.layout.slots[i], unit.layout
         bounds = (layout.owned(slot, rank) for rank in range(layout.world_size))

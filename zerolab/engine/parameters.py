@@ -8,12 +8,15 @@ The modules hold the one or the other. Autograd leaves a gradient at the first, 
 
 from __future__ import annotations
 
+import itertools
 import weakref
 from collections.abc import Callable
 from functools import partial
 from typing import Any
 
+import torch
 from torch import Tensor, nn
+from torch.autograd.graph import increment_version
 
 from zerolab.comm.collectives import Comm
 from zerolab.engine.layout import Layout
@@ -24,6 +27,9 @@ from zerolab.engine.slices import plainly, refuse_gradient
 Named = list[tuple[str, nn.Parameter]]
 Site = tuple[nn.Module, str]  # a module and the name under which it holds a parameter
 Sites = list[list[Site]]  # of each parameter: all places that hold it
+
+_seals = itertools.count(2**30)  # versions that no tensor comes to by being written to
+sealed: weakref.WeakValueDictionary[int, Any] = weakref.WeakValueDictionary()  # such a version -> its unit
 
 
 class Parameters:
@@ -40,6 +46,9 @@ class Parameters:
         self.names = [name for name, _ in named]
         self.trainable = any(p.requires_grad for _, p in named)  # as the ranks agreed
         self.depth = 0  # calls under way of modules that need this unit
+        self._seal = next(_seals)
+        self.unsealed: int | None = None  # the version of `full` while it is sealed
+        sealed[self._seal] = self
         every = [(module, attribute, i) for i, group in enumerate(sites) for module, attribute in group]
         self._plain_sites = [site for site in every if _is_plain(site[0])]
         self._other_sites = [site for site in every if not _is_plain(site[0])]
@@ -67,6 +76,7 @@ class Parameters:
 
     def show_full(self) -> None:
         """Forward begins: show the full parameters."""
+        self.unseal()
         with plainly():
             for i, (full, param) in enumerate(zip(self.full_params, self.params, strict=True)):
                 if full.requires_grad != param.requires_grad:
@@ -96,6 +106,32 @@ class Parameters:
     def changes(self) -> int:
         """Grows with every write into the masters, `.data` included."""
         return self.master._version + sum(alias._version for alias in self.aliases)
+
+    def mark_followed(self) -> None:
+        """Any later change of the master is a new one."""
+        # A backward through an older forward would mix old activations with new weights: autograd will refuse it.
+        if self.unsealed is None:
+            increment_version(self.full)
+        else:
+            self.unsealed += 1
+        self.version = self.changes
+
+    @property
+    def writes(self) -> int:
+        """Grows with every write into `full`."""
+        return self.full._version if self.unsealed is None else self.unsealed
+
+    def seal(self) -> None:
+        """Released: autograd refuses to read `full` in backward. It knows by the version: see `_explained`."""
+        if self.unsealed is None:
+            self.unsealed = self.full._version
+            torch._C._autograd._unsafe_set_version_counter((self.full,), (self._seal,))
+
+    def unseal(self) -> None:
+        """Gathered for a forward, or for a backward that has come by a way that is known."""
+        if self.unsealed is not None:
+            torch._C._autograd._unsafe_set_version_counter((self.full,), (self.unsealed,))
+            self.unsealed = None
 
     def parts(self, flat: Tensor) -> list[Tensor]:
         """The parts of `flat`, a tensor laid out as `master` is, that belong to `params`."""

@@ -93,6 +93,11 @@ def _partition(model: nn.Module, units: UnitClasses, comm: Comm, has_init: bool)
     at = dict(model.named_modules(remove_duplicate=False))  # a module may have several paths
     units_by_id = {id(module): name for name, module in modules}
     for path, module in at.items():
+        if isinstance(module, torch.jit.ScriptModule) and any(True for _ in module.parameters()):
+            raise ValueError(
+                f"{path or 'the model'} is a torch.jit.ScriptModule, which computes with its own parameters "
+                "whatever the model shows; shard the model without torch.jit, and take torch.compile for speed"
+            )
         for key, param in module._parameters.items():
             if param is None:
                 continue

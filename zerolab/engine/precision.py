@@ -27,7 +27,8 @@ class Precision:
         summed in float32 and rounded once (NCCL sums in this dtype, and rounds at each addition);
         gradients of later micro-batches are added in float32.
     master: dtype of the weights that the optimizer updates. Frozen parameters keep their own.
-    cast_inputs: whether floating point inputs of the model are cast to `compute`.
+    cast_inputs: whether floating point inputs of the model are cast to `compute`, in tuples, lists, dictionaries and
+        dataclasses too, of which the model then gets copies. Other objects come as they are.
 
     Buffers keep their dtype, and so do the parameters of batch norms. float16 needs a `LossScaler` and wider masters:
     near 1 its smallest step is 0.001, and most updates are smaller.

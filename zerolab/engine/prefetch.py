@@ -29,7 +29,6 @@ class Prefetcher:
         self._on_route = False  # both are the same so far
         self._gathered: list[Unit] = []  # the visited units that were gathered when we last looked
         self.ahead: Unit | None = None  # a unit being gathered that is not visited yet
-        self.skipped: set[Unit] = set()  # those that were, in this pass, and were not visited then
 
     def begin(self, kind: Hashable) -> None:
         """A pass begins, and whatever came before it is over."""
@@ -37,7 +36,6 @@ class Prefetcher:
         self._route = self._routes.get(kind, [])
         self._routes[kind] = self._visits = []
         self._gathered = []
-        self.skipped.clear()
         self._on_route = True
 
     def end(self) -> None:
@@ -51,7 +49,6 @@ class Prefetcher:
         if not self._on_route:
             self._drop()
         self.ahead = None
-        self.skipped.discard(unit)
         self._visits.append(unit)
         if unit not in self._root and unit not in self._gathered:
             self._gathered.append(unit)
@@ -68,8 +65,6 @@ class Prefetcher:
 
     def _drop(self) -> None:
         """Release what was gathered for nothing."""
-        if self.ahead is not None:
-            self.skipped.add(self.ahead)
-            if not self.ahead.gathered:
-                self.ahead.release()
+        if self.ahead is not None and not self.ahead.gathered:
+            self.ahead.release()
         self.ahead = None

@@ -262,6 +262,13 @@ def refuse_inputs(func: Any, args: Any, kwargs: Any) -> Any:
         for one in tree_leaves(inputs):
             if hasattr(one, "full_name"):
                 call = "autograd.grad" if func is torch.autograd.grad else "backward(inputs=...)"
+                if torch._C._current_graph_task_id() != -1:
+                    raise RuntimeError(
+                        f"{call} of {one.full_name} inside of a backward: an adjoint got a parameter from where the "
+                        "model shows what the optimizer updates, and not what it computes with. Apply such a function, "
+                        "and take its parameters, inside the forward of one unit that holds them: list the module "
+                        "that does so in units="
+                    )
                 raise RuntimeError(
                     f"{call} of {one.full_name}: forward computed with the full parameter, not with what a sharded "
                     "model shows, so there is no way back to it. Call loss.backward(), after which p.grad is the "

@@ -106,11 +106,14 @@ class Step:
 
 
 class Owner:
-    """What updates a parameter. Those of a unit share one, so that few are looked at in each step."""
+    """What updates a parameter. Those of a unit share one, so that few are looked at in each step.
 
-    def __init__(self, engine: Stage, unit: Unit) -> None:
-        self.engine: weakref.ref[Any] = weakref.ref(engine)
-        self.unit = weakref.ref(unit)
+    The engine lasts as long as somebody holds a parameter of it, an optimizer say. If it did not, each rank's garbage
+    collector would decide whether the ranks still compare what they step with.
+    """
+
+    def __init__(self, engine: Any, unit: Unit) -> None:
+        self.engine, self.unit = engine, unit
 
 
 def mark(original: nn.Parameter, full: nn.Parameter, param: nn.Parameter, name: str, owner: Owner) -> None:
@@ -147,8 +150,8 @@ def owners_of(optimizer: Optimizer) -> dict[Any, list[Unit]]:
     for mark in dict.fromkeys(marks):
         if isinstance(mark, str):
             raise RuntimeError(f"{type(optimizer).__name__} {mark}")
-        if mark is not None and (engine := mark.engine()) is not None:
-            touched.setdefault(engine, set()).add(id(mark.unit()))
+        if mark is not None:
+            touched.setdefault(mark.engine, set()).add(id(mark.unit))
     return {engine: [u for u in engine.units if id(u) in ids] for engine, ids in touched.items()}
 
 

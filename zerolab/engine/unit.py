@@ -21,7 +21,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.autograd.graph import increment_version
 
 from zerolab.comm.collectives import Comm
 from zerolab.engine.bucket import Bucket, on_host
@@ -132,6 +131,7 @@ class Unit(Parameters):
         self.outdate()
         if self._state is not FullState.FAILED:
             self.full.untyped_storage().resize_(0)
+            self.seal()
 
     def cast(self) -> None:
         """Stage 0: bring `full` up to date with the masters, if it is a copy of them."""
@@ -144,9 +144,3 @@ class Unit(Parameters):
         self.outdate()
         if self.offload:
             self.shard.data.copy_(self.master.data)
-
-    def mark_followed(self) -> None:
-        """Any later change of the master is a new one."""
-        # A backward through an older forward would mix old activations with new weights: autograd will refuse it.
-        increment_version(self.full)
-        self.version = self.changes

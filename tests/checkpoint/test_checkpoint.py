@@ -511,6 +511,80 @@ def test_one_rank_cannot_read(ranks, saved, tmp_path):
             assert all(re.match(pattern, message) for message in said), said
 
 
+class Picky(nn.Module):
+    """Has extra state, which rank 1 may refuse."""
+
+    def __init__(self, says: str) -> None:
+        super().__init__()
+        self.linear = nn.Linear(3, 2)
+        self.notes = [says]
+
+    def get_extra_state(self) -> Any:
+        return self.notes
+
+    def set_extra_state(self, notes: Any) -> None:
+        self.notes[:] = notes
+        if notes == ["bad"] and (not dist.is_initialized() or dist.get_rank() == 1):
+            raise ValueError("cannot take it")
+
+
+def half_loads(folder: str) -> dict[str, str]:
+    """Loads that fail late, each with what it says; `broken off` is the only one that may have changed something."""
+
+    def build(value: float, says: str = "good") -> tuple[Any, torch.optim.Optimizer]:
+        model = Picky(says)
+        nn.init.constant_(model.linear.weight, value)
+        zero = zerolab.Zero2(model)
+        made = torch.optim.SGD([{"params": [*model.parameters()]}, {"params": []}, {"params": []}], lr=value)
+        for number, group in enumerate(made.param_groups):
+            group |= {"lr": value + number, "mine": None}
+        return zero, made
+
+    said = {}
+    for says in ("good", "bad"):
+        there = build(5.0, says)
+        zerolab.save(f"{folder}/{says}", *there)
+    for what, name in (("extra", "bad"), ("group", "good")):
+        zero, optimizer = build(1.0)
+        optimizer.param_groups[2]["mine"] = torch.tensor(1.0) if what == "group" else None
+        before = snapshot(zero, optimizer), [*zero.model.notes]
+        said[what] = attempt(lambda z=zero, o=optimizer, name=name: zerolab.load(f"{folder}/{name}", z, o))
+        if what == "extra":
+            bad = there[0].full_state_dict()
+            said["state"] = attempt(lambda z=zero, bad=bad: z.load_full_state_dict(bad))
+        assert same(before, (snapshot(zero, optimizer), [*zero.model.notes])), what
+    zero, optimizer = build(1.0)
+    zerolab.load(f"{folder}/good", zero, optimizer)
+    assert [group["lr"] for group in optimizer.param_groups] == [5.0, 6.0, 7.0], "groups without parameters, in order"
+    ema = zerolab.EMA(zero)
+    zerolab.save(f"{folder}/ema", zero, optimizer, ema=ema)
+    if zero.rank == 1:
+        ema.resume = None  # what nobody has thought of
+    said["broken off"] = attempt(lambda: zerolab.load(f"{folder}/ema", zero, optimizer, ema=ema))
+    return said
+
+
+HALF_LOADS = {
+    "extra": r"CheckpointError: .*bad: rank 1: modules do not take this extra state \(ValueError: cannot take it\), "
+    "and have what they had; nothing else has changed",
+    "state": "RuntimeError: rank 1: modules do not take this extra state .*, and have what they had; nothing else",
+    "group": "CheckpointError: rank 0: .*: parameter group 2 was saved with mine=None, but has a tensor here",
+    "broken off": r"CheckpointError: rank 1: .*ema fits, but putting it in place broke off \(TypeError: 'NoneType'.*"
+    "load again before you train",
+}
+
+
+def test_what_can_fail_fails_before_anything_has_changed(ranks, tmp_path):
+    for said in ranks.run(half_loads, str(tmp_path), ranks=2):
+        for what, message in said.items():
+            assert re.match(HALF_LOADS[what], message), f"{what}: {message}"
+    model = Picky("good")
+    before = model.linear.weight.clone()
+    with pytest.raises(CheckpointError, match=r"do not take this extra state .*nothing else has changed"):
+        zerolab.load_model_weights(tmp_path / "bad", model)
+    assert model.notes == ["good"] and torch.equal(model.linear.weight, before)
+
+
 # -- saving: what is refused, what is replaced, what is kept ---------------------------------------------------------
 
 
@@ -525,7 +599,9 @@ def refused_saves(folder: str) -> dict[str, str]:
     mine = zero.rank == 1  # something is wrong on this rank alone
 
     def save(to: Path = path, keep: Any = None, other: Any = optimizer, **extra: Any) -> str:
-        return attempt(lambda: zerolab.save(to, zero, other, keep=keep, **extra))
+        message = attempt(lambda: zerolab.save(to, zero, other, keep=keep, **extra))
+        assert zero.rank or not list(Path(folder).glob("*.tmp-*")), "nothing is left behind"
+        return message
 
     said["extra"] = save(thing=torch.zeros(2))
     said["keys"] = save(schedule={"milestones": Counter([3, 8])})
@@ -538,6 +614,14 @@ def refused_saves(folder: str) -> dict[str, str]:
     (Path(folder) / "mine").mkdir(exist_ok=True)
     (Path(folder) / "mine" / "thesis.tex").touch()
     said["foreign"] = save(Path(folder) / "mine")
+    said["two names"] = save(Path(folder) / f"step-{7 + zero.rank}")
+    (Path(folder) / f"own-{zero.rank}").mkdir()
+    said["two folders"] = save(Path(folder) / f"own-{zero.rank}" / "step-7")
+    outside = os.getcwd()
+    os.chdir(Path(folder) / "mine" if mine else Path(folder) / "own-0")
+    said["here"], said["empty path"], said["root"] = save("."), save(""), save("/")  # empty, on rank 0
+    said["no path"] = save(None if mine else path)
+    os.chdir(outside)
     first = next(p for p in zero.units[0].params if p in optimizer.state)
     state, original = optimizer.state[first], dict(optimizer.state[first])
     if mine:
@@ -561,9 +645,11 @@ def refused_saves(folder: str) -> dict[str, str]:
     if mine:
         resource.setrlimit(resource.RLIMIT_FSIZE, limit)
     zero.comm.exchange(None, "end")
-    assert sorted(p.name for p in Path(folder).iterdir()) == ["link", "mine", "new.old", "step-7"]
+    assert sorted(p.name for p in Path(folder).iterdir()) == ["link", "mine", "new.old", "own-0", "own-1", "step-7"]
+    assert not list(Path(folder).glob("own-?/*"))
     again, other = fresh(case, 1)
-    zerolab.load(path, again, other)
+    said["load of root"] = attempt(lambda: zerolab.load("/", again, other))
+    zerolab.load(f"{path}/", again, other)
     assert same(held(again, other), held(zero, optimizer))
     return said
 
@@ -577,6 +663,13 @@ REFUSED = {
     "keep what": "rank 0: keep=2 needs a path that ends in digits, not last",
     "stranger": r"rank 1: AdamW holds a parameter \(group 0, number 0\) that does not belong to this Zero2",
     "foreign": "rank 0: .*mine exists and is not a zerolab checkpoint, so it is left alone",
+    "two names": "rank 1 saves to .*step-8, rank 0 to .*step-7: pass the same path",
+    "two folders": r"rank 1: there is no .*own-1/step-7.tmp-\w+, which rank 0 has made for .*own-0/step-7: all ranks",
+    "here": "rank 0: .*own-0 is the working directory, or above it, and a save replaces the folder: save to a new one",
+    "empty path": "rank 0: .*own-0 is the working directory",
+    "root": "rank 0: / is the working directory, or above it",
+    "no path": "rank 1: TypeError: expected str",
+    "load of root": "rank 0: / is not a zerolab checkpoint: there is no /manifest.json",
     "disagree": "rank 0: optimizer state of .* is .* on rank 0, but .* on rank 1",
     "shape": r"rank 1: optimizer state row of .* has shape \(\d+,\): it is neither one number nor one per element",
     "dtype": "rank 1: exp_avg of scale has dtype torch.float8_e5m2",

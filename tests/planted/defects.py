@@ -577,7 +577,7 @@ DEFECTS = [
     Defect(
         "the learning rate is not loaded",
         "checkpoint/loading.py",
-        'set_group_values(group, saved["values"])',
+        "set_group_values(group, fitting)",
         "pass",
         "checkpoint/test_checkpoint.py",
     ),

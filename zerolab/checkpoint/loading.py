@@ -21,6 +21,7 @@ from zerolab.checkpoint.state import (
     buffers,
     check_idle,
     extra_state,
+    fitting_values,
     flat,
     from_json,
     full_stand_in,
@@ -48,18 +49,19 @@ def load(
     first rank's buffers. ema: takes in the averages, which a checkpoint that has some needs; its decay stays.
 
     Returns the extras. Raises `CheckpointError` on every rank, with nothing changed, if anything is missing, damaged,
-    or from another model.
+    or from another model. `set_extra_state()` of modules, which may fail, is called before anything else changes.
     """
     comm = zero.comm
     phase, comm.phase = comm.phase, "load"
     try:
-        loading = _Loading(Path(os.path.abspath(path)), zero, optimizer, ema)
+        loading = _Loading(path, zero, optimizer, ema)
         checksums = on_all_ranks(comm, "reading of a checkpoint", loading.read)
         if len(set(checksums)) > 1:
             raise CheckpointError(
                 f"{path}: the ranks see different checkpoints there; all must see the same file system"
             )
-        loading.write()
+        loading.give_extra_state()
+        on_all_ranks(comm, "loading of a checkpoint", loading.write)
         return loading.content["extra"]
     finally:
         comm.phase = phase
@@ -76,22 +78,27 @@ def read_extra(path: str | Path) -> dict[str, Any]:
 
 
 class _Loading:
-    """One rank's part of a load: `read` collects and checks, `write` changes the model and the optimizer."""
+    """One rank's part of a load: `read` collects and checks, `write` changes the model and the optimizer.
 
-    def __init__(self, path: Path, zero: Engine, optimizer: Optimizer | Iterable[Optimizer], ema: EMA | None) -> None:
+    What can fail is done by `read`, or in user code by `give_extra_state`, so that `write` need only copy.
+    """
+
+    def __init__(
+        self, path: str | Path, zero: Engine, optimizer: Optimizer | Iterable[Optimizer], ema: EMA | None
+    ) -> None:
         self.path, self.zero, self.given, self.ema = path, zero, optimizer, ema
 
     def read(self) -> str:
         """Read all this rank needs; return the checksum of the manifest."""
         check_idle(self.zero, self.ema)
         self.optimizer = Optimizers(self.given)
-        self.folder, self.content, checksum = read_manifest(self.path)
+        self.folder, self.content, checksum = read_manifest(Path(os.path.abspath(self.path)))
         self.pieces = Pieces(self.folder, self.content["files"], self.content["pieces"], self.content["chunk"])
         self.held = parameters(self.zero)
         self._match_parameters()
         self._match_groups()
         self._match_averages()
-        self.extras = self._match_extra_state()
+        self.extras, self.extras_before = self._match_extra_state()
         self.parameters = [self._read(held, "parameters", self.entries[held.name]["dtype"]) for held in self.held]
         self.states = [self._read_state(held) for held in self.held]
         averaged = self.held if self.ema else []
@@ -99,8 +106,23 @@ class _Loading:
         self.own = self._read_own()
         return checksum
 
-    @torch.no_grad()
+    def give_extra_state(self) -> None:
+        try:
+            self.zero.full_model.set_extras(self.extras, self.extras_before)
+        except RuntimeError as error:
+            raise CheckpointError(f"{self.folder}: {error}") from error
+
     def write(self) -> None:
+        try:
+            self._write()
+        except Exception as error:
+            raise CheckpointError(
+                f"{self.folder} fits, but putting it in place broke off ({type(error).__name__}: {error}): parameters, "
+                "buffers and the optimizer are partly those of the checkpoint; load again before you train"
+            ) from error
+
+    @torch.no_grad()
+    def _write(self) -> None:
         step_on_device = {  # torch's optimizers want `step` on the device for these parameters
             id(param)
             for group in self.optimizer.param_groups
@@ -114,8 +136,8 @@ class _Loading:
         for optimizer in self.optimizer.each:
             watch(optimizer)
             show_states(optimizer)
-        for group, saved in zip(self.optimizer.param_groups, self.groups, strict=True):
-            set_group_values(group, saved["values"])
+        for group, fitting in zip(self.optimizer.param_groups, self.group_values, strict=True):
+            set_group_values(group, fitting)
         if self.ema:
             for held, part, values in zip(self.held, self.ema.parts(), self.averages, strict=True):
                 flat(part, held.param).copy_(values)
@@ -126,7 +148,6 @@ class _Loading:
             torch.set_rng_state(self.own["generators/cpu"])
         if "generators/cuda" in self.own:
             torch.cuda.set_rng_state(self.own["generators/cuda"], self.zero.comm.device)
-        self.zero.full_model.set_extras(self.extras)
         for unit in self.zero.units:
             self.zero.master_changed(unit)
         self.zero.comm.step = self.content["step"]
@@ -174,20 +195,24 @@ class _Loading:
             )
         if problem := self.optimizer.misfit(self.zero):
             raise CheckpointError(f"{self.folder}: {problem}")
-        saved = {frozenset(group["names"]): group for group in self.content["groups"]}
-        self.groups = []
-        for number, names in enumerate(names_in_groups(self.zero, self.optimizer)):
+        left: dict[frozenset[str], list[dict[str, Any]]] = {}  # of several without parameters, the order tells
+        for saved in self.content["groups"]:
+            left.setdefault(frozenset(saved["names"]), []).append(saved)
+        self.group_values = []
+        groups = zip(self.optimizer.param_groups, names_in_groups(self.zero, self.optimizer), strict=True)
+        for number, (group, names) in enumerate(groups):
             there = frozenset(self.entries[name]["names"][0] for name in names)
-            if there not in saved:
+            if not left.get(there):
+                has = f"{len(names)} parameters, the first is {names[0]}" if names else "no parameters"
                 raise CheckpointError(
-                    f"{self.folder}: the optimizer's parameter group {number} ({len(names)} parameters, the first is "
-                    f"{names[0] if names else 'missing'}) was not saved as one group"
+                    f"{self.folder}: the optimizer's parameter group {number} ({has}) was not saved as one group"
                 )
-            self.groups.append(saved[there])
-        if len(self.groups) != len(self.content["groups"]):
+            where = f"{self.folder}: parameter group {number}"
+            self.group_values.append(fitting_values(group, left[there].pop(0)["values"], where))
+        if len(self.group_values) != len(self.content["groups"]):
             raise CheckpointError(
                 f"{self.folder}: was saved with {len(self.content['groups'])} parameter groups, this optimizer has "
-                f"{len(self.groups)}"
+                f"{len(self.group_values)}"
             )
 
     def _match_averages(self) -> None:
@@ -195,12 +220,13 @@ class _Loading:
             has = "no averages: leave ema out" if self.ema else "averages: pass ema=zerolab.EMA(zero, decay)"
             raise CheckpointError(f"{self.folder}: has {has}")
 
-    def _match_extra_state(self) -> dict[str, Any]:
+    def _match_extra_state(self) -> tuple[dict[str, Any], dict[str, Any]]:
+        """What the checkpoint has, and what is here."""
         here, saved = extra_state(self.zero), self.content.get("extra_state", {})
         if different := sorted(here.keys() ^ saved.keys()):
             where = "the checkpoint" if different[0] in saved else "this model"
             raise CheckpointError(f"{self.folder}: only {where} has {different[0]} ({self._other_model()})")
-        return dict(saved)
+        return dict(saved), here
 
     # -- what this rank reads ------------------------------------------------------------------------------------
 

@@ -109,7 +109,7 @@ def read_manifest(path: Path) -> tuple[Path, dict[str, Any], str]:
 
     Raises `CheckpointError` if there is no manifest, or if it is damaged or of another version.
     """
-    folder = path if (path / MANIFEST).exists() else path.with_name(path.name + ".old")  # killed between two renames
+    folder = path if (path / MANIFEST).exists() else path.parent / f"{path.name}.old"  # killed between two renames
     file = folder / MANIFEST
     if not file.exists():
         raise CheckpointError(f"{path} is not a zerolab checkpoint: there is no {path / MANIFEST}")

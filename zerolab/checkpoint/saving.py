@@ -59,9 +59,9 @@ def save(
 ) -> Saving | None:
     """Write a checkpoint of parameters, buffers, optimizer, step and random number generators to the folder `path`.
 
-    All ranks must call it, after the optimizer's step and before the next forward, and must see the same file system.
-    A checkpoint that is already there stays until the new one is complete, and is then replaced. After a crash, `load`
-    of the same path finds one or the other.
+    All ranks must call it, after the optimizer's step and before the next forward, with the same path, and must see
+    the same file system. A checkpoint that is already there stays until the new one is complete, and is then replaced.
+    After a crash, `load` of the same path finds one or the other.
 
     optimizer: one, or a list of those that train the model: Muon for its matrices and AdamW for the rest.
     ema: the averages of this model, if it has some. They are saved in slices, as the parameters are.
@@ -77,9 +77,8 @@ def save(
 
     Raises `CheckpointError` on every rank if any rank failed; with `background`, here or in `wait()`.
     """
-    given = optimizer if isinstance(optimizer, Optimizer) else list(optimizer)
-    saving = Saving(Path(os.path.abspath(path)), zero, keep)
-    saving.begin(given, ema, extra, background)
+    saving = Saving(zero, keep)
+    saving.begin(path, optimizer, ema, extra, background)
     if background:
         return saving
     saving.wait()
@@ -89,24 +88,32 @@ def save(
 class Saving:
     """A save that has begun. Until `wait()` returns, the path has what it had before."""
 
-    def __init__(self, path: Path, zero: Engine, keep: int | None) -> None:
-        self._path, self._zero, self._keep = path, zero, keep
+    def __init__(self, zero: Engine, keep: int | None) -> None:
+        self._zero, self._keep = zero, keep
+        self._path: Path
+        self._optimizers: Optimizers
         self._folder: Path | None = None  # the new one, until it is in place
         self._part: _Part | None = None
         self._manifest: dict[str, Any] = {}
         self._in_thread = False
         self._write: Callable[[], dict[str, Any]]  # returns what the manifest needs to know of this rank's file
 
-    def begin(self, given: Any, ema: EMA | None, extra: dict[str, Any], background: bool) -> None:
-        path, zero = self._path, self._zero
+    def begin(self, path: str | Path, given: Any, ema: EMA | None, extra: dict[str, Any], background: bool) -> None:
+        zero = self._zero
 
-        def check() -> str | None:
-            return _begin(path, zero, Optimizers(given), ema, self._keep, extra)
+        def check() -> list[str]:
+            self._path, self._optimizers = Path(os.path.abspath(path)), Optimizers(given)
+            self._folder = _begin(self._path, zero, self._optimizers, ema, self._keep, extra)
+            return [str(self._path), self._folder.name if self._folder else ""]
 
         def take() -> _Part:
-            optimizers = Optimizers(given)
-            self._manifest = begin_manifest(zero, optimizers, extra)
-            self._part = _part(zero, optimizers, ema, background)
+            if not folder.is_dir():
+                raise CheckpointError(
+                    f"there is no {folder}, which rank 0 has made for {places[0][0]}: all ranks must pass the same "
+                    "path and see the same file system"
+                )
+            self._manifest = begin_manifest(zero, self._optimizers, extra)
+            self._part = _part(zero, self._optimizers, ema, background)
             return self._part
 
         def write() -> dict[str, Any]:
@@ -114,7 +121,11 @@ class Saving:
 
         with self._all_or_nothing() as comm:
             comm.exchange_bytes(b"", "start of a save")
-            self._folder = folder = path.with_name(on_all_ranks(comm, "start of a save", check)[0])
+            places = on_all_ranks(comm, "start of a save", check)
+            self._folder = folder = self._path.with_name(places[0][1])
+            for rank, (other, _) in enumerate(places):
+                if Path(other).name != Path(places[0][0]).name:
+                    raise CheckpointError(f"rank {rank} saves to {other}, rank 0 to {places[0][0]}: pass the same path")
             self._write = write
             if background:
                 on_all_ranks(comm, "copy of a checkpoint", lambda: bool(take()))
@@ -169,9 +180,15 @@ _under_way: weakref.WeakSet[Engine] = weakref.WeakSet()  # models with a save in
 
 def _begin(
     path: Path, zero: Engine, optimizer: Optimizers, ema: EMA | None, keep: int | None, extra: dict[str, Any]
-) -> str | None:
-    """On every rank: check that this can be saved. On the first rank: make the temporary folder, return its name."""
+) -> Path | None:
+    """On every rank: check that this can be saved. On the first rank: make the temporary folder, and return it."""
     check_idle(zero, ema)
+    with suppress(FileNotFoundError):  # the working directory is gone
+        if Path.cwd().is_relative_to(os.path.realpath(path)):
+            raise CheckpointError(
+                f"{path} is the working directory, or above it, and a save replaces the folder: save to a new one, "
+                "such as step-000100"
+            )
     if zero in _under_way:
         raise CheckpointError("a save of this model in the background is under way: first call wait() of it")
     names_in_groups(zero, optimizer)
@@ -201,7 +218,7 @@ def _begin(
         shutil.rmtree(leftover)
     folder = path.with_name(f"{path.name}.tmp-{secrets.token_hex(4)}")
     folder.mkdir()
-    return folder.name
+    return folder
 
 
 def _check_keys(tree: Any) -> None:

@@ -169,17 +169,27 @@ def group_values(group: dict[str, Any]) -> dict[str, Any]:
     return values
 
 
-def set_group_values(group: dict[str, Any], values: dict[str, Any]) -> None:
-    """The reverse of `group_values`. What is a tensor or a tuple in this program stays one."""
-    group.pop(STAMP, None)
+def fitting_values(group: dict[str, Any], values: dict[str, Any], where: str) -> dict[str, Any]:
+    """The reverse of `group_values`, for `group`: what is a tensor or a tuple in this program stays one."""
+    fitting: dict[str, Any] = {}
     for key, saved in values.items():
         now = group.get(key)
         if isinstance(now, Tensor):
-            now.fill_(saved)
-        elif isinstance(now, tuple):
-            group[key] = tuple(saved)
+            if not isinstance(saved, bool | int | float):
+                raise CheckpointError(f"{where} was saved with {key}={saved!r}, but has a tensor here: give it none")
+            fitting[key] = torch.full_like(now, saved)
         else:
-            group[key] = saved
+            fitting[key] = tuple(saved) if isinstance(now, tuple) and isinstance(saved, list) else saved
+    return fitting
+
+
+def set_group_values(group: dict[str, Any], values: dict[str, Any]) -> None:
+    group.pop(STAMP, None)
+    for key, value in values.items():
+        if isinstance(value, Tensor):
+            group[key].copy_(value)  # the same object: schedulers may hold it
+        else:
+            group[key] = value
 
 
 def to_json(what: str, value: Any) -> dict[str, Any]:

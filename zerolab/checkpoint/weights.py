@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import os
 import secrets
 from pathlib import Path
@@ -15,6 +16,7 @@ from zerolab.checkpoint.manifest import read_manifest
 from zerolab.checkpoint.state import on_all_ranks
 from zerolab.comm.native import each_once
 from zerolab.engine.engine import Engine
+from zerolab.engine.full import give_extras, refused_extras
 from zerolab.engine.step import is_owned
 
 
@@ -25,17 +27,18 @@ def load_model_weights(path: str | Path, model: nn.Module) -> None:
     Needs no process group. Values are converted to the module's dtypes. Of tied weights, one name is enough. What
     modules have by `get_extra_state()` is in a checkpoint, but not in a safetensors file.
 
-    Raises `CheckpointError`, with nothing changed, if names or shapes differ, or values do not fit into a dtype. A
-    safetensors file alone has no checksums, so a changed value in it goes unnoticed.
+    Raises `CheckpointError`, with nothing changed, if names or shapes differ, values do not fit into a dtype, or a
+    module refuses its extra state. A safetensors file alone has no checksums, so a changed value in it goes unnoticed.
     """
     path = Path(os.path.abspath(path))
-    targets, extras = _plain_targets(model), dict[str, Any]()
+    targets, extras, here = _plain_targets(model), dict[str, Any](), dict[str, Any]()
     if path.is_file():
         values = _read_weights_file(path, targets)
     else:
         values, extras = _read_weights_of_checkpoint(path, targets)
-        here = {key for key, value in model.state_dict().items() if not isinstance(value, Tensor)}
-        if different := sorted(here ^ extras.keys()):
+        state = model.state_dict()
+        here = copy.deepcopy({key: value for key, value in state.items() if not isinstance(value, Tensor)})
+        if different := sorted(here.keys() ^ extras.keys()):
             where = "the checkpoint" if different[0] in extras else "this model"
             raise CheckpointError(f"{path}: only {where} has {different[0]}")
     for names, target in targets:
@@ -46,10 +49,11 @@ def load_model_weights(path: str | Path, model: nn.Module) -> None:
             raise CheckpointError(
                 f"{path}: {names[0]} is {there} there, and has values that {target.dtype}, its dtype here, cannot hold"
             )
+    if extras:
+        if problem := give_extras(model, extras):
+            raise CheckpointError(f"{path}: {refused_extras(problem, give_extras(model, here))}")
     for names, target in targets:
         each_once(target).copy_(each_once(values[names[0]], like=target))
-    if extras:
-        model.load_state_dict(extras, strict=False)
 
 
 def _lost(values: Tensor, dtype: torch.dtype) -> bool:

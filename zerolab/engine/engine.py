@@ -182,7 +182,7 @@ class Engine(Stage):
         """Load the `state_dict` of an unsharded model. The first rank's counts; the others may pass None.
 
         Raises `ValueError` on every rank, before anything is changed, if names are missing or unexpected or shapes
-        differ.
+        differ, and `RuntimeError` if a module's `set_extra_state()` fails.
         """
         self.full_model.spread_state_dict(state)
 

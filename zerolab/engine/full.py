@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import base64
+import copy
 import pickle
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -121,6 +122,7 @@ class FullModel:
         if problem:
             raise ValueError(f"this state dict does not fit {type(self._stage.model).__name__}: {problem}")
         values = state or {}
+        self.set_extras(_first_ranks(comm, {key: values.get(key) for key in own.extras}), own.extras)
         for unit in self._stage.units:
             if {place.i for place in own.places[unit].values() if place.full} == set(range(len(unit.params))):
                 flat = torch.zeros(unit.layout.size, dtype=unit.master.dtype, device=comm.device)
@@ -136,7 +138,6 @@ class FullModel:
             if comm.rank == 0:
                 each_once(buffer).copy_(each_once(values[key], like=buffer))
             comm.broadcast(buffer, key)
-        self.set_extras(_first_ranks(comm, {key: values.get(key) for key in own.extras}))
 
     def _set_master(self, unit: Unit, flat: Tensor) -> None:
         """Write this rank's part of the full masters `flat`, (N * S,)."""
@@ -193,11 +194,21 @@ class FullModel:
             result.extras[key] = value
         return result
 
-    def set_extras(self, extras: dict[str, Any]) -> None:
-        """Have `set_extra_state()` called with `extras`, entries of a state dict, on this rank."""
-        if extras:
-            with self._forward.bypass():
-                self._stage.model.load_state_dict(extras, strict=False)
+    def set_extras(self, extras: dict[str, Any], before: dict[str, Any]) -> None:
+        """Have `set_extra_state()` called with `extras`, entries of a state dict, on every rank.
+
+        That is user code, so it comes before anything else is loaded. If it fails on one rank, all give their modules
+        `before` again, and raise `RuntimeError`.
+        """
+        if not extras:
+            return
+        model = self._stage.model
+        before = copy.deepcopy(tree_map_only(Tensor, Tensor.detach, before))  # it may be the modules' own
+        with self._forward.bypass():
+            problems = self._comm.exchange(give_extras(model, extras), "loading of extra state")
+            for rank, problem in enumerate(problems):
+                if problem:
+                    raise RuntimeError(f"rank {rank}: {refused_extras(problem, give_extras(model, before))}")
 
     def refuse_elsewhere(self) -> None:
         """Let `state_dict()`, `load_state_dict()` and copies of a sharded model say why not."""
@@ -216,6 +227,21 @@ class FullModel:
                 module.register_load_state_dict_pre_hook(
                     partial(refuse, "load_state_dict", "zero.load_full_state_dict(state)")
                 )
+
+
+def give_extras(model: nn.Module, extras: dict[str, Any]) -> str | None:
+    """Have `set_extra_state()` called with `extras`, entries of a state dict; return what it raised."""
+    try:
+        model.load_state_dict(extras, strict=False)
+    except Exception as error:
+        return f"{type(error).__name__}: {error}"
+    return None
+
+
+def refused_extras(problem: str, again: str | None) -> str:
+    """`problem` was in the way of new extra state, and `again`, if anything, of the old one."""
+    kept = f"nor what they had ({again}), so it is partly new" if again else "and have what they had"
+    return f"modules do not take this extra state ({problem}), {kept}; nothing else has changed"
 
 
 def refuse_copy(*args: Any) -> Any:

@@ -179,6 +179,30 @@ def not_to_be_pickled():
     return threading.Lock() if dist.get_rank() == 1 else None
 
 
+class Unpicklable:
+    def __reduce__(self):
+        return int, ("not a number",)
+
+
+def not_to_be_unpickled():
+    return Unpicklable() if dist.get_rank() == 1 else None
+
+
+def forks():
+    """Rank 0 forks three times; each copy leaves the function. Their exit codes, which tell that they have ended."""
+    codes = []
+    for way in ("return", "exit", "raise") if dist.get_rank() == 0 else ():
+        if (child := os.fork()) == 0:
+            if way == "exit":
+                sys.exit(3)
+            if way == "raise":
+                raise ValueError("the copy's own")
+            return "of a copy"
+        codes.append(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
+    wait_for_all()
+    return codes
+
+
 def prints():
     print(f"out of rank {dist.get_rank()}")
     print(f"err of rank {dist.get_rank()}", file=sys.stderr)

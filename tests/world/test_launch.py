@@ -275,6 +275,22 @@ def test_a_result_that_cannot_be_pickled(two: Ranks) -> None:
     assert "rank 0 had finished" in str(error)
 
 
+@pytest.mark.slow
+def test_a_result_that_cannot_be_unpickled(two: Ranks) -> None:
+    error = fails(two, jobs_launch.not_to_be_unpickled)
+    assert error.rank == 1 and "__reduce__" not in str(error)
+    assert str(error) == (
+        "rank 1 of 2 returned what cannot be unpickled here (ValueError: invalid literal for int() with base 10: "
+        "'not a number'), from jobs_launch.not_to_be_unpickled"
+    )
+
+
+def test_a_copy_that_a_rank_forks_is_no_rank(two: Ranks) -> None:
+    """It ends where the function ends, and its result or error is not the rank's."""
+    assert two.run(jobs_launch.forks) == [[0, 3, 1], []]
+    assert two.run(jobs_launch.echo, 4) == [4, 4]
+
+
 def nested():
     def inner() -> None: ...
 
@@ -367,6 +383,31 @@ if __name__ == "__main__":
 def test_ranks_that_are_no_number(ranks) -> None:
     with pytest.raises(ValueError, match="ranks="):
         launch(jobs_launch.echo, ranks, 1)
+
+
+@pytest.mark.parametrize("fn", [None, "jobs_launch.echo", [1, 2]])
+def test_a_function_that_was_called_already(fn) -> None:
+    kind = type(fn).__name__
+    with pytest.raises(TypeError, match=rf"came a {kind}: pass the function itself, as in launch\(main, 4\), not"):
+        launch(fn, 2)
+
+
+@pytest.mark.parametrize("value", [None, float("nan"), 0, -1.0, "60", True])
+def test_seconds_that_are_no_number(value) -> None:
+    said = f"{value!r}, but must be a number of seconds, more than 0"
+    with pytest.raises(ValueError, match=f"^timeout={said} .math.inf waits without end"):
+        launch(jobs_launch.echo, 1, 1, timeout=value)
+    with pytest.raises(ValueError, match=f"^group_timeout={said} .at most 1,000,000,000"):
+        launch(jobs_launch.echo, 1, 1, group_timeout=value)
+    with pytest.raises(ValueError, match=f"^timeout={said} .at most"):
+        init(value)
+
+
+def test_the_longest_waits(two: Ranks) -> None:
+    assert two.run(jobs_launch.place, timeout=float("inf"), group_timeout=1_000_000_000)[1]["size"] == 2
+    for endless in (float("inf"), 1e12):
+        with pytest.raises(ValueError, match="group_timeout"):
+            two.run(jobs_launch.echo, 1, group_timeout=endless)
 
 
 @pytest.mark.exhaustive

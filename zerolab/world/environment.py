@@ -9,6 +9,7 @@ If each rank has a GPU of its own, the ranks talk through NCCL, else through glo
 
 from __future__ import annotations
 
+import math
 import os
 import re
 import sys
@@ -16,6 +17,7 @@ import threading
 import warnings
 from collections.abc import Callable, Iterator, Mapping
 from datetime import timedelta
+from numbers import Real
 from typing import Any, NamedTuple
 
 import torch
@@ -48,11 +50,24 @@ def init(timeout: float = 300.0) -> torch.device:
 
     Raises RuntimeError, naming the variable, if the environment is incomplete or contradicts itself.
     """
+    timeout = seconds("timeout", timeout)
     if not dist.is_initialized():
         _join(read_place(os.environ), timeout)
     if torch.cuda.is_available() and "nccl" in dist.get_backend_config():
         return torch.device("cuda", torch.cuda.current_device())
     return torch.device("cpu")
+
+
+def seconds(name: str, value: Any, most: float = 1e9) -> float:
+    """`value`, if it is a number of seconds to wait. Raises ValueError, which says what may be.
+
+    most: more, counted in nanoseconds from now, does not fit into torch's 64 bits.
+    """
+    number: Any = value if isinstance(value, Real) and not isinstance(value, bool) else math.nan
+    if not 0 < number <= most:
+        end = "math.inf waits without end" if most == math.inf else f"at most {most:,.0f}"
+        raise ValueError(f"{name}={value!r}, but must be a number of seconds, more than 0 ({end})")
+    return float(number)
 
 
 def meet_in(stores: Iterator[dist.Store] | None) -> None:

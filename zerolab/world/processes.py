@@ -11,6 +11,7 @@ import faulthandler
 import gc
 import io
 import itertools
+import math
 import multiprocessing
 import os
 import pickle
@@ -30,13 +31,13 @@ from multiprocessing import resource_tracker
 from multiprocessing.connection import Connection, wait
 from multiprocessing.process import BaseProcess
 from types import FunctionType
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 import torch.distributed as dist
 
 from zerolab.world import nursery
-from zerolab.world.environment import TORCHRUN, Place, at_return, given_up, init, meet_in, read_place
+from zerolab.world.environment import TORCHRUN, Place, at_return, given_up, init, meet_in, read_place, seconds
 
 _Process = BaseProcess | nursery.Forked | nursery.Fresh
 LEAVE_TIMEOUT = 10.0  # seconds to leave a process group, or to end
@@ -153,17 +154,24 @@ class Ranks:
         `timeout`.
 
         Raises TypeError before any process starts if `fn` cannot be imported or an argument cannot be pickled;
-        RankError if a rank fails or time is up. Then all processes are gone, and the next run starts new ones.
+        RankError if a rank fails, time is up, or a result cannot be unpickled here. Then all processes are gone, and
+        the next run starts new ones.
         """
         size = self.ranks if ranks is None else _positive("ranks", ranks)
         if size > self.ranks:
             raise ValueError(f"ranks={size}, but this pool has {self.ranks}")
+        if not callable(fn):
+            raise TypeError(
+                f"in place of a function came a {type(fn).__name__}: pass the function itself, as in launch(main, 4), "
+                "not what it returns, as in launch(main(), 4)"
+            )
+        group_timeout = seconds("group_timeout", group_timeout)
+        patience = Patience(seconds("timeout", timeout, math.inf))
         name = f"{getattr(fn, '__module__', '?')}.{getattr(fn, '__qualname__', fn)}"
         cannot = f"other processes cannot import {name}: move it to the top level of a module"
         call = _dumps(fn, cannot, self._forked)
         cannot = f"other processes cannot be given the arguments of {name}: one cannot be pickled"
         data = _dumps(args, cannot, self._forked)
-        patience = Patience(timeout)
         try:
             if any(pipe.poll() or not process.is_alive() for process, pipe in self._processes):
                 self._kill()  # one died since the last run
@@ -178,10 +186,10 @@ class Ranks:
                 self._send(size, ())
                 patience.left = max(patience.left, LEAVE_TIMEOUT)  # its result is here, so no rank is late
                 self._gather(size, patience, f"after {name}, leaving the process group")
+            return [_result(reply, f"rank {rank} of {size}", rank, name) for rank, reply in enumerate(replies)]
         except BaseException:  # KeyboardInterrupt too
             self._kill()
             raise
-        return [pickle.loads(reply.result) for reply in replies]
 
     def close(self) -> None:
         """End the processes as scripts end, with threads and exit handlers; kill those that take ten seconds."""
@@ -342,6 +350,15 @@ def _receive(process: _Process, pipe: Connection) -> _Reply:
     return _Reply("died", summary, time=time.monotonic())
 
 
+def _result(reply: _Reply, who: str, rank: int, name: str) -> Any:
+    try:
+        return pickle.loads(reply.result)
+    except Exception as error:
+        why = traceback.format_exception_only(error)[0].strip()
+        text = "".join(traceback.format_exception(error))
+        raise RankError(f"{who} returned what cannot be unpickled here ({why}), from {name}", rank, text) from error
+
+
 def _innermost_calls(pipe: Connection) -> str:
     """What faulthandler writes into the pipe on SIGUSR1, even if the process is stuck in C."""
     dump = b""
@@ -406,13 +423,36 @@ def _work(rank: int, run: int, size: int, port: int, timeout: float, call: bytes
     meet_in(dist.PrefixStore(f"run {run}, group {group}", store) for group in itertools.count())
     fn, args = pickle.loads(call), pickle.loads(data)
     init(timeout)
-    result = fn(*args)
+    result = _call(fn, args)
     for say in at_return:
         say()
     try:
         return pickle.dumps(result)
     except Exception as error:
         raise TypeError(f"the result, a {type(result).__name__}, cannot be pickled") from error
+
+
+def _call(fn: Callable[..., Any], args: tuple[Any, ...]) -> Any:
+    """`fn(*args)`. A process that it has forked, and that comes back here, ends: the rank is its parent."""
+    rank = os.getpid()
+    try:
+        return fn(*args)
+    finally:
+        if os.getpid() != rank:
+            _end_fork(sys.exc_info()[1])
+
+
+def _end_fork(error: BaseException | None) -> NoReturn:
+    """End as a script does, but without exit handlers and threads, which are the rank's."""
+    status = int(error is not None)
+    if isinstance(error, SystemExit):
+        status = error.code if isinstance(error.code, int) else int(error.code is not None)
+    elif error is not None:
+        traceback.print_exception(error)
+    for stream in (sys.stdout, sys.stderr):
+        with suppress(AttributeError, OSError, ValueError):  # None, or closed
+            stream.flush()
+    os._exit(status)
 
 
 def _leave() -> bytes:

@@ -47,9 +47,14 @@ STAGES: tuple[type[Engine], ...] = (DDP, Zero1, Zero2, Zero3)
 
 def shard(model: nn.Module, stage: int, **options: Any) -> Engine:
     """`DDP`, `Zero1`, `Zero2` or `Zero3` of `model`, by number; `options` are the class's."""
-    if stage not in range(len(STAGES)):
+    return stage_class(stage)(model, **options)
+
+
+def stage_class(stage: int) -> type[Engine]:
+    """`DDP`, `Zero1`, `Zero2` or `Zero3`. A stage's number is what can be an index, but no truth value."""
+    if isinstance(stage, bool) or not hasattr(stage, "__index__") or stage not in range(len(STAGES)):
         raise ValueError(f"stage must be 0, 1, 2 or 3, not {stage!r}")
-    return STAGES[stage](model, **options)
+    return STAGES[stage]
 
 
 __all__ = [

@@ -86,13 +86,14 @@ def test_nonsense_is_refused():
     def attempt(stage=1, ranks=2, **options):
         return simulate(small, stage, ranks, inputs=tokens, **options)
 
-    for options in ({"stage": 4}, {"stage": "1"}, {"ranks": 0}, {"ranks": 1.5}, {"steps": 1}, {"backend": "mpi"}):
+    stages = [{"stage": stage} for stage in (4, "1", 2.0, True, int)]
+    for options in (*stages, {"ranks": 0}, {"ranks": 1.5}, {"steps": 1}, {"steps": 2.5}, {"backend": "mpi"}):
         with pytest.raises(ValueError, match="must be"):
             attempt(**options)
     with pytest.raises(ValueError, match="Conv2d"):
         attempt(units=[torch.nn.Conv2d])
     assert not dist.is_initialized(), "failed calls have cleaned up"
-    attempt()
+    assert attempt(torch.tensor(2)).stage == 2
 
 
 def inside_a_group():

@@ -7,16 +7,17 @@ import itertools
 import threading
 import time
 from statistics import median
+from types import SimpleNamespace
 from unittest.mock import patch
 
 import pytest
 import torch
-from jobs_common import worlds
+from jobs_common import attempt, worlds
 
 import zerolab
 from zerolab import Precision
 from zerolab.lab import plots
-from zerolab.measure import KINDS, allocations, ledger, model_states, moved_bytes, peak, timeline, trace
+from zerolab.measure import KINDS, allocations, holdings, ledger, model_states, moved_bytes, peak, timeline, trace
 from zerolab.measure.spans import Span, Trace, intersection, union
 from zerolab.tasks.models import GPT, Block
 
@@ -263,6 +264,31 @@ def test_misuse_of_the_timeline_is_named(ranks):
 
 
 # -- the trace ------------------------------------------------------------------------------------------------------
+
+
+def with_two_optimizers(stage):
+    """What each instrument sees of a model that two optimizers train, and what it says of something else."""
+    zero, _ = build(stage, layers=2, width=64, context=16)
+    params = [*zero.model.parameters()]
+    both = [torch.optim.SGD(params[::2], momentum=0.9), torch.optim.AdamW(params[1::2])]
+    steps = SimpleNamespace(step=lambda: [one.step() for one in both], zero_grad=zero.model.zero_grad)
+    train(zero, steps)
+    with trace(zero, both) as record, timeline(zero, iter(both)) as line:
+        train(zero, steps)
+    train(zero, SimpleNamespace(step=lambda: None, zero_grad=lambda: None))
+    held = [holdings(zero, one).share("optimizer") for one in (both, *both)]
+    refused = [attempt(measure, zero, None) for measure in (model_states, holdings)]
+    refused += [attempt(lambda given=given: trace(zero, given).__enter__()) for given in (None, [None], zero)]
+    phases = [span.phase for span in record.spans]
+    return phases.count("step"), line.by_kind()["optimizer"], model_states(zero, both)["optimizer"], held, refused
+
+
+def test_a_model_that_two_optimizers_train(ranks):
+    for steps, bytes_seen, states, (both, one, other), refused in ranks.run(with_two_optimizers, 2, ranks=2):
+        assert steps == 2 and bytes_seen == states
+        assert both == pytest.approx(one + other) and min(one, other) > 0
+        for said, kind in zip(refused, ["NoneType"] * 4 + ["Zero2"], strict=True):
+            assert said.kind == "TypeError" and said.text.endswith(f"and no {kind}"), said
 
 
 class Impatient(zerolab.Zero2):

@@ -47,7 +47,7 @@ from torch.utils._pytree import tree_leaves
 
 from zerolab.engine.engine import Engine
 from zerolab.engine.unit import Unit
-from zerolab.measure.watch import watched
+from zerolab.measure.watch import each_of, watched
 
 KINDS = (
     "parameters",  # what a rank keeps: shards, masters, and full parameters that are never released
@@ -195,7 +195,7 @@ class _Recorder(TorchDispatchMode):
     def __init__(self, zero: Engine, optimizer: Optimizer | Iterable[Optimizer]) -> None:
         super().__init__()
         self.zero = zero
-        self.optimizers = [optimizer] if isinstance(optimizer, Optimizer) else list(optimizer)
+        self.optimizers = each_of(optimizer)
         self.line = Timeline(zero.rank, zero.world_size, zero.stage)
         self.device = zero.comm.device.type
         self.begin, self.thread = time.perf_counter(), threading.get_ident()

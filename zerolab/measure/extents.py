@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import NamedTuple
 
 from torch import Tensor
@@ -11,6 +12,7 @@ from zerolab.engine.engine import Engine
 from zerolab.engine.slices import to_local
 from zerolab.engine.unit import Unit
 from zerolab.measure.formulas import CATEGORIES
+from zerolab.measure.watch import each_of
 
 
 class Extent(NamedTuple):
@@ -34,12 +36,13 @@ class Holdings(NamedTuple):
         return sum(extent.end - extent.start for extent in self.extents[category]) / self.size
 
 
-def holdings(zero: Engine, optimizer: Optimizer) -> Holdings:
+def holdings(zero: Engine, optimizer: Optimizer | Iterable[Optimizer]) -> Holdings:
     """Look at the live storages: which elements of "parameters", "gradients" and "optimizer" does this rank hold?
 
     Call it after backward, while there are gradients. A released storage holds nothing. Optimizer state covers the
     elements of its parameter; padding has none, which leaves gaps of at most 15 bytes.
     """
+    optimizers = each_of(optimizer)
     units: list[tuple[str, int, int]] = []
     found: dict[str, list[Extent]] = {category: [] for category in CATEGORIES}
     base = 0
@@ -50,9 +53,9 @@ def holdings(zero: Engine, optimizer: Optimizer) -> Holdings:
         first = unit.layout.bounds(unit.rank)[0] if unit.sharded else 0
         origin = base + first - int(unit.master.storage_offset())
         for param in unit.params:
-            state = optimizer.state.get(param, {})
+            state = [value for one in optimizers for value in one.state.get(param, {}).values()]
             numel = to_local(param).numel()
-            if numel and any(isinstance(x, Tensor) and x.shape == param.shape for x in state.values()):
+            if numel and any(isinstance(x, Tensor) and x.shape == param.shape for x in state):
                 start = origin + int(param.storage_offset())
                 found["optimizer"].append(Extent(start, start + numel))
         units.append((unit.name, base, base + unit.layout.size))

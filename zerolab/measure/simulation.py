@@ -66,11 +66,10 @@ def simulate(
 
     Raises ValueError for arguments that no cluster could run, RuntimeError if this process has a process group.
     """
-    _check(stage, world_size, steps, backend)
+    kind = _checked(stage, world_size, steps, backend)
     with _fake_cluster(world_size):
         model = model_fn()
         parameters = sum(param.numel() for param in model.parameters())
-        kind = zerolab.STAGES[stage] if isinstance(stage, int) else stage
         zero = kind(model, units=units, precision=precision)
         zero.comm.backend = backend
         stepper = optimizer(model.parameters())
@@ -90,17 +89,21 @@ def simulate(
         return Simulation(zero.stage, world_size, parameters, states, line, book)
 
 
-def _check(stage: Any, world_size: int, steps: int, backend: str) -> None:
-    """Refuse impossible arguments before anything is built."""
-    is_class = isinstance(stage, type) and issubclass(stage, Engine)
-    if not is_class and stage not in range(len(zerolab.STAGES)):
-        raise ValueError(f"stage must be 0, 1, 2 or 3, or a subclass of zerolab's stages, not {stage!r}")
+def _checked(stage: Any, world_size: int, steps: int, backend: str) -> type[Engine]:
+    """The stage's class. Refuses impossible arguments before anything is built."""
+    try:
+        kind = stage if isinstance(stage, type) and issubclass(stage, Engine) else zerolab.stage_class(stage)
+    except ValueError:
+        raise ValueError(f"stage must be 0, 1, 2 or 3, or a subclass of zerolab's stages, not {stage!r}") from None
     if not isinstance(world_size, int) or world_size < 1:
         raise ValueError(f"world_size must be a whole number of ranks, 1 or more, not {world_size!r}")
-    if steps < 2:
-        raise ValueError(f"steps must be 2 or more, not {steps}: the optimizer makes its state in the first")
+    if not isinstance(steps, int) or steps < 2:
+        raise ValueError(
+            f"steps must be a whole number, 2 or more, not {steps!r}: the optimizer makes its state in the first"
+        )
     if backend not in BACKENDS:
         raise ValueError(f"backend must be one of {', '.join(BACKENDS)}, not {backend!r}")
+    return kind
 
 
 @contextmanager

@@ -22,7 +22,7 @@ from torch.optim import Optimizer
 from zerolab.comm.recording import Call
 from zerolab.engine.engine import Engine
 from zerolab.engine.unit import Unit
-from zerolab.measure.watch import watched
+from zerolab.measure.watch import each_of, watched
 
 
 class Span(NamedTuple):
@@ -66,15 +66,14 @@ class Trace:
 
 
 @contextmanager
-def trace(zero: Engine, optimizer: Optimizer) -> Iterator[Trace]:
-    """Record a block, usually one step."""
+def trace(zero: Engine, optimizer: Optimizer | Iterable[Optimizer]) -> Iterator[Trace]:
+    """Record a block, usually one step. optimizer: one, or a list of those that train the model."""
+    optimizers = each_of(optimizer)
     with zero.comm.record() as calls:
         spans = _Spans()
         result = Trace(zero.rank, zero.world_size, spans.done, calls)
-        handles = [
-            optimizer.register_step_pre_hook(lambda *_: spans.begin("step", "")),
-            optimizer.register_step_post_hook(lambda *_: spans.stop()),
-        ]
+        handles = [one.register_step_pre_hook(lambda *_: spans.begin("step", "")) for one in optimizers]
+        handles += [one.register_step_post_hook(lambda *_: spans.stop()) for one in optimizers]
         try:
             with watched(zero, spans.before, spans.after):
                 yield result

@@ -9,6 +9,7 @@ from torch.optim import Optimizer
 from torch.utils._pytree import tree_leaves
 
 from zerolab.engine.engine import Engine
+from zerolab.measure.watch import each_of
 
 
 def model_states(zero: Engine, optimizer: Optimizer | Iterable[Optimizer], on: str | None = None) -> dict[str, int]:
@@ -29,7 +30,7 @@ def model_states(zero: Engine, optimizer: Optimizer | Iterable[Optimizer], on: s
     """
     if on not in (None, "device", "host"):
         raise ValueError(f'on={on!r}: "device", "host", or None for both')
-    optimizers = [optimizer] if isinstance(optimizer, Optimizer) else list(optimizer)
+    optimizers = each_of(optimizer)
     host: dict[str, list[object]] = {"parameters": [], "gradients": [], "optimizer": [], "buffers": []}
     device: dict[str, list[object]] = {category: [] for category in host}
     for unit in zero.units:

@@ -7,7 +7,6 @@ A command imports what it needs only when it runs, so `zerolab --help` is quick 
 from __future__ import annotations
 
 import argparse
-import os
 import sys
 from pathlib import Path
 
@@ -16,6 +15,7 @@ from zerolab.apps.arguments import (
     MissingPackage,
     Parser,
     about_file,
+    guarded,
     need,
     numbers,
     output,
@@ -29,6 +29,10 @@ from zerolab.world.processes import AlreadyRanks
 
 def main(arguments: list[str] | None = None) -> int:
     """Run a command. Exit status: 0 good, 1 something that was measured is wrong, 2 the command cannot run."""
+    return guarded("zerolab", lambda: run_command(arguments))
+
+
+def run_command(arguments: list[str] | None) -> int:
     parser, _ = make_parser()
     args = parser.parse_args(arguments)
     if args.run is None:
@@ -36,13 +40,8 @@ def main(arguments: list[str] | None = None) -> int:
         return 0
     try:
         return args.run(args)
-    except KeyboardInterrupt:
-        return 130  # as shells report Ctrl-C
     except AlreadyRanks as why:
         parser.error(str(why))
-    except BrokenPipeError:  # `| head` has seen enough
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return 141
     except OSError as why:  # about a file: the user's to mend
         if why.filename is None:
             raise

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 import subprocess
@@ -103,6 +104,50 @@ def test_an_interrupted_trial_says_what_it_has_heard(lent, capsys, monkeypatch):
     monkeypatch.setattr("zerolab.apps.trial.hearing", SimpleNamespace(**vars(hearing) | {"hear": heard}))
     assert main(["trial", "zero2", "--ranks", "1,2", "--only", "plain"]) == 130
     assert capsys.readouterr().out.splitlines() == ["zero2, 1 rank: 1 holds"]
+
+
+ENDS = """
+import json, os, sys
+from zerolab.cli import main
+
+def end(words, out):
+    begin, end = os.pipe()
+    if (child := os.fork()) == 0:
+        os.dup2(end, 2)
+        os.close(begin)
+        reader, writer = os.pipe()
+        os.close(reader)
+        os.dup2(os.open("/dev/full", os.O_WRONLY) if out == "full" else writer if out == "gone" else end, 1)
+        sys.exit(main(words.split()))
+    os.close(end)
+    with open(begin, errors="replace") as file:
+        said = file.read()
+    return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]), said
+
+print(json.dumps([end(*case) for case in json.loads(sys.argv[1])]))
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not os.path.exists("/dev/full"), reason="needs /dev/full")
+def test_an_output_that_takes_no_more():
+    """A full disk, a reader that has gone, an encoding without Greek: whoever prints, argparse, rich or print."""
+    pytest.importorskip("rich")
+    plan = "plan --params 1B --ranks 2 --optimizer muon"
+    commands = ["--help", "--version", plan]
+    cases = [(words, out) for words in commands for out in ("full", "gone")] + [(plan, "ascii")]
+    done = subprocess.run(
+        [sys.executable, "-c", ENDS, json.dumps(cases)],
+        env=os.environ | {"PYTHONPATH": PYTHONPATH, "PYTHONIOENCODING": "ascii", "LC_ALL": "C"},
+        capture_output=True,
+        text=True,
+        timeout=600,
+    )
+    assert done.returncode == 0, done.stderr
+    *ends, (status, said) = json.loads(done.stdout)
+    full, gone = (2, "zerolab: standard output: No space left on device\n"), (141, "")
+    assert [tuple(each) for each in ends] == [full, gone] * len(commands)
+    assert status == 0 and "Traceback" not in said and "12\\u03a8(N-1)/N\\xb2 bytes more" in said
 
 
 @pytest.mark.slow

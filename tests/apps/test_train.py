@@ -341,6 +341,61 @@ def test_a_full_disk_is_named(ranks, tmp_path):
     assert not list(tmp_path.iterdir())
 
 
+def stopped_early(words: str) -> tuple[list[str | None], str]:
+    """On a rank: SIGTERM comes after the lock was taken, and before the first step."""
+    resume = train.Run.resume
+
+    def then_resume(self: train.Run) -> int:
+        os.kill(os.getpid(), signal.SIGTERM)
+        return resume(self)
+
+    with unittest.mock.patch.object(train.Run, "resume", then_resume):
+        return run(words)
+
+
+def test_a_signal_before_the_first_step(ranks, tmp_path):
+    words = tiny("text", f"--steps 5 --checkpoint {tmp_path}/run")
+    ((problems, said), _) = ranks.run(stopped_early, words, ranks=2)
+    assert problems == [None] and "stopped after step 1 of 5; saved" in said
+    assert [path.name for path in (tmp_path / "run").iterdir()] == ["step-000001"], "nor is a lock left"
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+@pytest.mark.parametrize("begun", [False, True])
+def test_a_signal_before_the_ranks_take_note_of_it(monkeypatch, capsys, number, begun):
+    """Ranks that have not come so far are ended by it."""
+
+    def launch(*ignored: Any, **also_ignored: Any) -> None:
+        os.kill(os.getpid(), number)
+        raise zerolab.RankError("rank 0 of 2 was killed by SIGTERM, at its start", 0, "")
+
+    child = unittest.mock.Mock()
+    monkeypatch.setattr(train.multiprocessing, "active_children", lambda: [child] * begun)
+    monkeypatch.setattr(zerolab, "launch", launch)
+    with pytest.raises(SystemExit, match=str(128 + number)):
+        main(["train", "--ranks", "2"])
+    assert capsys.readouterr().err == "zerolab train: stopped before the first step\n"
+    assert child.terminate.called == begun
+
+
+def run_into(words: str, file: str) -> tuple[str | None, str]:
+    """On a rank: train with `file` as standard output; why not, and what is still held back for it."""
+    with open(file, "w") as stream, contextlib.redirect_stdout(stream):
+        return train.attempt(arguments(words))
+
+
+@pytest.mark.skipif(not os.path.exists("/dev/full"), reason="needs /dev/full")
+@pytest.mark.parametrize(("file", "metrics"), [("/dev/full", "/dev/null"), ("/dev/null", "/dev/full")])
+def test_where_nothing_more_can_be_written_the_run_is_saved(ranks, tmp_path, file, metrics):
+    name = "standard output" if file == "/dev/full" else "--metrics /dev/full"
+    words = tiny("text", f"--steps 5 --checkpoint {tmp_path}/run --metrics {metrics}")
+    problem, other = ranks.run(run_into, words, file, ranks=2)
+    step = 1 if file == "/dev/full" else 2  # the ranks tell each other at the end of a step
+    saved = f"saved {tmp_path}/run/step-{step:06}; the same command resumes there"
+    assert problem == f"{name}: No space left on device: stopped after step {step} of 5; {saved}" and other is None
+    well(ranks, 2, words.replace("/dev/full", "/dev/null"))
+
+
 def test_what_a_run_says(ranks, tmp_path):
     """What it trains, before the first step; then how it goes, where there is no terminal for a bar."""
     words = "--task text --layers 1 --width 16 --context 16 --steps 4 --validate-every 3"
@@ -504,7 +559,9 @@ def test_what_cannot_begin_is_one_line_on_all_ranks(ranks, tmp_path):
 
 
 def test_metrics_of_steps_that_come_again_are_dropped(tmp_path):
-    path = tmp_path / "run.jsonl"
+    path, mine = tmp_path / "run.jsonl", tmp_path / "run.jsonl.tmp"
+    path.symlink_to("there.jsonl")
+    mine.touch()
     for begin, kept in ((0, []), (2, [1, 2]), (2, [1, 2])):
         with train.Metrics(str(path), begin) as metrics:
             assert [json.loads(line)["step"] for line in path.read_text().splitlines()] == kept
@@ -513,6 +570,7 @@ def test_metrics_of_steps_that_come_again_are_dropped(tmp_path):
                 assert path.read_text().endswith(f'{{"step": {step}, "loss": null}}\n')  # at once
         with open(path, "a") as file:
             file.write('{"step": 5, "lo')  # killed while it wrote
+    assert path.is_symlink() and sorted(tmp_path.iterdir()) == [path, mine, tmp_path / "there.jsonl"]
 
 
 def test_metrics_on_a_terminal():

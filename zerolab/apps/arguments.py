@@ -1,16 +1,86 @@
-"""What the commands share: a parser that answers in one line, readers of arguments, checks for packages and files."""
+"""What the commands share: how each ends, a parser that answers in one line, readers of arguments, checks for files."""
 
 from __future__ import annotations
 
 import argparse
+import errno
 import importlib.util
+import io
 import math
 import os
 import sys
 import tempfile
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, NoReturn
+
+
+class NoOutput(Exception):
+    """Standard output takes no more. It is no OSError: argparse ignores those, and rich has a status of its own."""
+
+    def __init__(self, why: OSError) -> None:
+        super().__init__(f"standard output: {why.strerror}")
+        self.errno, self.strerror = why.errno, why.strerror
+
+
+class Output:
+    """Standard output, whose errors say that they are its own."""
+
+    def __init__(self, stream: Any) -> None:
+        self._stream = stream
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._stream, name)
+
+    def write(self, text: str) -> Any:
+        return self._try(self._stream.write, text)
+
+    def flush(self) -> None:
+        self._try(self._stream.flush)
+
+    @staticmethod
+    def _try(act: Callable[..., Any], *args: Any) -> Any:
+        try:
+            return act(*args)
+        except OSError as why:
+            raise NoOutput(why) from why
+
+
+def give_up(stream: Any) -> None:
+    """What `stream` still holds goes nowhere; otherwise the end of the process would try it again, with a traceback."""
+    with suppress(OSError, ValueError):  # of a stream that is no file
+        os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
+
+
+def guarded(prog: str, run: Callable[[], int]) -> int:
+    """The exit status of `run()`, a whole command. What may end any command ends it without a traceback.
+
+    130 is Ctrl-C, and 141 that the reader of its output has gone (`| head` has seen enough), as shells report both. 2
+    with one line: the output cannot be written. Signs that the output's encoding lacks are written as \\u03a8.
+    """
+    stream = sys.stdout  # None if it is closed
+    if isinstance(stream, io.TextIOWrapper):
+        stream.reconfigure(errors="backslashreplace")
+    output: Any = Output(stream)
+    if stream is not None:
+        sys.stdout = output
+    try:
+        try:
+            return run()
+        finally:
+            if stream is not None:
+                output.flush()
+    except KeyboardInterrupt:
+        return 130
+    except NoOutput as why:
+        give_up(stream)
+        if why.errno == errno.EPIPE:
+            return 141
+        print(f"{prog}: {why}", file=sys.stderr)
+        return 2
+    finally:
+        sys.stdout = stream
 
 
 class Parser(argparse.ArgumentParser):

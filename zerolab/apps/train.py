@@ -36,7 +36,7 @@ from contextlib import contextmanager, nullcontext, redirect_stderr, suppress
 from functools import lru_cache, partial
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, NoReturn
 
 import torch
 import torch.distributed as dist
@@ -45,7 +45,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 import zerolab
-from zerolab.apps.arguments import MOST, Parser, positive, whole
+from zerolab.apps.arguments import MOST, NoOutput, Parser, give_up, guarded, positive, whole
 from zerolab.checkpoint import MANIFEST
 from zerolab.tasks import data
 from zerolab.tasks.models import CNN, GPT, Block, ConvBlock, PairEncoder
@@ -65,7 +65,7 @@ PRECISIONS = {
 
 
 class Refused(Exception):
-    """This run cannot begin or resume. The message says why, in one line."""
+    """This run cannot begin, resume or go on. The message says why, in one line."""
 
 
 # -- arguments -------------------------------------------------------------------------------------------------------
@@ -238,15 +238,16 @@ def run_rank(args: argparse.Namespace) -> int:
     """
     device = zerolab.init()
     comm = zerolab.Comm(None, device)
-    task = agree_on_task(args, comm)
-
     first = comm.rank == 0  # only this one locks, and tells the others
-    with together(comm, "lock of the checkpoints", lambda: Lock(args.checkpoint if first else None)):
-        together(comm, "look for the checkpoints' folder", lambda: see(args.checkpoint))
-        return train_task(args, task, comm)
+    with stop_signals() as came:  # before anything is locked or made, so that it is not left behind
+        task = agree_on_task(args, comm)
+        with together(comm, "lock of the checkpoints", lambda: Lock(args.checkpoint if first else None)):
+            together(comm, "look for the checkpoints' folder", lambda: see(args.checkpoint))
+            return train_task(args, task, comm, came)
 
 
-def train_task(args: argparse.Namespace, task: Task, comm: zerolab.Comm) -> int:
+def train_task(args: argparse.Namespace, task: Task, comm: zerolab.Comm, came: list[int]) -> int:
+    """came: the signals to stop that came so far. The step under way, or the first one, is finished and saved."""
     device = comm.device
     torch.manual_seed(args.seed)
     model = task.model().to(device)
@@ -265,33 +266,35 @@ def train_task(args: argparse.Namespace, task: Task, comm: zerolab.Comm) -> int:
             f"{zero.world_size} rank{'s' * (zero.world_size > 1)}, {args.precision}, {batch_of(args)}, "
             f"steps {begin + 1} to {args.steps}"
         )
-    with stop_signals() as came, progress(zero, begin, args.steps) as bar, metrics:
+    with progress(zero, begin, args.steps) as bar, metrics:
         step, stop = begin, False
         said = (step, time.monotonic())
         while step < args.steps and not stop:
             started = time.perf_counter()
             loss, norm = train_step(args, task, zero, optimizer, scaler, step)
             # One message carries each rank's loss and whether it was asked to stop, so that all ranks stop or none.
-            message = struct.pack("<d?", loss, bool(came))
+            message = struct.pack("<d?", loss, bool(came or run.lost))
             rows = [struct.unpack("<d?", row) for row in comm.exchange_bytes(message, "end of a step")]
             loss, stop = sum(row[0] for row in rows) / len(rows), any(row[1] for row in rows)
             seconds = time.perf_counter() - started
             step += 1
             counted = args.global_batch * task.data.targets[0].numel()
-            metrics.write(
-                step=step,
-                loss=loss,
-                lr=learning_rate(args, step - 1),
-                grad_norm=norm,
-                seconds=seconds,
-                **{f"{task.counted}_per_second": counted / seconds, "peak_bytes": peak_bytes(device)},
-            )
+            with run.output(metrics.name):
+                metrics.write(
+                    step=step,
+                    loss=loss,
+                    lr=learning_rate(args, step - 1),
+                    grad_norm=norm,
+                    seconds=seconds,
+                    **{f"{task.counted}_per_second": counted / seconds, "peak_bytes": peak_bytes(device)},
+                )
             bar.set_postfix(loss=f"{loss:.3f}", refresh=False)
             bar.update()
             waited = time.monotonic() - said[1]
             if step % args.validate_every == 0 or step == args.steps:
                 found = validate(zero, task)
-                metrics.write(step=step, **found)
+                with run.output(metrics.name):
+                    metrics.write(step=step, **found)
                 run.say(f"step {step}: loss {loss:.4f}, " + ", ".join(f"{key} {found[key]:.4f}" for key in found))
                 said = (step, time.monotonic())
             elif bar.disable and waited >= SAY_EVERY:
@@ -303,8 +306,12 @@ def train_task(args: argparse.Namespace, task: Task, comm: zerolab.Comm) -> int:
     if step < args.steps:
         saved = f"saved {run.path(step)}; the same command resumes there" if args.checkpoint else "nothing saved"
         run.say(f"stopped after step {step} of {args.steps}; {saved}")
+        if run.lost:
+            raise Refused(f"{run.lost}: stopped after step {step} of {args.steps}; {saved}")
     elif begin >= args.steps:
         run.say(f"nothing to do: the run has completed {begin} steps, and --steps is {args.steps}")
+    if run.lost:
+        raise Refused(f"{run.lost}; the run is complete")
     return step
 
 
@@ -451,17 +458,29 @@ class Run:
         scaler: zerolab.LossScaler,
     ) -> None:
         self.args, self.zero, self.optimizer, self.scaler = args, zero, optimizer, scaler
+        self.lost = ""  # what can no longer be written, and why
         # The order of samples follows from these. A run resumed with other values would see other samples.
         names = ("task", "seed", "global_batch", "context")
         self.settings = {name: getattr(args, name) for name in names} | {"data": task.fingerprint}
 
     def say(self, line: str) -> None:
         """Print on the first rank, above the progress bar."""
-        if self.zero.rank == 0:
+        if self.zero.rank == 0 and sys.stdout is not None:
             from tqdm import tqdm
 
-            tqdm.write(line, file=sys.stdout)
-            sys.stdout.flush()
+            with self.output("standard output", sys.stdout):
+                tqdm.write(line, file=sys.stdout)
+                sys.stdout.flush()
+
+    @contextmanager
+    def output(self, name: str, stream: Any = None) -> Iterator[None]:
+        """If what is written inside cannot be, the run ends as after a signal: all ranks stop, and nothing is lost."""
+        try:
+            yield
+        except (OSError, NoOutput) as why:
+            self.lost = self.lost or f"{name}: {why.strerror}"
+            if stream is not None:
+                give_up(stream)
 
     def path(self, step: int) -> Path:
         return Path(self.args.checkpoint) / f"step-{step:06}"
@@ -543,7 +562,7 @@ class Metrics:
     """
 
     def __init__(self, path: str | None, begin: int) -> None:
-        self.file = None
+        self.file, self.name = None, f"--metrics {path}"
         if path is not None:
             try:
                 if Path(path).is_file() or not Path(path).exists():  # a terminal, a pipe and /dev/null are left alone
@@ -554,9 +573,13 @@ class Metrics:
 
     def _drop_later(self, path: str, begin: int) -> None:
         kept = [line for step, line in self._read(Path(path)) if step <= begin]
-        new = Path(f"{path}.tmp")
-        new.write_text("".join(f"{line}\n" for line in kept))
-        new.replace(path)  # a process killed here leaves the old lines or the new ones, never a mix
+        path = os.path.realpath(path)  # a link stays one
+        new = Path(f"{path}.tmp-{secrets.token_hex(4)}")
+        try:
+            new.write_text("".join(f"{line}\n" for line in kept))
+            new.replace(path)  # a process killed here leaves the old lines or the new ones, never a mix
+        finally:
+            new.unlink(missing_ok=True)
 
     @staticmethod
     def _read(path: Path) -> list[tuple[int, str]]:
@@ -579,7 +602,8 @@ class Metrics:
 
     def __exit__(self, *exception: object) -> None:
         if self.file is not None:
-            self.file.close()
+            with suppress(OSError):  # of a line that could not be written before
+                self.file.close()
 
 
 # -- stop, progress, memory ------------------------------------------------------------------------------------------
@@ -628,14 +652,26 @@ def attempt(args: argparse.Namespace) -> str | None:
 
 def launch(args: argparse.Namespace, ranks: int) -> str | None:
     """Train on fresh processes on this machine, as `attempt` does. SIGTERM and SIGINT are passed on to them."""
+    came: list[int] = []
 
     def pass_on(number: int, frame: Any) -> None:
-        for child in multiprocessing.active_children():
+        came.append(number)
+        if not (children := multiprocessing.active_children()):
+            stopped()
+        for child in children:
             child.terminate()
+
+    def stopped() -> NoReturn:
+        print("zerolab train: stopped before the first step", file=sys.stderr)
+        raise SystemExit(128 + came[0])  # as shells report it
 
     before = {number: signal.signal(number, pass_on) for number in (signal.SIGTERM, signal.SIGINT)}
     try:
         return zerolab.launch(attempt, ranks, args, timeout=math.inf, group_timeout=300.0)[0]
+    except zerolab.RankError as why:
+        if came and not why.traceback:  # a rank was ended by the signal before it could take note of it
+            stopped()
+        raise
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)
@@ -643,6 +679,10 @@ def launch(args: argparse.Namespace, ranks: int) -> str | None:
 
 def main(arguments: list[str] | None = None) -> int:
     """One rank under torchrun or srun, or a world of one. Exit status: 0 good, 2 refused."""
+    return guarded("zerolab.train", lambda: run_alone(arguments))
+
+
+def run_alone(arguments: list[str] | None) -> int:
     parser = Parser(prog="zerolab.train", description="Train at any stage of ZeRO; under torchrun or srun.")
     add_arguments(parser)
     first = os.environ.get("RANK", os.environ.get("SLURM_PROCID", "0")) == "0"

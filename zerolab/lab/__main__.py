@@ -227,7 +227,7 @@ def open_lab(options: argparse.Namespace, parser: argparse.ArgumentParser) -> in
         told += copy_lessons(solutions, options.work / "solutions")
     copy_docs(options.work)
     for line in told:
-        print(line)
+        print(line, flush=True)
     first = next(iter(sorted(options.work.glob("00_*.ipynb"))), None)
     command = [sys.executable, *JUPYTERLAB, f"--ip={options.ip}", f"--port={options.port}"]
     command += [f"--ServerApp.root_dir={options.work.resolve()}"]

@@ -118,6 +118,7 @@ def end(words, out):
         reader, writer = os.pipe()
         os.close(reader)
         os.dup2(os.open("/dev/full", os.O_WRONLY) if out == "full" else writer if out == "gone" else end, 1)
+        sys.stdout.reconfigure(line_buffering=out == "full")  # an error comes with a line, or at the end
         sys.exit(main(words.split()))
     os.close(end)
     with open(begin, errors="replace") as file:
@@ -138,7 +139,7 @@ def test_an_output_that_takes_no_more():
     cases = [(words, out) for words in commands for out in ("full", "gone")] + [(plan, "ascii")]
     done = subprocess.run(
         [sys.executable, "-c", ENDS, json.dumps(cases)],
-        env=os.environ | {"PYTHONPATH": PYTHONPATH, "PYTHONIOENCODING": "ascii", "LC_ALL": "C"},
+        env=os.environ | {"PYTHONPATH": PYTHONPATH, "PYTHONIOENCODING": "ascii", "PYTHONUNBUFFERED": ""},
         capture_output=True,
         text=True,
         timeout=600,

@@ -363,10 +363,12 @@ def test_a_signal_before_the_first_step(ranks, tmp_path):
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 @pytest.mark.parametrize("begun", [False, True])
 def test_a_signal_before_the_ranks_take_note_of_it(monkeypatch, capsys, number, begun):
-    """Ranks that have not come so far are ended by it."""
+    """Ranks that have not come so far are ended by it; where there are none yet, none begin."""
 
-    def launch(*ignored: Any, **also_ignored: Any) -> None:
+    def launch(*ignored: Any, **also_ignored: Any) -> list[None]:
         os.kill(os.getpid(), number)
+        if not begun:
+            return [None]
         raise zerolab.RankError("rank 0 of 2 was killed by SIGTERM, at its start", 0, "")
 
     child = unittest.mock.Mock()

@@ -1,13 +1,12 @@
 # %% [markdown]
 # # 21 · Nothing stops
 #
-# **The question.** On 16,384 GPUs something broke every three hours (lesson 11). The usual answer is to stop all of
-# them, start all of them again and load the last checkpoint. If that takes ten minutes, 5 % of the time goes into it,
-# and with ten times as many GPUs, which get 18 minutes between two failures, a third. But most of a cluster is fine at
-# any moment. With [hybrid sharding](../docs/glossary.md#hybrid-sharding) there is even a copy of everything elsewhere.
-# So why does anybody stop? In this lesson a rank is killed in the middle of a step, and the others go on. A newcomer
-# takes a peer's state and joins. A checkpoint is written while training changes what is in it. And then the opposite
-# trouble: nobody dies, but the link between two halves of the cluster is slow.
+# **The question.** On 16,384 GPUs something stopped the run every three hours (lesson 11). The usual answer is to stop
+# everybody, start everybody again and load the last checkpoint. If that takes ten minutes, 5 % of the time goes into
+# it. But most of a cluster is fine at any moment, and with [hybrid sharding](../docs/glossary.md#hybrid-sharding) there
+# is even a copy of everything elsewhere. So why does anybody stop? In this lesson a rank is killed in the middle of a
+# step, and the others go on. A newcomer takes a peer's state and joins. A checkpoint is written while training changes
+# what is in it. And at the end nobody dies, but a link is slow.
 
 # %%
 # %load_ext zerolab.lab
@@ -19,19 +18,17 @@ lab.start(6)
 # %% [markdown]
 # ## A replica is a world of its own
 #
-# Six ranks: three **[replicas](../docs/glossary.md#replica)**, A, B and C, of two ranks each. The two ranks of a replica
-# shard everything between them, with the package's `Zero3`. Between replicas only the mean of gradients travels. So far
-# that is `mesh=(3, 2)` from lesson 12. But a mesh belongs to one [process
-# group](../docs/glossary.md#process-group), and a process group cannot lose a member: when one dies, every collective
-# of all six fails, and no call takes it out.
+# Six ranks form three **[replicas](../docs/glossary.md#replica)**: A, B and C. The two ranks of a replica shard
+# everything between them, with the package's `Zero3`. Between replicas only means of gradients travel. So far that is
+# lesson 12's `mesh=`, here `(3, 2)`. But a mesh belongs to one [process group](../docs/glossary.md#process-group), and
+# a process group cannot lose a member: when one dies, the collectives of all six fail.
 #
-# So the six do not form one world. `lab.replica(ranks=2)` leaves that of `lab.start`, and makes each replica a world of
-# two, a job of its own. What connects replicas is a *store*, a small server of keys and values that outlives all of
-# them. Here it is in the notebook's process, which has started the ranks and sees them end: the key `lives/3` counts
-# how often rank 3 has. In production, that is known to whatever started the process, such as torchrun's agent.
+# So `lab.replica(ranks=2)` leaves the world of `lab.start`, and makes each replica a world of two. What connects
+# replicas is a *store*, a small server of keys and values that outlives them all. Here it is in the notebook's process,
+# which started the ranks and sees them end: the key `lives/3` counts how often rank 3 has.
 #
-# Two new options of `%%ranks`. A cell with `--revive` does not fail when a rank dies: the others go on, and the dead rank
-# is started again, as an empty process. It runs the cells marked `--always`, and then the cell itself.
+# `%%ranks` gets two options. A cell with `--revive` does not fail when a rank dies: the others go on, and the dead rank
+# starts again, as an empty process. It runs the cells marked `--always`, and then the cell itself.
 
 # %%
 # %%ranks --always
@@ -72,19 +69,18 @@ lab.predict("21.2", "6 Ψ")  # bytes
 # %% [markdown]
 # ## Write: who goes on
 #
-# Before every step, those that are there agree on who makes it. That is a **[quorum](../docs/glossary.md#quorum)**. Each
-# rank writes into the store that it asks for quorum number 7, say, and how many steps its parameters have seen. Then
-# everybody looks at what all have written, and *decides*. Three things make this less simple than it sounds:
+# Before every step, those that are there agree on who makes it: a **[quorum](../docs/glossary.md#quorum)**. Each rank
+# writes into the store that it asks for quorum number 7, say, and how many steps its parameters have seen. Then each
+# looks at what all have written, and *decides*. Three rules:
 #
-# - **Half a replica is none.** Rank 2 lives, but the other half of its shards died with rank 3. It cannot finish a step
-#   and nobody can use it: it ends too.
-# - **Busy is not dead.** A member of the last quorum that has not asked yet may just be slow. Leave it out, and a
-#   healthy replica is lost for a moment's delay. So it is waited for, but only as long as none of its ranks has died.
+# - **Half a replica is none.** When rank 3 dies, half of its replica's shards are gone. Rank 2 cannot finish a step
+#   without them, so it ends too.
+# - **Busy is not dead.** A member of the last quorum that has not asked yet may just be slow. It is waited for, or a
+#   moment's delay would cost a healthy replica; but only as long as none of its ranks has died.
 # - **Newcomers are not waited for.** Nobody knows when they come. One that has asked is in; the next chance comes with
 #   the next step.
 #
-# You write the decision, which is a function of what is in the store. Nothing in it is a time limit: a rank is dead
-# when its process has ended.
+# You write the decision. It has no time limit: a rank is dead when its process has ended.
 
 # %%
 # %%exercise 21.1
@@ -93,15 +89,14 @@ lab.predict("21.2", "6 Ψ")  # bytes
 lab.check("21.1")
 
 # %% [markdown]
-# Ranks look at different moments, so two of them may decide differently. Only one decision may count. The store can do
-# that: `compare_set` writes a value only if there is none, and returns what is there afterwards. So the first to decide
-# writes, and all others read what it wrote.
+# Ranks look at different moments, so two of them may decide differently, and only one decision may count. The store's
+# `compare_set` writes a value only if there is none, and returns what is there afterwards. So the first to decide
+# writes, and all others read that.
 #
 # A step ends with a vote, for the same reason. When rank 3 dies in backward, some ranks may already have their
-# gradients and others have an error. If the first updated and the others did not, they would train two models. So an
-# update is made if *every* rank of the quorum has its gradients, and by nobody otherwise. Then the attempt is thrown
-# away, and the same step is tried again, by whoever is left. Nothing is lost but that attempt, as parameters change only
-# after the vote.
+# gradients and others have an error. If only the first updated, the replicas would train two models, and nothing would
+# say so. So all update if *every* rank of the quorum has its gradients, and otherwise nobody does: the attempt is
+# thrown away, and whoever is left tries the same step again.
 
 # %%
 # %%ranks --always
@@ -144,11 +139,10 @@ def all_have_it(number, members, lives, mine):
 # %% [markdown]
 # ## Kill it
 #
-# Now the training. `group` has this rank's *counterparts*: the ranks with the same place in the other replicas, which
-# hold the same shards. It is made anew when the members change, which takes milliseconds: a process group that belongs
-# to no world (`dist.ProcessGroupGloo`). Two things matter most. One is the divisor, `group.size`: a mean over those who
-# are there. The other sends a newcomer what it needs: its shards of the parameters and of AdamW's two averages, from
-# its counterpart in the replica that `sources` names.
+# Now the training. `group` joins this rank and its *counterparts*: the ranks with the same place in the other replicas,
+# which hold the same shards. It belongs to no world, and is made anew when the members change or an attempt has failed.
+# Two things matter most. `flat /= group.size` makes a mean over those who are there. `hand_over` sends a newcomer its
+# shards of the parameters and of AdamW's two averages, from its counterpart in the replica that `sources` names.
 
 # %%
 # %%ranks --always
@@ -237,7 +231,8 @@ mark = zlib.crc32(shards.numpy().tobytes())
 
 # %% [markdown]
 # Rank 3 was killed, and rank 2 saw the connection close. What it printed is the engine's flight recorder (lesson 17):
-# which collective it was in, and who did not come. Then it ended, as half a replica. Both were started again.
+# which collective it was in, and who did not come. (Its ranks 0 and 1, counted within the replica, are our 2 and 3.)
+# Then rank 2 ended too, and both were started again.
 
 # %%
 attempts = lab.pull("attempts", rank=0)
@@ -260,15 +255,14 @@ if lab.predicted("21.2"):
     print(f"rank 2 received {lab.pull('received', rank=2):,} bytes")
 
 # %% [markdown]
-# The survivors threw an attempt away and went on. How many steps they made with two replicas depends on how long this
-# machine takes to start two processes: nobody waited for them. And when B came, it received half of 12Ψ on each of its
-# ranks: the parameters and two averages, sharded as everything is. Its own first model, made from the same seed, is of no
-# use: it has made no step.
+# The survivors threw one attempt away and went on. How many steps they made with two replicas depends on how long this
+# machine takes to start two processes: nobody waited for them. When B came, each of its ranks received half of 12Ψ
+# bytes: the parameters and two averages, sharded as everything is.
 #
-# ## Who is the divisor?
+# ## What is the divisor?
 #
-# Is the result right? There is something to compare with. One process that knows who was there can make the same steps:
-# in each, the mean over the micro-batches of those ranks.
+# Is the result right? One process that knows who was there can make the same steps, each with the mean over the
+# micro-batches of those ranks.
 
 # %%
 # %%ranks 0,1
@@ -294,23 +288,16 @@ print("the losses of one process, to 0.001:", max(lab.pull("off", rank=0)) < 1e-
 print("its parameters, to one learning rate:", lab.pull("apart", rank=0) < 3e-3)
 
 # %% [markdown]
-# Three micro-batches for each place, then two, then three, and the divisor was always the number that were in the sum.
-# Had it stayed 3 while two were there, every gradient would have been 2/3 as long. That is a smaller learning rate, for
-# as long as B is away. (With AdamW only at first: it divides by the root of its second average, which shrinks along,
-# within a thousand steps or so.) Training goes on, and the loss will hardly tell you. Clipping would: it sees another
-# norm.
+# Each mean was over three replicas, then two, then three, and the divisor was always the number in the sum. Had it
+# stayed 3 while two were there, every gradient would have been 2/3 as long, and nothing would have failed.
 #
-# There is a choice in this. Dividing by those who are there makes the *global batch* smaller, by B's part. Lesson 11
-# said that the global batch should stay. It can: the survivors may compute B's micro-batches too, one more each on two
-# of four ranks, and the step takes longer. For a few steps of thousands it rarely matters. For a cluster that is often
-# two thirds of its size, it does. (torchft has two modes: a divisor that follows the number of replicas, or a fixed
-# number of replicas, with any others as spares that add zeros.)
+# There is a choice in this: dividing by those who are there makes the *global batch* smaller, by B's part, and lesson
+# 11 said that it should stay. It can: the survivors may compute B's micro-batches too, and the step takes longer.
 #
 # ## When all are gone
 #
-# A peer's state replaces the checkpoint as long as one replica lives. A power cut takes all of them, so checkpoints are
-# still written, only less often. Can training go on meanwhile? Writing is slow, and what is written changes with every
-# step. Fresh ranks:
+# A peer's state replaces the checkpoint as long as one replica lives. A power cut takes all, so checkpoints are still
+# written. Can training go on meanwhile? Fresh ranks:
 
 # %%
 lab.start(4)
@@ -349,8 +336,8 @@ def one_step(model, adam, step, who=0):
 
 # %% [markdown]
 # Rank 0 trains, and a thread of it writes. The disk here is so slow that each tensor takes as long as a step of
-# training: `between_steps` is a meeting of the two threads after every step, so that it comes out the same on every
-# machine. The file is then opened, and every tensor in it is looked up among the parameters of all steps.
+# training: the two threads meet after every step (`between_steps`), so that it comes out the same on every machine.
+# Then every tensor in the file is looked up among the parameters of all steps.
 
 
 # %%
@@ -391,19 +378,18 @@ whose = lab.pull("whose", rank=0)
 print("the step of each tensor in the file:", *sorted(whose))
 
 # %% [markdown]
-# Every tensor of another step, and the file opens without an error: a model that never was. With AdamW's averages it is
-# worse, since they belong to parameters of yet other steps. And nobody will notice until it is loaded, perhaps not even
-# then. A checkpoint in the background must not read anything that training writes.
+# Every tensor is of another step, and the file opens without an error: a model that never was. A checkpoint in the
+# background must not read anything that training writes.
 #
 # ## Write: stage, then write
 #
-# So there are two parts. To **[stage](../docs/glossary.md#staging)** is to copy everything that belongs to the
-# checkpoint, at one moment between two steps. Training waits for that, which is a copy within memory. Then a thread
-# writes the copy, however long it takes, and training goes on. The price is memory on the host: a copy of what a rank
-# saves, 12 bytes for each parameter of its shards, and while it is being written once more, as the bytes of the file.
+# To **[stage](../docs/glossary.md#staging)** is to copy everything that belongs to the checkpoint, at one moment
+# between two steps, while training waits. Then a thread writes the copy, however long it takes, and training goes
+# on. The price is memory on the host: 12 bytes for each parameter of a rank's shards, and as much again if the copy
+# becomes a file's bytes before it is written, as below.
 #
-# What is a copy? `detach()` is not one, nor is `.cpu()` if the tensor is on the CPU already. And an optimizer's state is
-# full of dicts within dicts.
+# What is a copy? `detach()` is not one, nor is `.cpu()` if the tensor is on the CPU already. And an optimizer's state
+# is full of dicts within dicts.
 
 # %%
 # %%exercise 21.2
@@ -423,9 +409,9 @@ print("the step of each tensor, staged:", set(lab.pull("whose_staged", rank=0)))
 # %% [markdown]
 # ## Killed midway
 #
-# The five steps of lesson 11 still hold, and now the thread takes them: write under another name, flush, rename, and so
-# on. Rank 0 saves step 10 that way, trains on, begins to save step 20 and is killed when the thread has written half of
-# it. Its next life looks at what is there. (Only parameters are saved here, for brevity.)
+# The thread writes as lesson 11 says: under another name, flush, rename. Rank 0 saves step 10 that way, trains on, and
+# is killed when the thread has written half of step 20. Its next life looks at what is there. (Only parameters are
+# saved, for brevity.)
 
 
 # %%
@@ -471,26 +457,25 @@ for name, size in sorted(lab.pull("sizes", rank=0).items()):
 print("the next life loads step", lab.pull("found", rank=0)["step"].item())
 
 # %% [markdown]
-# The half-written file has another name, and what loads is step 10, complete. With several ranks one thing is added:
-# the index may appear only when all have written, and the thread must not ask that with a collective in training's
-# group. The collectives of two threads have no order between them, so one rank's barrier could meet another's
-# gradients. It takes a group of its own, or keys in a store. And a second save must wait for the first, or
-# a third copy has to fit in memory. `zerolab.save(path, zero, adam, background=True)` stages and writes like this, and
-# asks at the next moment at which all ranks are there anyway: it returns an object whose `wait()` they call together
-# before the next save, and there the index is written and the folder renamed.
+# The half-written file has another name, and what loads is step 10, complete. With several ranks, the index may appear
+# only when all have written. The thread must not find that out with a collective in training's group: the collectives
+# of two threads have no order between them, so one rank's barrier could meet another's gradients. It takes a group of
+# its own, or keys in a store. And a second save must wait for the first, or memory must hold both.
+# `zerolab.save(path, zero, adam, background=True)` needs no collective in its thread: it returns an object whose
+# `wait()` all ranks call before the next save, and there the checkpoint is put in place.
 #
 # ## A slow link
 #
-# Now nobody dies. Two halves of a cluster are in two cities. Every step needs a mean over all gradients, and the link
-# between the cities is a hundred times slower than that within a node. Compressing helps by a small factor (lesson 12).
-# **[Local steps](../docs/glossary.md#local-steps)** help by any factor: each replica makes H steps on its own, with its
-# own AdamW and no communication at all, and then the replicas average their *parameters*.
+# Now nobody dies, but two halves of a cluster are in two cities, with a slow link between them. Every step needs a mean
+# over all gradients. Compression makes it smaller (lesson 12), but every step still waits for it. With **[local
+# steps](../docs/glossary.md#local-steps)** most steps send nothing: each replica makes H steps on its own, with its own
+# AdamW, and then the replicas average their *parameters*.
 #
-# DiLoCo (arXiv 2311.08105) sees more in it than an average. The change that H steps have made is a direction, and the
-# mean of these directions over replicas is as good as a gradient: the **[outer
-# gradient](../docs/glossary.md#outer-gradient)**, old parameters minus the mean of the new ones. So it gets an
-# optimizer of its own, SGD with Nesterov's momentum, which goes further in a direction that one round after another
-# points to. With a learning rate of 1 and no momentum, it is the plain average.
+# DiLoCo (arXiv 2311.08105) sees more in it than an average. The change that H steps have made is a direction, and its
+# mean over replicas can be treated as a gradient: the **[outer gradient](../docs/glossary.md#outer-gradient)**, old
+# parameters minus the mean of the new ones. So it gets an optimizer of its own, SGD with Nesterov's momentum, which
+# goes further where one round after another points the same way. With a learning rate of 1 and no momentum, it is the
+# plain average.
 #
 # Predict: 4 ranks, each a replica, Ψ = 136,960, float32, H = 16. How many bytes does a rank send per step, on average,
 # if an all-reduce goes round a ring?
@@ -511,8 +496,8 @@ lab.check("21.3")
 # ## Measure: bytes against loss
 #
 # First what one exchange takes on a slow link: the mean of all gradients, which every step needs, and your outer step,
-# which every H-th needs. The fastest of three counts. (`lab.reset` gives the four ranks one world again; rank 0 has
-# started a second life since.)
+# which every H-th needs. The fastest of three counts. (`lab.reset` makes a new world,
+# with rank 0 in its second life.)
 
 # %%
 lab.reset()
@@ -555,7 +540,7 @@ lab.link(None)
 # %% [markdown]
 # Now the same 64 steps of AdamW in five ways: with gradients averaged in every step; with an outer step (lr 0.7,
 # momentum 0.5) after every 4th, and after every 16th; after every 4th again, with momentum 0.9; and with no
-# communication at all, each rank on its own. On two cores that takes ten seconds or more.
+# communication at all. It takes ten seconds or more.
 
 # %%
 # %%ranks
@@ -614,59 +599,53 @@ if lab.predicted("21.3"):
     assert round(every[0] / rare[0]) == 16 and every[1] < rare[1] < alone < strong
 
 # %% [markdown]
-# The bytes are divided by H. The time on the link is not quite, if your outer step sends each tensor by itself, as the
-# course's does: each is a message with a latency of its own, so that one outer step takes longer than one mean of all
-# gradients. The loss pays something, and what is left is still better than a rank on its own.
-# Which H is worth it depends on what a step would wait otherwise. This is another run than the synchronous one, though,
-# and not a faster way to make the same: local steps change the mathematics.
+# The bytes are divided by H. The time on the link is divided by less if your outer step sends each tensor by itself, as
+# the course's does: each message has a latency of its own. And the loss pays something, though with momentum 0.5 not as
+# much as with no communication. Local steps make another run, not the synchronous one faster.
 #
-# And look at the last line. A learning rate of 0.7 and a momentum of 0.9 are usual, those of torchft's example
-# `train_diloco.py`, and here they are worse than no communication at all. With momentum 0.9, the speed adds up about
-# ten rounds. So where rounds agree, an outer step is up to 0.7 / (1 - 0.9) = 7 times the mean of what the ranks have
-# moved. At the start of a run they agree, and this run has only 16 rounds. The outer optimizer is tuned like any other.
+# Now look at momentum 0.9. With a learning rate of 0.7 it is usual, as in torchft's example `train_diloco.py`, and here
+# it is worse than no communication at all. The speed then adds up about ten rounds. So where rounds agree, as they tend
+# to early in a run, an outer step is up to 0.7 / (1 - 0.9) = 7 times the mean of what the ranks have moved. And this
+# run has only 16 rounds. The outer optimizer is tuned like any other.
 #
 # ## In production
 #
 # **[torchft](https://github.com/pytorch/torchft)** is the first half of this lesson for real clusters. A server, the
-# *lighthouse*, makes a quorum before every step; process groups are made anew when the members change; nobody updates
-# unless all have their gradients. A newcomer takes a peer's state while the others already compute, and adds zeros to
-# that step, so they do not even wait for the transfer. The title of its authors' report says what that is good for:
-# "Fault Tolerant Llama: training with 2000 synthetic failures every ~15 seconds and no checkpoints on Crusoe L40S"
-# (PyTorch blog, 2025).
+# *lighthouse*, makes a quorum before every step, and process groups are made anew when the members change. The vote is
+# within each replica; one that misses an update takes a peer's state, as a newcomer does. Meanwhile the others compute,
+# and it adds zeros to their step. Its authors report "training with 2000 synthetic failures every ~15 seconds and no
+# checkpoints" ("Fault Tolerant Llama", PyTorch blog, 2025).
 #
 # What is harder there than here, and cannot be shown on one machine with CPUs:
 #
-# - **Noticing.** Here a process ended, its connections closed, and its parent knew at once. A machine without power
-#   closes nothing. So in torchft replicas send *heartbeats*, and one that is silent for too long is dead: a clock
-#   decides, and a slow replica may be thrown out. For the same reason its quorum needs more than half of the replicas
-#   that send heartbeats. Two lighthouses could still decide two things (its
-#   [assumptions](https://github.com/pytorch/torchft/blob/main/docs/source/assumptions_and_recommendations.rst)).
+# - **Noticing.** Here a process ended, and its parent knew. A machine without power tells nobody. So in torchft replicas
+#   send *heartbeats*, and a clock decides: a slow replica may be thrown out.
 # - **Getting out of a collective.** gloo raises an error when a peer is gone. With NCCL the others may wait inside a
-#   kernel on the GPU, until the communicator is aborted; the same page lists deadlocks that end the process.
-# - **Staging from a GPU** is a copy to the host's memory, over PCIe or NVLink, which may overlap with the next forward and
-#   backward: only the optimizer's step must wait for it. torch's `dcp.async_save` can return two futures, for the end of
-#   the staging and the end of the upload ([documentation](https://docs.pytorch.org/docs/stable/distributed.checkpoint.html)).
+#   kernel on the GPU, until the communicator is aborted; a deadlock may end the process
+#   ([torchft](https://github.com/pytorch/torchft/blob/main/docs/source/assumptions_and_recommendations.rst)).
+# - **Staging from a GPU** may overlap with the next forward and backward: only the optimizer's step must wait for it.
+#   torch's `dcp.async_save` can return a future for the end of the staging
+#   ([documentation](https://docs.pytorch.org/docs/stable/distributed.checkpoint.html)).
 #
-# In torchft, DiLoCo is part of the same package, and not by chance. If replicas meet every H steps only, a quorum is
-# needed only then, and a death costs at most the H steps of one replica.
+# torchft has DiLoCo too. If replicas meet every H steps, a quorum is needed only then, and a death costs at most the H
+# steps of one replica.
 #
 # ## On trial
 #
 # > "In synchronous training, one failed GPU stops all of them."
 #
 # **Verdict: false.** It is the process group that cannot lose a member, not synchronous training. In the picture above,
-# every step has one mean over all that were there, and what stopped was one attempt at one step.
+# every step has one mean over all that were there, and all that stopped was one attempt.
 #
 # > "DiLoCo trains as well as synchronous training, and communicates 500 times less."
 #
-# **Verdict: true under a condition.** That it sends H times less is arithmetic, and you have measured it. As for the
-# loss, the paper's abstract says so for 8 workers on the C4 data set. Here it depended on H and on the outer optimizer:
-# with one choice some of what communication gains was kept, with another it was worse than none. Ask for how many
-# rounds, from which start, and against which learning rate of the baseline.
+# **Verdict: true under a condition.** That it sends H times less you have measured. As for the loss, the paper's
+# abstract says so for 8 workers on the C4 data set. Here it depended on H and on the outer optimizer: one choice was
+# better than no communication, another worse. Ask for how many rounds, from which start, against which baseline.
 #
 # ## Questions
 #
-# 1. Rank 3 of a replica of two dies in backward. What do rank 2, rank 1 and rank 0 see, and what does each do?
+# 1. Replica B has ranks 2 and 3, and rank 3 dies in backward. What do ranks 2, 1 and 0 see, and what does each do?
 # 2. Why do all ranks vote before the update? What would go wrong without it, and when would it be noticed?
 # 3. Two of three replicas are left. There are two ways to go on with the right mean. Which, and what does each change?
 # 4. Why is a busy member waited for and a newcomer not, and why is one decision written with `compare_set`?
@@ -682,17 +661,17 @@ if lab.predicted("21.3"):
 #    for rank 3 in the mean over replicas and gets an error; rank 0 gets one as soon as rank 2 has ended. Both vote no,
 #    throw their gradients away, and ask for the next quorum.
 # 2. Some may have their gradients when others get an error. If those updated, the replicas would have different
-#    parameters, and go on with means of gradients that belong to different models. Nothing would fail: the loss only
-#    gets worse, perhaps.
+#    parameters, and average gradients of different models. Nothing would fail: the loss only gets worse, perhaps.
 # 3. Divide by two: the global batch is smaller by a third, as long as the third is away. Or let the two compute the
 #    third's micro-batches too: the same batch and the same mean, and the step takes longer.
-# 4. A busy member has the newest state and will ask soon, unless it dies, which becomes known. A newcomer may take
-#    minutes to start. Ranks look at the store at different moments, so they could decide differently; compare_set lets
-#    the first decision count for all.
-# 5. 12 · 70 · 10⁹ / 64 bytes, 13.1 GB, once more, in the host's memory, and the time to copy them. It must not read what
-#    training writes, nor use training's process groups, nor touch the old checkpoint before the new one is complete.
+# 4. A busy member has the newest state and will ask soon, unless it dies, which becomes known. Nobody knows when a
+#    newcomer comes. Ranks that look at different moments could decide differently; with `compare_set` the first
+#    decision counts for all.
+# 5. 12 · 70 · 10⁹ / 64 bytes, 13.1 GB of the host's memory (twice that if the copy becomes a file's bytes first), and
+#    the time to copy. The thread must not read what training writes, nor use training's process groups, nor touch the
+#    old checkpoint before the new one is complete.
 # 6. Every 500 steps 2 · 7/8 · 4 · 7 · 10⁹ bytes, 49 GB: 98 MB per step. It keeps the old parameters and the speed, 8
-#    bytes more for each parameter of its shards, on the host if need be, since they are needed once in 500 steps.
+#    bytes more for each parameter of its shards, on the host if need be.
 
 # %%
 import shutil

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import OrderedDict
+from contextlib import nullcontext
 from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Any
@@ -11,6 +12,7 @@ import pytest
 import torch
 from jobs_common import all_say, attempt, worlds
 from torch import Tensor, nn
+from torch.autograd.graph import saved_tensors_hooks
 
 import zerolab
 from zerolab.measure import ledger
@@ -97,7 +99,8 @@ def entered_by(way: str, stage: int | None, inputs: list[Tensor], units: Any = B
         losses = []
         for x in inputs:
             OUTSIDE.clear()
-            main = model(x)
+            with saved_tensors_hooks(*[lambda kept: kept] * 2) if "packed" in way else nullcontext():
+                main = model(x)
             kept = features["inner"].square().mean() if features else sum(model.kept)
             if way == "own lists":
                 kept = sum(block.own["losses"][0] for block in model.blocks)
@@ -181,6 +184,7 @@ def test_every_unit_is_gathered_once_in_backward(ranks):
     [
         "no way that can be seen",  # while the block is being gathered
         "no way into a frozen block",
+        "no way that can be seen, packed by hooks",  # of which autograd asks no version
         "no way that can be seen, alone",  # while it is released, as in all that follow
         "a hook in its own forward, alone",
         "a weight that a hook keeps, alone",
@@ -364,3 +368,17 @@ def test_a_weight_in_what_a_block_returns(ranks, stage):
         all_say(told, "RuntimeError", "table returned a parameter in a SimpleNamespace", "put it into a dataclass")
     else:
         torch.testing.assert_close(told, [expected] * 2)
+
+
+def root_shows_its_weight(stage: int | None) -> Any:
+    torch.manual_seed(0)
+    model = ShowsItsWeight(SimpleNamespace).double()
+    if stage is not None:
+        zerolab.shard(model, stage)
+    table = model(torch.arange(5))
+    (table.x.sum() + table.weight.square().sum()).backward()
+    return zerolab.full_tensor(model.emb.weight.grad)
+
+
+def test_a_root_that_stays_may_return_its_weight_in_anything(ranks):
+    torch.testing.assert_close(ranks.run(root_shows_its_weight, 3, ranks=2), [root_shows_its_weight(None)] * 2)

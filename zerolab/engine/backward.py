@@ -131,6 +131,9 @@ class Backward:
                 f"{unit.names[i]}, and their average over the ranks has none. Take torch.autograd.grad(..., inputs, "
                 "create_graph=True) for the gradients of inputs, and backward() for the loss that you make of them"
             )
+        progress = self.turns.progress[unit]
+        if unit.in_flight and not progress.opened and not progress.passed:  # where autograd asks for no version
+            raise _unseen(unit)
         unit.bucket.collect(i)
         self.turns.at_parameter(unit, i)
 
@@ -414,6 +417,14 @@ class Turns:
 # -- a way into a unit that nobody has seen ----------------------------------------------------------------------------
 
 
+def _unseen(unit: Any) -> RuntimeError:
+    return RuntimeError(
+        f"rank {unit.comm.rank}: backward wants to read {unit.name}, which is not gathered: the loss uses something "
+        "from inside of it that is neither among its outputs nor kept by its modules. Return it, keep it as an "
+        "attribute of one of its modules, or take stage 2"
+    )
+
+
 def _explained(run: Callable[..., Any]) -> Callable[..., Any]:
     """Autograd's own `run`. In stage 3 it refuses to read a unit that is not gathered; that is said by name."""
 
@@ -426,11 +437,7 @@ def _explained(run: Callable[..., Any]) -> Callable[..., Any]:
             unit = sealed.get(int(found[1])) if found else None
             if found is None or unit is None or int(found[2]) != unit.unsealed:  # that of a forward before a step
                 raise
-            raise RuntimeError(
-                f"rank {unit.comm.rank}: backward wants to read {unit.name}, which is not gathered: the loss uses "
-                "something from inside of it that is neither among its outputs nor kept by its modules. Return it, "
-                "keep it as an attribute of one of its modules, or take stage 2"
-            ) from error
+            raise _unseen(unit) from error
 
     return explained
 

@@ -158,7 +158,7 @@ class Forward:
             self._stage.prefetcher.end()
             if module is self._stage.model and not failed:
                 self._stage.gather_stale()  # another rank may have needed what this one did not
-        if stuck and self._stage.stage == 3:
+        if stuck and any(unit.unsealed is not None for unit in over):
             raise RuntimeError(
                 f"rank {self._stage.rank}: {over[0].name} returned a parameter in a {type(output).__name__}, and it "
                 "does not last longer than the forward. Return parameter.clone(), or put it into a dataclass, a "

@@ -28,7 +28,7 @@ Named = list[tuple[str, nn.Parameter]]
 Site = tuple[nn.Module, str]  # a module and the name under which it holds a parameter
 Sites = list[list[Site]]  # of each parameter: all places that hold it
 
-_seals = itertools.count(2**30)  # versions that no tensor comes to by being written to
+_seals = itertools.count(2**30, 1024)  # versions that no tensor comes to by being written to
 sealed: weakref.WeakValueDictionary[int, Any] = weakref.WeakValueDictionary()  # such a version -> its unit
 
 

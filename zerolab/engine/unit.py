@@ -68,6 +68,11 @@ class Unit(Parameters):
         self._state = FullState.GATHERED if value else FullState.STALE
 
     @property
+    def in_flight(self) -> bool:
+        """Whether `full` is being received."""
+        return self._state is FullState.GATHERING
+
+    @property
     def sharded(self) -> bool:
         """Whether `master` is this rank's shard alone."""
         return self.master.numel() < self.layout.size
@@ -130,8 +135,8 @@ class Unit(Parameters):
         """Give the memory of `full` back. Its views remain, without memory, until the next `gather`."""
         self.outdate()
         if self._state is not FullState.FAILED:
-            self.full.untyped_storage().resize_(0)
             self.seal()
+            self.full.untyped_storage().resize_(0)
 
     def cast(self) -> None:
         """Stage 0: bring `full` up to date with the masters, if it is a copy of them."""

@@ -1,11 +1,11 @@
 # %% [markdown]
 # # 20 · FSDP in forty lines
 #
-# **The question.** Sharded training has a reputation for size: the engine behind `Zero3` has some 5,000 lines
-# ([CONTRIBUTING](../CONTRIBUTING.md#what-to-read-first) counts them), mostly hooks and what hooks have to know.
-# SimpleFSDP (arXiv 2411.00284) takes one idea, which fits on a screen: *a parameter rests somewhere, and gathering it
-# is a redistribution that autograd can undo.* What do the forty lines do, and what do they leave out? And the opposite
-# question: sharding moves numbers and changes none, so everyone says. For an optimizer in wide use, that is wrong.
+# **The question.** Sharded training has a reputation for size: the engine behind `Zero3` has more than 5,000 lines
+# ([CONTRIBUTING](../CONTRIBUTING.md#what-to-read-first) counts them), hooks and much besides. SimpleFSDP (arXiv
+# 2411.00284) takes one idea, which fits on a screen: *a parameter rests somewhere, and gathering it is a redistribution
+# that autograd can undo.* What do the forty lines do, and what do they leave out? And the opposite question: sharding
+# moves numbers and changes none, so everyone says. For an optimizer in wide use, that is wrong.
 
 # %%
 # %load_ext zerolab.lab
@@ -73,9 +73,9 @@ print(f"Ψ = {psi:,} parameters")
 #
 # ## Predict
 #
-# Each parameter of a GPT gets such a parametrization, sharded over 4 ranks, in float32, without padding. How many bytes
-# does a rank send in a step? (Follow one parameter: what is sent when forward reads it, and what when backward has its
-# gradient?)
+# Each parameter of a GPT gets such a parametrization, sharded over 4 ranks, in float32 (no size here needs padding).
+# How many bytes does a rank send in a step? (Follow one parameter: what is sent when forward reads it, and what when
+# backward has its gradient?)
 #
 # And how many bytes of full, gathered parameters are still alive when forward returns? Autograd keeps whatever backward
 # will need: the matrix of a linear layer, to pass the gradient on to its input; the weight of a layer norm, and torch
@@ -162,10 +162,10 @@ if lab.predicted("20.1") and lab.predicted("20.2"):
 
 # %% [markdown]
 # One function, three engines, and the numbers of one process up to rounding. (Even the group of one rank makes a copy,
-# which autograd keeps.) Sharded, this sends *exactly what DDP sends*, 2Ψ(N-1)/N, and not the 3Ψ of stage 3, since
+# which autograd keeps.) Sharded, this sends *exactly what DDP sends*, 2Ψ(N-1)/N, and not stage 3's 3Ψ(N-1)/N, since
 # nothing gathers again. (Counted as a ring sends it; gloo's own reduce-scatter writes twice that, as lesson 01 found.)
 # The second prediction says who pays: 95 % of the full parameters stay in memory from their forward to their backward.
-# This is FSDP2 with `reshard_after_forward=False`: ZeRO-3 between steps, but not at the peak of a step.
+# This is FSDP2 with `reshard_after_forward=False`: sharded between steps, full in them, as lesson 06's ZeRO-2.
 #
 # ## Gather again
 #
@@ -219,8 +219,8 @@ if lab.predicted("20.2"):
 # %% [markdown]
 # "Gather again" keeps nothing that it has gathered. It sends 85 kB more than `Zero3`, whose root unit stays gathered
 # (those 0.3 MB): of that unit, the head and the last norm are gathered twice here. The blocks' biases are gathered only
-# once, since backward never asks for them. The peak falls by less than was gathered, and varies by up to a megabyte, as
-# gloo's threads let go of memory a moment late.
+# once, since backward never asks for them. The peak shows little of this: it varies by up to a megabyte, as gloo's
+# threads let go of memory a moment late.
 #
 # The bill is in the column of collectives: three or four for every parameter (one is the all-reduce in a group of one
 # rank), each waited for where it is made. `Zero3` needs 14, and starts a gather while the block before is still
@@ -253,7 +253,7 @@ def routed(wrap):
         return str(error).splitlines()[0]
 
 
-apart = dist.new_group(range(4))  # for calls that do not fit
+apart = dist.new_group(range(4))  # for different experts
 said = {
     "forty lines": routed(lambda model: shard(model, MySharded, apart, alone)),
     "Zero3": routed(lambda model: zerolab.Zero3(model, [nn.Linear], group=apart).model),
@@ -329,9 +329,9 @@ if lab.predicted("20.1"):
 #
 # Hooks are Python that runs *between* operations, and there a compiled graph has to end. A redistribution is made of
 # operations, and they are in the graph. So the compiler sees every collective of a step, and all that is computed
-# between it and its use, and it may move and merge them. Here torch captures a small GPT on two ranks as one graph, and
-# its own pass puts the collectives into buckets of a quarter of a megabyte. Then the same GPT with `Zero3`. (This takes
-# a while.)
+# between it and its use, and it may move and merge them. Here torch captures a small GPT on two ranks without a break,
+# and its own pass puts the collectives into buckets of a quarter of a megabyte. Then the same GPT with `Zero3`. (This
+# takes a while.)
 
 
 # %%
@@ -364,17 +364,19 @@ assert len(graphs) > 1 and sum(graphs) == 0
 #
 # | | forty lines and a compiler | hooks |
 # |---|---|---|
-# | memory | keeps what it gathered, unless the recomputation is *marked* (SimpleFSDP: selective checkpointing) | releases a storage that autograd still points to |
+# | memory | keeps what it gathered, unless the gather is *marked* for recomputation (SimpleFSDP) | releases a storage
+# that autograd still points to |
 # | what varies: routing, unused parameters | another graph on each rank; nothing compares them | compares the ranks, and says who differs |
 # | cost | compiling, again for each new shape | host time in every step |
 #
 # ## Sharding that changes the mathematics
 #
-# So far a cut could lie anywhere, because AdamW updates each element from its own gradient. Now let Adam's two averages
-# be stored in 8 bits instead of 32, by block-wise **[quantisation](../docs/glossary.md#quantisation)** (Dettmers et
-# al., arXiv 2110.02861, with other codes). In -127 ... 127 one large value would round all
-# others to 0. So a tensor is cut into **blocks**, here of 256 elements, each with a scale of its own, a float32: the
-# block's largest absolute value becomes 127.
+# (Here begins a second sitting, of 40 minutes: it needs the first cells of the lesson, and nothing else.) So far a cut
+# could lie anywhere, because AdamW updates each element from its own gradient. Now let Adam's two averages be stored in
+# 8 bits instead of 32, by block-wise **[quantisation](../docs/glossary.md#quantisation)** (Dettmers et al., arXiv
+# 2110.02861, with other codes). As codes -127 ... 127 of one scale, one large value could round all others to 0. So a
+# tensor is cut into **blocks**, here of 256 elements, each with a scale of its own, a float32: the block's largest
+# absolute value becomes 127.
 #
 # How many bytes of optimizer state does a parameter cost? (It was 8.)
 
@@ -550,9 +552,9 @@ found = {N: sorted(scale for of in of_ranks[:N] for scale in of[N]) for N in (2,
 print("scales saved by 3 ranks and loaded by 2: equal:", found[2] == found[3])
 
 # %% [markdown]
-# Undeclared, it is refused, instead of silently training another model. The price of a granularity is padding, which
-# travels too: less than a block for each parameter, less than a block for each rank and unit. The scales of 3 ranks are
-# cut anew for 2 and stay what they are, and the codes stay in 8 bits.
+# Undeclared, it is refused, instead of silently training another model. Shards stay equal, so the price of a
+# granularity is padding, which travels too: less than a block for each parameter, and for each rank of a unit. The
+# scales of 3 ranks are cut anew for 2 and stay what they are, and the codes stay in 8 bits.
 #
 # ## In production
 #
@@ -576,15 +578,15 @@ print("scales saved by 3 ranks and loaded by 2: equal:", found[2] == found[3])
 #
 # 1. Born partial, it must be sharded: a reduce-scatter. In DDP partial → replicated, an all-reduce. With hybrid
 #    sharding a reduce-scatter in the node, then an all-reduce of the shard between the nodes.
-# 2. Stage 3 gathers again in backward. Here autograd has kept the full parameter since forward: the peak pays.
+# 2. Stage 3 gathers again in backward. Here autograd keeps the full parameter from forward to backward: memory pays.
 # 3. Each gathers half of the one expert and half of the other, without an error: calls of one shape fit. An engine that
 #    knows which unit is gathered can refuse.
-# 4. It sees every collective and all computing between, so it can merge them and move them ahead without hints. A
-#    larger bucket has fewer messages, and more full parameters alive at once.
+# 4. It sees every collective and all computing between, so it can merge them and start them early. A larger bucket has
+#    fewer messages, and more full parameters alive at once.
 # 5. AdamW updates an element from its own gradient, wherever it is. A block's scale depends on all its elements, and a
 #    border within it makes other blocks, so other roundings.
 # 6. A shard differs from an equal one by less than g elements. It matters when g is not small beside Ψ/N: with whole
-#    matrices of a large model, on many ranks, some have two and some none.
+#    matrices of a large model, on many ranks, some have one and some none.
 
 # %%
 shutil.rmtree(folder)

@@ -33,10 +33,11 @@ everyone = dist.group.WORLD
 # %% [markdown]
 # ## Experts
 #
-# Take the MLP out of a transformer's block and put eight in its place, the **[experts](../docs/glossary.md#expert)**.
-# A **[router](../docs/glossary.md#router)**, a linear layer with one output for each expert, decides which one computes
-# a token: that with the largest score (as in the Switch Transformer, arXiv 2101.03961). The result is multiplied by the
-# score, which gives the router a gradient. There are eight times the parameters, and a token costs what it did before.
+# Take the MLP out of a transformer's block and put eight in its place, the **[experts](../docs/glossary.md#expert)**. A
+# **[router](../docs/glossary.md#router)**, a linear layer with one output for each expert, decides which one computes a
+# token: that with the largest score, here a sigmoid (in the Switch Transformer, arXiv 2101.03961, a softmax). The
+# result is multiplied by the score, which gives the router a gradient. There are eight times the parameters, and a
+# token costs what it did before.
 #
 # With ZeRO-3 on four ranks, each rank has a fourth of every expert, and gathers *all* eight: some token may choose any
 # of them. **[Expert parallelism](../docs/glossary.md#expert-parallelism)** leaves an expert whole, on one rank, and
@@ -376,9 +377,9 @@ for name, chosen in choices.items():
     print(f"{name:20} {dropped:.0%} dropped, {padding:.0%} of what is sent is padding")
 
 # %% [markdown]
-# So capacity bounds time and memory, and pays with dropped tokens *and* with padding. The bias goes to the cause, and
-# drops nothing: such a layer is called *dropless*. (But the host must wait for the router, since `all_to_all_single`
-# takes its splits as Python numbers.)
+# So capacity bounds time and memory, and pays with dropped tokens *and* with padding. The bias goes to the cause. And
+# without a capacity nothing is dropped: such a layer is *dropless*. (But the host must wait for the router, since
+# `all_to_all_single` takes its splits as Python numbers.)
 #
 # ## A sample that fits nowhere
 #
@@ -421,7 +422,8 @@ lab.predict("22.3", 15 / 9)  # times the mean
 # %% [markdown]
 # ## Write: one block more
 #
-# Lesson 01's `exchange` sends the blocks around the ring. What a rank does with each that comes is yours to write.
+# `lab.turn`, which is lesson 01's `exchange`, sends blocks around the ring. What a rank does with each that comes is
+# yours to write.
 
 # %%
 # %%exercise 22.3
@@ -432,7 +434,7 @@ lab.check("22.3")
 # %% [markdown]
 # The ring is a loop of turns and of `merge`. `places` are the tokens' places in the sequence: they decide who may see
 # whom, and travel with the keys. `seen` lists the pairs of chunks that have something to see. Backward goes around once
-# more, and with each block goes its gradient so far. It computes the weights again, from scores and lse, so nothing of
+# more, and with each block goes its gradient so far. It computes the weights again, from q, k and lse, so nothing of
 # size T × T is ever kept.
 
 # %%
@@ -506,9 +508,10 @@ if lab.predicted("22.3"):
 #
 # ## The whole model, on a piece of a sequence
 #
-# Now a GPT with `Ring` for its attention, and one sequence of 512 tokens. Who averages what? Every rank uses all
-# parameters on its own tokens, and its loss is their mean. That is data parallelism, to which a token is as good as a
-# sample: `Zero3` over all four ranks is right as it is. (If all have equally many tokens; else see lesson 14.)
+# Now a GPT with `Ring` for its attention, and one sequence of 512 tokens. Who averages what? A rank's loss is the mean
+# over its own tokens, and the ring brings its keys and values the gradients of the others' losses. So each loss counts
+# once, as in data parallelism: `Zero3` over all four ranks is right as it is. (If all have equally many tokens; else
+# see lesson 14.)
 
 
 # %% tags=["nbval-check-output"]
@@ -543,9 +546,9 @@ for N in (1, 2, 4):
 
 # %% [markdown]
 # That is what a thousand GPUs with ZeRO-3 alone can't do: two ranks halve the activations of *one* sequence, and four
-# quarter them. A rank sends keys and values (and their places), 2TC(N-1)/N numbers in a layer: never more than 2TC. For
-# a model of 32 layers of width 4,096 in 16 bits, count 34 bytes for each layer, token and unit of width (Korthikanti et
-# al., arXiv 2205.05198, equation 1 without the attention term):
+# quarter them. In forward a rank sends keys and values (and their places), 2TC(N-1)/N numbers in a layer, and in
+# backward 4TC. For a model of 32 layers of width 4,096 in 16 bits, count 34 bytes for each layer, token and unit of
+# width (Korthikanti et al., arXiv 2205.05198, equation 1 without the attention term):
 
 # %% tags=["nbval-check-output"]
 kept = 34 * 32 * 4096 * 100_000
@@ -556,8 +559,8 @@ for N in (1, 8, 64):
 # ## In production
 #
 # DeepSpeed-Ulysses (arXiv 2309.14509) cuts a sequence another way: all-to-alls before and after attention turn "all
-# heads of my tokens" into "all tokens of my heads", and back. A rank sends 4TC(N-1)/N² numbers, less than in a ring of
-# more than two ranks, but there must be a head for each rank.
+# heads of my tokens" into "all tokens of my heads", and back. In a step a rank sends 8TC(N-1)/N² numbers, less than in
+# our ring, but there must be a head for each rank.
 #
 # FSDP2 can have experts as a part of the model: wrap them first, over a mesh of their replicas, then the rest. It, too,
 # averages over the replicas, unless you tell it the divisor (`set_gradient_divide_factor`).
@@ -588,8 +591,8 @@ for N in (1, 8, 64):
 #    by 2, it is 8 times too large. Adam's steps don't depend on the size of gradients, so the loss looks right; the
 #    norm that clips doesn't.
 # 3. When it is built, DDP broadcasts rank 0's parameters. The other experts are gone before the first step.
-# 4. Capacity: lost tokens and padding, but known sizes. Dropless: every token is computed, the fullest rank decides the
-#    time and needs the memory, and the counts must reach the host.
+# 4. Capacity: lost tokens and padding, but known sizes, and a bound for memory. Dropless: every token is computed, the
+#    fullest rank decides the time and needs the memory, and the counts must reach the host.
 # 5. Two means over disjoint keys combine with weights exp(lse - new lse). So the mean so far and its lse are enough.
 # 6. The last rank computes 31 of the 136 pairs of chunks, nearly twice the mean of 17, and all wait for it. With zigzag
 #    each has an early chunk and a late one, and all compute the same. ZeRO needs to know nothing: ranks have other

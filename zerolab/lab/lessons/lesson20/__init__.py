@@ -231,8 +231,9 @@ class Sharded(nn.Module):
         self.shape, self.groups = shape, (shard_group, replicate_group)
 
     def right_inverse(self, full: Tensor) -> Tensor:
-        """What this rank keeps of `full`: chunk r of the N equal chunks of its elements,
-        zeros at the end where N does not divide them; detached, in memory of its own.
+        """What this rank, r of the N of `shard_group`, keeps of `full`: chunk r of the N
+        equal chunks of its elements, zeros at the end where N does not divide them;
+        detached, in memory of its own.
         """
         raise Todo("20.1")
 

@@ -187,6 +187,7 @@ def dispatch(x: Tensor, chosen: Tensor, experts: int, group):
     from rank 1 ...; of each rank by expert, and those for one expert in their order in x.
     local (R,), int64: which of *this rank's* experts each row is for, from 0.
     And what `combine` below needs: (order, send, receive, group), where x[order] was sent.
+    Apart from the rows, only counts are sent.
     """
     raise Todo("22.1")
 

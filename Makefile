@@ -81,7 +81,7 @@ bench: $(STAMP) ## step times and peaks beside torch and DeepSpeed
 demo: $(STAMP) ## train a small GPT at every stage and compare
 	@$(BIN)/zerolab demo $(ARGS)
 
-test: lint ## lint, types, every room's tests and each lesson: 10 minutes
+test: lint ## lint, types, every room's tests and each lesson: 12 minutes
 	$(TESTS) $(NOTEBOOKS) -m 'not exhaustive' $(or $(ARGS),--ignore tests/integrations tests lessons)
 
 test-fast: lint ## what an edit breaks first: 2 minutes

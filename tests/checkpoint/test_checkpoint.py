@@ -526,6 +526,8 @@ class Picky(nn.Module):
         self.notes[:] = notes
         if notes == ["bad"] and (not dist.is_initialized() or dist.get_rank() == 1):
             raise ValueError("cannot take it")
+        if not dist.is_initialized():
+            self.sum = self.linear.weight.sum()
 
 
 def half_loads(folder: str) -> dict[str, str]:
@@ -583,6 +585,8 @@ def test_what_can_fail_fails_before_anything_has_changed(ranks, tmp_path):
     with pytest.raises(CheckpointError, match=r"do not take this extra state .*nothing else has changed"):
         zerolab.load_model_weights(tmp_path / "bad", model)
     assert model.notes == ["good"] and torch.equal(model.linear.weight, before)
+    zerolab.load_model_weights(tmp_path / "good", model)
+    assert model.sum == 30.0 and not model.sum.requires_grad, "made of the weights that were loaded"
 
 
 # -- saving: what is refused, what is replaced, what is kept ---------------------------------------------------------

@@ -287,7 +287,7 @@ def test_a_result_that_cannot_be_unpickled(two: Ranks) -> None:
 
 def test_a_copy_that_a_rank_forks_is_no_rank(two: Ranks) -> None:
     """It ends where the function ends, and its result or error is not the rank's."""
-    assert two.run(jobs_launch.forks) == [[0, 3, 1], []]
+    assert two.run(jobs_launch.forks) == [[0, 3, 1, 1], []]
     assert two.run(jobs_launch.echo, 4) == [4, 4]
 
 

@@ -61,7 +61,8 @@ def guarded(prog: str, run: Callable[[], int]) -> int:
     """
     stream = sys.stdout  # None if it is closed
     if isinstance(stream, io.TextIOWrapper):
-        stream.reconfigure(errors="backslashreplace")
+        with suppress(OSError, ValueError):  # it is closed, or takes no more
+            stream.reconfigure(errors="backslashreplace")
     output: Any = Output(stream)
     if stream is not None:
         sys.stdout = output
@@ -77,7 +78,8 @@ def guarded(prog: str, run: Callable[[], int]) -> int:
         give_up(stream)
         if why.errno == errno.EPIPE:
             return 141
-        print(f"{prog}: {why}", file=sys.stderr)
+        with suppress(OSError):  # both go to the same full disk
+            print(f"{prog}: {why}", file=sys.stderr)
         return 2
     finally:
         sys.stdout = stream

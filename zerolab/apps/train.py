@@ -572,11 +572,13 @@ class Metrics:
                 raise Refused(f"--metrics {path}: cannot write there: {why.strerror}") from None
 
     def _drop_later(self, path: str, begin: int) -> None:
-        kept = [line for step, line in self._read(Path(path)) if step <= begin]
+        kept = "".join(f"{line}\n" for step, line in self._read(Path(path)) if step <= begin)
         path = os.path.realpath(path)  # a link stays one
+        if (not kept and not os.path.exists(path)) or Path(path).read_text(errors="replace") == kept:
+            return  # nor is a file replaced that is somebody's output, such as /dev/stdout
         new = Path(f"{path}.tmp-{secrets.token_hex(4)}")
         try:
-            new.write_text("".join(f"{line}\n" for line in kept))
+            new.write_text(kept)
             new.replace(path)  # a process killed here leaves the old lines or the new ones, never a mix
         finally:
             new.unlink(missing_ok=True)
@@ -662,14 +664,14 @@ def launch(args: argparse.Namespace, ranks: int) -> str | None:
             child.terminate()
 
     def stopped() -> NoReturn:
-        print("zerolab train: stopped before the first step", file=sys.stderr)
+        print(f"zerolab train: ended by {signal.Signals(came[0]).name}", file=sys.stderr)
         raise SystemExit(128 + came[0])  # as shells report it
 
     before = {number: signal.signal(number, pass_on) for number in (signal.SIGTERM, signal.SIGINT)}
     try:
         return zerolab.launch(attempt, ranks, args, timeout=math.inf, group_timeout=300.0)[0]
     except zerolab.RankError as why:
-        if came and not why.traceback:  # a rank was ended by the signal before it could take note of it
+        if came and "killed by SIGTERM" in str(why):  # a rank that did not take note of it yet, or no longer
             stopped()
         raise
     finally:

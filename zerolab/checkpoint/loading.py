@@ -32,6 +32,7 @@ from zerolab.checkpoint.state import (
     set_group_values,
 )
 from zerolab.comm.native import each_once, rows_are_one
+from zerolab.comm.waiting import CommError
 from zerolab.engine.ema import EMA
 from zerolab.engine.engine import Engine
 from zerolab.engine.step import show_states, watch
@@ -109,12 +110,16 @@ class _Loading:
     def give_extra_state(self) -> None:
         try:
             self.zero.full_model.set_extras(self.extras, self.extras_before)
+        except CommError:
+            raise
         except RuntimeError as error:
             raise CheckpointError(f"{self.folder}: {error}") from error
 
     def write(self) -> None:
         try:
             self._write()
+        except CommError:
+            raise
         except Exception as error:
             raise CheckpointError(
                 f"{self.folder} fits, but putting it in place broke off ({type(error).__name__}: {error}): parameters, "
@@ -148,6 +153,7 @@ class _Loading:
             torch.set_rng_state(self.own["generators/cpu"])
         if "generators/cuda" in self.own:
             torch.cuda.set_rng_state(self.own["generators/cuda"], self.zero.comm.device)
+        self.zero.full_model.renew_extras(self.extras)
         for unit in self.zero.units:
             self.zero.master_changed(unit)
         self.zero.comm.step = self.content["step"]

@@ -54,6 +54,8 @@ def load_model_weights(path: str | Path, model: nn.Module) -> None:
             raise CheckpointError(f"{path}: {refused_extras(problem, give_extras(model, here))}")
     for names, target in targets:
         each_once(target).copy_(each_once(values[names[0]], like=target))
+    if extras and (problem := give_extras(model, extras)):  # again, for what modules make of it and of their weights
+        raise CheckpointError(f"{path}: weights are loaded, but modules do not take the extra state now ({problem})")
 
 
 def _lost(values: Tensor, dtype: torch.dtype) -> bool:

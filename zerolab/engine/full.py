@@ -122,7 +122,8 @@ class FullModel:
         if problem:
             raise ValueError(f"this state dict does not fit {type(self._stage.model).__name__}: {problem}")
         values = state or {}
-        self.set_extras(_first_ranks(comm, {key: values.get(key) for key in own.extras}), own.extras)
+        extras = _first_ranks(comm, {key: values.get(key) for key in own.extras})
+        self.set_extras(extras, own.extras)
         for unit in self._stage.units:
             if {place.i for place in own.places[unit].values() if place.full} == set(range(len(unit.params))):
                 flat = torch.zeros(unit.layout.size, dtype=unit.master.dtype, device=comm.device)
@@ -138,6 +139,7 @@ class FullModel:
             if comm.rank == 0:
                 each_once(buffer).copy_(each_once(values[key], like=buffer))
             comm.broadcast(buffer, key)
+        self.renew_extras(extras)
 
     def _set_master(self, unit: Unit, flat: Tensor) -> None:
         """Write this rank's part of the full masters `flat`, (N * S,)."""
@@ -203,12 +205,22 @@ class FullModel:
         if not extras:
             return
         model = self._stage.model
-        before = copy.deepcopy(tree_map_only(Tensor, Tensor.detach, before))  # it may be the modules' own
+        try:
+            before = copy.deepcopy(tree_map_only(Tensor, Tensor.detach, before))  # it may be the modules' own
+        except Exception:
+            before = {}  # what cannot be copied cannot be given back
         with self._forward.bypass():
             problems = self._comm.exchange(give_extras(model, extras), "loading of extra state")
             for rank, problem in enumerate(problems):
                 if problem:
-                    raise RuntimeError(f"rank {rank}: {refused_extras(problem, give_extras(model, before))}")
+                    again = give_extras(model, before) if before else "it cannot be copied"
+                    raise RuntimeError(f"rank {rank}: {refused_extras(problem, again)}")
+
+    def renew_extras(self, extras: dict[str, Any]) -> None:
+        """Once more, for modules that make something of it and of what has been loaded meanwhile."""
+        with self._forward.bypass():
+            if extras and (problem := give_extras(self._stage.model, extras)):
+                raise RuntimeError(problem)
 
     def refuse_elsewhere(self) -> None:
         """Let `state_dict()`, `load_state_dict()` and copies of a sharded model say why not."""
@@ -229,6 +241,7 @@ class FullModel:
                 )
 
 
+@torch.no_grad()
 def give_extras(model: nn.Module, extras: dict[str, Any]) -> str | None:
     """Have `set_extra_state()` called with `extras`, entries of a state dict; return what it raised."""
     try:

@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from numbers import Integral
 from typing import Any
 
 import torch
@@ -97,7 +98,7 @@ def _checked(stage: Any, world_size: int, steps: int, backend: str) -> type[Engi
         raise ValueError(f"stage must be 0, 1, 2 or 3, or a subclass of zerolab's stages, not {stage!r}") from None
     if not isinstance(world_size, int) or world_size < 1:
         raise ValueError(f"world_size must be a whole number of ranks, 1 or more, not {world_size!r}")
-    if not isinstance(steps, int) or steps < 2:
+    if not isinstance(steps, Integral) or steps < 2:
         raise ValueError(
             f"steps must be a whole number, 2 or more, not {steps!r}: the optimizer makes its state in the first"
         )

@@ -445,14 +445,18 @@ def _call(fn: Callable[..., Any], args: tuple[Any, ...]) -> Any:
 def _end_fork(error: BaseException | None) -> NoReturn:
     """End as a script does, but without exit handlers and threads, which are the rank's."""
     status = int(error is not None)
-    if isinstance(error, SystemExit):
-        status = error.code if isinstance(error.code, int) else int(error.code is not None)
-    elif error is not None:
-        traceback.print_exception(error)
-    for stream in (sys.stdout, sys.stderr):
-        with suppress(AttributeError, OSError, ValueError):  # None, or closed
-            stream.flush()
-    os._exit(status)
+    try:
+        if isinstance(error, SystemExit):
+            status = error.code if isinstance(error.code, int) else int(error.code is not None)
+            if status != error.code and error.code is not None:
+                print(error.code, file=sys.stderr)
+        elif error is not None:
+            traceback.print_exception(error)
+        for stream in (sys.stdout, sys.stderr):
+            with suppress(AttributeError, OSError, ValueError):  # None, or closed
+                stream.flush()
+    finally:
+        os._exit(status)
 
 
 def _leave() -> bytes:

@@ -21,11 +21,11 @@ lab.start(6)
 # Six ranks form three **[replicas](../docs/glossary.md#replica)**: A, B and C. The two ranks of a replica shard
 # everything between them, with the package's `Zero3`. Between replicas only means of gradients travel. So far that is
 # lesson 12's `mesh=`, here `(3, 2)`. But a mesh belongs to one [process group](../docs/glossary.md#process-group), and
-# a process group cannot lose a member: when one dies, the collectives of all six fail.
+# a process group cannot lose a member: when one dies, every collective of all six fails.
 #
 # So `lab.replica(ranks=2)` leaves the world of `lab.start`, and makes each replica a world of two. What connects
 # replicas is a *store*, a small server of keys and values that outlives them all. Here it is in the notebook's process,
-# which started the ranks and sees them end: the key `lives/3` counts how often rank 3 has.
+# which started the ranks and sees them end: the key `lives/3` counts rank 3's deaths.
 #
 # `%%ranks` gets two options. A cell with `--revive` does not fail when a rank dies: the others go on, and the dead rank
 # starts again, as an empty process. It runs the cells marked `--always`, and then the cell itself.
@@ -140,9 +140,11 @@ def all_have_it(number, members, lives, mine):
 # ## Kill it
 #
 # Now the training. `group` joins this rank and its *counterparts*: the ranks with the same place in the other replicas,
-# which hold the same shards. It belongs to no world, and is made anew when the members change or an attempt has failed.
-# Two things matter most. `flat /= group.size` makes a mean over those who are there. `hand_over` sends a newcomer its
-# shards of the parameters and of AdamW's two averages, from its counterpart in the replica that `sources` names.
+# which hold the same shards (lesson 16's replicate group). It belongs to no world, and is made anew when the members
+# change or an attempt has failed. Two things matter most. `flat /= group.size` makes a mean over those who are there.
+# `hand_over` sends a newcomer its shards of the parameters and of AdamW's two averages, from its counterpart in the
+# replica that `sources` names. And `me.until` looks again and again, and ends the process if its replica has lost a
+# rank.
 
 # %%
 # %%ranks --always
@@ -289,7 +291,8 @@ print("its parameters, to one learning rate:", lab.pull("apart", rank=0) < 3e-3)
 
 # %% [markdown]
 # Each mean was over three replicas, then two, then three, and the divisor was always the number in the sum. Had it
-# stayed 3 while two were there, every gradient would have been 2/3 as long, and nothing would have failed.
+# stayed 3 while two were there, every gradient would have been 2/3 as long, and nothing would have failed. (The losses
+# show that it did not: AdamW would hide most of it in the parameters.)
 #
 # There is a choice in this: dividing by those who are there makes the *global batch* smaller, by B's part, and lesson
 # 11 said that it should stay. It can: the survivors may compute B's micro-batches too, and the step takes longer.
@@ -384,9 +387,9 @@ print("the step of each tensor in the file:", *sorted(whose))
 # ## Write: stage, then write
 #
 # To **[stage](../docs/glossary.md#staging)** is to copy everything that belongs to the checkpoint, at one moment
-# between two steps, while training waits. Then a thread writes the copy, however long it takes, and training goes
-# on. The price is memory on the host: 12 bytes for each parameter of a rank's shards, and as much again if the copy
-# becomes a file's bytes before it is written, as below.
+# between two steps, while training waits. Then a thread writes the copy, however long it takes, and training goes on.
+# The price is memory, the host's with `.to("cpu", copy=True)`: 12 bytes for each parameter of a rank's shards, and as
+# much again if the copy becomes a file's bytes before it is written, as below.
 #
 # What is a copy? `detach()` is not one, nor is `.cpu()` if the tensor is on the CPU already. And an optimizer's state
 # is full of dicts within dicts.
@@ -496,8 +499,7 @@ lab.check("21.3")
 # ## Measure: bytes against loss
 #
 # First what one exchange takes on a slow link: the mean of all gradients, which every step needs, and your outer step,
-# which every H-th needs. The fastest of three counts. (`lab.reset` makes a new world,
-# with rank 0 in its second life.)
+# which every H-th needs. The fastest of three counts. (Rank 0, started again, is in no group: `lab.reset` makes one.)
 
 # %%
 lab.reset()
@@ -600,8 +602,8 @@ if lab.predicted("21.3"):
 
 # %% [markdown]
 # The bytes are divided by H. The time on the link is divided by less if your outer step sends each tensor by itself, as
-# the course's does: each message has a latency of its own. And the loss pays something, though with momentum 0.5 not as
-# much as with no communication. Local steps make another run, not the synchronous one faster.
+# the course's does: each call has a latency and work of its own. And the loss pays something, though with momentum 0.5
+# not as much as with no communication. Local steps make another run, not the synchronous one faster.
 #
 # Now look at momentum 0.9. With a learning rate of 0.7 it is usual, as in torchft's example `train_diloco.py`, and here
 # it is worse than no communication at all. The speed then adds up about ten rounds. So where rounds agree, as they tend
@@ -635,7 +637,7 @@ if lab.predicted("21.3"):
 # > "In synchronous training, one failed GPU stops all of them."
 #
 # **Verdict: false.** It is the process group that cannot lose a member, not synchronous training. In the picture above,
-# every step has one mean over all that were there, and all that stopped was one attempt.
+# every step has one mean over all that were there, and what stopped was replica B and one attempt.
 #
 # > "DiLoCo trains as well as synchronous training, and communicates 500 times less."
 #

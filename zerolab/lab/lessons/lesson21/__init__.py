@@ -125,8 +125,8 @@ def decide(before: list[str], replicas: dict[str, list], least: int) -> tuple | 
     """Who makes the next step: (members, step, sources), or None: not yet, look again.
 
     before: the members of the last quorum. replicas: name -> one entry for each of its
-    ranks: an int if it has asked to go on, how many steps its parameters have seen;
-    "busy" if it lives and has not asked yet; "dead".
+    ranks: an int if it has asked to go on, how many steps its parameters have seen, the
+    same for all of a replica; "busy" if it lives and has not asked yet; "dead".
 
     A replica is there if all its ranks have asked. One of `before` that is not there, but
     has no dead rank, is waited for: None. Nobody else is. None, too, if fewer than `least`
@@ -269,8 +269,8 @@ def stage(state):
 
     state: a tensor, a number, a string, None, or a dict, list or tuple of such, nested. Of
     a tensor: the same values, dtype and shape, detached, in memory of its own, no more
-    than it needs. A dict, list or tuple is made anew, as what it was; what is left stays
-    as it is.
+    than it needs. Dicts, lists and tuples become new dicts, lists and tuples; all else
+    stays as it is.
     """
     raise Todo("21.2")
 '''
@@ -418,7 +418,8 @@ class Outer:
             gradient = old - mean of the ranks' parameters
             speed = momentum * speed + gradient
             old = old - lr * (gradient + momentum * speed)       (Nesterov)
-        and the parameter becomes `old`, in place. Each is in one all-reduce and no more.
+        and the parameter becomes `old`, in place. Each is all-reduced once, alone or with
+        others.
         """
         raise Todo("21.3")
 '''

@@ -6,9 +6,9 @@
 # hours. What was not on the disk by then was computed, paid for, and lost.
 #
 # A **[checkpoint](../docs/glossary.md#checkpoint)** is what has to be on the disk so that training goes on as if it had
-# never stopped. Four things can go wrong with it: it may be incomplete, or fit only the number of ranks that wrote it;
-# the crash may come while it is being written; and the run may go on from it with other samples. In this lesson you see
-# each of them, and write two functions that prevent the worst.
+# never stopped. Five things can go wrong with it: ranks may overwrite each other's; it may be incomplete, or fit only
+# the number of ranks that wrote it; the crash may come while it is being written; and the run may go on from it with
+# other samples. In this lesson you see each of them, and write two functions that prevent the worst.
 
 # %%
 # %load_ext zerolab.lab
@@ -44,8 +44,8 @@ print(f"Ψ = {psi:,} parameters")
 # %% [markdown]
 # ## Predict
 #
-# The model is trained with AdamW in float32, on 4 ranks in stage 3. How many bytes of parameters and optimizer state are in
-# its checkpoint, all files together? (Not counting the step counters. It is written right after the optimizer's step.)
+# The model is trained with AdamW in float32, on 4 ranks in stage 3. How many bytes of parameters and optimizer state
+# are in its checkpoint, all files together? (Not counting the step counters.)
 
 # %%
 lab.predict("11.1", 12 * 136_960)  # bytes
@@ -83,9 +83,9 @@ for row in lab.pull("found", rank=0):
 # since all four files had the same size.
 #
 # Two rules follow. Ranks that hold different things write *different files*. And a format should be able to tell when a
-# file is not what was saved: zerolab's has a checksum for every piece. (A third: a `.pt` file is a pickle, and unpickling a
-# stranger's file runs the code in it, unless `weights_only=True`. The rest of this lesson is safetensors and JSON, which
-# hold nothing that runs.)
+# file is not what was saved: zerolab's has a checksum for every piece. (A third: a `.pt` file is a pickle, and
+# unpickling a stranger's file runs the code in it, unless `weights_only=True`. The rest of this lesson is safetensors
+# (raw tensors under a JSON header) and JSON, which hold nothing that runs.)
 #
 # ## Weights alone are no checkpoint
 #
@@ -185,8 +185,9 @@ if lab.predicted("11.2"):
 
 # %% [markdown]
 # The first loss after the stop is the same, since the weights are. Then comes the first update. A new Adam has seen one
-# gradient: m/√v is g/|g| = ±1, so every element moves a *full* learning rate, whether its gradient is large or noise. Some
-# progress is undone at once, and each restart costs it again. On a real curve this looks like a bad batch.
+# gradient: m/√v is g/|g| = ±1, so every element that has a gradient moves a *full* learning rate, whether its gradient
+# is large or noise. Some progress is undone at once, and each restart costs it again. On a real curve this looks like a
+# bad batch.
 #
 # A checkpoint therefore has: parameters; the optimizer's state and its step counter; the position in the data; the
 # learning-rate schedule; the states of the random number generators (dropout); and buffers such as BatchNorm's averages. It
@@ -356,8 +357,8 @@ equal = all(lab.pull("equal")[:3])
 print("three ranks, by your plan and by zerolab.load: equal, bit for bit:", equal)
 
 # %% [markdown]
-# The three together read 12Ψ bytes: nothing twice, and nothing for nothing. Nobody ever held the whole model. `zerolab.load`
-# does what you have done, parameter by parameter, so it also loads into another stage, and into more ranks.
+# The three together read 12Ψ bytes: nothing twice, and nothing for nothing. Nobody ever held the whole model.
+# `zerolab.load` does what you have done, parameter by parameter, so it also loads into another stage.
 #
 # ## The same samples
 #
@@ -374,8 +375,9 @@ print("losses on 3 ranks, and on 4 that never stopped, equal to 0.01:", apart < 
 # says what a step learns from, and does not depend on how many ranks there are. Only *who computes which* does.
 #
 # Many scripts do it the other way round: they deal the samples (or the files) to the ranks, rank r of N gets r, r + N,
-# r + 2N, …, and each rank shuffles its own. Then the number of ranks is part of the data. Here are 80 steps of one
-# epoch, on 4 ranks, and on 4 ranks for 40 steps and on 3 for the rest:
+# r + 2N, …, and each rank shuffles its own. (`DistributedSampler` shuffles first and deals then, which is safe.) Then
+# the number of ranks is part of the data. Here are 80 steps of one epoch, on 4 ranks, and on 4 ranks for 40 steps and
+# on 3 for the rest:
 
 # %% tags=["nbval-check-output"]
 import torch
@@ -429,7 +431,8 @@ run = crash.play(obvious, Path(folder), ranks=1, death=within)
 print(f"{run.ended[0]}, and {path.stat().st_size} of {len(data):,} bytes are there")
 
 # %% [markdown]
-# The old one is gone, and the new one cannot be read: the run is lost, not three hours of it. The remedy is older than GPUs:
+# The old one is gone, and the new one cannot be read: the run is lost, not an hour of it. The remedy is older than
+# GPUs:
 #
 # 1. **Never touch the old one.** The new checkpoint goes into files of other names. Nobody reads them yet.
 # 2. **Make sure that it is on the disk.** `file.write` hands bytes to the system, which writes them some time later; if the
@@ -489,8 +492,8 @@ complete = set(loaded) == {60, 70} and len(loaded) > 5
 print("after every death a complete checkpoint was there:", complete)
 
 # %% [markdown]
-# The old one up to the rename, the new one from there on, and never anything else. `zerolab.save` follows the same five
-# steps, with folders in place of files.
+# The old one up to the rename, the new one from there on, and never anything else. `zerolab.save` keeps this order,
+# with folders in place of files and without an index.
 #
 # How often should you save? A save costs time, and so does what is computed again after a crash. If a save takes S seconds
 # and a crash comes every C seconds on average, the sum is smallest at an interval of about √(2·S·C) (Young, 1974): one
@@ -553,11 +556,11 @@ print("saved by 4 and loaded by 2, parameters and Adam's averages are equal:", e
 # %% [markdown]
 # The same idea: a file for each rank, and one (`.metadata`) that says what is where. What differs in torch 2.13:
 #
-# - DCP *fills* what you give it. You build the model and its state first, then load into it.
+# - DCP *fills* what you give it. Adam's state must exist before you load.
 # - `.metadata` is a **pickle**. Loading a stranger's DCP checkpoint may run the stranger's code; so may DeepSpeed's files.
 # - `dcp.async_save` copies the state to host memory and writes while training goes on. Your five steps still apply: the old
 #   checkpoint must stay until the new metadata is there.
-# - Data position, schedule and generators are yours to add to the state, with any library.
+# - Data position and schedule are yours to add to the state, with any library, and with DCP the generators too.
 #
 # **DeepSpeed** (0.19.8) writes a file for each rank too, cut for that number of ranks. `zero_to_fp32.py`, which it puts into
 # every checkpoint folder, joins the *weights* into float32 files: weights alone, as above. `ds_to_universal.py` rewrites the
@@ -655,8 +658,8 @@ print("a script that counts steps takes 12 of 24 for done, and skips", skipped, 
 #    new file was flushed to the disk (fsync) before and its folder after, nor from a disk that dies: keep a copy elsewhere.
 # 4. Against an index that names a file that some rank has not written yet. If the job dies at that moment, the index
 #    names a checkpoint that does not exist, and the old one is no longer named.
-# 5. The global batch, the learning rate and its schedule, and the order of samples stay. The part of each rank changes, and
-#    the number of micro-batches if it no longer fits in memory. 16 must divide the global batch, or the parts are uneven.
+# 5. The global batch, the learning rate and its schedule, and the order of samples stay. The part of each rank shrinks,
+#    and may need fewer micro-batches. 16 must divide the global batch, or the parts are uneven.
 # 6. 12 bytes per parameter: 840 GB, so 13.1 GB for each of 64 ranks, written in parallel. Gathered on rank 0, all 840 GB
 #    would go through one network card and one process, and 840 GB would have to fit in its host memory.
 

@@ -7,7 +7,7 @@
 # each of them save, and what does it cost?
 #
 # In this lesson you build them, count their bytes and look at the loss, all on the same model and text. You write the
-# best known way to compress gradients, and then see what **ZeRO++** took from it.
+# best-known way to compress gradients, and then see what **ZeRO++** took from it.
 
 # %%
 # %load_ext zerolab.lab
@@ -156,7 +156,8 @@ if lab.predicted("12.1"):
 # In ZeRO-1 a rank moves 16Ψ(N-1)/N bytes, never more than 16Ψ. With Adam, rank 0 would
 # also keep all of its state, while the others wait.
 #
-# ZeRO has no main GPU. Every rank is the main GPU of one slice, and moves what an all-reduce moves, uncompressed.
+# ZeRO has no main GPU. Every rank is the main GPU of one slice, and in stages 1 and 2 moves what an all-reduce moves,
+# uncompressed.
 #
 # ## Compress without loss?
 #
@@ -381,7 +382,7 @@ if lab.predicted("12.3"):
     assert abs(table["DDP, fp16 hook"][1] - all_of_it[1]) < 0.05
 
 # %% [markdown]
-# From right to left:
+# One by one:
 #
 # - **A cast** halves the bytes, and nobody sees it in the loss. Everyone does this (lesson 08). It is a dtype more than
 #   a compression.
@@ -390,11 +391,12 @@ if lab.predicted("12.3"):
 #   ranks on, with the scales. (To send the difference to the last gradient would not help: it has as many elements, and
 #   you have seen that they are no smaller.)
 # - **Top 1 %** sends far less, and pays in loss. The residual gets a part of it back, for 4Ψ bytes of memory on every
-#   rank. It is gathered too, so it stops saving at 100 ranks. That is where large runs begin.
-# - **PowerSGD** is linear in the gradients, so its thin matrices *can* be all-reduced, at any N.
+#   rank. What top-k sends is gathered too, so it stops saving at 100 ranks. That is where large runs begin.
+# - **PowerSGD**'s thin matrices, each linear in the gradients while the other is given, *can* be all-reduced, at any N.
+#   It ends nearer to float32 than top-k.
 #
-# And each of these costs arithmetic (a top-k of everything in every step), on the GPU that you want to keep busy. All
-# are for slow networks. None is part of ZeRO stage 1, 2 or 3.
+# And each of these costs arithmetic (a top-k of everything in every step), on the GPU that you want to keep busy.
+# Except for the cast, all are for slow networks. None is part of ZeRO stage 1, 2 or 3.
 #
 # ## Parameter servers, and updates that nobody waits for
 #
@@ -623,7 +625,7 @@ print("4 bytes of scale for 64 of values")
 
 # %% [markdown]
 # The masters stay in float32. Only the copy that travels is rounded, and rounded anew in every gather, so errors do not
-# add up. (With bfloat16 parameters, as ZeRO++ has them, the bytes are half as many, not a quarter.)
+# add up. (With 16-bit parameters the bytes are half as many, not a quarter.)
 #
 # qgZ rounds harder: 15 values, -7 to 7 times the scale, two to a byte. That a gradient survives this depends on *how
 # often* it is rounded. A ring adds up on the way (lesson 01): each hop would round a sum of what was rounded before it,
@@ -739,7 +741,8 @@ assert abs(losses["Zero3"] - sum(of["both"]["loss"] for of in plus) / 4) < 0.1
 # ZeRO++ therefore makes it in two, inside each node and then between nodes, and rounds twice (same paper).
 #
 # This course's engine takes hpZ's idea further, as `mesh=`: `mesh=(2, 2)` means two nodes of two ranks. Shards are
-# divided *inside* a node, and between nodes only means of shards travel. Fast links inside, slow ones between:
+# divided *inside* a node, and between nodes only shards of gradients are averaged. Fast links inside, slow ones
+# between:
 
 # %%
 # %%ranks
@@ -776,7 +779,7 @@ print("twice the memory, for one all-reduce of shards between nodes")
 #
 # **Verdict: true under a condition**: that the loss is not counted. They remove the wait. The bytes stay: each gradient
 # is pushed and parameters are pulled. And staleness comes, N_workers - 1 updates on average, which grows with the
-# cluster. The picture above says what it costs at the same number of updates.
+# cluster. The picture of stale gradients says what it costs in loss at the same number of updates.
 #
 # > "Synchronous SGD guarantees the global optimum, asynchronous a local one."
 #
@@ -812,8 +815,8 @@ print("twice the memory, for one all-reduce of shards between nodes")
 #    given the other factor, so their sum means something. Top-k's places and int8's scales differ by rank, so all pairs
 #    are gathered: (N-1) messages each, growing with N. At 1 % and 8 bytes a pair it sends as much as float32 at 100
 #    ranks.
-# 5. Stages 1 to 3 do not: they send what DDP sends, bit for bit (stage 3 half as much again). ZeRO++ gathers parameters
-#    in int8 blocks, keeps a copy of the shards in each node for backward, and reduces gradients in int4.
+# 5. Stages 1 to 3 do not: they send as many bytes as DDP, uncompressed (stage 3 half as many again). ZeRO++ gathers
+#    parameters in int8 blocks, keeps a copy of the shards in each node for backward, and reduces gradients in int4.
 # 6. The time to hide: in bfloat16 the gradients have 14 GB, and an all-reduce between 16 nodes sends 2 · 15/16 of that,
 #    26 GB, so 1.05 s at 25 GB/s. Then how long backward computes. If that is longer, the traffic can hide (lesson 09)
 #    and compression buys nothing. If it is shorter: first a larger batch or accumulation, a mesh, bfloat16; then

@@ -574,7 +574,7 @@ class Metrics:
     def _drop_later(self, path: str, begin: int) -> None:
         kept = "".join(f"{line}\n" for step, line in self._read(Path(path)) if step <= begin)
         path = os.path.realpath(path)  # a link stays one
-        if (not kept and not os.path.exists(path)) or Path(path).read_text(errors="replace") == kept:
+        if Path(path).exists() and Path(path).read_text(errors="replace") == kept:
             return  # nor is a file replaced that is somebody's output, such as /dev/stdout
         new = Path(f"{path}.tmp-{secrets.token_hex(4)}")
         try:

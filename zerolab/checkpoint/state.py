@@ -18,7 +18,7 @@ from zerolab.engine.engine import Engine
 from zerolab.engine.layout import Slot
 from zerolab.engine.owner import OwnerOptimizer
 from zerolab.engine.slices import to_local
-from zerolab.engine.step import STAMP, averaged
+from zerolab.engine.step import STAMP, averaged, each_of
 from zerolab.engine.unit import Unit
 
 # Entries of a parameter group that are not saved: tensors, and the choice of implementation, which is this program's.
@@ -96,7 +96,7 @@ class Optimizers:
     """
 
     def __init__(self, given: Optimizer | Iterable[Optimizer]) -> None:
-        self.each = [given] if isinstance(given, Optimizer) else list(given)
+        self.each = each_of(given)
         if not self.each:
             raise CheckpointError("no optimizer was given: pass one, or a list of those that train this model")
         kinds = [one.optimizer_class if isinstance(one, OwnerOptimizer) else type(one) for one in self.each]

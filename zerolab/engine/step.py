@@ -15,7 +15,7 @@ import functools
 import sys
 import weakref
 import zlib
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
@@ -141,6 +141,15 @@ class SeesSlices(Optimizer):
     def state_place(self) -> str:
         """Whose its state is on this rank: the same words for the same parameters."""
         raise NotImplementedError
+
+
+def each_of(given: Optimizer | Iterable[Optimizer]) -> list[Optimizer]:
+    """The optimizers that train a model, given as one or as several in a list. Raises TypeError for anything else."""
+    several = isinstance(given, Iterable) and not isinstance(given, Optimizer)
+    found: list[Any] = [*given] if several else [given]  # type: ignore[misc]
+    if strange := [type(one).__name__ for one in found if not isinstance(one, Optimizer)]:
+        raise TypeError(f"pass the optimizer, or a list of those that train this model, and no {strange[0]}")
+    return found
 
 
 def owners_of(optimizer: Optimizer) -> dict[Any, list[Unit]]:

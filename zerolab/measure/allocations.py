@@ -46,8 +46,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from zerolab.engine.engine import Engine
+from zerolab.engine.step import each_of
 from zerolab.engine.unit import Unit
-from zerolab.measure.watch import each_of, watched
+from zerolab.measure.watch import watched
 
 KINDS = (
     "parameters",  # what a rank keeps: shards, masters, and full parameters that are never released

@@ -10,9 +10,9 @@ from torch.optim import Optimizer
 
 from zerolab.engine.engine import Engine
 from zerolab.engine.slices import to_local
+from zerolab.engine.step import each_of
 from zerolab.engine.unit import Unit
 from zerolab.measure.formulas import CATEGORIES
-from zerolab.measure.watch import each_of
 
 
 class Extent(NamedTuple):

@@ -21,8 +21,9 @@ from torch.optim import Optimizer
 
 from zerolab.comm.recording import Call
 from zerolab.engine.engine import Engine
+from zerolab.engine.step import each_of
 from zerolab.engine.unit import Unit
-from zerolab.measure.watch import each_of, watched
+from zerolab.measure.watch import watched
 
 
 class Span(NamedTuple):

@@ -9,7 +9,7 @@ from torch.optim import Optimizer
 from torch.utils._pytree import tree_leaves
 
 from zerolab.engine.engine import Engine
-from zerolab.measure.watch import each_of
+from zerolab.engine.step import each_of
 
 
 def model_states(zero: Engine, optimizer: Optimizer | Iterable[Optimizer], on: str | None = None) -> dict[str, int]:

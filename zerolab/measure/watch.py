@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
-
-from torch.optim import Optimizer
 
 from zerolab.engine.engine import Engine
 from zerolab.engine.unit import Unit
@@ -15,15 +13,6 @@ from zerolab.engine.unit import Unit
 POINTS = ("pre_forward", "post_forward", "pre_backward", "post_backward", "after_step")
 
 Look = Callable[[str, Unit], None]
-
-
-def each_of(given: Optimizer | Iterable[Optimizer]) -> list[Optimizer]:
-    """The optimizers that train a model, given as one or as several in a list. Raises TypeError for anything else."""
-    several = isinstance(given, Iterable) and not isinstance(given, Optimizer)
-    found: list[Any] = [*given] if several else [given]  # type: ignore[misc]
-    if strange := [type(one).__name__ for one in found if not isinstance(one, Optimizer)]:
-        raise TypeError(f"pass the optimizer, or a list of those that train this model, and no {strange[0]}")
-    return found
 
 
 @contextmanager

@@ -31,7 +31,7 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from multiprocessing.connection import Connection, Pipe, wait
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 FORKS = sys.platform == "linux"
 # Whatever of this is installed. The engine's hooks ask for torch._dynamo, which takes a second.
@@ -257,10 +257,15 @@ def _end() -> None:
     """A fork ends as a script does, except that nothing is freed: that would copy every page which it shares with the
     nursery, and take a quarter of a second of a core."""
     if _status is not None:
-        for stream in (sys.stdout, sys.stderr):
-            with suppress(AttributeError, OSError, ValueError):  # None, or closed
-                stream.flush()
-        os._exit(_status)
+        leave_at_once(_status)
+
+
+def leave_at_once(status: int) -> NoReturn:
+    """Without exit handlers, and without waiting for threads."""
+    for stream in (sys.stdout, sys.stderr):
+        with suppress(AttributeError, OSError, ValueError):  # None, or closed
+            stream.flush()
+    os._exit(status)
 
 
 def _wait_for_requests(requests: socket.socket, parent: int) -> Callable[[], None] | None:

@@ -452,11 +452,8 @@ def _end_fork(error: BaseException | None) -> NoReturn:
                 print(error.code, file=sys.stderr)
         elif error is not None:
             traceback.print_exception(error)
-        for stream in (sys.stdout, sys.stderr):
-            with suppress(AttributeError, OSError, ValueError):  # None, or closed
-                stream.flush()
     finally:
-        os._exit(status)
+        nursery.leave_at_once(status)
 
 
 def _leave() -> bytes:

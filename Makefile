@@ -84,7 +84,7 @@ demo: $(STAMP) ## train a small GPT at every stage and compare
 test: lint ## lint, types, every room's tests and each lesson: 12 minutes
 	$(TESTS) $(NOTEBOOKS) -m 'not exhaustive' $(or $(ARGS),--ignore tests/integrations tests lessons)
 
-test-fast: lint ## what an edit breaks first: 2 minutes
+test-fast: lint ## what an edit breaks first: 3 minutes
 	$(TESTS) -p no:nbval -m 'not exhaustive and not slow' $(or $(ARGS),--ignore tests/integrations)
 
 # SHARE=3: of what `make test` leaves out a third, drawn by the commit.

@@ -442,4 +442,5 @@ def _explained(run: Callable[..., Any]) -> Callable[..., Any]:
     return explained
 
 
-torch.autograd._engine_run_backward = _explained(torch.autograd._engine_run_backward)  # type: ignore[attr-defined]
+if _run := getattr(torch.autograd, "_engine_run_backward", None):  # else autograd's own words must do
+    torch.autograd._engine_run_backward = _explained(_run)  # type: ignore[attr-defined]

@@ -382,3 +382,76 @@ def root_shows_its_weight(stage: int | None) -> Any:
 
 def test_a_root_that_stays_may_return_its_weight_in_anything(ranks):
     torch.testing.assert_close(ranks.run(root_shows_its_weight, 3, ranks=2), [root_shows_its_weight(None)] * 2)
+
+
+class Keeps(nn.Module):
+    """Keeps a loss, and returns its result in something that nobody can look into."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear, self.loss = nn.Linear(WIDTH, WIDTH), torch.zeros(())
+
+    def forward(self, x: Tensor) -> Any:
+        y = torch.tanh(self.linear(x))
+        self.loss = y.square().mean()
+        return iter([y])
+
+
+class Around(nn.Module):
+    """A unit with another one inside."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.inner, self.last = nn.Linear(WIDTH, WIDTH), Keeps(), nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = next(self.inner(torch.tanh(self.first(x))))
+        OUTSIDE.append(y.sin())
+        return self.last(y)
+
+
+class Nested(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.blocks = nn.Linear(4, WIDTH), nn.ModuleList(Around() for _ in range(3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.first(x)
+        for block in self.blocks:
+            x = block(x)
+        return x.square().mean()
+
+
+def entered_inside(stage: int | None, evaluated: bool, inputs: list[Tensor]) -> list[list[Tensor | None]]:
+    """Gradients of steps whose loss is all, or what an inner block keeps, or what is made of its result."""
+    torch.manual_seed(0)
+    model = Nested().double()
+    if stage is not None:
+        zerolab.shard(model, stage, units=[Around, Keeps])
+    optimizer, steps = torch.optim.SGD(model.parameters(), lr=0.1), []
+    for which in ("all", "kept", "made", "kept", "all"):
+        optimizer.zero_grad()
+        losses = []
+        for x in inputs:
+            OUTSIDE.clear()
+            main = model(x)
+            losses.append({"all": main, "kept": model.blocks[1].inner.loss, "made": OUTSIDE[1].square().mean()}[which])
+        if evaluated:
+            with torch.no_grad():
+                model(inputs[0])
+        (sum(losses) / len(inputs)).backward()
+        steps.append([None if p.grad is None else zerolab.full_tensor(p.grad).clone() for p in model.parameters()])
+        optimizer.step()
+    return steps
+
+
+def entered_inside_by_all(stage: int, evaluated: bool) -> list[list[Tensor | None]]:
+    return entered_inside(stage, evaluated, [inputs(torch.distributed.get_rank())])
+
+
+@pytest.mark.parametrize("evaluated", [False, True])
+def test_backward_may_begin_inside_of_a_nested_unit(ranks, evaluated):
+    """The units around it are needed too, and what stayed gathered for a backward stays in an evaluation."""
+    expected = entered_inside(None, evaluated, [inputs(0), inputs(1)])
+    for steps in ranks.run(entered_inside_by_all, 3, evaluated, ranks=2):
+        torch.testing.assert_close(steps, expected)

@@ -38,7 +38,7 @@ class Forward:
         self._turns = backward.turns
         self._inputs = precision.compute if precision.cast_inputs else None  # their dtype; None: as they come
         self.bypassed = False  # the model shows something else, and calls mean nothing
-        self._calls: list[tuple[nn.Module, Any]] = []  # hooked calls under way, and the exceptions they began under
+        self._calls: list[tuple[nn.Module, Any, list[Unit]]] = []  # under way: module, exception before, units of its own
         self._outermost: Any = None  # the frame of the first of them
         self._training = False  # whether that one began with gradients enabled
         self._begun: dict[Unit, tuple[int, int]] = {}  # version of the full parameters, number of autograd's next node
@@ -92,7 +92,7 @@ class Forward:
             self._refuse_transform(new[0])
         if not self._calls and not _autograd_runs():
             self._structure.check()
-        self._calls.append((module, sys.exc_info()[1]))
+        self._calls.append((module, sys.exc_info()[1], new))
         for unit in needs:
             unit.depth += 1
         if not new and len(self._calls) > 1:  # inside of a unit that is at work
@@ -121,7 +121,7 @@ class Forward:
         """After a module's forward, even one that failed: show the optimizer's parameters again."""
         if self.bypassed or not self._calls or self._calls[-1][0] is not module:  # a hook before `enter` failed
             return output
-        _, before = self._calls.pop()
+        _, before, _ = self._calls.pop()
         for unit in needs:
             unit.depth -= 1
         over = [unit for unit in needs if unit.depth == 0]
@@ -142,13 +142,15 @@ class Forward:
             filled = [value for value in (*args, *kwargs.values()) if not isinstance(value, Tensor)]
             results = [output, *kept_by_modules(inside, since), *(made_since(since, filled) if filled else ())]
             tensors, stay = grad_tensors(results)
+            entered = over + [unit for *_, new in self._calls for unit in new]  # backward goes on into those around
             for tensor in tensors:
-                tensor.register_hook(partial(self._backward.at_outputs, over, ended, unwatched))
+                tensor.register_hook(partial(self._backward.at_outputs, entered, ended, unwatched))
+            if stay:
+                self._backward.held.update(entered)
         for unit in over:
             unit.show(unit.params)
-            if stay:
-                self._backward.held.append(unit)
-            else:  # a method that turns gradients off itself, such as generate(), has no backward either
+            if unit not in self._backward.held:
+                # A method that turns gradients off itself, such as generate(), has no backward either.
                 with torch.set_grad_enabled(bool(tensors)):
                     self._stage.post_forward(unit)
             if not failed:

@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+from jobs_common import all_say, attempt
 from torch import Tensor
 
 import zerolab
@@ -73,3 +74,18 @@ def test_torch_compile(ranks, how, inner, stages):
             for name, value in expected.items():
                 tolerance = {"rtol": 0, "atol": 0} if inner == "aot_eager" else {"rtol": 1e-3, "atol": 1e-4}
                 torch.testing.assert_close(state[name], value, **tolerance, msg=f"stage {stage}: {name}")
+
+
+def with_compiled_autograd(stage: int) -> str:
+    zero = zerolab.shard(build(CASES["plain"]), stage, units=CASES["plain"].units)
+
+    def step() -> None:
+        CASES["plain"].loss(zero.model, zero.rank, 0).backward()
+
+    with torch._dynamo.config.patch(compiled_autograd=True):
+        return attempt(torch.compile(step, backend="eager"))
+
+
+def test_compiled_autograd_is_refused_by_name(ranks):
+    for stage in (0, 3):
+        all_say(ranks.run(with_compiled_autograd, stage, ranks=2), "RuntimeError", "compiled_autograd = False")

@@ -58,7 +58,7 @@ class Backward:
         self._reduces = False  # whether the backward that began last did so outside no_sync()
         self._reducing: deque[Unit] = deque()  # units whose reduction is under way
         self._kept_back = {unit: KeptBack(unit) for unit in stage.units}
-        self.held: set[Unit] = set()  # units that stay gathered until backward ends: nobody saw where it will enter them
+        self.held: set[Unit] = set()  # stay gathered until backward ends: nobody saw where it will enter them
         self.turns = Turns(stage.units, self._begin, self._on_passed)
 
     def check_grads_final(self, units: list[Unit]) -> None:
@@ -106,7 +106,7 @@ class Backward:
         return True
 
     def at_outputs(self, units: list[Unit], ended: int, unwatched: ForwardCall | None, grad: Tensor) -> None:
-        """A gradient reached the outputs of a call that ended when the clock showed `ended`. It goes on into `units`."""
+        """A gradient reached the outputs of a call that ended when the clock showed `ended`, and goes into `units`."""
         if not self._begin():
             return
         for unit in units:

@@ -38,7 +38,7 @@ class Forward:
         self._turns = backward.turns
         self._inputs = precision.compute if precision.cast_inputs else None  # their dtype; None: as they come
         self.bypassed = False  # the model shows something else, and calls mean nothing
-        self._calls: list[tuple[nn.Module, Any, list[Unit]]] = []  # under way: module, exception before, units of its own
+        self._calls: list[tuple[nn.Module, Any, list[Unit]]] = []  # module, exception before, units it began
         self._outermost: Any = None  # the frame of the first of them
         self._training = False  # whether that one began with gradients enabled
         self._begun: dict[Unit, tuple[int, int]] = {}  # version of the full parameters, number of autograd's next node
@@ -200,6 +200,12 @@ class Forward:
             raise RuntimeError(
                 "model.require_backward_grad_sync = False is for torch's DistributedDataParallel; run forward and "
                 "backward inside `with zero.no_sync():` instead"
+            )
+        compiler = sys.modules.get("torch._dynamo.compiled_autograd")
+        if getattr(compiler, "compiled_autograd_enabled", False):
+            raise RuntimeError(
+                f"rank {self._stage.rank}: compiled autograd traces backward before it runs, and so would the engine's "
+                "collectives be; compile forward alone, with torch._dynamo.config.compiled_autograd = False"
             )
         if self._backward.under_way:
             self._backward.drop()

@@ -17,6 +17,7 @@
 # %%
 # %load_ext zerolab.lab
 from zerolab import lab
+from zerolab.lab import plots
 
 lab.start(4);
 
@@ -55,8 +56,6 @@ dist.all_reduce(mine)
 after = mine.tolist()
 
 # %%
-from zerolab.lab import plots
-
 before, after = lab.pull("before"), lab.pull("after")  # a list of the four ranks' values
 lab.measured("00.1", after[0][0])
 lab.reveal("00.1")

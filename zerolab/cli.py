@@ -12,6 +12,7 @@ from pathlib import Path
 
 import zerolab
 from zerolab.apps.arguments import (
+    PROCESSES,
     MissingPackage,
     Parser,
     about_file,
@@ -88,7 +89,7 @@ def add_demo(commands: argparse._SubParsersAction) -> None:
         "moved with the formulas. Bytes are those of the rank that has most. With NCCL, parameters may differ a "
         "little. Exit status: 0 if everything is as promised, 1 if not, 2 if it cannot run.",
     )
-    parser.add_argument("--ranks", type=whole(1), default=4, help="processes to start (default 4)")
+    parser.add_argument("--ranks", type=PROCESSES, default=4, help="processes to start (default 4)")
     parser.add_argument("--steps", type=whole(2), default=20, help="training steps, at least 2 (default 20)")
     parser.add_argument("--stages", type=numbers, default=[0, 1, 2, 3], help="which stages (default 0,1,2,3)")
     parser.add_argument("--precision", choices=["fp32", "bf16"], default="fp32", help="bf16 has fp32 masters")
@@ -207,7 +208,9 @@ def add_bench(commands: argparse._SubParsersAction) -> None:
         description="Runs every stage and the library that does the same on the same ranks, one step each in turn. "
         "Prints the ratios of wall time, CPU time and peak memory, and the losses, to show that both do the same work.",
     )
-    parser.add_argument("--ranks", type=whole(1), help="processes to start (default: one for each GPU, 2 without GPUs)")
+    parser.add_argument(
+        "--ranks", type=PROCESSES, help="processes to start (default: one for each GPU, 2 without GPUs)"
+    )
     parser.add_argument("--rounds", type=whole(4), default=40, help="measured steps of each system (default 40)")
     parser.add_argument("--precision", choices=["fp32", "bf16", "both"], default="both", help="default: both")
     parser.add_argument("--json", type=output, metavar="FILE", help="write what was measured")
@@ -294,7 +297,7 @@ def add_train(commands: argparse._SubParsersAction) -> None:
         description="Trains on ranks of this machine; under torchrun or srun, use `python -m zerolab.train`. "
         "SIGTERM and Ctrl-C finish the step, save and stop. Exit status: 0 if it finished, or was stopped and saved.",
     )
-    parser.add_argument("--ranks", type=whole(1), default=4, help="processes to start (default 4)")
+    parser.add_argument("--ranks", type=PROCESSES, default=4, help="processes to start (default 4)")
     add_arguments(parser)
 
     def run(args: argparse.Namespace) -> int:
@@ -328,7 +331,7 @@ def add_doctor(commands: argparse._SubParsersAction) -> None:
         "than --timeout (for a class, 5 s more per student). Exit status: 0 all is well, 1 something needs fixing, 2 "
         "the doctor cannot run.",
     )
-    parser.add_argument("--ranks", type=whole(1), default=4, help="processes to start for the all-reduce (default 4)")
+    parser.add_argument("--ranks", type=PROCESSES, default=4, help="processes to start for the all-reduce (default 4)")
     parser.add_argument(
         "--students",
         type=whole(1),

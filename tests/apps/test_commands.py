@@ -69,6 +69,8 @@ def test_files_that_are_there_are_left_as_they_are(capsys, tmp_path):
         ("plan --params 7.5e9 --ranks 0", "--ranks: must be 1 or more, not 0\n"),
         ("plan --params 7.5B --ranks 2 --gpu-memory 80", "80 is 80 bytes: do you mean 80GB?"),
         ("plan --params 7.5B --ranks 2 --activations 10", "10 is 10 bytes: do you mean 10GB?"),
+        ("plan --params 7.5 --ranks 64", "7.5 is 7.5 parameters: do you mean 7.5B or 7.5M?"),
+        ("demo --ranks 100000", "--ranks: must be from 1 to 64, not 100000"),
     ],
 )
 def test_arguments_that_would_be_misunderstood(capsys, arguments, says):

@@ -153,7 +153,7 @@ def test_some_stages(lent: None) -> None:
 @pytest.mark.exhaustive
 def test_command(tmp_path: Path) -> None:
     json_file, plot_file = tmp_path / "ladder.json", tmp_path / "ladder.png"
-    command = [sys.executable, "-m", "zerolab.cli", "demo", "--ranks", "2", "--steps", "2", "--device", "cpu"]
+    command = [sys.executable, "-m", "zerolab", "demo", "--ranks", "2", "--steps", "2", "--device", "cpu"]
     files = ["--json", str(json_file), "--plot", str(plot_file)]
     done = subprocess.run([*command, *files], capture_output=True, text=True, timeout=600)
     assert done.returncode == 0, done.stdout + done.stderr

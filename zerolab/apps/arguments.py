@@ -153,6 +153,9 @@ def whole(least: int, most: int = MOST) -> Callable[[str], int]:
     return reader(read)
 
 
+PROCESSES = whole(1, 64)  # ranks that are started on this machine, each with 100 MB and more
+
+
 def positive(text: str) -> float:
     """A finite number above 0, as an argument's type."""
     try:

@@ -145,10 +145,12 @@ def read_parameters(text: str) -> float:
     scale = letters.get(text[-1:].upper(), 1)
     try:
         value = float(text if scale == 1 else text[:-1]) * scale
-        if 1 <= value < 1e18:
-            return value
     except ValueError:
-        pass
+        value = 0
+    if scale == 1 and 0 < value < 1000:
+        raise ValueError(f"{text} is {text} parameters: do you mean {text}B or {text}M?")
+    if 1 <= value < 1e18:
+        return value
     raise ValueError(f"{text!r} is not a number of parameters; write 7.5e9, 7.5B, 124M or 1T")
 
 

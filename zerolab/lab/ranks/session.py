@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import atexit
 import os
+import sys
 from typing import Any
 
 import torch.distributed as dist
@@ -64,6 +65,8 @@ def start(
     if backend == "local" and not leased:
         kind, says = _choose_device(number, device)
     stop()
+    if "IPython" in sys.modules and (shell := sys.modules["IPython"].get_ipython()):  # in a notebook of one's own
+        shell.extension_manager.load_extension("zerolab.lab")
     notices.show()
     _mention_others(stop_others)
     live: Session

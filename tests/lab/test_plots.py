@@ -515,6 +515,24 @@ def test_attention_map(tmp_path):
         plots.attention_map(ways, {})
 
 
+def test_ring_turns(tmp_path):
+    held, pairs = [[0, 1], [1, 0]], {"contiguous": [[3, 0], [3, 4]], "zigzag": [[3, 2], [3, 2]]}
+    figure, sentence = plots.ring_turns(held)
+    save(figure, tmp_path)
+    assert sentence == "After 1 turn each rank has had the keys of all, one block at a time."
+    assert [text.get_text() for text in figure.axes[0].texts] == list("0110")
+    figure, sentence = plots.ring_turns(held, pairs)
+    save(figure, tmp_path)
+    assert sentence == (
+        "contiguous: each rank computes 5 pairs on average, and all are done after the time of 7; "
+        "zigzag: each rank computes 5 pairs on average, and all are done after the time of 5."
+    )
+    squares = [text.get_text() for text in figure.axes[0].texts]
+    assert squares == [*"000", *"111", *"0000", "3", "+ 4"]
+    with pytest.raises(ValueError, match="no turns"):
+        plots.ring_turns(held, {})
+
+
 class AllForwards(Pipeline):
     """GPipe over identity stages, whose backward passes on what comes."""
 

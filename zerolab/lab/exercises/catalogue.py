@@ -32,7 +32,8 @@ LESSONS: dict[str, str] = {
     "19": "Claims on trial, and the interview",
     "20": "FSDP in forty lines",
     "21": "Nothing stops",
-    "22": "Experts, and long contexts",
+    "22": "Experts",
+    "25": "Long contexts",
 }  # as their headings
 
 

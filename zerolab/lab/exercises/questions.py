@@ -732,13 +732,24 @@ QUESTIONS: dict[str, Question] = {
             2: "That is G = 4, where an expert has no replica and nothing is divided at all.",
         },
     ),
-    "22.3": Question(
+    "25.1": Question(
         "times the mean",
         slips={
             0.96: "That is with one chunk on each rank, 4 of 10 pairs. With two, one of the 4 pairs at home is hidden.",
             9: "Those are the pairs of rank 3, 15: divide by the mean of the four, 36 pairs by 4.",
             3: "That is against rank 0, which has 3 pairs; asked for is the mean.",
             1.05: "That is the limit of many small chunks; here a pair on the diagonal is computed whole.",
+        },
+    ),
+    "25.2": Question(
+        "bytes",
+        slips={
+            4 / 3: "A rank keeps its own block and sends one in each turn: N - 1 turns, here three.",
+            64 / 65: "Those are the keys and values. With each block go the places of its 128 tokens, 8 bytes each.",
+            1 / 2: "That is one of the two layers, or keys without values.",
+            32 / 65: "That is one of the two layers, or keys without values, and without the places.",
+            1 / 3: "That is one turn: a block is sent three times until it has been everywhere.",
+            4: "A block has a rank's 128 tokens, not all 512.",
         },
     ),
 }

@@ -33,6 +33,7 @@ from zerolab.lab.plots.timeline import skyline
 from zerolab.lab.plots.tokens import token_weights
 from zerolab.lab.plots.trend import fit_line, growth
 from zerolab.lab.plots.trillion import to_a_trillion
+from zerolab.lab.plots.turns import ring_turns
 from zerolab.measure.overlap import Phase, knee
 
 __all__ = [
@@ -72,6 +73,7 @@ __all__ = [
     "png",
     "reproduced",
     "ring_against_root",
+    "ring_turns",
     "scaling",
     "shard_map",
     "sharding_map",

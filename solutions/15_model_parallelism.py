@@ -257,7 +257,7 @@ print("a layer norm's gradients are the same in a pair, bit for bit:", same)
 # *What it buys*: a rank holds about half of the parameters and computes half of each block. Of the activations q, k, v
 # and the hidden units are halved; the inputs of blocks and layer norms stay whole on both ranks, unless **sequence
 # parallelism** (Korthikanti et al., arXiv 2205.05198) divides them as well. (The opening case, a sequence of 100,000
-# tokens, is lesson 22's.)
+# tokens, is lesson 25's.)
 #
 # ## Two by two
 #

@@ -3,9 +3,9 @@
 #
 # **The question.** ZeRO brings parameters to the samples. A layer of *experts* turns that around: it has too many
 # parameters to gather for every rank, and a token needs only a few of them. So the tokens travel. That changes what a
-# step sends, which rank is the slowest, and whose gradients are averaged with whose. With the wrong divisor the experts'
-# gradients are several times too large, and under Adam no loss curve shows it: DeepSpeed's ZeRO had that mistake until
-# September 2024. The lesson builds on lesson 07's `Zero3`, and on process groups that cross, as in lesson 15.
+# step sends, which rank is the slowest, and whose gradients are averaged with whose. With the wrong divisor the
+# experts' gradients are several times too large, and under Adam no loss curve shows it: DeepSpeed's ZeRO had that
+# mistake until September 2024. The lesson builds on lesson 07's `Zero3`, and on groups that cross, as in lesson 15.
 
 # %%
 # %load_ext zerolab.lab
@@ -88,9 +88,8 @@ lab.predict("22.1", 4 * 512 * 128 * 4 * 3 / 4)  # bytes
 lab.check("22.1")
 
 # %% [markdown]
-# What did they send? `Experts`, from the lesson's room, is a list of experts that calls each with its rows, even if it
-# has none: an engine around them needs the same calls on all ranks. Beside it, `Zero3` gathers all eight for the same
-# tokens.
+# What does that send? `Experts` is a list of experts, and calls each with its rows, even if it has none: an engine
+# around them needs the same calls on all ranks. Beside it, `Zero3` gathers all eight for the same tokens.
 
 # %%
 # %%ranks
@@ -154,9 +153,9 @@ if lab.predicted("22.1"):
 lab.check("22.2")
 
 # %% [markdown]
-# Now the layer, which is short with `dispatch` and `combine`. (It keeps its experts in a list, which looks odd; wait for
-# ZeRO.) `ExpertGPT` puts one into each of two blocks, and leaves this rank its part of the experts. One process is the
-# case G = 1: it is alone in its expert group.
+# Now the layer, which is short with `dispatch` and `combine`. (That it keeps its experts in a list looks odd; ZeRO will
+# need it.) `ExpertGPT` puts one into each of two blocks, and leaves this rank its part of the experts. One process is
+# the case G = 1: a rank alone in its expert group.
 
 # %%
 # %%ranks
@@ -176,11 +175,8 @@ class MoE(nn.Module):
         return (made * scores.gather(1, self.chosen[:, None])).view_as(x)
 
 
-GROUPS = {}  # G -> this rank's expert group, and its replicas
-for G in (1, 2, 4):
-    rows = [dist.new_group(range(first, first + G)) for first in range(0, 4, G)]
-    columns = [dist.new_group(range(first, 4, G)) for first in range(G)]
-    GROUPS[G] = rows[rank // G], columns[rank % G]
+# this rank's expert group, and its replicas
+GROUPS = {G: lab.expert_groups(G) for G in (1, 2, 4)}
 
 
 def loss_of(model, who, number=0):
@@ -223,8 +219,11 @@ for G in (2, 4):
 # in a list: `named_parameters()` doesn't find them there. The rest is an ordinary model for a `Zero3` over all ranks,
 # and each layer's experts are a model for another `Zero3`, over their replicas.
 #
-# An engine *averages* over its group. With G = 2 each expert is on two ranks. How many times the gradient of one process
-# does `Zero3` leave in its `.grad`?
+# (Registered as modules, under one engine or torch's DDP, the first experts of all ranks have one name and one shape,
+# and so are one parameter: the first rank's is broadcast, and the others are gone, without an error.)
+#
+# An engine *averages* over its group. With G = 2 each expert is on two ranks. How many times the gradient of one
+# process does `Zero3` leave in its `.grad`?
 
 # %%
 lab.predict("22.2", 2)  # times
@@ -235,15 +234,17 @@ lab.predict("22.2", 2)  # times
 def with_zero(G, stage=3, dtype=torch.float64):  # engines: the model's, and each layer's
     group, replicas = GROUPS[G]
     model = lab.ExpertGPT(MoE, group, dtype)
-    inner = [zerolab.shard(each, stage, units=[MLP], group=replicas) for each in model.experts]
-    return [zerolab.shard(model, stage, units=[Block]), *inner]
+    engines = [zerolab.shard(model, stage, units=[Block])]
+    for experts in model.experts:
+        engines.append(zerolab.shard(experts, stage, units=[MLP], group=replicas))
+    return engines
 
 
 times = {}
 for G in (2, 4):
     outer, first, second = with_zero(G)
     loss_of(outer.model, rank).backward()
-    norm = first.clip_grad_norm_(float("inf"))  # of the first layer's experts; it clips nothing
+    norm = first.clip_grad_norm_(float("inf"))  # of layer 1's experts; it clips nothing
     right = [param.grad for param in lab.part(one.experts[0], GROUPS[G][0]).parameters()]
     times[G] = norm / nn.utils.get_total_norm(right)
 
@@ -268,33 +269,20 @@ if lab.predicted("22.2"):
 
 # %% tags=["nbval-check-output"]
 # %%ranks
-def params_of(modules):
-    return [param for module in modules for param in module.parameters()]
-
-
 def right_factor(experts, G):  # from a mean over the 4 / G replicas to one over all four
-    for param in params_of(experts):
+    for param in (param for each in experts for param in each.parameters()):
         if param.grad is not None:
             param.grad /= G
 
 
-alone = one_process()
-torch.optim.SGD(params_of([alone, *alone.experts]), 0.1).step()
 for G in (2, 4):
-    zeros = with_zero(G)
-    model, *experts = [zero.model for zero in zeros]
-    loss_of(model, rank).backward()
-    right_factor(experts, G)
-    torch.optim.SGD(params_of([model, *experts]), 0.1).step()
-    pairs = zip([zero.full_state_dict() for zero in zeros], alone.states(GROUPS[G][0]))
-    same = all(lab.relative_error(got, want) < 1e-10 for got, want in pairs)
+    outer, *inner = with_zero(G)
+    loss_of(outer.model, rank).backward()
+    right_factor([zero.model for zero in inner], G)
+    same = lab.same_step([outer, *inner], one_process(), GROUPS[G][0])
     print(f"G = {G}, Zero3 for both: weights as of one process: {same}")
 
 # %% [markdown]
-# What if you register the experts as modules, and wrap the model once? The first expert of each rank has the same name
-# and shape, so to an engine, or to torch's DDP, they are one parameter. It broadcasts the first rank's, and the others
-# are gone, without an error.
-#
 # ## The fullest expert
 #
 # Nothing makes the router spread tokens evenly, and an expert that is chosen more learns more, so it is chosen more.
@@ -306,10 +294,10 @@ for G in (2, 4):
 # %%
 # %%ranks
 def train(speed):
-    zeros = with_zero(4, stage=1, dtype=torch.float32)
-    model, *experts = [zero.model for zero in zeros]
+    model, *experts = [zero.model for zero in with_zero(4, stage=1, dtype=torch.float32)]
     layers = [block.mlp for block in model.blocks]
-    adam = torch.optim.AdamW(params_of([model, *experts]), lr=1e-3)
+    params = [param for module in (model, *experts) for param in module.parameters()]
+    adam = torch.optim.AdamW(params, lr=1e-3)
     for number in range(40):
         loss_of(model, rank, number).backward()
         right_factor(experts, 4)
@@ -333,13 +321,13 @@ title = "Tokens by expert in the first layer, after 40 steps"
 plots.show(plots.tokens_by_expert(skylines, title, capacity, learner=lab.passed("22.1")))
 
 # %% [markdown]
-# In each layer all ranks wait for the one with the most tokens, which also has the most activations: a run can go out of
-# memory in its thousandth step.
+# In each layer all ranks wait for the one with the most tokens, which also has the most activations: a run can go out
+# of memory in its thousandth step.
 #
 # The older remedy is a **[capacity](../docs/glossary.md#capacity)**: an expert takes at most a fixed number of tokens
-# from each rank, its even share times a *capacity factor* such as 1.25 (the dashed line, for four ranks). Then all
-# splits are even and known in advance. A token beyond it is **dropped**: the residual connection carries it past the
-# layer, unchanged. Room that is left is sent as padding. Here:
+# from each rank, its even share times a *capacity factor* such as 1.25 (the dashed line, for four ranks). All splits
+# are then even and known in advance. A token beyond it is **dropped**: the residual connection carries it past the
+# layer. Room that is left is sent as padding.
 
 
 # %%

@@ -4,10 +4,10 @@
 # **The question.** Lesson 15 opened with one sequence of 100,000 tokens, whose activations need more memory than a GPU
 # has, and left it there. ZeRO divides model states and data parallelism divides samples; this is *one sample*. A
 # thousand GPUs with ZeRO-3 fail exactly as one does. So each GPU must take a piece of the sequence. Most of a
-# transformer would not notice: it computes each token by itself. Attention would, since a token looks at all earlier
-# ones, and they are elsewhere. How does attention come out right, to the last digits? Who waits for whom? And what does
-# ZeRO have to know? The lesson builds on lesson 01's ring, lesson 07's `Zero3` and the attention of any GPT; of lesson
-# 22 it needs one sentence, which it repeats.
+# transformer doesn't notice, because it computes each token by itself. Attention does: a token looks at all earlier
+# ones, and most of them are on other GPUs. How does it still come out as in one process? Who waits for whom? And what
+# must ZeRO know of it? The lesson builds on lesson 01's ring and lesson 07's `Zero3`. From lesson 22 it needs one
+# sentence, which it repeats.
 
 # %%
 # %load_ext zerolab.lab
@@ -56,7 +56,7 @@ print(f"100,000 tokens: {kept / 1e9:.1f} GB of activations")
 # %%
 # %%ranks
 block, held = torch.tensor([rank]), [rank]
-for number in range(3):
+for _ in range(3):
     block = lab.turn(block, everyone)
     held.append(block.item())
 
@@ -118,11 +118,13 @@ lab.predict("25.1", 15 / 9)  # times the mean
 # %% [markdown]
 # ## The ring
 #
-# `places` are the tokens' places in the sequence: they decide who may see whom, and travel with the keys.
+# `places` are the tokens' places in the sequence: they decide who may see whom, and travel with the keys. `by_halves`
+# cuts a rank's queries and a block of keys into their two chunks, and calls your `merge` for those pairs in which there
+# is something to see.
 
 # %%
 # %%ranks
-merge = lab.by_halves(lab.mine("25.1"))  # calls it for pairs of chunks, if there is something to see
+merge = lab.by_halves(lab.mine("25.1"))
 
 
 def ring(q, k, v, places, group):  # q, k, v: (B, H, T / N, D), of this rank's tokens
@@ -139,11 +141,12 @@ def ring(q, k, v, places, group):  # q, k, v: (B, H, T / N, D), of this rank's t
 attend = lab.with_backward(ring)
 
 # %% [markdown]
-# `with_backward` makes it a function that autograd knows. Its backward is in the room (`ring.py`), because it is the
-# same loop again: the blocks go around once more, and with each goes the gradient of its keys and values so far. The
+# `with_backward` makes it a function that autograd knows (in `zerolab/lab/lessons/lesson25/ring.py`). Its backward is
+# the same loop again: each block goes around once more, and with it the gradient of its keys and values so far. The
 # weights are computed again, from q, k and lse, so nothing of size T × T is ever kept.
 #
-# Is it right? Two ways to place the tokens: `contiguous` is that of the prediction, and of the other more below.
+# Is it right? Here it is beside torch's attention in one process, with two ways to place the tokens. `contiguous` is
+# the prediction's.
 
 
 # %%
@@ -186,8 +189,8 @@ if lab.predicted("25.1"):
     plots.show(plots.attention_map(owners, flop))
 
 # %% [markdown]
-# Rank 3 computes 15 of the 36 pairs on the left, and 9 on the right, like everyone. The wait is worse than the
-# picture says, or would be if ranks waited at every turn. Which pairs does each rank compute in which turn?
+# Rank 3 computes 15 of the 36 pairs on the left, and 9 on the right, like everyone. But a ring has turns, and in
+# each of them ranks wait for their neighbours. So what matters is who computes how many pairs in *each*:
 
 # %%
 # %%ranks
@@ -202,8 +205,8 @@ if lab.predicted("25.1"):
     plots.show(plots.ring_turns(lab.pull("held"), pairs))
 
 # %% [markdown]
-# Contiguous, rank 0 is idle from the first turn on, because all that comes is later than its queries. Zigzag gives
-# every rank two pairs in every turn.
+# On the left rank 0 is idle from turn 1 on: whatever comes is later than its queries. On the right nobody is ever idle,
+# because an early chunk and a late one see two pairs of every block that comes.
 #
 # ## The whole model, on a piece of a sequence
 #
@@ -259,13 +262,13 @@ lab.reveal("25.2")
 if lab.predicted("25.2"):
     sent = lab.pull("sent", rank=0)
     for N, kept in lab.pull("per_token", rank=0).items():
-        print(f"N = {N}: a rank keeps {kept:,.0f} bytes for each token of the sequence", end=" ")
-        print(f"and sends {sent[N]:,.0f} in forward")
+        print(f"N = {N}, a rank: {kept:,.0f} bytes kept for each of all tokens", end="; ")
+        print(f"{sent[N]:,.0f} sent in forward")
 
 # %% [markdown]
 # That is what a thousand GPUs with ZeRO-3 alone can't do: two ranks halve the activations of *one* sequence, and four
-# quarter them. In a layer's forward a rank sends keys and values (and their places), 2TC(N-1)/N numbers, and in backward
-# 4TC. The large model again:
+# quarter them. In a layer's forward a rank sends 2TC(N-1)/N numbers, keys and values (and their places). In backward it
+# sends 4TC, because the gradients travel with them, and all the way home. The large model again:
 
 # %% tags=["nbval-check-output"]
 kept = 34 * 32 * 4096 * 100_000

@@ -26,6 +26,17 @@ class Experts(nn.ModuleList):
         return out
 
 
+def expert_groups(G: int) -> tuple[Any, Any]:
+    """This rank's expert group, G ranks that stand side by side, and its replicas, which have the same place in theirs.
+
+    All ranks call it, as they call `new_group`.
+    """
+    rank, N = dist.get_rank(), dist.get_world_size()
+    rows = [dist.new_group(list(range(first, first + G))) for first in range(0, N, G)]
+    columns = [dist.new_group(list(range(place, N, G))) for place in range(G)]
+    return rows[rank // G], columns[rank % G]
+
+
 def part(experts: Experts, group: Any) -> Experts:
     """Those of all a layer's experts that this rank has, when the ranks of `group` share them out in order."""
     each = len(experts) // dist.get_world_size(group)

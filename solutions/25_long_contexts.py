@@ -44,9 +44,9 @@ print(f"100,000 tokens: {kept / 1e9:.1f} GB of activations")
 # %% [markdown]
 # So cut the *sequence*: each of N ranks has T/N of its tokens, in every layer. That is
 # **[context parallelism](../docs/glossary.md#context-parallelism)**. Embeddings, layer norms, MLPs and the loss compute
-# each token by itself, and need nothing from other ranks. In attention a token has a *query*, and compares it with the
-# *keys* of all earlier tokens; the result is a mean of their *values*, with the softmax of the scores as weights. Only
-# keys and values must come from elsewhere.
+# each token by itself, and need nothing from other ranks. In attention a token compares its *query* with the *keys* of
+# all tokens up to its own, which gives their scores; the result is a mean of their *values*, weighted by the softmax of
+# the scores. Only keys and values must come from elsewhere.
 #
 # One way is to gather them all, one layer at a time (Llama 3, arXiv 2407.21783, section 3.3.2). Or let them come *one
 # block after another*, around a ring, and hold two: **[ring attention](../docs/glossary.md#ring-attention)** (arXiv
@@ -145,8 +145,8 @@ attend = lab.with_backward(ring)
 # the same loop again: each block goes around once more, and with it the gradient of its keys and values so far. The
 # weights are computed again, from q, k and lse, so nothing of size T × T is ever kept.
 #
-# Is it right? Here it is beside torch's attention in one process, with two ways to place the tokens. `contiguous` is
-# the prediction's.
+# Is it right? Here it is beside torch's attention in one process, with its FLOP counted, and with two ways to place the
+# tokens. `contiguous` is the prediction's.
 
 
 # %%
@@ -189,8 +189,8 @@ if lab.predicted("25.1"):
     plots.show(plots.attention_map(owners, flop))
 
 # %% [markdown]
-# Rank 3 computes 15 of the 36 pairs on the left, and 9 on the right, like everyone. But a ring has turns, and in
-# each of them ranks wait for their neighbours. So what matters is who computes how many pairs in *each*:
+# Rank 3 computes 15 of the 36 pairs on the left, and 9 on the right, like everyone. But a ring has turns, and in each
+# of them ranks wait for their neighbours. So an even total is not enough: how many pairs does a rank have in each turn?
 
 # %%
 # %%ranks
@@ -205,8 +205,9 @@ if lab.predicted("25.1"):
     plots.show(plots.ring_turns(lab.pull("held"), pairs))
 
 # %% [markdown]
-# On the left rank 0 is idle from turn 1 on: whatever comes is later than its queries. On the right nobody is ever idle,
-# because an early chunk and a late one see two pairs of every block that comes.
+# On the left rank 0 is idle from turn 1 on: whatever comes is later than its queries. On the right every rank has two
+# pairs in every turn: of a lower rank's block both its chunks see the early keys, and of a higher rank's its late chunk
+# sees all.
 #
 # ## The whole model, on a piece of a sequence
 #
@@ -308,9 +309,9 @@ for N in (1, 8, 64):
 #    have different numbers of tokens that count, for example with padding: then divide sums by the number of all.
 # 5. Forward 2TC(N-1)/N in 32 layers, 45.9 GB; backward 4TC, 104.9 GB. Ulysses: 8TC(N-1)/N², 22.9 GB for both. The ring
 #    works with more ranks than heads, and its turns can hide behind computing.
-# 6. No. 8,000 tokens need 34 · 32 · 4,096 · 8,000 bytes, 35.7 GB, and with ZeRO-3 a rank's model states are small: a
-#    sequence for each GPU, and no keys travel. Cut when one sample doesn't fit, or when there are fewer samples than
-#    GPUs.
+# 6. No. 8,000 tokens need 34 · 32 · 4,096 · 8,000 bytes, 35.7 GB. The layers have 32 · 12 · 4,096² parameters, 6.4
+#    billion, and with ZeRO-3 their states are 16 · 6.4 · 10⁹ / 64 bytes, 1.6 GB a rank. So each GPU has a sequence, and
+#    no keys travel. Cut when one sample doesn't fit, or when there are fewer samples than GPUs.
 
 # %%
 lab.stop()

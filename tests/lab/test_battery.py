@@ -162,7 +162,7 @@ def test_a_none_is_told_as_a_collective_s_only_where_the_answer_uses_what_one_re
 LIKELY = {
     "a method that returns nothing": ("04.2", "return unit.layout.slices", "unit.layout.slices", "adopt()", "NoneType"),
     "a module that is none yet": ("20.1", "        super().__init__()\n", "", "", "has no attribute '_parameters'"),
-    "a name that is not there": ("20.2", "    ends, start = [0], 0\n", "", "· line 4: ends +=", RAISED),
+    "a name that is not there": ("23.1", "    ends, start = [0], 0\n", "", "· line 4: ends +=", RAISED),
     "a number": ("17.1", "            return steps\n", "            return steps + 1\n", "is 3, expected 2", "number"),
     "a factor": ("02.1", "param.detach()", "2 * param.detach()", "; that is 2 times what is expected", "times"),
     "no result": ("18.2", "    return {", "    checkpoint = {", "rank 0, the result is None", "nothing"),

@@ -33,6 +33,7 @@ LESSONS: dict[str, str] = {
     "20": "FSDP in forty lines",
     "21": "Nothing stops",
     "22": "Experts",
+    "23": "8-bit Adam, sharded",
     "25": "Long contexts",
 }  # as their headings
 

@@ -677,15 +677,6 @@ QUESTIONS: dict[str, Question] = {
             / 3_286_016: "Those are the shards: they rest on the rank, and the gathered ones are held beside them.",
         },
     ),
-    "20.3": Question(
-        "bytes per parameter",
-        slips={
-            2 / 2.0356: "Each block of 256 has a scale for each average, 4 bytes: that is small, and not nothing.",
-            8 / 2.0356: "Those are the two averages in float32.",
-            1 / 2.0356: "Adam keeps two averages.",
-            1.015625 / 2.0356: "Adam keeps two averages.",
-        },
-    ),
     "21.1": Question(
         "ranks",
         slips={
@@ -730,6 +721,24 @@ QUESTIONS: dict[str, Question] = {
             0.5: "The mean over the replicas divides by 2; one process divides by the number of losses, 4.",
             0.25: "It is divided by 2 where it should be 4: the divisor is too small, so the gradient is too large.",
             2: "That is G = 4, where an expert has no replica and nothing is divided at all.",
+        },
+    ),
+    "23.1": Question(
+        "bytes per parameter",
+        slips={
+            2 / 2.032: "Each block of 256 has a scale for each average, 4 bytes: that is small, and not nothing.",
+            8 / 2.032: "Those are the two averages in float32.",
+            1 / 2.032: "Adam keeps two averages.",
+            1.015625 / 2.032: "Adam keeps two averages.",
+        },
+    ),
+    "23.2": Question(
+        "steps",
+        slips={
+            1 / 2: "The averages begin at 0, and the first step computes with them before they are stored: they are "
+            "rounded only when it has updated the parameters.",
+            3 / 2: "The second step reads what the first has rounded, and updates the parameters with it.",
+            4 / 2: "The second step reads what the first has rounded, and updates the parameters with it.",
         },
     ),
     "25.1": Question(

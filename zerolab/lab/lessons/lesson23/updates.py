@@ -1,4 +1,4 @@
-"""What lesson 20 updates with: Adam that stores its averages as it is told, and ZeRO-1 whose shards end anywhere."""
+"""What lesson 23 updates with: Adam that stores its averages as it is told, and ZeRO-1 whose shards end anywhere."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch.nn.utils import parameters_to_vector
 from torch.optim import Optimizer
 
+from zerolab.engine.slices import to_local
 from zerolab.tasks.data import batch
 
 
@@ -54,8 +55,12 @@ class StoredAdam(Optimizer):
         state["root"], state["root_scale"] = self.store(root)
 
 
-def four_steps(model: nn.Module, adam: Any, words: Tensor, *ranks: int) -> None:
-    """Train, each step on the mean of the gradients of these ranks' samples."""
+def four_steps(model: nn.Module, adam: Any, words: Tensor, *ranks: int) -> list[Tensor]:
+    """Train, each step on the mean of the gradients of these ranks' samples.
+
+    Returns what this rank has of all parameters, flat, after each step.
+    """
+    after = []
     for number in range(4):
         for rank in ranks:
             model(*batch(words, rank, number, 2, 64)).backward()
@@ -64,6 +69,8 @@ def four_steps(model: nn.Module, adam: Any, words: Tensor, *ranks: int) -> None:
             param.grad /= len(ranks)
         adam.step()
         model.zero_grad()
+        after.append(torch.cat([to_local(param).detach().flatten() for param in model.parameters()]))
+    return after
 
 
 class Ragged:

@@ -49,7 +49,9 @@ _HOME = {
     "zerolab.lab.lessons.lesson11": ("crash",),  # these are modules
     "zerolab.lab.lessons.lesson18": ("production",),
     "zerolab.lab.lessons.lesson20": ("compiled", "observed"),
-    "zerolab.lab.lessons.lesson20.gather_again": ("kept_bytes", "release"),
+    "zerolab.lab.lessons.lesson20.gather_again": ("release",),
+    "zerolab.lab.lessons.lesson20.placed": ("place",),
+    "zerolab.lab.lessons.lesson20.routed": ("routed",),
     "zerolab.lab.lessons.lesson22.compared": ("relative_error", "same_step"),
     "zerolab.lab.lessons.lesson22.experts": ("ExpertGPT", "Experts", "expert_groups", "part"),
     "zerolab.lab.lessons.lesson23.blocks": ("blocks_and_owners", "in_other_blocks"),

@@ -1,23 +1,80 @@
-"""What a rank holds and sends in a step of a sharded model, and the peak of its memory."""
+"""What a rank holds and sends in a step of a sharded model, compared with one process."""
 
 from __future__ import annotations
 
-import gc
-from collections.abc import Callable
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
 from zerolab.engine.engine import Engine
 from zerolab.engine.slices import to_local
+from zerolab.lab.activations import saved
+from zerolab.lab.lessons.lesson20.gather_again import kept_bytes
 from zerolab.lab.ranks.counting import calls
-from zerolab.measure import ledger, peak_of
+from zerolab.measure import ledger
+from zerolab.tasks.data import batch
+
+
+def by_one_process(model: nn.Module, words: Tensor, ranks: int = 4) -> nn.Module:
+    """The same model, with the mean of the gradients of all ranks' samples."""
+    for rank in range(ranks):
+        (model(*batch(words, rank, 0, 2, 64)) / ranks).backward()
+    return model
+
+
+def observe(built: Engine | nn.Module, one: nn.Module, x: Tensor, y: Tensor) -> dict[str, Any]:
+    """A forward and a backward of an engine, or of a model whose parameters are parametrized.
+
+    holds: bytes of parameters on this rank. sent, calls: its collectives. gathered: bytes of full parameters that are
+    held besides when forward returns. same: the gradients are those of the plain model `one`; of an engine it is not
+    asked.
+    """
+    if isinstance(built, Engine):
+        return _of_an_engine(built, x, y)
+    holds = sum(_own(param).nbytes for param in built.parameters())
+    activations = _kept_by(one, x, y)
+    with calls() as book, saved(built) as kept:
+        loss = built(x, y)
+        released = kept_bytes(built)
+        gathered = (kept.peak if released is None else released) - activations
+        loss.backward()
+    same = _far_from(one, built) < 1e-5
+    return {"holds": holds, "sent": book.sent, "calls": len(book.calls), "gathered": gathered, "same": same}
+
+
+def bars(seen: dict[str, dict[str, Any]]) -> dict[str, dict[str, float]]:
+    """For a picture: of each way, in MB, the parameters that a rank holds and those that it has gathered besides."""
+    kinds = {"parameters": "holds", "gathered parameters": "gathered"}
+    return {way: {kind: of[name] / 1e6 for kind, name in kinds.items()} for way, of in seen.items()}
+
+
+def _of_an_engine(zero: Engine, x: Tensor, y: Tensor) -> dict[str, Any]:
+    own = [to_local(param) for param in zero.model.parameters()]
+    ours = {param.untyped_storage()._cdata for param in own}
+    with ledger(zero) as book:
+        loss = zero.model(x, y)
+        full = [unit.full.untyped_storage() for unit in zero.units]
+        gathered = sum(storage.nbytes() for storage in full if storage._cdata not in ours)
+        loss.backward()
+    number = sum(not call.control for call in book.calls)
+    return {"holds": sum(param.nbytes for param in own), "sent": book.moved, "calls": number, "gathered": gathered}
+
+
+def _own(param: Tensor) -> Tensor:
+    return param.to_local() if isinstance(param, DTensor) else param
+
+
+def _kept_by(model: nn.Module, x: Tensor, y: Tensor) -> int:
+    """Bytes that autograd keeps of a forward of a plain model, its parameters left out: activations."""
+    with saved(model) as kept:
+        model(x, y)
+    return kept.peak
 
 
 @torch.no_grad()
-def far_from(one: nn.Module, model: nn.Module) -> float:
+def _far_from(one: nn.Module, model: nn.Module) -> float:
     """The largest difference of a gradient from that of the plain model `one`, relative to the largest in it.
 
     Gradients are gathered as their parameters are: by the parametrization.
@@ -29,46 +86,3 @@ def far_from(one: nn.Module, model: nn.Module) -> float:
             assert want is not None
             off.append(((made[0](made.original.grad) - want).abs().max() / want.abs().max()).item())
     return max(off)
-
-
-def observe(build: Callable[[], Engine | nn.Module], x: Tensor, y: Tensor) -> dict[str, float]:
-    """Of one rank: bytes of parameters held and of collectives sent, calls, and, on rank 0, the peak of a step.
-
-    build: makes the engine around a model, or a model without one. Bytes and calls are those of the first forward and
-    backward; the peak is that of the second step, with AdamW, as the allocator saw it. gathered: full parameters that
-    the engine has gathered, and still holds when forward returns.
-    """
-    seen: dict[str, float] = {}
-
-    def measure() -> Callable[[], Any]:
-        built = build()
-        model = built.model if isinstance(built, Engine) else built
-        adam = torch.optim.AdamW(model.parameters(), lr=1e-3, foreach=False)
-        own = [to_local(param) for param in model.parameters()]
-        seen["holds"] = sum(param.nbytes for param in own)
-        if isinstance(built, Engine):
-            kept = {param.untyped_storage()._cdata for param in own}
-            with ledger(built) as book:
-                loss = model(x, y)
-                full = [unit.full.untyped_storage() for unit in built.units]
-                seen["gathered"] = sum(storage.nbytes() for storage in full if storage._cdata not in kept)
-                loss.backward()
-            seen["sent"], seen["calls"] = book.moved, sum(not call.control for call in book.calls)
-        else:
-            with calls() as made:
-                model(x, y).backward()
-            seen["sent"], seen["calls"] = made.sent, len(made.calls)
-
-        def step() -> None:
-            adam.step()
-            adam.zero_grad()
-            model(x, y).backward()
-
-        return step
-
-    gc.collect()  # or what is freed in the meantime would be taken off the peak
-    if dist.get_rank() == 0:
-        seen["peak"] = peak_of(measure, torch.device("cpu"), steps=1)
-    else:
-        measure()()
-    return seen

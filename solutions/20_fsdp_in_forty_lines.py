@@ -324,7 +324,7 @@ assert len(graphs) > 1 and sum(graphs) == 0
 #    collective is it? And in DDP, and with hybrid sharding?
 # 2. The forty lines shard everything and send only 2Ψ(N-1)/N. Where is the third Ψ of stage 3, and who pays instead?
 # 3. On a network, starting a collective takes 50 µs. What do the 159 of the forty lines cost in a step, against the 14
-#    of `Zero3`, and who could make them fewer?
+#    of `Zero3`, and what would lower their number?
 # 4. Half of the ranks choose expert 0, the others expert 1, of the same shape. What do the forty lines compute?
 # 5. In hybrid sharding on 2 × 2 ranks, DTensors sent 6.9 MB and your `Gather` 5.2 MB. Which collective makes the
 #    difference?

@@ -121,7 +121,7 @@ plots.show(plots.shard_map(shown, ranks=2))
 #
 # Two models, both trained by `Adam8` from the same start with the same samples: one by one process, one by 2 ranks with
 # equal shares. The optimizer reads its two averages (0 at the start), mixes in the gradient, updates the parameters,
-# and stores the averages. After how many steps do the first parameters differ?
+# and stores the averages. After how many steps do any parameters differ?
 
 # %%
 lab.predict("23.2", 2)  # steps

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from zerolab.lab.lessons.lesson23.blocks import blocks_and_owners, in_other_blocks
 from zerolab.lab.plots import Piece, largest_share, png, shard_map
 
 pytestmark = pytest.mark.slow
@@ -29,3 +30,9 @@ def test_the_picture_says_what_it_shows() -> None:
 def test_ways_must_deal_out_the_same_elements() -> None:
     with pytest.raises(ValueError, match="'short' and 'flat' do not divide the same number of elements"):
         shard_map({"flat": EVEN, "short": EVEN[:1]}, 2)
+
+
+def test_blocks_have_owners_and_a_border_moves_those_behind_it() -> None:
+    assert blocks_and_owners([10, 3], [0, 6, 13], 4) == [(4, 0), (2, 0), (2, 1), (2, 1), (3, 1)]
+    assert in_other_blocks([10, 3], [0, 6, 13], 4) == 6  # 4 and 5 alone, then 6 to 9
+    assert in_other_blocks([10, 3], [0, 8, 13], 4) == in_other_blocks([10, 3], [0, 0, 13], 4) == 0

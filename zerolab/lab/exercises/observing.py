@@ -277,14 +277,15 @@ class Play:
     def at_most(self, name: str, value: float | Callable[[], float], slack: float = 0.0) -> None:
         """Of the event before: `value` must not be more than with the reference, and `slack`.
 
-        A function is asked again for a while, until one has been too much for all of it: one of gloo's threads may let
-        go of memory a moment late.
+        A function is asked again for a while, and half as long once one has been too much for all of it: one of gloo's
+        threads may let go of memory a moment late.
         """
         if self.reference is None:
             self.tape[-1].bounds[name] = (value() if callable(value) else value) + slack
             return
-        patience, most = Patience(2.0, longest=0.02), self.reference.tape[len(self.tape) - 1].bounds.get(name, 0.0)
-        while callable(value) and not self._too_much and value() > most and patience.turn() > 0:
+        most = self.reference.tape[len(self.tape) - 1].bounds.get(name, 0.0)
+        patience = Patience(1.0 if self._too_much else 2.0, longest=0.02)
+        while callable(value) and value() > most and patience.turn() > 0:
             time.sleep(0.01)
         self.tape[-1].bounds[name] = found = value() if callable(value) else value
         self._too_much |= callable(value) and found > most

@@ -66,6 +66,7 @@ def test_the_code_is_shown_after_a_diagnosis(monkeypatch, tmp_path, capsys):
 def test_a_failure_is_told_without_the_lines_of_code():
     text = "rank 1 raised ValueError: no\n  line 3 of the cell\n    broken(rank)\nrank 0: finished the cell"
     assert clinic._without_code(text) == "rank 1 raised ValueError: no\nrank 0: finished the cell"
+    assert clinic._without_code(text, finished=False) == "rank 1 raised ValueError: no"
 
 
 @pytest.mark.exhaustive
@@ -88,5 +89,7 @@ def test_patients_show_their_evidence_on_live_ranks(capsys):
             assert evidence in said.out + said.err
             assert "def " not in said.out and "SIGKILL" not in said.out + said.err
             assert "github.com" not in said.out
+            if number == 3:  # its ranks catch what they raise, so that they finish says nothing
+                assert "finished the cell" not in said.out
     finally:
         session.stop()

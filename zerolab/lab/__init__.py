@@ -65,6 +65,7 @@ _HOME = {
     "zerolab.lab.activations": ("saved",),
     "zerolab.lab.scripts": ("reproduce",),
     "zerolab.lab.lessons.lesson17.clinic": ("admit", "uncover"),
+    "zerolab.lab.lessons.lesson17.clinic.patient": ("fingerprint",),
     "zerolab.lab.exercises.verdicts": ("claim", "claims"),
     "zerolab.lab.lessons.lesson21.replicas": ("replica",),
     "zerolab.lab.lessons.lesson19.trial": ("evidence", "envelopes", "laid_out"),

@@ -62,7 +62,7 @@ def admit(number: int) -> list[Any] | None:
             raise
         results = failure.results
         show(results, live.size)
-        print(_without_code(str(failure)))
+        print(_without_code(str(failure), finished=not patient.catches))
     else:
         show(results, live.size)
         found = live.pull("_seen")
@@ -109,10 +109,10 @@ def uncover(number: int) -> None:
         print(f'The code is shown once you have a diagnosis: lab.predict("17.{number}", ...)')
 
 
-def _without_code(text: str) -> str:
+def _without_code(text: str, finished: bool = True) -> str:
     """A failure's message without the places in the code, which would tell the diagnosis.
 
-    A rank that a signal ended is told as torchrun tells it: by its exit code.
+    A rank that a signal ended is told as torchrun tells it: by its exit code. finished: whether to keep who finished.
     """
     lines = text.splitlines()
     kept, skip = [], False
@@ -125,6 +125,6 @@ def _without_code(text: str) -> str:
         skip = False
         if ended := _ENDED.match(line):
             line = f"{ended[1]}: no output, exit code {-signal.Signals[ended[2]]}"
-        if not line.startswith("lab.reset()"):
+        if not line.startswith("lab.reset()") and (finished or not line.endswith(": finished the cell")):
             kept.append(line)
     return "\n".join(kept)

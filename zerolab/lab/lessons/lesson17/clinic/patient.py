@@ -19,7 +19,8 @@ class Patient:
     choices: letter -> a diagnosis and its reason. answer: the right letter. story: what to learn from it.
     reset: whether the ranks are out of step afterwards. recorded: if not 0, `examine` runs in bare processes, and the
     evidence is what torch's flight recorder has of them: so many calls on each rank, the last of which never ends.
-    source: the bug report that it was rebuilt from, told with the story.
+    source: the fix that it was rebuilt from, told with the story. catches: whether the script prints its errors itself,
+    so that a rank that finished the cell may have failed; the evidence then leaves out who finished it.
     """
 
     number: int
@@ -32,6 +33,7 @@ class Patient:
     reset: bool = False
     recorded: int = 0
     source: str = ""
+    catches: bool = False
 
 
 def fingerprint(tensors: Iterable[Tensor]) -> str:

@@ -121,7 +121,7 @@ LOGGED = Patient(
     {
         "a": "Ranks 1 to 3 are at fault: the analyzer calls all three of them culprits, and acquits rank 0.",
         "b": "Rank 0 makes a call that nobody else makes: its reduce meets the other ranks' next all-reduce.",
-        "c": "Rank 0 is a whole step behind the others: it has not yet made the all-reduce of their step.",
+        "c": "Rank 0 is a whole step behind the others: it has finished one all-reduce fewer than they have.",
         "d": "Rank 0 has another model than the others: it sends one number where they send all gradients.",
     },
     "b",

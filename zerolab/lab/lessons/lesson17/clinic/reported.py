@@ -1,4 +1,4 @@
-"""Patients rebuilt from bug reports of 2026: what was broken in two libraries, in a few lines, on four ranks."""
+"""Patients rebuilt from fixes of 2026: what was broken in two libraries, in a few lines, on four ranks."""
 
 from __future__ import annotations
 
@@ -195,7 +195,7 @@ RANDOM = Patient(
     "Rank 0 repeats its step to the last digit, so a random state was restored. The others have their batch, the "
     "parameters, Adam's state, and the loss without dropout. Only what dropout draws is not theirs: all drop as many "
     "elements as rank 0. One copy is enough of what is the same on all ranks. Random states differ, and so do places "
-    "in the data: each rank needs its own. (The report counts 252 of 256 ranks that had another rank's.)",
+    "in the data: each rank needs its own. (The pull request counts 252 of 256 ranks that had another rank's.)",
     source='NVIDIA/Megatron-LM#6858, August 2026: "fix: restore each rank\'s own RNG state on checkpoint load"\n'
     "https://github.com/NVIDIA/Megatron-LM/pull/6858",
 )

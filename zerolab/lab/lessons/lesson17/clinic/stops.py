@@ -166,6 +166,7 @@ DEAD = Patient(
     "Linux, which ran out of host memory: look at dmesg on that node. Data loader workers and pinned buffers fill"
     " the host, not the GPU.",
     reset=True,
+    catches=True,
 )
 
 PATIENTS = (HANG, DESYNC, DEAD)

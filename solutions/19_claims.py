@@ -6,9 +6,9 @@
 # not exist. If you say it in an interview, the next question ends the interview. How do you find out, in ten minutes,
 # on your laptop?
 #
-# Nearly every lesson has put claims on trial. This one tries the last four, and teaches the method: look at what is in the
-# messages, turn a sentence into something that a run can contradict, and only then give a verdict. At the end is the list
-# of all 24 claims, what to read, and how to use the fifty interview questions.
+# Nearly every lesson has put claims on trial. This one tries the last four, and teaches the method: look at what is in
+# the messages, turn a sentence into something that a run can contradict, and only then give a verdict. At the end are
+# all 24 claims, and for another day what to read and how to use the fifty interview questions.
 
 # %%
 # %load_ext zerolab.lab
@@ -21,15 +21,15 @@ lab.start(4)
 # ## Open the envelopes
 #
 # The ledger says how many bytes a rank sent and by which collective. It does not say *what* they were. A sceptic will
-# object: "You count an all-gather of 4Ψ bytes and call it parameters. Why not optimizer state?" There is only one answer:
-# open the envelope, and compare the numbers in it with the numbers that a rank has.
+# object: "You count an all-gather of 4Ψ bytes and call it parameters. Why not optimizer state?" There is only one
+# answer: open the envelope, and compare the numbers in it with the numbers that a rank has.
 #
-# What could be in it? We train the same step without any engine, in plain PyTorch, on one process. This gives all of the
-# states, without asking the engine under trial: parameters before and after the step, this rank's gradient, Adam's two
-# averages before and after.
+# What could be in it? `lab.states_in_plain_torch` makes the same steps without any engine, each rank alone, with the
+# batches of all. So it gives all states of the last step without asking the engine under trial: parameters and Adam's
+# two averages, before and after, and this rank's gradient.
 #
-# First say what you believe: `"true"`, `"false"`, or `"condition"` for true under a condition. The claims are about ZeRO's
-# stages 1 to 3, as articles have them. "Optimizer states are fetched from the other ranks."
+# First say what you believe: `"true"`, `"false"`, or `"condition"` for true under a condition. The claims are about
+# ZeRO's stages 1 to 3, as articles have them. "Optimizer states are fetched from the other ranks." (19.1 comes below.)
 
 # %%
 lab.predict("19.2", "false")
@@ -44,7 +44,6 @@ from zerolab.lab import GPT, Block, batch, envelopes, laid_out, text
 from zerolab.measure import ledger
 
 words = text()
-STEPS = 2
 
 
 def make_model():
@@ -52,36 +51,11 @@ def make_model():
     return GPT(layers=2, width=64)
 
 
-def in_plain_torch():
-    """Two steps with the mean over all ranks' batches, and every state of the second."""
-    model, states = make_model(), {}
-    names, params = zip(*model.named_parameters())
-    adam = torch.optim.AdamW(params, lr=1e-3)
-
-    def note(when, kinds):
-        for kind, of in kinds.items():
-            values = [of(param).detach().clone() for param in params]
-            states[f"{when} {kind}"] = dict(zip(names, values))
-
-    kinds = {
-        "parameters": lambda param: param,
-        "average": lambda param: adam.state[param]["exp_avg"],
-        "average of squares": lambda param: adam.state[param]["exp_avg_sq"],
-    }
-    for step in range(STEPS):
-        if step == STEPS - 1:
-            note("old", kinds)
-        losses = [model(*batch(words, r, step, 2, 32)) for r in range(world_size)]
-        grads = [torch.autograd.grad(loss, params) for loss in losses]
-        for param, *of_ranks in zip(params, *grads):
-            param.grad = sum(of_ranks) / world_size
-        adam.step()
-    states["own gradient"] = dict(zip(names, grads[rank]))
-    note("new", kinds)
-    return states
+def inputs(of_rank, step):
+    return batch(words, of_rank, step, 2, 32)
 
 
-states = in_plain_torch()
+states = lab.states_in_plain_torch(make_model, inputs, steps=2)
 print(", ".join(states))
 
 # %% [markdown]
@@ -108,10 +82,10 @@ carries = lab.mine("19.1")
 def opened(stage):
     zero = zerolab.STAGES[stage](make_model(), units=[Block])
     adam = torch.optim.AdamW(zero.model.parameters(), lr=1e-3)
-    for step in range(STEPS):
+    for step in range(2):
         adam.zero_grad()
         with envelopes(zero) as sent, ledger(zero) as book:
-            zero.model(*batch(words, rank, step, 2, 32)).backward()
+            zero.model(*inputs(rank, step)).backward()
             adam.step()
     units, found = {unit.name: unit for unit in zero.units}, []
     for message in sent:
@@ -125,48 +99,32 @@ messages = {stage: opened(stage)[:2] for stage in range(4)}
 
 # %%
 if lab.predicted("19.2"):
-    for stage in (1, 3):
-        print(f"stage {stage}, rank 0")
-        for what, unit, names, sent in lab.pull("messages", rank=0)[stage][0]:
-            known = ", ".join(names) or "unknown"
-            print(f"  {what:14} of {unit:9} {sent:8,} bytes: {known}")
+    print("stage 1, rank 0")
+    for what, unit, names, sent in lab.pull("messages", rank=0)[1][0]:
+        known = ", ".join(names) or "unknown"
+        print(f"  {what:14} of {unit:9} {sent:8,} bytes: {known}")
 
 # %% tags=["nbval-check-output"]
-KINDS = ("parameters", "gradients", "optimizer", "unknown")
-KIND_OF = {"gradient": "gradients", "average": "optimizer", "squares": "optimizer"}
 bytes_of = {}
 for stage, (found, moved) in lab.pull("messages", rank=0).items():
-    by_kind = dict.fromkeys(KINDS, 0)
-    for _, _, names, sent in found:
-        of = names[0].split()[-1] if names else "unknown"  # as in "own gradient"
-        by_kind[KIND_OF.get(of, of)] += sent
-    assert sum(by_kind.values()) == moved  # not a byte in the ledger that was not opened
-    bytes_of[stage] = by_kind
-if lab.predicted("19.2"):
-    for stage, of in bytes_of.items():
+    of = lab.by_kind((names, sent) for _, _, names, sent in found)
+    assert sum(of.values()) == moved  # not a byte in the ledger that was not opened
+    bytes_of[stage] = of
+    if lab.predicted("19.2"):
         known = f"parameters {of['parameters']:>9,}, gradients {of['gradients']:>9,}"
         rest = f"optimizer state {of['optimizer']} bytes, unknown {of['unknown']}"
         print(f"stage {stage}: {known}, {rest}")
 
 # %%
 if lab.predicted("19.2"):
-    names = ("DDP", "ZeRO-1", "ZeRO-2", "ZeRO-3")
-    sent = dict(zip(names, bytes_of.values()))
-    bars = {name: {kind: of[kind] / 1e6 for kind in KINDS[:3]} for name, of in sent.items()}
-    title = "What is in the messages of a step"
-    subtitle = "MB that rank 0 of 4 sends, by content: compared with plain PyTorch's states"
-    picture, _ = plots.stacks(bars, title, subtitle, "MB")
-    shares = [100 * of["parameters"] / sum(of.values()) for of in bytes_of.values()]
-    said = ", ".join(f"{share:.0f} % in {name}" for name, share in zip(names, shares))
-    said = f"Parameters: {said}. All the rest is gradients: no stage sends optimizer state."
-    plots.show((picture, said))
+    plots.show(lab.in_the_messages(bytes_of))
 
 # %% [markdown]
-# In DDP everything is gradients. (One envelope for each unit: the all-reduce is given a gradient and brings back the mean.)
-# In ZeRO-1 and ZeRO-2 half of the bytes are parameters. In ZeRO-3 it is two thirds, less the root.
+# In DDP everything is gradients. (One envelope for each unit: the all-reduce is given a gradient and brings back the
+# mean.) In ZeRO-1 and ZeRO-2 half of the bytes are parameters. In ZeRO-3 it is two thirds, less the root.
 #
-# Is the test any good? A test that cannot fail proves nothing. So commit the crime ourselves: an engine that does what the
-# article says, and gathers one of Adam's averages.
+# Is the test any good? A test that cannot fail proves nothing. So commit the crime ourselves: gather one of Adam's
+# averages, as the article says, and see whether `carries` notices.
 
 # %%
 # %%ranks
@@ -186,14 +144,15 @@ assert all(names == ["new average"] for names in lab.pull("caught"))
 # %% [markdown]
 # ## A claim is a sentence about runs
 #
-# "ZeRO reduces communication" has no number and no condition. To try it, make it a function of a run that says yes or no:
+# "ZeRO reduces communication" has no number and no condition. To try it, make it a function of a run that says yes or
+# no:
 #
 #     lambda run, ddp: run.sent < ddp.sent
 #
-# Then ask it of many runs. One counterexample, and the sentence is not true as it stands. If no run makes it true, it is
-# false. In between, it is true under a condition, and the runs for which it holds *are* the condition. Two traps: a run must
-# be compared with DDP on as many ranks and in the same dtype, else you measure bfloat16 and call it ZeRO. And a claim that
-# nothing could have contradicted has not been tried.
+# Then ask it of many runs. One counterexample, and the sentence is not true as it stands. If no run makes it true, it
+# is false. In between, it is true under a condition, and the runs for which it holds *are* the condition. Two traps: a
+# run must be compared with DDP on as many ranks and in the same dtype, else you measure bfloat16 and call it ZeRO. And
+# a claim that nothing could have contradicted has not been tried.
 #
 # Predict how this one ends: "Trading communication for memory is ZeRO's essence."
 
@@ -207,8 +166,8 @@ lab.predict("19.1", "condition")  # true, false or condition
 lab.check("19.2")
 
 # %% [markdown]
-# `lab.evidence(stage, dtype, group)` trains two steps and writes down what was held, what was sent, and a fingerprint of all
-# parameters afterwards, `digits`. Sixteen runs: four stages, two dtypes, two and four ranks.
+# `lab.evidence(stage, dtype, group)` trains two steps and writes down what was held, what was sent, and a fingerprint
+# of all parameters afterwards, `digits`. Sixteen runs: four stages, two dtypes, two and four ranks.
 
 # %%
 # %%ranks
@@ -230,17 +189,14 @@ if lab.predicted("19.1"):
 # %% tags=["nbval-check-output"]
 verdict = lab.mine("19.2")
 
-
-def full_sharding(run):
-    return 16 * run.parameters / run.ranks
-
-
 CLAIMS = {
     "less held": lambda run, ddp: run.held < ddp.held,
     "less sent": lambda run, ddp: run.sent < ddp.sent,
     "more sent and less held": lambda run, ddp: run.sent > ddp.sent and run.held < ddp.held,
     "other parameters than DDP": lambda run, ddp: run.digits != ddp.digits,
-    "16Ψ/N, and a thousandth": lambda run, _: run.held <= 1.001 * full_sharding(run),
+    "16Ψ/N, and a thousandth": lambda run, _: (
+        run.held <= 1.001 * 16 * run.parameters / run.ranks
+    ),
     "half of DDP's memory": lambda run, ddp: run.held <= 0.501 * ddp.held,
 }
 if lab.predicted("19.1"):
@@ -250,9 +206,9 @@ if lab.predicted("19.1"):
         print(f"{name}: {word}, stages {stages}, in {len(where)} of 12 runs")
 
 # %% [markdown]
-# (The thousandth is for padding and Adam's step counters.) Look at the last row: stage 1 halves the memory in some runs and
-# not in others. Without the number of ranks and the dtype, "ZeRO-1 halves the memory" is neither right nor wrong. It is not
-# finished.
+# (The thousandth is for padding and Adam's step counters.) Look at the last row, and in the list above it at stage 1:
+# it halves the memory in bfloat16 on four ranks, and in none of its other three runs. Without the number of ranks and
+# the dtype, "ZeRO-1 halves the memory" is neither right nor wrong. It is not finished.
 #
 # ## Shared memory?
 #
@@ -306,98 +262,56 @@ if lab.predicted("19.3"):
     print("through one file on one machine, each rank sees:", lab.pull("there"))
 
 # %% [markdown]
-# This works because there is one operating system, whose memory holds the file. Another node has another. (Within a
-# node, libraries do use it: NCCL moves messages between GPUs of a node through shared memory where they have no better
-# way. It is a wire then, and nobody trains in it.) So between nodes there are only messages. Treat the four ranks as
-# two nodes, `mesh=(2, 2)`, and count those that cross:
-
-# %%
-# %%ranks
-zero = zerolab.Zero3(make_model(), units=[Block], mesh=(2, 2))
-adam = torch.optim.AdamW(zero.model.parameters(), lr=1e-3)
-for step in range(2):
-    adam.zero_grad()
-    with ledger(zero) as book:
-        zero.model(*batch(words, rank, step, 2, 32)).backward()
-        adam.step()
-crossing = {link: total.sent for link, total in book.totals("link").items()}
-
-# %% tags=["nbval-check-output"]
-from zerolab.measure import between_bytes
-
-if lab.predicted("19.3"):
-    for rank, sent in enumerate(lab.pull("crossing")):
-        print(f"rank {rank} sends {sent['between']:,} bytes to the other node,", end=" ")
-        print(f"{sent['inside']:,} inside its own")
-    print(f"by the formula, to the other node: {between_bytes((2, 2), 136_960):,}")
-
-# %% [markdown]
+# This works because one operating system's memory holds the file. Another node has another. So between nodes on a
+# network there are only messages. (Within a node, libraries do use it: NCCL moves messages between GPUs of a node
+# through shared memory where they have no better way. There it carries messages; parameters and states are not kept in
+# it.)
+#
 # ## In production
 #
-# FSDP2 (torch's, of the version that is installed here) keeps the same promise. Count what its step sends, and when, next to
-# the package's `Zero3`:
+# In FSDP2, too (torch's, of the version that is installed here), optimizer state does not travel in a step. Count what
+# its step sends, and when:
 
 # %%
 # %%ranks
 from torch.distributed.fsdp import fully_shard
 from zerolab.lab import calls
 
-
-def by_phase(model, optimizer):
-    for step in range(2):
-        with calls() as computing:
-            model(*batch(words, rank, step, 2, 32)).backward()
-        with calls() as updating:
-            optimizer.step()
-        optimizer.zero_grad()
-    return computing.sent, updating.sent
-
-
 model = make_model()
-for block in model.blocks:
-    fully_shard(block)
-fully_shard(model)
-theirs = by_phase(model, torch.optim.AdamW(model.parameters(), lr=1e-3, foreach=False))
-zero = zerolab.Zero3(make_model(), units=[Block])
-with ledger(zero) as book:
-    by_phase(zero.model, torch.optim.AdamW(zero.model.parameters(), lr=1e-3))
-ours = {phase: total.sent for phase, total in book.totals("phase").items()}
+for module in (*model.blocks, model):
+    fully_shard(module)
+adam = torch.optim.AdamW(model.parameters(), lr=1e-3, foreach=False)
+with calls() as computing:
+    model(*inputs(rank, 0)).backward()
+with calls() as updating:
+    adam.step()
+theirs = computing.sent, updating.sent
 
 # %% tags=["nbval-check-output"]
 computing, updating = lab.pull("theirs", rank=0)
-ours = lab.pull("ours", rank=0)
 if lab.predicted("19.2"):
-    step = "in the optimizer's step"
-    print(f"FSDP2: {computing:,.0f} bytes in forward and backward, {updating:,.0f} {step}")
-    ours, in_step = sum(ours.values()) // 2, ours.get("step", 0)
-    print(f"Zero3: {ours:,} bytes a step, {in_step:,} {step}")
+    print(f"FSDP2 sends {computing:,.0f} bytes in forward and backward,", end=" ")
+    print(f"{updating:,.0f} in the optimizer's step")
+    print(f"Zero3, opened above: {sum(bytes_of[3].values()):,} in a step")
 
 # %% [markdown]
-# The optimizer's step sends nothing at all: state, gradient shard and master shard lie on the same rank. (Clipping adds one
-# number.) There are two moments at which optimizer state does travel, and neither is part of a step: when a checkpoint is
-# put together from all ranks, and when one is loaded on another number of ranks (lesson 11). DeepSpeed's offload moves it
-# too, between a rank and its own host (lesson 10).
-#
-# Claims are one thing to try, and engines another: [An engine on trial](../docs/trial.md) has over a hundred promises,
-# and tries them on zerolab, PyTorch and accelerate.
+# The optimizer's step sends nothing at all: state, gradient shard and master shard lie on the same rank. (Clipping adds
+# one number.) There are two moments at which optimizer state does travel, and neither is part of a step: when a
+# checkpoint is put together from all ranks, and when one is loaded on another number of ranks (lesson 11). With offload
+# it lies on the rank's own host, and is updated there: gradients go down and parameters come back (lesson 10).
 #
 # ## On trial
 #
 # > "Trading communication for memory is ZeRO's essence."
 
-# %% tags=["nbval-check-output"]
-if lab.predicted("19.1"):
-    word, where = verdict(CLAIMS["more sent and less held"], runs)
-    lab.measured("19.1", "condition" if "condition" in word else word)
-    print(f"more sent and less held: {word}, stages {sorted({run.stage for run in where})}")
-    print(f"less held: {verdict(CLAIMS['less held'], runs)[0]}")
-
 # %%
+word, _ = verdict(CLAIMS["more sent and less held"], runs)
+lab.measured("19.1", "condition" if "condition" in word else word)
 lab.reveal("19.1")
 
 # %% [markdown]
-# **Verdict: true under a condition, stage 3.** Stages 1 and 2 hold less and send exactly what DDP sends. What all three have
-# in common, and what the paper is named after, is that they do away with copies: *zero redundancy*.
+# **Verdict: true under a condition, stage 3.** Stages 1 and 2 hold less and send exactly what DDP sends. What all three
+# have in common, and what the paper is named after, is that they do away with copies: *zero redundancy*.
 #
 # > "Optimizer states are fetched from the other ranks."
 
@@ -407,7 +321,7 @@ lab.measured("19.2", "true" if travels else "false")
 lab.reveal("19.2")
 
 # %% [markdown]
-# **Verdict: false.** Of all bytes in the ledger, in every stage, optimizer state 0 bytes. Each rank updates the elements
+# **Verdict: false.** Of all bytes in the ledger, in every stage, 0 are optimizer state. Each rank updates the elements
 # whose state it has. That is the idea of ZeRO-1: the state stays, and the result of using it travels.
 #
 # > "The ranks share memory between nodes."
@@ -418,37 +332,24 @@ lab.measured("19.3", "false" if alone else "true")
 lab.reveal("19.3")
 
 # %% [markdown]
-# **Verdict: false.** Ranks are processes without common memory, on one node as on two. What one knows of another came in a
-# message, and the ledger has it.
+# **Verdict: false.** Ranks are processes, each with memory of its own. Two on one node can share some if both ask for
+# it; two on different nodes of a network cannot. What a node knows of another came in a message, and the ledger has it.
 #
 # > "ZeRO-2.0 improves on ZeRO, and ZeRO-3.0 on that. Install it from the repository, or with this wheel."
 #
-# Here a source decides. The paper (arXiv 1910.02054, section 5) names three parts, P_os, P_os+g and P_os+g+p; DeepSpeed's
-# configuration calls them `"stage": 1`, 2 and 3. They are three stages, and no versions: none is newer than another, and
-# each is the right one somewhere (lesson 16). ("ZeRO-2", as people say and this course does, is stage 2.) What came later has
-# names of its own: DeepSpeed's [list of publications](https://github.com/deepspeedai/DeepSpeed#publications), 34 of them up to
-# 2025, has ZeRO-Offload, ZeRO-Infinity and ZeRO++, and neither a ZeRO-2.0 nor a ZeRO-3.0. **Verdict: false.**
+# Here a source decides. The paper (arXiv 1910.02054, section 5) names three parts, P_os, P_os+g and P_os+g+p;
+# DeepSpeed's configuration calls them `"stage": 1`, 2 and 3. They are three stages, and no versions: none is newer than
+# another, and each is the right one somewhere (lesson 16). ("ZeRO-2", as people say and this course does, is stage 2.)
+# What came later has names of its own: DeepSpeed's [list of
+# publications](https://github.com/deepspeedai/DeepSpeed#publications), 34 of them up to 2025, has ZeRO-Offload,
+# ZeRO-Infinity and ZeRO++, and neither a ZeRO-2.0 nor a ZeRO-3.0. **Verdict: false.**
 #
-# Names are not only a matter of taste. A package name that was made up, by an author or by a language model, is free, and
-# anyone may register it. Then `pip install` runs a stranger's code with your rights, on a machine with your keys. **Never install what
-# an article names before you have looked it up**: on the project's own page, with its repository, its age and its authors.
-# For torch you need not install anything to look:
-
+# A package name that was made up, by an author or by a language model, is free, and anyone may register it. Then `pip
+# install` runs a stranger's code with your rights, on a machine with your keys. **Never install what an article names
+# before you have looked it up**: on the project's own page, with its repository, its age and its authors. For torch you
+# need not install anything to look:
 
 # %% tags=["nbval-check-output"]
-import importlib
-
-
-def exists(name):
-    """Whether the installed torch has it. It imports nothing but torch."""
-    assert name.split(".")[0] == "torch"
-    module, _, attribute = name.rpartition(".")
-    try:
-        return hasattr(importlib.import_module(module), attribute)
-    except ModuleNotFoundError:
-        return False
-
-
 for name in (
     "torch.distributed.optim.ZeroRedundancyOptimizer",
     "torch.distributed.fsdp.fully_shard",
@@ -456,7 +357,7 @@ for name in (
     "torch.distributed.zero.ZeRO2",
     "torch.nn.parallel.ZeroDataParallel",
 ):
-    print(f"{'there    ' if exists(name) else 'NOT there'}  {name}")
+    print(f"{'there    ' if lab.torch_has(name) else 'NOT there'}  {name}")
 
 # %% [markdown]
 # (The last three were made up for this lesson. They sound as good as the first two.)
@@ -483,8 +384,8 @@ for id, key in (("19.4", "13"), ("19.5", "P"), ("19.6", "D")):
 # %% [markdown]
 # ## All claims
 #
-# What decided each of the 24, and the lesson that measured it. (As a page, with links: [claims](../docs/claims.md). Those that
-# say much the same are in one row.)
+# What decided each of the 24, and the lesson that measured it. What stands in quotes can be read there. (As a page,
+# with links: [claims](../docs/claims.md). Those that say much the same are in one row.)
 
 # %% tags=["nbval-check-output"]
 if all(lab.predicted(f"19.{number}") for number in range(1, 7)):
@@ -493,10 +394,15 @@ else:
     print("the list appears here once you have predicted, or skipped, 19.1 to 19.6")
 
 # %% [markdown]
-# Not one of them is true as it stands. Many mix up two things that this course keeps apart: what is held and what is sent; splitting data and splitting parameters; launching asynchronously and
-# updating asynchronously; a formula and the dtype that it is for.
+# Not one of them is true as it stands. Many mix up two things that this course keeps apart: what is held and what is
+# sent; splitting data and splitting parameters; launching asynchronously and updating asynchronously; a formula and the
+# dtype that it is for.
 #
-# ## What to read
+# ## For another day
+#
+# About 25 minutes of reading, and questions for as many evenings as you like.
+#
+# ### What to read
 #
 # Reading lists copy each other's mistakes. In this one, the numbers were looked up one by one.
 #
@@ -516,24 +422,28 @@ else:
 # | Goyal and others (2017), *Accurate, Large Minibatch SGD: Training ImageNet in 1 Hour*, [1706.02677](https://arxiv.org/abs/1706.02677) | linear scaling of the rate, warm-up | 13 |
 # | Vogels, Karimireddy, Jaggi (2019), *PowerSGD: Practical Low-Rank Gradient Compression for Distributed Optimization*, [1905.13727](https://arxiv.org/abs/1905.13727) | low-rank gradients, with error feedback | 12 |
 #
-# Read the first one's sections 3, 5 and 7 now: where the memory goes, the three stages, and what they send. You have measured
-# what they derive, at a small size: 16 bytes a parameter and what is left of them in each stage, 2Ψ of traffic in stages 1
-# and 2, 3Ψ in stage 3.
+# Begin with sections 3, 5 and 7 of the first: where the memory goes, the three stages, and what they send. You have
+# measured what they derive, at a small size: 16 bytes a parameter and what is left of them in each stage, 2Ψ of traffic
+# in stages 1 and 2, 3Ψ in stage 3.
 #
-# ## Fifty questions
+# ### Fifty questions
 #
-# [Fifty interview questions](../docs/questions.md) have a page, with short answers that cite a number and the lesson where it
-# was measured; below them is an index of the questions that end the lessons. [The formulas](../docs/formulas.md) are one sheet to
-# print, and the [glossary](../docs/glossary.md) has the terms in English and Chinese. Ask each other like this:
+# [Fifty interview questions](../docs/questions.md) have a page, with short answers that cite a number and the lesson
+# where it was measured; below them is an index of the questions that end the lessons. [The
+# formulas](../docs/formulas.md) are one sheet to print, and the [glossary](../docs/glossary.md) has the terms in
+# English and Chinese. Ask each other like this:
 #
-# 1. One reads a question. The other answers in two minutes, aloud, and *names a measurement*: "stage 2 sends what DDP sends; I
-#    opened the messages, half of the bytes are parameters."
+# 1. One reads a question. The other answers in two minutes, aloud, and *names a measurement*: "stage 2 sends what DDP
+#    sends; I opened the messages, half of the bytes are parameters."
 # 2. The first asks "How do you know?" or "When is that not true?" Those are the questions that interviews are about.
 # 3. Only then both read the answer.
 #
-# Lessons 20 to 22 go on where ZeRO ends. Outside of the course: with two GPUs, make [your first
-# run](../docs/first-gpu-run.md): it takes half an hour. With a claim that is not on the list, write a function of a
-# run, try it, and [add a lesson](../CONTRIBUTING.md#add-a-lesson).
+# Claims are one thing to try, and engines another: [An engine on trial](../docs/trial.md) has over a hundred promises,
+# and tries them on zerolab, PyTorch, accelerate and DeepSpeed.
+#
+# The lessons after this one go on where ZeRO ends. Outside of the course: with two GPUs, make [your first
+# run](../docs/first-gpu-run.md). With a claim that is not on the list, write a function of a run, try it, and [add a
+# lesson](../CONTRIBUTING.md#add-a-lesson).
 #
 # ## Questions
 #
@@ -547,17 +457,16 @@ else:
 # %% [markdown] tags=["answer"]
 # **Answers**
 #
-# 1. Train two steps in plain PyTorch and keep Adam's averages. Train them with the engine, copy what is given to each
-#    collective, and compare. Make sure that the messages opened are all bytes in the ledger, and that an engine that does send an
-#    average is caught.
-# 2. Parameters, gradients and each of Adam's averages have the same number of elements, in float32 the same number of bytes.
+# 1. Train two steps in plain PyTorch and keep Adam's averages. Train them with the engine, and compare with what is
+#    given to each collective. The messages opened must be all bytes in the ledger, and a culprit must be caught.
+# 2. Parameters, gradients and each of Adam's averages have the same number of elements, in float32 the same number of
+#    bytes.
 # 3. Stage 3: it sends up to 1.5 times what DDP sends. Stages 1 and 2 save memory and send the same.
-# 4. Nothing in them could have contradicted it (all on one rank; no run without the thing claimed). Or they were compared with
-#    something that differs in more than the claim: another dtype, batch or number of ranks.
-# 5. In a checkpoint that is put together or loaded on another number of ranks, and with offload between a rank and its host.
-# 6. Nothing is installed first. Do the names exist in the library's own documentation? Could this program print those
-#    losses? (Ranks with data of their own print losses of their own.) Then run what is left, without the package, and
-#    count.
+# 4. Nothing in them could have contradicted it (all on one rank; no run without the thing claimed). Or they were
+#    compared with something that differs in more than the claim: another dtype, batch or number of ranks.
+# 5. In a checkpoint that is put together, or loaded on another number of ranks. With offload it stays on the host.
+# 6. First the names, before anything is installed: does the library's own documentation have them? Then the losses:
+#    could this program print them? Then run what is left, without the package, and count.
 
 # %%
 lab.stop()

@@ -11,7 +11,17 @@ import zerolab
 from zerolab.engine.precision import KEEP
 from zerolab.lab.exercises.battery import load
 from zerolab.lab.lessons.lesson19 import CARRIES
-from zerolab.lab.lessons.lesson19.trial import Evidence, envelopes, evidence, laid_out, small_gpt
+from zerolab.lab.lessons.lesson19.trial import (
+    Evidence,
+    by_kind,
+    envelopes,
+    evidence,
+    in_the_messages,
+    laid_out,
+    small_gpt,
+    states_in_plain_torch,
+    torch_has,
+)
 from zerolab.measure import ledger, moved_bytes, state_bytes
 from zerolab.tasks.data import batch, text
 from zerolab.tasks.models import Block
@@ -110,3 +120,32 @@ def test_evidence_is_what_the_formulas_say(ranks):
         assert abs(run.sent - moved_bytes(run.stage, 2, run.parameters, root, precision)) < 1000
     assert everyone[0] == everyone[1]
     assert len({run.digits for run in everyone[0]}) == 2  # one for each dtype
+
+
+def test_messages_are_counted_by_what_is_in_them():
+    messages = [(["old parameters"], 3), (["own gradient"], 5), (["new average", "old average"], 7)]
+    found = by_kind([*messages, (["new average of squares"], 11), ([], 13)])
+    assert found == {"parameters": 3, "gradients": 5, "optimizer": 18, "unknown": 13}
+    said = in_the_messages({1: by_kind(messages[:2])})[1]
+    assert said.endswith("in ZeRO-1. All the rest is gradients: no stage sends optimizer state.")
+    assert in_the_messages({1: found})[1].endswith("in ZeRO-1. Not all the rest is gradients.")
+
+
+def states_of_the_second_step() -> dict[str, dict[str, Tensor]]:
+    return states_in_plain_torch(small_gpt, lambda rank, step: batch(text(), rank, step, 2, 32), steps=2)
+
+
+def test_states_in_plain_torch_are_the_same_on_all_ranks_but_the_gradient(ranks):
+    first, second = ranks.run(states_of_the_second_step, ranks=2)
+    assert len(first) == 7
+    for state in first:
+        same = all(torch.equal(first[state][name], second[state][name]) for name in first[state])
+        assert same == (state != "own gradient"), state
+    assert not any(torch.equal(first["old average"][name], first["new average"][name]) for name in first["new average"])
+
+
+def test_a_name_in_torch_is_looked_up():
+    assert torch_has("torch.optim.AdamW") and torch_has("torch.distributed.fsdp.fully_shard")
+    assert not torch_has("torch.optim.ZeRO") and not torch_has("torch.distributed.zero.ZeRO2")
+    with pytest.raises(ValueError, match="no name in torch"):
+        torch_has("os.path")

@@ -68,7 +68,15 @@ _HOME = {
     "zerolab.lab.lessons.lesson17.clinic.patient": ("fingerprint",),
     "zerolab.lab.exercises.verdicts": ("claim", "claims"),
     "zerolab.lab.lessons.lesson21.replicas": ("replica",),
-    "zerolab.lab.lessons.lesson19.trial": ("evidence", "envelopes", "laid_out"),
+    "zerolab.lab.lessons.lesson19.trial": (
+        "by_kind",
+        "envelopes",
+        "evidence",
+        "in_the_messages",
+        "laid_out",
+        "states_in_plain_torch",
+        "torch_has",
+    ),
     "zerolab.tasks.data": ("batch", "cifar10", "digits", "pairs", "text", "windows"),
     "zerolab.tasks.models": ("CNN", "GPT", "MLP", "Block", "ConvBlock", "PairEncoder", "ResidualBlock", "ResNet"),
 }

@@ -632,7 +632,7 @@ QUESTIONS: dict[str, Question] = {
         words=_VERDICTS,
         against={
             "true": "What rank 0 wrote into its memory, no other rank saw, even on one machine.",
-            "condition": "Processes on *one* node can share memory if they ask for it. Between nodes none can.",
+            "condition": "Processes on *one* node can share memory if they ask for it. Across a network none can.",
         },
     ),
     "19.4": Question(

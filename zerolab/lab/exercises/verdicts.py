@@ -176,7 +176,7 @@ CLAIMS: tuple[Claim, ...] = (
         "Optimizer states are fetched from the other ranks, or from memory that nodes share.",
         FALSE,
         "Every message of a step was opened, in all four stages: of each, `optimizer state 0 bytes`. What travels is "
-        "gradients and parameters, in messages: `4 ranks, 4 processes`, and what one stores the others do not see.",
+        "gradients and parameters, in messages: `4 ranks, 4 processes`, each with memory of its own.",
         "19",
         "Optimizer states are fetched",
         also=("H",),
@@ -306,7 +306,7 @@ def claims(keys: Iterable[str] = ()) -> None:
         table.add_column(heading, width=width)
     for one in chosen:
         said = f"{one.words} ({one.source})" if one.source else one.words
-        cells = (one.keys, said, one.verdict, one.because.replace("`", ""), one.lesson)
+        cells = (one.keys, said, one.verdict, one.because.replace("`", '"'), one.lesson)
         table.add_row(*(Text(cell) for cell in cells), end_section=True)
     printed = io.StringIO()
     Console(file=printed, width=123, color_system=None, force_jupyter=False, force_terminal=False).print(table)

@@ -172,7 +172,7 @@ def carries(payload, states, rank, world_size):
     payload: what this rank gave to a collective, flat: the whole of a state, (N * S,), or
     this rank's shard, (S,). It may have been rounded on the way, to payload.dtype. states:
     {name: flat tensor (N * S,)}, of any dtype. A message is a state if all elements are
-    equal, in order (torch.equal): rounding makes no state of another.
+    equal, in order (torch.equal), once the state has been rounded as the message was.
     """
     raise Todo("19.1")
 '''

@@ -34,6 +34,7 @@ LESSONS: dict[str, str] = {
     "21": "Nothing stops",
     "22": "Experts",
     "23": "8-bit Adam, sharded",
+    "24": "A slow link",
     "25": "Long contexts",
 }  # as their headings
 

@@ -696,16 +696,6 @@ QUESTIONS: dict[str, Question] = {
             4 / 3: "Gradients are not handed over: they are made anew in each step.",
         },
     ),
-    "21.3": Question(
-        "bytes",
-        psi=GPT_11,
-        slips={
-            16: "That is what every step would send: with H = 16 it is sent once in 16 steps.",
-            4 / 3: _OWN_PART,
-            1 / 2: "An all-reduce is a reduce-scatter and an all-gather: each sends (N-1)/N.",
-            2: "`old` is the same on every rank, so only the parameters are sent.",
-        },
-    ),
     "22.1": Question(
         "bytes",
         slips={
@@ -739,6 +729,23 @@ QUESTIONS: dict[str, Question] = {
             "rounded only when it has updated the parameters.",
             3 / 2: "The second step reads what the first has rounded, and updates the parameters with it.",
             4 / 2: "The second step reads what the first has rounded, and updates the parameters with it.",
+        },
+    ),
+    "24.1": Question(
+        "bytes",
+        psi=GPT_11,
+        slips={
+            16: "That is what every step would send: with H = 16 it is sent once in 16 steps.",
+            4 / 3: _OWN_PART,
+            1 / 2: "An all-reduce is a reduce-scatter and an all-gather: each sends (N-1)/N.",
+            2: "`old` is the same on every rank, so only the parameters are sent.",
+        },
+    ),
+    "24.2": Question(
+        words=("less", "more", "most"),
+        against={
+            "less": "It goes further in each round, and further than it should: it passes the place it was heading for.",
+            "more": "It is worse than that: worse than four models that never meet.",
         },
     ),
     "25.1": Question(

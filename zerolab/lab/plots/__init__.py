@@ -23,6 +23,7 @@ from zerolab.lab.plots.page import png, show
 from zerolab.lab.plots.pipeline import bubble, in_flight, pipeline_runs
 from zerolab.lab.plots.reads import who_reads_what
 from zerolab.lab.plots.ring import ring_against_root
+from zerolab.lab.plots.rounds import rounds
 from zerolab.lab.plots.scrubber import moment_picture
 from zerolab.lab.plots.shards import Piece, largest_share, shard_map
 from zerolab.lab.plots.spread import bands
@@ -74,6 +75,7 @@ __all__ = [
     "reproduced",
     "ring_against_root",
     "ring_turns",
+    "rounds",
     "scaling",
     "shard_map",
     "sharding_map",

@@ -375,7 +375,7 @@ print("the next life loads step", lab.pull("found", rank=0)["step"].item())
 # 5. A model of 70 billion parameters, AdamW in float32, 64 ranks. What does a background checkpoint cost each rank, and
 #    what must its thread not do?
 # 6. Two replicas of 64 ranks train that model, and a third joins. What does each newcomer receive, from whom, and how
-#    long does that take at 10 GB/s? What do the others do meanwhile, and what of it is in no checkpoint?
+#    long does that take at 10 GB/s? What do the others do meanwhile, and why is it better than a checkpoint?
 
 # %% [markdown] tags=["answer"]
 # **Answers**
@@ -394,8 +394,8 @@ print("the next life loads step", lab.pull("found", rank=0)["step"].item())
 #    the time to copy. The thread must not read what training writes, nor use training's process groups, nor touch the
 #    old checkpoint before the new one is complete.
 # 6. The same 13.1 GB, from its counterpart in the replica that `sources` names. All 64 pairs send at once, so it takes
-#    1.3 seconds. In this lesson's loop that is part of an attempt: the others wait in the mean. In torchft they compute.
-#    And the state is that of the step before, which nobody has written to a disk: no step is lost.
+#    1.3 seconds. In this lesson's loop the others wait for it in the mean; in torchft they compute. And the state is
+#    that after the last step, which nobody has written to a disk: no step is lost.
 
 # %%
 import shutil

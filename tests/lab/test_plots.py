@@ -492,6 +492,24 @@ def test_membership(tmp_path):
         plots.membership([], "ABC")
 
 
+def test_rounds(tmp_path):
+    walks = [[[(-3, -4), (-1, -4 + sign)], [(-1, -4), (0, -4 + sign)], [(0, -2)]] for sign in (1, -1)]
+    figure, sentence = plots.rounds({"alone": walks}, "Two ranks")
+    save(figure, tmp_path)
+    assert sentence == "The outer steps are 2.00, 2.24 long, and point at 0°, 63°."
+    assert [text.get_text() for text in figure.axes[0].texts] == ["start", "after 1 round", "after 2 rounds"]
+    beyond = [[*walk[:-1], [(0, 0)], [(0, 3)]] for walk in walks]
+    figure, sentence = plots.rounds({"mean": walks, "strong": beyond}, "Two ranks, two ways")
+    save(figure, tmp_path)
+    assert sentence == (
+        "Mean: 2.00 from the best place after 2 rounds; "
+        "strong: 3.00 from the best place after 3 rounds, and 0.00 after 2."
+    )
+    assert [axes.get_title() for axes in figure.axes] == ["mean", "strong"]
+    with pytest.raises(ValueError, match="no panels"):
+        plots.rounds({}, "")
+
+
 def test_tokens_by_expert(tmp_path):
     figure, sentence = plots.tokens_by_expert({"freely": [6, 1, 1, 0], "evenly": [2, 2, 2, 2]}, "Tokens", capacity=2.5)
     save(figure, tmp_path)

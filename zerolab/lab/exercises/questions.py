@@ -744,7 +744,7 @@ QUESTIONS: dict[str, Question] = {
     "24.2": Question(
         words=("less", "more", "most"),
         against={
-            "less": "It goes further in each round, and further than it should: it passes the place it was heading for.",
+            "less": "It goes further in each round, and too far: it passes the place that it was heading for.",
             "more": "It is worse than that: worse than four models that never meet.",
         },
     ),

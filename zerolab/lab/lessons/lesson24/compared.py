@@ -1,4 +1,4 @@
-"""What lesson 24 compares local steps with, and by what: every step's mean of gradients, seconds, another text's loss."""
+"""What lesson 24 compares local steps with, the mean of gradients in every step, and by what: bytes, seconds, loss."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from zerolab.lab.ranks.counting import calls
 from zerolab.tasks.data import batch
 
 
@@ -29,6 +30,13 @@ def fastest(exchange: Callable[[], None], tries: int = 3) -> float:
         exchange()
         seconds.append(time.perf_counter() - begin)
     return min(seconds)
+
+
+def sent_by(exchange: Callable[[], None]) -> float:
+    """Bytes that this rank sends in `exchange`, when its collectives run as rings."""
+    with calls() as book:
+        exchange()
+    return book.sent
 
 
 @torch.no_grad()

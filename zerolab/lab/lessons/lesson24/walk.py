@@ -1,6 +1,6 @@
 """Local steps where they can be seen: a model of two parameters, of which each rank's loss has another best place.
 
-    walks = lab.walk(lab.PlainAverage)     # on a live rank: where its two parameters go, round by round
+walks = lab.walk(lab.PlainAverage)     # on a live rank: where its two parameters go, round by round
 """
 
 from __future__ import annotations
@@ -30,20 +30,23 @@ class PlainAverage:
     def step(self) -> None:
         for param in self.params:
             dist.all_reduce(param)
-            param /= dist.get_world_size()
+            param.div_(dist.get_world_size())
 
 
-def walk(outer: Callable[[list[nn.Parameter]], Any], rounds: int = 8, steps: int = 4) -> Walk:
-    """The points of each round: where it began, and after each local step. The last has one point, where all ended."""
+def walk(outer: Callable[..., Any], rounds: int = 8, steps: int = 4, **options: float) -> Walk:
+    """The points of each round: where it began, and after each local step. The last has one point, where all ended.
+
+    outer: makes an outer optimizer of a list of parameters and `options`.
+    """
     steepness, best = torch.tensor(STEEPNESS), torch.tensor(BEST[dist.get_rank() % len(BEST)])
     place = nn.Parameter(torch.tensor(START))
-    optimizer = outer([place])
+    optimizer = outer([place], **options)
     found: Walk = []
     for _ in range(rounds):
         found.append([as_point(place)])
         for _ in range(steps):
             with torch.no_grad():
-                place -= RATE * steepness * (place - best)  # SGD
+                place.sub_(RATE * steepness * (place - best))  # SGD
             found[-1].append(as_point(place))
         optimizer.step()
     return [*found, [as_point(place)]]

@@ -33,15 +33,13 @@ lab.start(6)
 # ```
 #
 # So far that is lesson 12's `mesh=`, here `(3, 2)`. But a mesh belongs to one [process
-# group](../docs/glossary.md#process-group), and a process group cannot lose a member: when one dies, every collective
-# of all six fails.
+# group](../docs/glossary.md#process-group), which cannot lose a member: when one dies, every collective of all six
+# fails. So `lab.replica(ranks=2)` makes each replica a world of its own. What connects them is a *store*, a small
+# server of keys and values that outlives them all. It is in the notebook's process, which started the ranks and sees
+# them end.
 #
-# So `lab.replica(ranks=2)` leaves the world of `lab.start`, and makes each replica a world of two. What connects
-# replicas is a *store*, a small server of keys and values that outlives them all. Here it is in the notebook's process,
-# which started the ranks and sees them end: the key `lives/3` counts rank 3's deaths.
-#
-# `%%ranks` gets two options. A cell with `--revive` does not fail when a rank dies: the others go on, and the dead rank
-# starts again, as an empty process. It runs the cells marked `--always`, and then the cell itself.
+# In a cell with `%%ranks --revive`, the others go on when a rank dies. The dead rank starts again, as an empty process,
+# and runs the cells marked `--always`, then the cell itself.
 
 # %%
 # %%ranks --always
@@ -79,8 +77,8 @@ lab.predict("21.2", "6 Ψ")  # bytes
 # ## Write: who goes on
 #
 # Before every step, those that are there agree on who makes it: a **[quorum](../docs/glossary.md#quorum)**. Each rank
-# writes into the store that it asks for quorum number 7, say, and how many steps its parameters have seen. Then each
-# looks at what all have written, and *decides*. Three rules:
+# writes into the store that it asks for the next one, and how many steps its parameters have seen. Then each looks at
+# what all have written, and *decides*. Three rules:
 #
 # - **Half a replica is none.** When rank 3 dies, half of its replica's shards are gone. Rank 2 cannot finish a step
 #   without them, so it ends too.
@@ -102,10 +100,9 @@ lab.check("21.1")
 # `compare_set` writes a value only if there is none, and returns what is there afterwards. So the first to decide
 # writes, and all others read that.
 #
-# A step ends with a vote, for the same reason. When rank 3 dies in backward, some ranks may already have their
-# gradients and others have an error. If only the first updated, the replicas would train two models, and nothing would
-# say so. So all update if *every* rank of the quorum has its gradients, and otherwise nobody does: the attempt is
-# thrown away, and whoever is left tries the same step again.
+# A step ends with a vote, for the same reason. When rank 3 dies, some ranks may already have their gradients and others
+# have an error. If only the first updated, the replicas would train two models, and nothing would say so. So all update
+# if *every* rank of the quorum has its gradients, and otherwise nobody: whoever is left tries the same step again.
 #
 # ## Kill it
 #
@@ -163,9 +160,8 @@ while step < quorums.end:  # 6 steps after a newcomer has joined
     adam.zero_grad()
 
 # %% [markdown]
-# Rank 3 was killed, and rank 2 saw the connection close. What it printed is the engine's flight recorder (lesson 17):
-# which collective it was in, and who did not come. (Its ranks 0 and 1, counted within the replica, are our 2 and 3.)
-# Then rank 2 ended too, and both were started again.
+# Rank 3 was killed, and rank 2 saw the connection close. It printed the engine's flight recorder (lesson 17), whose
+# ranks 0 and 1, counted within the replica, are our 2 and 3. Then rank 2 ended too, and both were started again.
 
 # %%
 # %%ranks
@@ -193,8 +189,8 @@ if lab.predicted("21.2"):
 
 # %% [markdown]
 # The survivors threw one attempt away and went on. How many steps they made with two replicas depends on how long this
-# machine takes to start two processes: nobody waited for them. When B came, each of its ranks received half of 12Ψ
-# bytes: the parameters and two averages, sharded as everything is.
+# machine takes to start two processes. When B came, each of its ranks received half of 12Ψ bytes: the parameters and
+# two averages, sharded as everything is.
 #
 # ## What is the divisor?
 #
@@ -231,19 +227,12 @@ lab.start(1)
 
 # %%
 # %%ranks --always
-import os
-import tempfile
-from pathlib import Path
-
 import torch
 from safetensors.torch import load_file
 from zerolab import lab
 from zerolab.lab import GPT, batch, text
 
-words = text()
-name = f"zerolab-lesson-21-{os.environ['MASTER_PORT']}"  # no other session has this port
-folder = Path(tempfile.gettempdir(), name)
-folder.mkdir(exist_ok=True)
+words, folder = text(), lab.scratch_folder()
 
 
 def fresh():
@@ -310,7 +299,7 @@ print("the step of each tensor, staged:", set(lab.pull("whose_staged", rank=0)))
 # %%
 # %%ranks --revive
 path = folder / "checkpoint.safetensors"
-if os.environ["ZEROLAB_LIFE"] == "0":  # the first life
+if lab.life() == 0:
     model, adam = fresh()
     for step in range(10):
         one_step(step)
@@ -334,17 +323,16 @@ print("the next life loads step", lab.pull("found", rank=0)["step"].item())
 # The half-written file has another name, and what loads is step 10, complete. With several ranks, the index may appear
 # only when all have written. The thread must not find that out with a collective in training's group: the collectives
 # of two threads have no order between them, so one rank's barrier could meet another's gradients. It takes a group of
-# its own, or keys in a store. And a second save must wait for the first, or memory must hold both.
-# `zerolab.save(path, zero, adam, background=True)` needs no collective in its thread: it returns an object whose
-# `wait()` all ranks call before the next save, and there the checkpoint is put in place.
+# its own, or keys in a store. `zerolab.save(path, zero, adam, background=True)` returns an object whose `wait()` all
+# ranks call before the next save, and there the checkpoint is put in place.
 #
 # ## In production
 #
 # **[torchft](https://github.com/pytorch/torchft)** does with real clusters what you did with six processes. A server,
-# the *lighthouse*, makes a quorum before every step, and process groups are made anew when the members change. The vote
-# is within each replica; one that misses an update takes a peer's state, as a newcomer does. Meanwhile the others
-# compute, and it adds zeros to their step. Its authors report "training with 2000 synthetic failures every ~15 seconds
-# and no checkpoints" ("Fault Tolerant Llama", PyTorch blog, 2025).
+# the *lighthouse*, makes a quorum before every step. The vote is within each replica; one that misses an update takes a
+# peer's state, as a newcomer does. Meanwhile the others compute, and it adds zeros to their step. Its authors report
+# "training with 2000 synthetic failures every ~15 seconds and no checkpoints" ("Fault Tolerant Llama", PyTorch blog,
+# 2025).
 #
 # What is harder there than here, and cannot be shown on one machine with CPUs:
 #

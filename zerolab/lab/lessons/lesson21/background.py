@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import tempfile
 import threading
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -13,6 +14,18 @@ from safetensors.torch import load_file, save, save_file
 from torch import Tensor, nn
 
 PATIENCE = 300  # seconds: it ends only what can never come
+
+
+def life() -> int:
+    """How often this live rank has died before."""
+    return int(os.environ["ZEROLAB_LIFE"])
+
+
+def scratch_folder() -> Path:
+    """A folder of this session's live ranks, the same in each of their lives."""
+    folder = Path(tempfile.gettempdir(), f"zerolab-lesson-21-{os.environ['MASTER_PORT']}")  # no other has this port
+    folder.mkdir(exist_ok=True)
+    return folder
 
 
 def written_meanwhile(

@@ -1,12 +1,19 @@
 """What replicas that may die write into the store that outlives them, and read of each other there."""
 
+import time
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
 import torch.distributed as dist
+from safetensors.torch import load_file
 
+from zerolab.lab.lessons.lesson21 import quorums as quorums_module
 from zerolab.lab.lessons.lesson21 import replicas
+from zerolab.lab.lessons.lesson21.background import write_in_background, written_meanwhile
+from zerolab.lab.lessons.lesson21.quorums import Quorums, fingerprint
 from zerolab.lab.lessons.lesson21.replicas import Seat, replica
 from zerolab.lab.ranks.report import Misused
 
@@ -96,3 +103,101 @@ def test_who_waits_for_a_rank_that_met_a_death_hears_of_it() -> None:
             assert "imed out" not in str(caught.value)
     with pytest.raises(RuntimeError, match="make another group"):
         b.send(tensor, 0)
+
+
+# --- what training makes of it ---
+
+
+def first_come(before: list[str], replicas: dict, least: int) -> tuple | None:
+    """A decision that waits for all of `before`, and for nobody else."""
+    there = {name: ranks[0] for name, ranks in replicas.items() if not {"busy", "dead"} & {*ranks}}
+    if any("busy" in replicas[name] for name in before if name not in there):
+        return None
+    step = max(there.values())
+    return sorted(there), step, {name: "A" for name in there if there[name] < step}
+
+
+@pytest.fixture
+def three() -> list[Seat]:
+    store = dist.HashStore()
+    seats = [Seat(1, store, rank, 0, 3) for rank in range(3)]
+    for seat in seats:
+        seat._together = [0]
+    return seats
+
+
+def begin(three: list[Seat], deaths: tuple[int, ...]) -> Quorums:
+    """All ask for quorum 0, and then these die: what A asks with from then on."""
+    everybody = [Quorums(seat, first_come, after=4) for seat in three]
+    with ThreadPoolExecutor(3) as pool:
+        assert all(len(quorum.members) == 3 for quorum in pool.map(lambda quorums: quorums.ask(0), everybody))
+    for rank in deaths:
+        three[0].store.set(f"lives/{rank}", "1")
+    return everybody[0]
+
+
+def test_all_get_the_same_quorum_and_vote_alike(three: list[Seat]) -> None:
+    everybody = [Quorums(seat, first_come) for seat in three]
+    with ThreadPoolExecutor(3) as pool:
+        asked = [*pool.map(lambda quorums: quorums.ask(0), everybody)]
+        assert {(quorum.number, *quorum.members, quorum.step) for quorum in asked} == {(0, "A", "B", "C", 0)}
+        errors = [None, RuntimeError("somebody is gone"), None]
+        assert [*pool.map(lambda quorum, error: quorum.vote(error), asked, errors)] == [False] * 3
+        asked = [*pool.map(lambda quorums: quorums.ask(0), everybody)]
+        assert [*pool.map(lambda quorum: quorum.vote(None), asked)] == [True] * 3
+    tried = [(0, ["A", "B", "C"], {}, False), (0, ["A", "B", "C"], {}, True)]
+    assert [quorums.attempts for quorums in everybody] == [tried] * 3
+
+
+def test_a_newcomer_asks_for_the_next_quorum_and_takes_the_state(three: list[Seat]) -> None:
+    models = [torch.nn.Linear(2, 3) for _ in range(2)]
+    adams = [torch.optim.AdamW(model.parameters()) for model in models]
+    models[0](torch.ones(1, 2)).sum().backward()
+    adams[0].step()
+    old, store = begin(three, deaths=(1, 2)), three[0].store
+    assert old.ask(1).members == ["A"] and old.end == float("inf")
+    newcomer = Seat(1, store, 1, 1, 3)
+    newcomer._together = [1]
+    new = Quorums(newcomer, first_come, after=4)
+    assert new.number == 2
+
+    def join(quorums: Quorums, step: int, model: torch.nn.Module, adam: torch.optim.AdamW) -> None:
+        quorum = quorums.ask(step)
+        assert quorum.members == ["A", "B"] and quorum.sources == {"B": "A"} and quorum.step == 1
+        assert quorum.group() is quorum.group()  # it is made once: the number of a quorum is never used twice
+        quorum.hand_over(SimpleNamespace(model=model), adam)
+
+    with ThreadPoolExecutor(2) as pool:
+        joined = pool.submit(join, new, 0, models[1], adams[1])
+        while not store.check(["ask 2/1"]):  # that it has asked, A must see
+            time.sleep(0.01)
+        pool.submit(join, old, 1, models[0], adams[0]).result()
+        joined.result()
+    zeros = [SimpleNamespace(model=model) for model in models]
+    assert fingerprint(zeros[0], adams[0]) == fingerprint(zeros[1], adams[1])
+    assert (old.end, old.received) == (5, 0) and (new.end, new.received) == (5, 12 * 9)
+
+
+def test_an_error_that_comes_again_and_again_is_raised(three: list[Seat], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(quorums_module, "ERRORS", 1)
+    alone = begin(three, deaths=(1, 2))
+    assert not alone.ask(0).vote(ValueError("once"))
+    with pytest.raises(ValueError, match="twice"):
+        alone.ask(0).vote(ValueError("twice"))
+
+
+def test_a_checkpoint_in_the_background(tmp_path: Path) -> None:
+    model = torch.nn.Linear(2, 2)
+
+    def one_step(step: int) -> None:
+        with torch.no_grad():
+            for param in model.parameters():
+                param.add_(1)
+
+    live = dict(model.named_parameters())
+    assert sorted(written_meanwhile(live, model, one_step, tmp_path / "live")) == [0, 1]
+    staged = {name: param.detach().clone() for name, param in live.items()}
+    assert written_meanwhile(staged, model, one_step, tmp_path / "staged") == [0, 0]
+    write_in_background(staged, 7, tmp_path / "kept.safetensors").join()
+    assert [path.name for path in tmp_path.glob("kept*")] == ["kept.safetensors"]
+    assert load_file(tmp_path / "kept.safetensors")["step"] == 7

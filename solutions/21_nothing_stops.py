@@ -160,8 +160,8 @@ while step < quorums.end:  # 6 steps after a newcomer has joined
     adam.zero_grad()
 
 # %% [markdown]
-# Rank 3 was killed, and rank 2 saw the connection close. It printed the engine's flight recorder (lesson 17), whose
-# ranks 0 and 1, counted within the replica, are our 2 and 3. Then rank 2 ended too, and both were started again.
+# Rank 3 was killed. Rank 2 saw the connection close or the death in the store, and ended too, and both were started
+# again. (If rank 2 had time to print the engine's flight recorder, lesson 17's, its ranks 0 and 1 are our 2 and 3.)
 
 # %%
 # %%ranks

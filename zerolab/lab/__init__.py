@@ -71,7 +71,7 @@ _HOME = {
     "zerolab.lab.lessons.lesson21.quorums": ("Quorums", "die_in_backward", "fingerprint", "in_one_process"),
     "zerolab.lab.lessons.lesson21.background": ("life", "scratch_folder", "write_in_background", "written_meanwhile"),
     "zerolab.lab.lessons.lesson24.compared": ("average_gradients", "fastest", "loss_on_other_text", "sent_by"),
-    "zerolab.lab.lessons.lesson24.walk": ("PlainAverage", "walk"),
+    "zerolab.lab.lessons.lesson24.plane": ("PlainAverage", "walk"),
     "zerolab.lab.lessons.lesson19.trial": (
         "by_kind",
         "envelopes",

@@ -18,12 +18,12 @@ from zerolab.lab.plots.latency import cost, fit_cost
 from zerolab.lab.plots.losses import curves, reproduced
 from zerolab.lab.plots.members import Attempt, membership
 from zerolab.lab.plots.memory import memory_plan
+from zerolab.lab.plots.outer import rounds
 from zerolab.lab.plots.overlap import gantt
 from zerolab.lab.plots.page import png, show
 from zerolab.lab.plots.pipeline import bubble, in_flight, pipeline_runs
 from zerolab.lab.plots.reads import who_reads_what
 from zerolab.lab.plots.ring import ring_against_root
-from zerolab.lab.plots.rounds import rounds
 from zerolab.lab.plots.scrubber import moment_picture
 from zerolab.lab.plots.shards import Piece, largest_share, shard_map
 from zerolab.lab.plots.spread import bands

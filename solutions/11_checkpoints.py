@@ -376,8 +376,9 @@ print("saved by 4 and loaded by 2, parameters and Adam's averages are equal:", e
 # of its own, with time and disk space of its own.
 #
 # **torchrun** with `--max-restarts 3` starts all processes again when one dies; with `--nnodes 2:4` also when a node
-# leaves or arrives ([documentation](https://docs.pytorch.org/docs/stable/elastic/quickstart.html)). Nothing in memory
-# survives: an "elastic" run is one that goes on from its checkpoint.
+# leaves or arrives, with another world size
+# ([documentation](https://docs.pytorch.org/docs/stable/elastic/quickstart.html)). Nothing in memory survives: an
+# "elastic" run is one that goes on from its checkpoint.
 #
 # ## On trial
 #

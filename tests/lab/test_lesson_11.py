@@ -9,9 +9,9 @@ import torch
 
 from zerolab.lab.exercises.battery import load
 from zerolab.lab.lessons.lesson11 import READS, SAVE, old_files
-from zerolab.lab.lessons.lesson11.deaths import deaths
 from zerolab.lab.lessons.lesson11.files import reads_needed, whose_tensors
 from zerolab.lab.lessons.lesson11.run import dealt
+from zerolab.lab.lessons.lesson11.survival import deaths
 
 
 def test_reads_needed_are_those_of_a_plan():

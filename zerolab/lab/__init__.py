@@ -47,7 +47,7 @@ _HOME = {
     "zerolab.lab.lessons.lesson10.steps": ("OnDevice", "RunBy", "train_sharded"),
     "zerolab.lab.lessons.lesson09.recorded": ("Recorded",),
     "zerolab.lab.lessons.lesson11": ("crash",),  # these are modules
-    "zerolab.lab.lessons.lesson11.deaths": ("deaths",),
+    "zerolab.lab.lessons.lesson11.survival": ("deaths",),
     "zerolab.lab.lessons.lesson11.files": (
         "load_shards",
         "pieces_of",

@@ -6,9 +6,9 @@
 # three hours. What was not on the disk by then was computed, paid for, and lost.
 #
 # A **[checkpoint](../docs/glossary.md#checkpoint)** is what has to be on the disk so that training goes on as if it had
-# never stopped. Five things can go wrong: ranks may overwrite each other's; it may be incomplete, or fit only the
-# number of ranks that wrote it; the crash may come during the save; and the run may go on with other samples. You see
-# each of them, and write two functions against the worst.
+# never stopped. Five things can go wrong: ranks may overwrite each other's files; the checkpoint may be incomplete, or
+# fit only the number of ranks that wrote it; the crash may come during the save; and the run may go on with other
+# samples. You see each of them, and write two functions that prevent the worst.
 
 # %%
 # %load_ext zerolab.lab
@@ -28,7 +28,7 @@ import torch.distributed as dist
 import zerolab
 from zerolab import lab
 
-data = lab.windows(None, 64)  # real text: samples of 64 bytes, and for each the 64 to predict
+data = lab.windows(None, 64)  # real text: samples of 64 bytes, with the 64 to predict
 zero, adam = lab.small_run()  # a GPT of two blocks in stage 3, and AdamW
 print(f"Ψ = {len(lab.all_weights(zero)):,} parameters")
 
@@ -259,7 +259,8 @@ print("losses on 3 ranks, and on 4 that never stopped, equal to 0.01:", apart < 
 ways = {"dealt to 4 ranks": lab.dealt(4, 4), "dealt to 4, then to 3": lab.dealt(4, 3)}
 ways["global sample index"] = lab.dealt(1, 1)  # the same for any number of ranks
 for name, seen in ways.items():
-    print(f"{name:22} {len(seen):,} samples, {(seen.bincount() > 1).sum():>3} seen more than once")
+    again = (seen.bincount() > 1).sum()
+    print(f"{name:22} {len(seen):,} samples, {again:>3} seen more than once")
 
 # %% [markdown]
 # When the number of ranks changes, each rank's part is another: samples come again that the epoch has had, others will

@@ -75,7 +75,7 @@ else:
     weights = messages.receive(torch.empty_like(grad), 0, "parameters")
 seven = messages.moved  # 7: all have the new weights
 
-exact, zero1 = lab.zero1_step()  # the parameters after it, and what a rank sends and receives
+exact, zero1 = lab.zero1_step()  # its parameters, and what a rank sends and receives
 off = ((weights - exact).norm() / (exact - start).norm()).item()
 
 # %%
@@ -101,7 +101,8 @@ if lab.predicted("12.1"):
 # Does a gradient have any structure that a code could use? Three old ideas: **run-length coding** stores each value
 # with the number of zeros before it; a general compressor such as zlib looks for repetition; and **difference coding**
 # sends the difference to the last gradient, in the hope that it is small. We train for 50 steps and try the first two
-# on the last gradient. For the third, `train_compressed` looks at the angle between a rank's successive gradients.
+# on the last gradient. For the third, `train_compressed` looks at the angle between a rank's successive gradients, over
+# the last 20 steps.
 
 # %%
 # %%ranks
@@ -116,8 +117,9 @@ class Exact:  # float32, nothing compressed
 
 
 runs = {"float32": lab.train_compressed(Exact())}
-grad, cosine, difference = (runs["float32"][key] for key in ("grad", "cosine", "difference"))
-run_length = 8 * int((grad != 0).sum()) / grad.nbytes  # 4 bytes for a value, 4 for a number of zeros
+grad, cosine = runs["float32"]["grad"], runs["float32"]["cosine"]
+difference = runs["float32"]["difference"]  # its length over the gradient's
+run_length = 8 * int((grad != 0).sum()) / grad.nbytes  # a value and a number
 zipped = len(zlib.compress(grad.numpy().tobytes(), 1)) / grad.nbytes
 
 # %%
@@ -234,6 +236,8 @@ if lab.predicted("12.3"):
     assert abs(losses["DDP, fp16 hook"] - losses["float32"]) < 0.05
 
 # %% [markdown]
+# One by one:
+#
 # - **A cast** halves the bytes, and nobody sees it in the loss. Everyone does this (lesson 08).
 # - **int8** loses nothing visible either. But a sum of bytes overflows, and ranks have different scales, so it cannot
 #   be all-reduced. All-gathered, it sends (N-1)Ψ bytes: half of float32's at N = 4, and *more* from 8 ranks on, with
@@ -319,7 +323,7 @@ if lab.predicted("12.4"):
 # three that do not wait end: a third as many updates, and each is better. What not waiting gains in updates it mostly
 # gives back in staleness. What is left is the time that workers would have waited for slow ones.
 #
-# **Where MapReduce and Spark belong.** Both are made for parts of a job that are independent and large. That suits
+# **Where MapReduce and Spark belong.** Both are made for jobs whose parts are independent and large. That suits
 # preparing data. In a training step all parts need each other's result, a million times, and the state must stay in GPU
 # memory. So Spark comes before the training loop, and may start its processes. Inside the loop are collectives.
 #
@@ -346,10 +350,10 @@ assert 3.5 < before / after < 4
 # The masters stay in float32. Only the copy that travels is rounded, anew in every gather, so errors do not add up.
 # (With 16-bit parameters the bytes are half as many, not a quarter.)
 #
-# qgZ rounds harder: 15 values, -7 to 7 times the scale, two to a byte. What matters now is *how often*. A ring adds up
-# on the way (lesson 01): each hop would round a sum of what was rounded before it, N - 1 times in all. One all-to-all
-# hands every rank's part straight to its owner, who adds up in float32: everything is rounded once, for as many bytes.
-# Here are both, on the gradients of a real step:
+# qgZ rounds harder: 15 values, -7 to 7 times the scale, two to a byte. Whether a gradient survives this depends on *how
+# often* it is rounded. A ring adds up on the way (lesson 01): each hop would round a sum of what was rounded before it,
+# N - 1 times in all. One all-to-all hands every rank's part straight to its owner, who adds up in float32: everything
+# is rounded once, for as many bytes. Here are both, on the gradients of a real step:
 
 # %%
 # %%ranks
@@ -358,7 +362,8 @@ int4 = lab.int4_means(lab.gradient_on_text(lab.small_gpt(), step=0)[0])
 # %%
 int4 = lab.pull("int4", rank=0)
 for name, (sent, off) in int4.items():
-    print(f"int4 by {name:10} {sent:,.0f} bytes sent, error {100 * off:.1f} % of the mean's length")
+    error = f"error {100 * off:.1f} % of the mean's length"
+    print(f"int4 by {name:10} {sent:,.0f} bytes sent, {error}")
 (sent, off), (sent_by_ring, off_by_ring) = int4.values()
 assert sent == sent_by_ring and 1.2 < off_by_ring / off < 2.2
 
@@ -394,12 +399,13 @@ off = {name: lab.relative_length(run["grad"] - exact, exact) for name, run in pl
 plus, off = lab.pull("plus", rank=0), lab.pull("off", rank=0)
 for name, run in plus.items():
     sent = ", ".join(f"{op} {n:,}" for op, n in run["sent"].items())
-    print(f"{name:15} loss {run['loss']:.3f}, first gradient off by {100 * off[name]:3.1f} %; {sent}")
+    far = f"first gradient off by {100 * off[name]:3.1f} %"
+    print(f"{name:15} loss {run['loss']:.3f}, {far}; {sent}")
 assert max(abs(run["loss"] - plus["Zero3"]["loss"]) for run in plus.values()) < 0.1
 
 # %% tags=["nbval-check-output"]
 before, after = plus["Zero3"]["sent"]["reduce_scatter"], plus["both"]["sent"]["all_to_all"]
-print(f"reductions: {before:,} -> {after:,} bytes, {before / after:.2f} times less;", end=" ")
+print(f"reductions: {before:,} -> {after:,} bytes, {before / after:.2f} x less;", end=" ")
 print("36 bytes for 64 elements of 4")
 assert after == 3 * 36 * plus["both"]["blocks"]  # (N-1) x 36 bytes x blocks of a shard
 

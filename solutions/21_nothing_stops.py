@@ -166,7 +166,7 @@ while step < quorums.end:  # 6 steps after a newcomer has joined
 # %%
 # %%ranks
 attempts, received = quorums.attempts, quorums.received
-mark = lab.fingerprint(zero, adam)
+mark = lab.checksum(zero, adam)
 
 # %%
 history = [plots.Attempt(*attempt) for attempt in lab.pull("attempts", rank=0)]

@@ -13,7 +13,7 @@ from safetensors.torch import load_file
 from zerolab.lab.lessons.lesson21 import quorums as quorums_module
 from zerolab.lab.lessons.lesson21 import replicas
 from zerolab.lab.lessons.lesson21.background import write_in_background, written_meanwhile
-from zerolab.lab.lessons.lesson21.quorums import Quorums, fingerprint
+from zerolab.lab.lessons.lesson21.quorums import Quorums, checksum
 from zerolab.lab.lessons.lesson21.replicas import Seat, replica
 from zerolab.lab.ranks.report import Misused
 
@@ -174,7 +174,7 @@ def test_a_newcomer_asks_for_the_next_quorum_and_takes_the_state(three: list[Sea
         pool.submit(join, old, 1, models[0], adams[0]).result()
         joined.result()
     zeros = [SimpleNamespace(model=model) for model in models]
-    assert fingerprint(zeros[0], adams[0]) == fingerprint(zeros[1], adams[1])
+    assert checksum(zeros[0], adams[0]) == checksum(zeros[1], adams[1])
     assert (old.end, old.received) == (5, 0) and (new.end, new.received) == (5, 12 * 9)
 
 

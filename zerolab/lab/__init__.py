@@ -117,7 +117,7 @@ _HOME = {
     "zerolab.lab.lessons.lesson17.clinic.patient": ("fingerprint",),
     "zerolab.lab.exercises.verdicts": ("claim", "claims"),
     "zerolab.lab.lessons.lesson21.replicas": ("replica",),
-    "zerolab.lab.lessons.lesson21.quorums": ("Quorums", "die_in_backward", "fingerprint", "in_one_process"),
+    "zerolab.lab.lessons.lesson21.quorums": ("Quorums", "checksum", "die_in_backward", "in_one_process"),
     "zerolab.lab.lessons.lesson21.background": ("life", "scratch_folder", "write_in_background", "written_meanwhile"),
     "zerolab.lab.lessons.lesson24.compared": ("average_gradients", "fastest", "loss_on_other_text", "sent_by"),
     "zerolab.lab.lessons.lesson24.plane": ("PlainAverage", "walk"),

@@ -149,7 +149,7 @@ def shards(zero: Any, adam: Any, step: int = 0) -> Iterator[Tensor]:
         yield from (mine.detach(), *(zerolab.to_local(adam.state[param][key]) for key in AVERAGES))
 
 
-def fingerprint(zero: Any, adam: Any) -> int:
+def checksum(zero: Any, adam: Any) -> int:
     """A number that two ranks share if their shards and averages are the same, bit for bit."""
     return zlib.crc32(torch.cat([tensor.flatten() for tensor in shards(zero, adam)]).numpy().tobytes())
 

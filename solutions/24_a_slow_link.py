@@ -159,7 +159,7 @@ def train(H, **outer):  # H = 1: gradients in every step; None: never
         adam.zero_grad()
         if rounds and (step + 1) % H == 0:
             sent += lab.sent_by(rounds.step)
-    return sent / STEPS, lab.loss_on_other_text(model, words)
+    return sent / STEPS, lab.validation_loss(model, words)
 
 
 runs = {"every step": train(1), "alone": train(None)}

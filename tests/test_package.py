@@ -11,6 +11,7 @@ import sys
 import tarfile
 import tomllib
 import zipfile
+from collections import Counter
 from collections.abc import Iterator
 from contextlib import suppress
 from importlib import metadata
@@ -429,3 +430,11 @@ def test_no_function_shares_its_name_with_its_module():
     shared = {str(path.relative_to(ROOT)): names_of_modules(path) & set(callables(path)) for path in files}
     assert files
     assert {path: names for path, names in shared.items() if names} == {}
+
+
+def test_what_lessons_import_from_lab_has_one_home():
+    """The second of two would take the other's place."""
+    from zerolab import lab
+
+    homes = Counter(name for names in lab._HOME.values() for name in names)
+    assert [name for name, many in homes.items() if many > 1] == []

@@ -119,7 +119,7 @@ _HOME = {
     "zerolab.lab.lessons.lesson21.replicas": ("replica",),
     "zerolab.lab.lessons.lesson21.quorums": ("Quorums", "checksum", "die_in_backward", "in_one_process"),
     "zerolab.lab.lessons.lesson21.background": ("life", "scratch_folder", "write_in_background", "written_meanwhile"),
-    "zerolab.lab.lessons.lesson24.compared": ("average_gradients", "fastest", "loss_on_other_text", "sent_by"),
+    "zerolab.lab.lessons.lesson24.compared": ("average_gradients", "fastest", "sent_by", "validation_loss"),
     "zerolab.lab.lessons.lesson24.plane": ("PlainAverage", "walk"),
     "zerolab.lab.lessons.lesson19.trial": (
         "by_kind",

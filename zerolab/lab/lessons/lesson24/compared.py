@@ -40,7 +40,7 @@ def sent_by(exchange: Callable[[], None]) -> float:
 
 
 @torch.no_grad()
-def loss_on_other_text(model: nn.Module, words: Tensor) -> float:
+def validation_loss(model: nn.Module, words: Tensor) -> float:
     """The loss on windows that no rank trains on, the same for whoever asks."""
     losses = [model(*batch(words, 9, 9_990 + i, 32, 64)) for i in range(2)]
     return torch.stack(losses).mean().item()

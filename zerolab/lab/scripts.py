@@ -84,6 +84,20 @@ def reproduce(id: str, *arguments: object) -> dict[int, list[dict[str, Any]]]:
     return results
 
 
+def against_one_rank(results: dict[int, list[dict[str, Any]]], losses: float, accuracy: float = 0.0) -> None:
+    """Print, for each other number of ranks in `results` of `reproduce`, whether its first seed ended as on one rank.
+
+    losses, accuracy: how far each may be from that of one rank, for rounding.
+    """
+    allowed = f"accuracies within {100 * accuracy:g} %" if accuracy else "same accuracy"
+    first, within = results[1][0], f"{losses:g}".replace("e-0", "e-")
+    for ranks, (other, *_) in list(results.items())[1:]:
+        pairs = zip(first["losses"], other["losses"], strict=True)
+        close = all(abs(a - b) < losses for a, b in pairs)
+        right = abs(first["accuracy"] - other["accuracy"]) < max(accuracy, 1e-6)
+        print(f"{ranks} ranks against 1: losses within {within}: {close}, {allowed}: {right}")
+
+
 def _end_of(err: str, lines: int = 25) -> str:
     """The first traceback in what the ranks and torchrun said, or the last lines."""
     rows = err.splitlines()

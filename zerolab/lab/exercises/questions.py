@@ -421,6 +421,7 @@ QUESTIONS: dict[str, Question] = {
         "bytes",
         psi=8_448,
         slips={
+            0: "The engine does not know that nobody uses them: it reduces whatever gradients a backward leaves.",
             4 / 3: _OWN_PART,
             2: "That is an all-reduce. In stage 2 the gradients are only reduce-scattered.",
             8 / 3: "That is an all-reduce, and a rank does not send its own part.",

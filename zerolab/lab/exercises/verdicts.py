@@ -185,8 +185,8 @@ CLAIMS: tuple[Claim, ...] = (
         "D",
         "ZeRO trains faster.",
         CONDITION,
-        "Mainly through the larger batch that the freed memory holds: `in 8 MB fit 49 images, 37.6 kB for each` in "
-        "stage 0, `in 8 MB fit 72 images, 25.6 kB for each` in stages 1 and 2.",
+        "Mainly through the larger batch that the freed memory holds: `8 MB hold 49 images; sent per image: 37.6 kB` "
+        "in stage 0, `8 MB hold 72 images; sent per image: 25.6 kB` in stages 1 and 2.",
         "13",
         "ZeRO trains faster",
     ),

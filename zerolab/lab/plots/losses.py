@@ -59,4 +59,5 @@ def reproduced(results: Mapping[int, Sequence[Mapping[str, Any]]], subtitle: str
     band = [100 * each["accuracy"] for each in one]
     said = f"Losses on 1 and on {most} ranks differ by {max(apart):.0e} at most. " if many else ""
     said += f"The accuracies of {len(one)} seeds go from {min(band):.1f} to {max(band):.1f} %. {baseline}"
-    return curves(drawn, "The same run, on any number of ranks", subtitle, "loss", said)
+    title = "The same run, on any number of ranks" if many else f"{len(one)} seeds on one rank"
+    return curves(drawn, title, subtitle, "loss", said)

@@ -144,7 +144,10 @@ TRAIN_MISTAKES = {
     ),
     "each rank the same part": Mistake(
         edit(TRAIN, "numbers[mine]", "numbers[: -(-len(numbers) // zero.world_size)]"),
-        ("each rank the same samples: a rank takes its own part of the step, numbers[rank::N] or chunk(N)[rank]"),
+        (
+            "each rank the same samples: a rank takes its own part of the step, numbers[rank::N] or "
+            "numbers.tensor_split(N)[rank]"
+        ),
     ),
     "each rank another order": Mistake(
         edit(TRAIN, "seed + epoch", "seed + epoch + 100 * zero.rank"),

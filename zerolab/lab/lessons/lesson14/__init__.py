@@ -237,10 +237,11 @@ def train(model, data, stage, steps, batch_size, make_optimizer):
     """Train `model` on all ranks; return every step's loss, and the last accuracy.
 
     data: inputs, targets, validation_inputs, validation_targets, by sample. Step s learns
-    from the samples s * batch_size, ..., of all ranks together; after the last comes the
-    first again. make_optimizer(params) makes the optimizer. Loss: the mean over the step's
-    targets. Accuracy: right ones over all validation targets. Both are numbers, the same
-    on every rank and with any number of ranks.
+    from the batch_size samples from s * batch_size on, counted modulo the number of
+    samples, and the ranks divide them. make_optimizer(params) makes the optimizer. Loss:
+    the mean over the step's targets; every step has at least one. Accuracy: right ones
+    over all validation targets. Both are numbers, the same on every rank and with any
+    number of ranks.
     """
     raise Todo("14.2")
 '''

@@ -471,7 +471,10 @@ TRAIN_MISTAKES = {
     ),
     "each rank the same": Mistake(
         edit(TRAIN, "numbers[mine]", "numbers[: max(1, batch_size // zero.world_size)]"),
-        ("each rank the same samples: a rank takes its own part of the step, numbers[rank::N] or chunk(N)[rank]"),
+        (
+            "each rank the same samples: a rank takes its own part of the step, numbers[rank::N] or "
+            "numbers.tensor_split(N)[rank]"
+        ),
     ),
     "all samples on every rank": Mistake(
         edit(TRAIN, "numbers[mine]", "numbers"),

@@ -1,11 +1,11 @@
 # %% [markdown]
 # # 15 · Model parallelism
 #
-# **The question.** ZeRO divides parameters, gradients and optimizer state among the ranks. Two things it does not
-# divide: a sample and its activations. If one sequence of 100,000 tokens needs more memory than a GPU has, a thousand
-# GPUs with ZeRO-3 fail exactly as one does. And if 1,024 GPUs are to share a batch of 512 sequences, half of them have
-# nothing to do. Then the *computing* has to be divided: **[model parallelism](../docs/glossary.md#model-parallelism)**.
-# The wrong kind in the wrong place leaves three quarters of your GPUs idle. Which one, when, and what does it send?
+# **The question.** ZeRO divides parameters, gradients and optimizer state among the ranks. It divides neither a sample
+# nor its activations. If one sequence of 100,000 tokens needs more memory than a GPU has, a thousand GPUs with ZeRO-3
+# fail exactly as one does. And if 1,024 GPUs are to share a batch of 512 sequences, half of them have nothing to do.
+# Then the *computing* has to be divided: **[model parallelism](../docs/glossary.md#model-parallelism)**. The wrong kind
+# in the wrong place leaves three quarters of your GPUs idle. Which one, when, and what does it send?
 
 # %%
 # %load_ext zerolab.lab
@@ -18,12 +18,8 @@ lab.start(4)
 # %%ranks
 import torch
 import torch.distributed as dist
-import torch.nn.functional as F
-import zerolab
-from torch import nn
 from zerolab import lab
-from zerolab.lab import GPT, Block, batch, calls, saved, text
-from zerolab.measure import ledger, model_states
+from zerolab.lab import GPT, batch, calls, text
 
 words = text()
 
@@ -31,10 +27,6 @@ words = text()
 def make_model(dtype=torch.float32):
     torch.manual_seed(0)
     return GPT(layers=4, width=128).to(dtype)  # 4 heads
-
-
-def loss_of(model, tokens, targets):  # in the model's dtype; model(x, y) takes float32
-    return F.cross_entropy(model(tokens).flatten(0, 1), targets.flatten())
 
 
 psi = sum(param.numel() for param in make_model().parameters())
@@ -52,60 +44,30 @@ print(f"Ψ = {psi:,} parameters")
 # - *the sequence of layers*: every rank computes some layers, for all samples, and hands the result on. With one more
 #   idea, this becomes **[pipeline parallelism](../docs/glossary.md#pipeline-parallelism)**.
 #
-# This cell runs the four MLPs of a GPT in all three ways.
+# `lab.computed_in_three_ways` runs the four MLPs of a GPT in all three ways.
 
 # %%
 # %%ranks
-torch.manual_seed(0)
-mlps = [block.mlp for block in GPT(layers=4, width=64).blocks]
-x = torch.randn(8, 64)  # the same on all ranks
-
-with torch.no_grad():
-    whole = x
-    for mlp in mlps:
-        whole = whole + mlp(whole)
-
-    y = x.chunk(4)[rank]
-    for mlp in mlps:
-        y = y + mlp(y)
-    same = [torch.allclose(y, whole.chunk(4)[rank], atol=1e-6)]
-
-    y = x
-    for mlp in mlps:
-        up, bias = mlp.up.weight.chunk(4)[rank], mlp.up.bias.chunk(4)[rank]
-        hidden = F.gelu(F.linear(y, up, bias))
-        part = F.linear(hidden, mlp.down.weight.chunk(4, dim=1)[rank])
-        dist.all_reduce(part)
-        y = y + part + mlp.down.bias
-    same.append(torch.allclose(y, whole, atol=1e-6))
-
-    y = x.clone()
-    if rank > 0:
-        dist.recv(y, rank - 1)
-    y = y + mlps[rank](y)
-    if rank < 3:
-        dist.send(y, rank + 1)
-    same.append(rank < 3 or torch.allclose(y, whole, atol=1e-6))
+same = lab.computed_in_three_ways()  # each compared with all four MLPs on one rank
 
 # %%
 plots.show(plots.who_computes_what(lab.three_ways(4, message=8 * 64 * 4)))
 
 # %% tags=["nbval-check-output"]
-print("the same results in all three ways:", all(all(same) for same in lab.pull("same")))
+print("the same results in all three ways:", all(lab.pull("same")))
 
 # %% [markdown]
 # Follow the arrows, which are the **dependencies**: what a rank needs from others before it can begin a layer. In the
 # first row there are none until backward has gradients to average. In the second, no rank can begin a layer before
-# *all* ranks have finished the one before: each of them sends 3.07 kB after every layer, four times (the last time no
-# layer follows, and there is no arrow). In the third, each of three ranks sends one message of 2.05 kB to one other
-# rank, which can do nothing at all until it comes.
+# *all* ranks have finished the one before: each sends 3.07 kB after every layer. In the third, each of three ranks
+# sends one message of 2.05 kB to the next, which can do nothing until it comes.
 #
 # ## Predict
 #
-# Take the second row first. In a GPT, tensor parallelism divides the two halves of each block, attention and MLP. Each
-# half costs one all-reduce in forward, as above, and one in backward. What is all-reduced has the shape of the block's
-# input. Our model has 4 blocks of width 128, the batch has 8 sequences of 64 tokens, everything is float32, and two
-# ranks divide the model. How many bytes does a rank send in a step?
+# In a GPT, tensor parallelism divides the two halves of each block, attention and MLP. Each half costs one all-reduce
+# in forward, as above, and one in backward. What is all-reduced has the shape of the block's input. The model has 4
+# blocks of width 128, the batch has 8 sequences of 64 tokens, everything is float32, and two ranks divide the model.
+# How many bytes does a rank send in a step?
 
 # %%
 lab.predict("15.1", 4 * 2 * 2 * 8 * 64 * 128 * 4)  # bytes
@@ -116,11 +78,10 @@ lab.predict("15.1", 4 * 2 * 2 * 8 * 64 * 128 * 4)  # bytes
 # An MLP has two layers, `up` and `down`. Between them lie the **hidden units**. Give each rank some of them. For its
 # units it needs some *rows* of `up.weight` (torch stores a weight as outputs × inputs), and then it has their values in
 # full. In `down` it multiplies them by the *columns* of `down.weight` that belong to them. The result has the full
-# width, but is only a part of a sum over *all* hidden units: one all-reduce for two layers. (In the literature, `up` is
-# *column-parallel* and `down` *row-parallel*.)
+# width, but is only a part of a sum over *all* hidden units: one all-reduce for two layers.
 #
 # Could `up` be cut by columns instead? Then every rank would have a part of *every* hidden unit, but GELU needs the
-# complete sum: gelu(2) + gelu(-3) = 1.95, and gelu(2 - 3) = -0.16. Nonlinear functions want complete units.
+# complete sum: gelu(2) + gelu(-3) = 1.95, and gelu(2 - 3) = -0.16.
 #
 # And backward? Suppose that every rank has the same gradient of the output y. Two places need care:
 #
@@ -129,8 +90,7 @@ lab.predict("15.1", 4 * 2 * 2 * 8 * 64 * 128 * 4)  # bytes
 # - *Where x enters*, each rank's hidden units use it. So each rank gets only the part of x's gradient that comes from
 #   its own units. Forward does nothing, backward adds up.
 #
-# The Megatron paper (arXiv 1909.08053) calls the two g and f. Here they are `Leave` and `Enter`, each an
-# `autograd.Function` with both directions written out.
+# These are `Leave` and `Enter` (g and f in the Megatron paper, arXiv 1909.08053), each an `autograd.Function`.
 #
 # ## Write the split
 #
@@ -145,12 +105,10 @@ lab.check("15.1")
 # %% [markdown]
 # ## Attention, by heads
 #
-# Attention comes in complete units too: its heads, none of which looks at another. So each rank gets some of the heads.
-# The first layer of our attention computes queries q, keys k and values v at once, and its weight has 3·C rows: q of
-# all heads, then k of all heads, then v of all heads. What belongs to a rank's heads is therefore not one block of rows
-# but three. `heads_of` takes them. The rest is as in the MLP: `Enter`, this rank's heads, this rank's columns of the
-# output layer, `Leave`, the bias. `split` replaces both halves of every block. Embeddings, layer norms and the model's
-# head stay on both ranks.
+# Attention comes in complete units too: its heads, none of which looks at another. So each rank gets some of the heads,
+# and `lab.SplitAttention` does what your MLP does: `Enter`, this rank's heads, this rank's columns of the output layer,
+# `Leave`, the bias. `split` replaces both halves of every block. Embeddings, layer norms and the head stay on both
+# ranks.
 #
 # Four ranks give us two pairs, a **[mesh](../docs/glossary.md#mesh)** of 2 × 2. Ranks 0 and 1 divide one copy of the
 # model, ranks 2 and 3 another. Each pair is a process group, the rank's *tensor group*.
@@ -160,34 +118,9 @@ lab.check("15.1")
 MyMLP, Enter, Leave = (lab.mine("15.1", name) for name in ("MyMLP", "Enter", "Leave"))
 
 
-def heads_of(rows, place, size):  # (3 C, ...) -> (3 C / N, ...)
-    pieces = rows.detach().view(3, size, -1, *rows.shape[1:])  # q, k, v; a piece per rank
-    return nn.Parameter(pieces[:, place].flatten(0, 1).clone())
-
-
-class MyAttention(nn.Module):
-    def __init__(self, whole, group):
-        super().__init__()
-        place, size = dist.get_rank(group), dist.get_world_size(group)
-        self.group, self.heads = group, whole.heads // size
-        out = whole.out.weight.detach().chunk(size, dim=1)[place]
-        self.weight = heads_of(whole.qkv.weight, place, size)  # 3 C / N, C
-        self.bias = heads_of(whole.qkv.bias, place, size)
-        self.out = nn.Parameter(out.clone())  # C, C / N
-        self.out_bias = nn.Parameter(whole.out.bias.detach().clone())
-
-    def forward(self, x, mask=None):
-        B, T, _ = x.shape
-        qkv = F.linear(Enter.apply(x, self.group), self.weight, self.bias)
-        q, k, v = qkv.view(B, T, 3, self.heads, -1).permute(2, 0, 3, 1, 4)
-        y = F.scaled_dot_product_attention(q, k, v, is_causal=True)
-        part = F.linear(y.transpose(1, 2).flatten(2), self.out)
-        return Leave.apply(part, self.group) + self.out_bias
-
-
 def split(model, group):
     for block in model.blocks:
-        block.attention = MyAttention(block.attention, group)
+        block.attention = lab.SplitAttention(block.attention, group, Enter, Leave)
         block.mlp = MyMLP(block.mlp, group)
     return model
 
@@ -198,33 +131,20 @@ tensor_group, place = pairs[rank // 2], rank % 2  # place: 0 or 1 in the pair
 # %% [markdown]
 # ## Measure
 #
-# One step of the whole model and of the split one, with the same samples. Of the gradients, look at one that is cut,
-# and at three that both ranks of a pair have.
+# One step of the whole model and of the split one, with the same samples. `lab.split_gradients` compares their
+# gradients: of a weight that is cut, and of a layer norm, which both ranks of a pair have.
 
 # %%
 # %%ranks
 whole, cut = make_model(), split(make_model(), tensor_group)
 tokens = batch(words, 0, 0, 8, 64)  # the same for everyone
-with saved(whole) as kept_whole:
-    whole(*tokens).backward()
-with saved(cut) as kept_cut, calls() as everything:
+whole(*tokens).backward()
+with calls() as everything:
     cut(*tokens).backward()
 # Between two ranks an all-reduce sends each element once: 2 (N-1)/N = 1.
 number, sent_tensor = len(everything.calls), everything.payload
 held = [sum(param.nbytes for param in model.parameters()) for model in (whole, cut)]
-held += [kept.peak for kept in (kept_whole, kept_cut)]
-
-theirs, ours = whole.blocks[1], cut.blocks[1]
-grads = {
-    "mlp.up.weight": (ours.mlp.up.weight.grad, theirs.mlp.up.weight.grad.chunk(2)[place]),
-    "mlp.down.bias": (ours.mlp.down.bias.grad, theirs.mlp.down.bias.grad),
-    "norm1.weight": (ours.norm1.weight.grad, theirs.norm1.weight.grad),
-    "token.weight": (cut.token.weight.grad, whole.token.weight.grad),
-}
-off = {name: ((a - b).abs().max() / b.abs().max()).item() for name, (a, b) in grads.items()}
-in_pair = [torch.empty_like(ours.norm1.weight) for _ in range(2)]
-dist.all_gather(in_pair, ours.norm1.weight.grad, group=tensor_group)
-norms_equal = torch.equal(*in_pair)
+off, norms_equal = lab.split_gradients(cut.blocks[1], whole.blocks[1], tensor_group)
 
 # %%
 lab.measured("15.1", lab.pull("sent_tensor", rank=0))
@@ -232,11 +152,9 @@ lab.reveal("15.1")
 
 # %% tags=["nbval-check-output"]
 if lab.predicted("15.1"):
-    whole, cut, kept_whole, kept_cut = lab.pull("held", rank=0)
-    number, sent = lab.pull("number", rank=0), lab.pull("sent_tensor", rank=0)
-    print(f"{number} all-reduces, {sent:,} bytes sent by each rank")
+    (whole, cut), number = lab.pull("held", rank=0), lab.pull("number", rank=0)
+    print(f"{number} all-reduces, {lab.pull('sent_tensor', rank=0):,} bytes sent by each rank")
     print(f"parameters on a rank: {whole:,} bytes whole, {cut:,} divided by two ranks")
-    print(f"activations that forward keeps: {kept_cut / kept_whole:.2f} x one process's")
 for name in lab.pull("off", rank=0):
     same = all(off[name] < 1e-4 for off in lab.pull("off"))
     print(f"the gradient of {name:13} equals one process's, to 4 digits:", same)
@@ -244,92 +162,26 @@ same = all(lab.pull("norms_equal"))
 print("a layer norm's gradients are the same in a pair, bit for bit:", same)
 
 # %% [markdown]
-# *The gradients* are close, not equal bit for bit: a sum in two parts is rounded differently. Look at the layer norm:
-# nobody averaged its gradient, and still both ranks have the right one, because everything outside `Enter` and `Leave`
-# sees the same numbers on both. Without the sum in `Enter` the two would differ, and so would the copies after a step,
-# without any error.
+# *The gradients* are close, not equal bit for bit: a sum in two parts is rounded differently. Nobody averaged the layer
+# norm's, and still both ranks have the right one, because everything outside `Enter` and `Leave` sees the same numbers
+# on both. Without the sum in `Enter` the two would differ, and so would the copies after a step, without any error.
 #
 # *The bytes* are more than the 4Ψ = 3,468,288 that DDP's all-reduce sends between two ranks, and of another kind. DDP's
 # depend on the parameters, and hide behind backward (lesson 09). These depend on the *tokens*, and the next layer waits
-# for them. (Cutting the batch or a matrix product into pieces hides a part: Domino, arXiv 2409.15241, and Megatron-LM's
-# `--tp-comm-overlap`.) So tensor parallelism lives where the wires are fastest, inside a node.
+# for them. So tensor parallelism lives where the wires are fastest, inside a node.
 #
-# *What it buys*: a rank holds about half of the parameters and computes half of each block. Of the activations q, k, v
-# and the hidden units are halved; the inputs of blocks and layer norms stay whole on both ranks, unless **sequence
-# parallelism** (Korthikanti et al., arXiv 2205.05198) divides them as well. (The opening case, a sequence of 100,000
-# tokens, is lesson 25's.)
-#
-# ## Two by two
-#
-# Let the second pair compute other samples. Rank 2 has the same *parameters* as rank 0, and rank 3 the same as rank 1:
-# {0, 2} and {1, 3} are the **data groups**, and within them ZeRO works as ever.
-#
-#               place 0    place 1
-#     pair 0    rank 0 ─── rank 1     ───  a tensor group: activations
-#                 │          │
-#     pair 1    rank 2 ─── rank 3      │   a data group: parameters and gradients, by ZeRO
-#
-# Model states are 16 bytes for each parameter. Embeddings, layer norms, the model's head and the biases after `Leave`
-# are not divided within a pair, 77,056 of the 867,072 parameters. ZeRO-3 divides whatever a rank has by two. How many
-# bytes does a rank hold, for each of the Ψ parameters of the whole model?
-
-# %%
-lab.predict("15.2", 16 / 4 * (867_072 + 77_056) / 867_072)  # bytes per parameter
-
-# %%
-# %%ranks
-columns = [dist.new_group([0, 2]), dist.new_group([1, 3])]
-data_group = columns[place]
-pair = rank // 2  # the pairs train on different samples
-
-
-def one_step(dtype):
-    model = split(make_model(dtype), tensor_group)
-    zero = zerolab.Zero3(model, units=[Block], group=data_group)
-    adam = torch.optim.AdamW(zero.model.parameters(), lr=1e-3)
-    with ledger(zero) as book, calls() as everything:
-        loss_of(zero.model, *batch(words, pair, 0, 8, 64)).backward()
-        adam.step()
-    tensor = sum(call.payload for call in everything.calls if call.op == "allreduce")
-    sent = {"tensor group": tensor, "data group": book.moved}  # ZeRO-3 makes no all-reduce
-    return zero, adam, sent
-
-
-alone = make_model(torch.float64)  # one process, with the samples of both pairs
-adam = torch.optim.AdamW(alone.parameters(), lr=1e-3)
-for number in range(2):
-    (loss_of(alone, *batch(words, number, 0, 8, 64)) / 2).backward()
-adam.step()
-alone = split(alone, tensor_group).state_dict()
-together = one_step(torch.float64)[0].full_state_dict()
-furthest = max((together[name] - value).abs().max().item() for name, value in alone.items())
-zero, adam, by_group = one_step(torch.float32)
-states = model_states(zero, adam)
-
-# %%
-states = lab.pull("states", rank=0)
-lab.measured("15.2", round(sum(states.values()) / 867_072, 3))
-lab.reveal("15.2")
-
-# %% tags=["nbval-check-output"]
-same = max(lab.pull("furthest")) < 1e-10
-print("after a step in float64, all parameters are one process's, to 1e-10:", same)
-if lab.predicted("15.2"):
-    for group, sent in lab.pull("by_group", rank=0).items():
-        print(f"{group}: {sent:>9,} bytes sent by each rank in a step")
-
-# %% [markdown]
-# The tensor group sends what it sent before. The data group sends what ZeRO-3 sends between two ranks, for a model that
-# is a little more than half as large. None of the classes had to be changed. (But `zero.clip_grad_norm_` sees its data
-# group alone: a norm over the whole model counts cut parameters on both ranks of a pair, and copies once.)
+# *What it buys*: a rank holds about half of the parameters and computes half of each block. Of the activations, it
+# halves q, k, v and the hidden units; the inputs of blocks and layer norms stay whole, unless **sequence parallelism**
+# (arXiv 2205.05198) divides them as well. (The opening case, a sequence of 100,000 tokens, is lesson 25's.)
 #
 # ## By layers, and the bubble
 #
 # Now the third row of the first picture. A **stage** is what one rank computes: here rank r has block r, the first also
-# the embeddings, and the last the model's head. `gpt_pipeline` connects the ranks. Messages and numbers are real; the
-# *times* are counted, not measured, since four ranks may share two cores here. With `pace=0.02` each stage has a clock,
-# which goes on by 20 ms for the forward of a sample and 40 for its backward, and with each message to its sender's
-# time, if that is later. First, the whole batch goes through stage 0, then 1, then 2, then 3, and back.
+# the embeddings, and the last the model's head. `gpt_pipeline` connects the ranks. The *times* are counted, not
+# measured, since four ranks may share two cores here. With `pace=0.02` each stage has a clock. A sample's forward
+# advances it by 20 ms, its backward by 40 ms. A message that arrives sets it to the sender's time, if that is later.
+# First, the whole batch goes through stage 0, then 1, then 2, then 3, and back. (`MyPipeline` is exercise 15.2 below;
+# until you have written it, the course's runs.)
 
 # %%
 # %%ranks
@@ -347,14 +199,14 @@ by_layers = pipe.trace
 
 # %%
 by_layers = lab.pull("by_layers")
-paced = "counted: forward 20 ms a sample"
+paced = "times counted: forward 20 ms a sample"
 plots.show(plots.pipeline_runs({"by layers": by_layers}, paced))
 
 # %% [markdown]
 # One stage works at a time: four ranks, the speed of one. The white area is the
-# **[bubble](../docs/glossary.md#bubble)**. The remedy: cut the batch into **micro-batches**, and send each on as soon
-# as it is ready. Their gradients add up, so the step is the same. With 4 stages and 8 micro-batches, first all forwards
-# and then all backwards (**GPipe**, arXiv 1811.06965): what fraction of the time is bubble?
+# **[bubble](../docs/glossary.md#bubble)**. The remedy: cut the batch into **micro-batches**, whose gradients add up,
+# and send each on as soon as it is ready. With 4 stages and 8 micro-batches, first all forwards and then all backwards
+# (**GPipe**, arXiv 1811.06965): what fraction of the time is bubble? (Draw it.)
 
 # %%
 lab.predict("15.3", 100 * 3 / 11)  # % of the time
@@ -379,16 +231,14 @@ lab.reveal("15.3")
 
 # %% [markdown]
 # Count in units of one micro-batch on one stage. A rank works for M of them, and waits while the pipeline fills and
-# empties: N - 1. So the bubble is (N-1) / (M+N-1), here 3/11. With M much larger than N it nearly vanishes. (The
-# picture comes below, beside another.)
+# empties: N - 1. So the bubble is (N-1) / (M+N-1), here 3/11. With M much larger than N it nearly vanishes.
 #
-# ## Write a stage
+# ## Write the order
 #
 # GPipe pays in memory: when the first backward begins, the activations of all M micro-batches are there. The remedy is
-# an order called **1F1B**, one forward, one backward (PipeDream, arXiv 1806.03377; with one update per batch, as here,
-# arXiv 2104.04473). Start backwards as early as possible, and let each free its activations before the next forward
-# takes more: rank r first runs as many forwards as there are stages after its own, then takes turns. Write the order,
-# and what a stage does in backward. Its forward is there.
+# an order called **1F1B**, one forward, one backward (arXiv 1806.03377; with one update per batch, as here,
+# 2104.04473). Each backward frees its activations before the next forward takes more: rank r first runs as many
+# forwards as there are stages after its own, then takes turns. A stage's forward and backward are there.
 
 # %%
 # %%exercise 15.2
@@ -412,22 +262,175 @@ if lab.predicted("15.3"):
 
 # %% [markdown]
 # The same bubble, the same gradients (the check compared them with one process's), and less memory: rank r keeps N - r
-# micro-batches, whatever M is. Rank 0 keeps half here (4 of 8); with M = 64 it would be a sixteenth.
+# micro-batches, whatever M is. Rank 0 keeps half here; with M = 64 it would be a sixteenth.
 #
-# ## Half a backward
+# Per token a pipeline sends the least: one activation forward and its gradient back, between neighbours. Below, that is
+# a twelfth of what tensor parallelism sends. So pipelines cross the slow wires between nodes, where tensor parallelism
+# would not keep up. (ZeRO does, given enough tokens, lesson 09.)
 #
-# In the gaps between a rank's first step and its last it waits for a gradient, and the next rank could have sent it
-# earlier. For each matrix product of forward, backward computes two of the same size. One gives the gradient of the
-# layer's *input*, which the previous rank is waiting for. The other gives the gradient of its *weight*, which nobody
-# needs before the optimizer's step. **[Zero bubble](../docs/glossary.md#zero-bubble)** (arXiv 2401.10241) splits them.
-# An order now has three kinds of steps, of 20 ms each:
+# ## All four, side by side
 #
-# - take 1F1B's order, its backwards reduced to the gradients of inputs;
-# - rank r lets r of them go by, and from then on does one micro-batch's weights after each. It ends with the r that
-#   are left.
+# The same model, the same 8 sequences, 4 ranks, one step with AdamW. FLOP are those of the linear layers, and
+# activations are what autograd keeps at the most. Below are the largest numbers that any rank has.
+
+# %%
+# %%ranks
+tokens = batch(words, 0, 0, 8, 64)
+ways = ("one process", "DDP", "ZeRO-3", "tensor", "pipeline")
+table = {way: lab.run_way(way, make_model(), tokens, split, MyPipeline) for way in ways}
+
+# %%
+rows = lab.pull("table")
+largest = lab.most_on_a_rank(rows)
+states = {way: of["states"] for way, of in largest.items()}
+assert states["ZeRO-3"] < 0.3 * states["one process"] <= 0.3 * states["DDP"]
+
+# %% [markdown]
+# Read it by columns:
 #
-# So every rank waits while the pipeline fills, as before, but no longer while it empties. With 4 stages and 8
-# micro-batches, what fraction of the time is bubble?
+# - *Model states.* DDP divides nothing, ZeRO-3 everything, tensor parallelism all but the copies. A pipeline's first
+#   stage is the fullest: it has the embeddings too.
+# - *Activations.* Data parallelism, with or without ZeRO, has a quarter of the samples. The other two divide what
+#   belongs to *one* sample.
+# - *Bytes.* DDP sends gradients, ZeRO-3 parameters as well, the other two activations, in proportion to the tokens.
+#
+# So which tool, and when?
+#
+# - **Use model parallelism where ZeRO is not enough**: where one sample's activations (with checkpointing, lesson 10)
+#   or one unit's full parameters do not fit on a GPU, where the batch that still trains well has fewer samples than you
+#   have GPUs, or where each rank has so few tokens that gathering the parameters takes longer than using them (lesson
+#   09). Everywhere else it is the wrong tool: it changes the model's code, and ZeRO does not.
+# - **Stage 3 is the wrong tool** where the model fits with stage 2, which sends what DDP sends.
+#
+# ## In production
+#
+# In torch 2.13, `torch.distributed.tensor.parallel.parallelize_module` replaces a layer's weight by a **DTensor**, a
+# tensor that knows how it is cut over a mesh: `ColwiseParallel` is our `up`, `RowwiseParallel` our `down`.
+# `torch.distributed.pipelining` has schedules such as `Schedule1F1B`. Large runs use all three: tensor parallelism
+# inside a node, pipelines between nodes, ZeRO for the rest. (With a pipeline, that means stage 1: stage 2 would reduce
+# the gradients once per micro-batch, and stage 3 would gather the parameters as often, too.)
+#
+# ## On trial
+#
+# Four claims. For the first two, the next cell adds up the FLOP of all ranks.
+#
+# > "Each GPU trains a submodel, or only its shard's gradient, and the full gradient is the sum of the shards'."
+# >
+# > "[ZeRO] needs a special model structure; synchronisation adds compute."
+# >
+# > "Data parallelism lowers a GPU's memory; data and model parallelism both raise it."
+
+# %% tags=["nbval-check-output"]
+one = largest["one process"]["flop"]
+for way in ("DDP", "ZeRO-3", "tensor", "pipeline"):
+    each = [of[way]["flop"] / one for of in rows]
+    parts = ", ".join(f"{part:.3f}" for part in each)
+    print(f"{way:9} each rank computes {parts} of one process's FLOP", end=", ")
+    print(f"all together {sum(each):.3f}")
+
+# %% [markdown]
+# **A submodel: false for ZeRO.** A quarter on every rank is a quarter of the *samples*, through every layer. Backward
+# computes the gradient of *every* parameter, and the reduce-scatter hands the parts to their owners, averaged over all
+# ranks' samples. Shards are put end to end, not added up. Training a submodel is what the last two rows do.
+#
+# **A special structure, more compute: false for ZeRO.** The same GPT class went into DDP and ZeRO-3 as it was, and in
+# linear layers all ranks together compute what one process computes. (With tensor parallelism each computes the head.)
+# With ZeRO a rank's update work *falls*, to Ψ/N (the table's last column). What synchronisation adds is traffic and
+# waiting. The first half is **true of model parallelism**: we replaced both halves of every block, and a pipeline needs
+# a chain of stages of equal cost.
+#
+# **Memory: the first half is true under a condition, the second false.** If the ranks share one batch, data parallelism
+# lowers a GPU's activations, and nothing else. ZeRO and model parallelism lower the model states (the table's first
+# column), and they combine ("two by two", below).
+#
+# > "Model parallelism suits little data."
+#
+# **True under a condition**, for one kind. The size of the *data set* decides nothing. With few tokens in a *step*,
+# tensor parallelism sends less: between two ranks 524,288 bytes for each sequence (4,194,304 / 8), where DDP sends
+# 3,468,288 for any number. So it is ahead up to six sequences. A pipeline is the opposite: with one micro-batch it
+# stands still for 75 % of the time.
+#
+# ## For another day: two by two
+#
+# *Six minutes: tensor parallelism and ZeRO together.* Let the second pair compute other samples. Rank 2 has the same
+# *parameters* as rank 0, and rank 3 the same as rank 1: {0, 2} and {1, 3} are the **data groups**, and within them ZeRO
+# works as ever.
+#
+#               place 0    place 1
+#     pair 0    rank 0 ─── rank 1     ───  a tensor group: activations
+#                 │          │
+#     pair 1    rank 2 ─── rank 3      │   a data group: parameters and gradients, by ZeRO
+#
+# Model states are 16 bytes for each parameter. Embeddings, layer norms, the model's head and the biases after `Leave`
+# are not divided within a pair, 77,056 of the 867,072 parameters. ZeRO-3 divides whatever a rank has by two. How many
+# bytes does a rank hold, for each of the Ψ parameters of the whole model?
+
+# %%
+lab.predict("15.2", 16 / 4 * (867_072 + 77_056) / 867_072)  # bytes per parameter
+
+# %%
+# %%ranks
+import zerolab
+from zerolab.lab import Block
+from zerolab.measure import ledger, model_states
+
+data_groups = [dist.new_group([0, 2]), dist.new_group([1, 3])]
+data_group = data_groups[place]
+pair = rank // 2  # the pairs train on different samples
+
+
+def one_step(dtype):
+    model = split(make_model(dtype), tensor_group)
+    zero = zerolab.Zero3(model, units=[Block], group=data_group)
+    adam = torch.optim.AdamW(zero.model.parameters(), lr=1e-3)
+    with ledger(zero) as book, calls() as everything:
+        lab.gpt_loss(zero.model, *batch(words, pair, 0, 8, 64)).backward()
+        adam.step()
+    tensor = sum(call.payload for call in everything.calls if call.op == "allreduce")
+    sent = {"tensor group": tensor, "data group": book.moved}  # ZeRO-3 makes no all-reduce
+    return zero, adam, sent
+
+
+alone = make_model(torch.float64)  # one process, with the samples of both pairs
+adam = torch.optim.AdamW(alone.parameters(), lr=1e-3)
+for number in range(2):
+    (lab.gpt_loss(alone, *batch(words, number, 0, 8, 64)) / 2).backward()
+adam.step()
+alone = split(alone, tensor_group).state_dict()
+together = one_step(torch.float64)[0].full_state_dict()
+furthest = max((together[name] - value).abs().max().item() for name, value in alone.items())
+zero, adam, by_group = one_step(torch.float32)
+states = model_states(zero, adam)
+
+# %%
+states = lab.pull("states", rank=0)
+lab.measured("15.2", round(sum(states.values()) / 867_072, 3))
+lab.reveal("15.2")
+
+# %% tags=["nbval-check-output"]
+same = max(lab.pull("furthest")) < 1e-10
+print("after a step in float64, all parameters are one process's, to 1e-10:", same)
+if lab.predicted("15.2"):
+    for group, sent in lab.pull("by_group", rank=0).items():
+        print(f"{group}: {sent:>9,} bytes sent by each rank in a step")
+
+# %% [markdown]
+# The tensor group sends what it sent before. The data group sends what ZeRO-3 sends between two ranks, for a model that
+# is a little more than half as large. None of the classes had to be changed. (But `zero.clip_grad_norm_` sees its data
+# group alone: a norm over the whole model counts cut parameters on both ranks of a pair, and copies once.)
+#
+# ## For another day: half a backward
+#
+# *Ten minutes: what fills a pipeline's last gaps.* The gaps in 1F1B's rows are waits for a gradient that the next rank
+# could have sent earlier. For each matrix product of forward, backward computes two of the same size. One gives the
+# gradient of the layer's *input*, which the previous rank is waiting for. The other gives the gradient of its *weight*,
+# which nobody needs before the optimizer's step. **[Zero bubble](../docs/glossary.md#zero-bubble)** (arXiv 2401.10241)
+# splits them. An order now has three kinds of steps of 20 ms each: forward, backward (for inputs only), and weights. It
+# is built from 1F1B's order: after each backward, rank r does the weights of the micro-batch that is r backwards old.
+# The last r micro-batches' weights come at the end.
+#
+# So every rank still waits while the pipeline fills, though for shorter backwards, and no longer while it empties. With
+# 4 stages and 8 micro-batches, what fraction of the time is bubble?
 
 # %%
 lab.predict("15.4", 100 * 3 / 27)  # % of the time
@@ -439,6 +442,9 @@ lab.predict("15.4", 100 * 3 / 27)  # % of the time
 
 # %%
 # %%ranks
+from zerolab.lab import saved
+
+
 class ZeroBubble(MyPipeline):
     def order(self):
         steps, M = [], self.micro_batches
@@ -458,7 +464,7 @@ class ZeroBubble(MyPipeline):
 
 
 whole = make_model(torch.float64)  # one process
-loss_of(whole, *batch(words, 0, 0, 8, 64)).backward()
+lab.gpt_loss(whole, *batch(words, 0, 0, 8, 64)).backward()
 right = dict(lab.GPTStage(whole, rank).named_parameters())
 schedules = {"GPipe": GPipe, "1F1B": MyPipeline, "zero bubble": ZeroBubble}
 three = {}
@@ -488,117 +494,13 @@ if lab.predicted("15.4"):
 # %% [markdown]
 # All gradients are one process's to 12 digits, in all three orders. Each rank waits for N - 1 units of 20 ms, where it
 # was N - 1 units of 60. The price is memory. A weight's gradient needs the layer's input and the gradient of its
-# output, and rank r keeps those of r micro-batches more: now every rank keeps about as much as rank 0, and the last one
+# output, and rank r keeps them for r more micro-batches: now every rank keeps about as much as rank 0, and the last one
 # more, since its head's outputs are wide.
 #
-# On devices a little more of the bubble is left: attention between its projections has nothing to put off, nor have layer norms. And
-# whoever clips by the global norm waits for the last weights of all ranks (the paper's authors step first, and roll
-# back when the norm says so).
-#
-# A pipeline's traffic is the smallest of all: one activation forward and its gradient back, between neighbours. So
-# pipelines cross the slow wires between nodes, where tensor parallelism would not keep up. (ZeRO does, if each rank has
-# enough tokens to hide what it sends, lesson 09.)
-#
-# ## All four, side by side
-#
-# The same model, the same 8 sequences, 4 ranks, one step with AdamW. FLOP are those of matrix products, and activations
-# are what autograd keeps at the most. Below are the largest numbers that any rank has.
-
-# %%
-# %%ranks
-tokens = batch(words, 0, 0, 8, 64)
-own = [part.chunk(4)[rank] for part in tokens]
-
-
-def run_way(way):
-    zero = pipe = None
-    model, mine = make_model(), tokens if way in ("one process", "tensor") else own
-    if way in ("DDP", "ZeRO-3"):
-        zero = (zerolab.DDP if way == "DDP" else zerolab.Zero3)(model, units=[Block])
-    elif way == "tensor":
-        model = split(model, dist.group.WORLD)  # one head on each rank
-    elif way == "pipeline":
-        pipe = pipeline(MyPipeline, micro_batches=8)
-        model = pipe.stage
-    adam = torch.optim.AdamW(model.parameters(), lr=1e-3)
-    step = pipe.run if pipe else lambda: model(*mine).backward()
-    return lab.step_in_numbers(model, adam, step, zero, pipe)
-
-
-WAYS = ("one process", "DDP", "ZeRO-3", "tensor", "pipeline")
-table = {way: run_way(way) for way in WAYS}
-
-# %%
-rows = lab.pull("table")
-largest = lab.most_on_a_rank(rows)
-one = largest["one process"]
-assert largest["ZeRO-3"]["states"] < 0.3 * one["states"] <= 0.3 * largest["DDP"]["states"]
-assert largest["tensor"]["flop"] < 0.5 * one["flop"]
-
-# %% [markdown]
-# Read it by columns:
-#
-# - *Model states.* DDP divides nothing, ZeRO-3 everything, tensor parallelism all but the copies. A pipeline's fullest
-#   stage has an embedding or the head besides its block.
-# - *Activations.* Data parallelism, with or without ZeRO, has a quarter because it has a quarter of the samples, and
-#   goes no further than one sample per rank. The other two divide what belongs to *one* sample.
-# - *Bytes.* DDP sends gradients, ZeRO-3 parameters as well, the other two activations, in proportion to the tokens.
-#
-# **ZeRO is not enough** if one sample's activations (with checkpointing, lesson 10) or one unit's full parameters do
-# not fit on a GPU, or if the batch that still trains well has fewer samples than you have GPUs. **Stage 3 is the wrong
-# tool** if the model fits with stage 2, which sends what DDP sends. It is also wrong if each rank has so few tokens that
-# gathering the parameters takes longer than using them (lesson 09): send activations then. **In all other cases model
-# parallelism is the wrong tool**, also where stage 2 is enough: it changes the model's code, and ZeRO does not.
-#
-# ## In production
-#
-# In torch 2.13, `torch.distributed.tensor.parallel.parallelize_module` replaces a layer's weight by a **DTensor**, a
-# tensor that knows how it is cut over a mesh: `ColwiseParallel` is our `up`, `RowwiseParallel` our `down`.
-# `torch.distributed.pipelining` has schedules such as `Schedule1F1B` and, for one stage on each rank or several,
-# `ScheduleInterleavedZeroBubble`: with one, their orders are ours. Large runs use all three dimensions: tensor
-# parallelism inside a node, pipelines between nodes, ZeRO for what is left. (With a pipeline that is stage 1: stage 2
-# would reduce again for every micro-batch, and stage 3 gather, too.)
-#
-# ## On trial
-#
-# Three claims, and a line that adds up the FLOP of all ranks:
-#
-# > "Each GPU trains a submodel, or only its shard's gradient, and the full gradient is the sum of the shards'."
-# >
-# > "[ZeRO] needs a special model structure; synchronisation adds compute."
-# >
-# > "Data parallelism lowers a GPU's memory; data and model parallelism both raise it."
-
-# %% tags=["nbval-check-output"]
-one = largest["one process"]["flop"]
-for way in ("DDP", "ZeRO-3", "tensor", "pipeline"):
-    each = [of[way]["flop"] / one for of in rows]
-    parts = ", ".join(f"{part:.3f}" for part in each)
-    print(f"{way:9} each rank computes {parts} of one process's FLOP", end=", ")
-    print(f"all together {sum(each):.3f}")
-
-# %% [markdown]
-# **A submodel: false for ZeRO.** A quarter on every rank is a quarter of the *samples*: each rank runs every layer in
-# full. Its backward computes the gradient of *every* parameter, and the reduce-scatter hands the parts to their owners,
-# averaged over all ranks' samples. Shards are put end to end: adding them up means nothing. Training a submodel is what
-# the last two rows do.
-#
-# **A special structure, more compute: false for ZeRO.** The same GPT class went into DDP and ZeRO-3 as it was, and in
-# matrix products all ranks together compute what one process computes. (Tensor parallelism computes the head on every
-# rank.) DDP makes the update N times; with ZeRO a rank's update work *falls*, to Ψ/N (the table's last column). What
-# synchronisation adds, but for the additions of the sum itself, is traffic and waiting. The first half is **true of
-# model parallelism**: we replaced both halves of every block, and a pipeline needs a chain of stages of equal cost.
-#
-# **Memory: the first half is true under a condition, the second false.** If the ranks share one batch, data parallelism
-# lowers what a GPU holds, as here, but only the activations. The model states stay what they are (the table's first
-# column). ZeRO and model parallelism lower those, and together they lower them further, as in prediction 15.2.
-#
-# > "Model parallelism suits little data."
-#
-# **True under a condition**, for one kind and for another sense of "data". The size of the *data set* decides nothing.
-# With few tokens in a *step*, tensor parallelism sends less, here 524,288 bytes for each sequence, and DDP 3,468,288 as
-# ever: tensor parallelism is ahead up to six sequences. A pipeline is the opposite: with few micro-batches it stands
-# still, with one for 75 % of the time.
+# torch 2.13 has this order too: `ScheduleInterleavedZeroBubble` with one stage on each rank. On devices a little more
+# of the bubble is left: attention between its projections has nothing to put off, nor have layer norms. And whoever
+# clips by the global norm waits for the last weights of all ranks (the paper's authors step first, and roll back when
+# the norm says so).
 #
 # ## Questions
 #
@@ -608,7 +510,7 @@ for way in ("DDP", "ZeRO-3", "tensor", "pipeline"):
 # 3. A 7B model with ZeRO-3 fits on 64 GPUs with one sequence each. You get 512 GPUs, and the batch must not grow. What
 #    now?
 # 4. Why does tensor parallelism cut `up` by rows and `down` by columns, and not the other way round?
-# 5. What does zero bubble put off, how much of the waiting goes with it, and what does it cost?
+# 5. (Of "For another day".) What does zero bubble put off, how much of the waiting is left, and what does it cost?
 # 6. When does tensor parallelism send less than DDP? Would you take it then?
 
 # %% [markdown] tags=["answer"]
@@ -621,14 +523,15 @@ for way in ("DDP", "ZeRO-3", "tensor", "pipeline"):
 #    tokens and can hide behind computing.
 # 3. 64 sequences cannot be given to 512 ranks. Divide the computing: tensor parallelism over the 8 GPUs of a node, and
 #    ZeRO over 64 such groups, one sequence for each.
-# 4. With rows of `up` a rank has some hidden units in full, so it can apply GELU to them, and `down` needs one all-reduce.
-#    With columns it has a part of every unit's sum, and GELU needs the whole: an all-reduce before it as well.
-# 5. The gradients of weights, which nobody needs before the step. Each rank still waits while the pipeline fills, and no
-#    longer while it empties: a third of what it waited, if forward and the two halves of backward take equally long.
-#    Rank r keeps the inputs and output gradients of r more micro-batches.
-# 6. With few tokens in a step: its bytes grow with them, and DDP's with the parameters. Here it sends less up to six
-#    sequences. But the next layer waits for its messages, and DDP's hide behind backward. So not for the bytes: take it
-#    when a sample, or the batch, has to be divided.
+# 4. With rows of `up` a rank has some hidden units in full, so it can apply GELU to them, and `down` needs one
+#    all-reduce. With columns it has a part of every unit's sum, and GELU needs the whole: an all-reduce before it as
+#    well.
+# 5. The gradients of weights, which nobody needs before the step. Each rank still waits while the pipeline fills, and
+#    no longer while it empties. A third of the waiting is left, if forward and the two halves of backward take equally
+#    long. Rank r keeps the inputs and output gradients of r more micro-batches.
+# 6. With few tokens in a step: its bytes grow with them, and DDP's with the parameters. Between two ranks it sends less
+#    up to six sequences. But the next layer waits for its messages, and DDP's hide behind backward. So not for the
+#    bytes: take it when a sample, or the batch, has to be divided.
 
 # %%
 lab.stop()

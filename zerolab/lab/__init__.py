@@ -117,8 +117,9 @@ _HOME = {
     "zerolab.lab.lessons.lesson25.compared": ("attend_in_pieces",),
     "zerolab.lab.lessons.lesson25.ring": ("RingGPT", "by_halves", "seen", "turn", "with_backward"),
     "zerolab.lab.lessons.lesson15.pipeline": ("Pipeline",),
-    "zerolab.lab.lessons.lesson15.stages": ("GPTStage", "gpt_pipeline", "put_off_weights"),
-    "zerolab.lab.lessons.lesson15.compared": ("most_on_a_rank", "step_in_numbers", "three_ways"),
+    "zerolab.lab.lessons.lesson15.stages": ("GPTStage", "gpt_loss", "gpt_pipeline", "put_off_weights"),
+    "zerolab.lab.lessons.lesson15.split": ("SplitAttention", "split_gradients"),
+    "zerolab.lab.lessons.lesson15.compared": ("computed_in_three_ways", "most_on_a_rank", "run_way", "three_ways"),
     "zerolab.lab.lessons.lesson09.counted": (
         "buckets_of_ddp",
         "flop_by_phase",

@@ -228,16 +228,16 @@ class Enter(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, x: Tensor, group) -> Tensor:
-        """Keeps what backward needs. What it returns is new, in the memory of x."""
+        """Keep the group. Return a new tensor in x's memory: autograd must not get x."""
         ctx.group = group
         return x.view_as(x)
 
     @staticmethod
     def backward(ctx, grad: Tensor):
-        """`grad`, this rank's part of the gradient, stays as it is; others need it too.
+        """Return two things, the gradient of x and None, since `group` has none.
 
-        Return two things, the gradient of x and None, since `group` has none.
-        dist.all_reduce(tensor, group=group) adds up in place.
+        `grad` is this rank's part of it. Don't write into it: autograd may use it
+        elsewhere. dist.all_reduce(tensor, group=group) adds up in place.
         """
         raise Todo("15.1")
 
@@ -247,11 +247,12 @@ class Leave(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, part: Tensor, group) -> Tensor:
-        """`part` stays as it is."""
+        """Return the sum over the group in a new tensor; leave `part` unchanged."""
         raise Todo("15.1")
 
     @staticmethod
     def backward(ctx, grad: Tensor):
+        """Return the gradient of `part`, and None for `group`."""
         raise Todo("15.1")
 
 
@@ -506,10 +507,7 @@ from zerolab.lab.exercises import Todo
 
 
 class MyPipeline(lab.Pipeline):
-    """Stage self.rank of self.size.
-
-    Also there: self.micro_batches, self.first, self.last, self.stage, self.kept.
-    """
+    """Stage self.rank of self.size, for self.micro_batches."""
 
     def order(self) -> list[tuple[str, int]]:
         """1F1B: ("forward", m) and ("backward", m), once for each micro-batch m.
@@ -523,19 +521,17 @@ class MyPipeline(lab.Pipeline):
         x = self.take_input(m)
         y = self.stage(x)
         if self.last:
-            y = self.loss(y, m) / self.micro_batches  # a mean over the batch, in parts
+            y = self.loss(y, m) / self.micro_batches
         else:
             self.send_output(y, m)
         self.kept[m] = x, y
 
     def backward(self, m: int) -> None:
-        """Take x and y out of self.kept. self.take_grad(m) gives the gradient of y; the
-        last stage needs none, as its y is a loss.
-
-        y.backward(grad) leaves x.grad, and self.send_grad(x.grad, m) passes it on; the
-        first stage sends nothing.
-        """
-        raise Todo("15.2")
+        """The last stage's y is a loss; the others wait for the gradient of theirs."""
+        x, y = self.kept.pop(m)
+        y.backward(None if self.last else self.take_grad(m))
+        if not self.first:
+            self.send_grad(x.grad, m)
 '''
 
 PIPELINE = """\
@@ -591,7 +587,7 @@ EXERCISES = [
         id="15.2",
         title="one forward, one backward",
         difficulty=2,
-        section="Write a stage",
+        section="Write the order",
         battery=PIPELINE_BATTERY,
         stub=PIPELINE_STUB,
         reference=PIPELINE,
@@ -600,8 +596,6 @@ EXERCISES = [
             "B1 ..., and ends with the backward that is left.",
             "Rank r of N begins with min(N - 1 - r, M) forwards. The micro-batches of its backwards are 0, 1, 2, ..., "
             "and each comes right after the next forward.",
-            "backward(): x, y = self.kept.pop(m), then y.backward(self.take_grad(m)), on the last stage y.backward(). "
-            "Unless this is the first stage, self.send_grad(x.grad, m).",
         ),
         exports=("MyPipeline",),
     ),

@@ -30,6 +30,11 @@ class GPTStage(nn.Module):
         return self.head(self.norm(x)) if self.last else x
 
 
+def gpt_loss(model: nn.Module, tokens: Tensor, targets: Tensor) -> Tensor:
+    """The mean loss over all tokens, in the model's dtype. (`model(tokens, targets)` takes float32.)"""
+    return F.cross_entropy(model(tokens).flatten(0, 1), targets.flatten())
+
+
 def gpt_pipeline(
     schedule: type[Pipeline],
     model: GPT,

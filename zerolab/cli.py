@@ -390,7 +390,7 @@ def _classroom_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--port", type=int, default=8801, help="the first; then the next free ones (default 8801)")
     parser.add_argument("--folder", type=Path, default=Path("class"), help="for the students' work (default: class)")
     parser.add_argument("--lease-minutes", type=float, default=10.0, help="how long GPUs are lent (default 10)")
-    parser.add_argument("--memory", type=float, default=4.0, metavar="GB", help="limit for each student (default 4)")
+    parser.add_argument("--memory", type=positive, default=4.0, metavar="GB", help="limit for each student (default 4)")
     parser.add_argument("--processes", type=int, default=64, help="limit for each student (default 64)")
     parser.add_argument(
         "--solutions", action="store_true", help="open all solutions (default: those in FOLDER/solutions)"

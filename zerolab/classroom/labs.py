@@ -367,7 +367,7 @@ class Classroom:
                     continue
                 if child.status() == psutil.STATUS_ZOMBIE:
                     os.waitpid(child.pid, os.WNOHANG)
-                elif STUDENT in child.environ():
+                elif _of_a_student(child):
                     child.kill()
 
     def close(self) -> None:
@@ -442,5 +442,5 @@ def _last_line(log: Path) -> str:
 
 def _of_a_student(process: psutil.Process) -> bool:
     with suppress(psutil.Error):
-        return STUDENT in process.environ()
+        return shield.view_of(process.pid) not in (0, shield.view_of(os.getpid())) or STUDENT in process.environ()
     return False

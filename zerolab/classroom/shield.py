@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+from contextlib import suppress
 from pathlib import Path
 
 import zerolab
@@ -50,3 +51,10 @@ def why_not(folder: Path, home: Path, aside: Path) -> str:
     except (OSError, subprocess.TimeoutExpired) as error:
         return str(error)
     return "" if done.returncode == 0 else done.stderr.strip().partition("\n")[0] or f"exit {done.returncode}"
+
+
+def view_of(pid: int) -> int:
+    """Which view of the files a process has, which, unlike its environment, it keeps; 0 if that cannot be seen."""
+    with suppress(OSError):
+        return os.stat(f"/proc/{pid}/ns/mnt").st_ino
+    return 0

@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 import psutil
 
 from zerolab.classroom.labs import STUDENT, Lab
+from zerolab.classroom.shield import view_of
 from zerolab.lab.ranks import notices
 from zerolab.lab.ranks.rank import NAME as RANK
 from zerolab.measure.units import in_bytes
@@ -67,13 +68,15 @@ class Watch:
         usage = {lab.student: Usage() for lab in self.labs}
         owner: dict[int, tuple[str, int]] = {pid: (student, 0) for pid, student in servers.items()}
         me = os.getpid()
+        views = {view_of(pid): student for pid, student in servers.items() if view_of(pid) != view_of(me)}
         # children() lists a parent before its children.
         for process in psutil.Process().children(recursive=True):
             with suppress(psutil.Error):
                 if process.pid not in owner:
                     parent = process.ppid()
                     if parent == me:
-                        if (student := process.environ().get(STUDENT)) not in usage:
+                        student = views.get(view_of(process.pid)) or process.environ().get(STUDENT)
+                        if student not in usage:
                             continue  # no student's
                         owner[process.pid] = (student, -1)
                     elif parent in owner:

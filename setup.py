@@ -1,5 +1,6 @@
 """What pyproject.toml cannot say: a wheel brings the lessons, solutions and docs, inside the package."""
 
+import shutil
 from pathlib import Path
 
 from setuptools import setup
@@ -10,6 +11,8 @@ ROOT = Path(__file__).resolve().parent
 
 class WithLessons(build_py):
     def run(self) -> None:
+        if not self.editable_mode:  # what an earlier build left may be gone, or have another name
+            shutil.rmtree(Path(self.build_lib, "zerolab"), ignore_errors=True)
         super().run()
         if self.editable_mode:
             return  # the lessons are those of the checkout

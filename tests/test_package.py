@@ -20,6 +20,7 @@ from typing import TypeGuard
 
 import pytest
 import yaml
+from jobs_common import copy_checkout
 from packaging.requirements import Requirement
 from packaging.specifiers import SpecifierSet
 from packaging.utils import canonicalize_name
@@ -118,7 +119,16 @@ def course() -> set[str]:
     return {str(path.relative_to(ROOT)) for pattern in patterns for path in ROOT.glob(pattern)}
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
+def test_what_an_earlier_build_left_is_not_built_again(tmp_path):
+    copy_checkout(tmp_path)
+    left = tmp_path / "build/lib/zerolab/lab/gone.py"
+    left.parent.mkdir(parents=True)
+    left.write_text("")
+    run(sys.executable, "setup.py", "-q", "build_py", cwd=tmp_path)
+    assert (left.parent / "build.py").is_file() and not left.exists()
+
+
 @pytest.mark.slow
 def test_wheel_holds_the_whole_package(wheel):
     inside = {name for name in zipfile.ZipFile(wheel).namelist() if ".dist-info/" not in name}

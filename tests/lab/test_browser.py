@@ -92,7 +92,9 @@ def test_lesson_00_in_a_browser(server, tmp_path, clock):
         try:
             page.goto(address)
             run_all_cells(page)
-            page.get_by_text("rank 3: I am rank 3 of 4").first.wait_for()
+            said = page.get_by_text("rank 3: I am rank 3 of 4").first
+            said.wait_for()
+            assert said.evaluate("said => getComputedStyle(said).wordBreak") == "normal"  # no line ends inside a word
             seconds = clock() - begin
             print(f"{seconds:.1f} s from the command to the first output of %%ranks")
             assert seconds < 3 * FIRST_OUTPUT

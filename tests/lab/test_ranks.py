@@ -525,6 +525,13 @@ def test_copies_of_lessons_never_lose_an_answer(tmp_path: Path) -> None:
     copy_lessons(lessons, work)
     assert (work / "02_c.ipynb").read_text() == "new"
     assert set(json.loads((work / ".copied.json").read_text())) == {"00_a.ipynb", "01_b.ipynb", "02_c.ipynb"}
+    (lessons / "02_c.ipynb").rename(lessons / "03_c.ipynb")  # an untouched copy follows, an answer stays
+    (lessons / "00_a.ipynb").rename(lessons / "04_a.ipynb")
+    (line,) = copy_lessons(lessons, work)
+    assert line.startswith("00_a.ipynb is no longer in the course") and copy_lessons(lessons, work) == []
+    texts = {path.name: path.read_text() for path in sorted(work.glob("0?_?.ipynb"))}
+    assert texts == {"00_a.ipynb": "my answer"} | dict.fromkeys(("01_b.ipynb", "03_c.ipynb", "04_a.ipynb"), "new")
+    (lessons / "04_a.ipynb").rename(lessons / "00_a.ipynb")
     (work / ".copied.json").write_text("")  # cut off
     (line,) = copy_lessons(lessons, work)
     assert line.startswith("00_a.ipynb") and (work / "00_a.ipynb").read_text() == "my answer"

@@ -41,7 +41,9 @@ OVERRIDES = {
     "@jupyter-widgets/jupyterlab-manager:plugin": {"saveState": True},  # else a page without its kernel shows an error
 }
 HIDDEN = {"ipyparallel-labextension": True}  # its tab belongs to clusters, which no lesson starts from there
-DARK = """\
+STYLE = """\
+/* Sentences break between words. */
+.jp-OutputArea-output.jp-RenderedText pre { word-break: normal; }
 /* Pictures are drawn on white. In a dark theme: dark where they are light, and every colour in its own hue. */
 [data-jp-theme-light="false"] .jp-OutputArea-output img,
 [data-jp-theme-light="false"] .jp-RenderedMarkdown img { filter: invert(0.93) hue-rotate(180deg); }
@@ -58,7 +60,10 @@ def find_course() -> Path:
 
 
 def copy_lessons(lessons: Path, work: Path) -> list[str]:
-    """Bring the copies in `work` up to date. Returns a line for each changed lesson whose copy was left alone."""
+    """Bring the copies in `work` up to date. Returns a line for each changed lesson whose copy was left alone.
+
+    A copy of what is no longer a lesson goes, if nobody has changed it.
+    """
     return copy_notebooks({lesson.name: lesson.read_bytes() for lesson in sorted(lessons.glob("*.ipynb"))}, work)
 
 
@@ -86,6 +91,12 @@ def copy_notebooks(
         if not beside.exists() or beside.read_bytes() != new:
             _write(beside, new)
         lines.append(f"{name} has changed in the course. Your copy was left alone; the new one is {beside}")
+    for name in copied.keys() - notebooks.keys():
+        mine, digest = work / name, copied.pop(name)
+        if mine.exists() and _digest(mine.read_bytes()) == digest:
+            mine.unlink()
+        elif mine.exists():
+            lines.append(f"{name} is no longer in the course, under this name at least. Your copy was left alone")
     _write(memory, (json.dumps(copied, indent=1) + "\n").encode())
     return lines
 
@@ -138,7 +149,7 @@ def _headings() -> dict[tuple[bytes, bytes], bytes]:
 def write_settings(folder: Path) -> list[str]:
     """The options for a JupyterLab that asks for nothing, shows no foreign tab, and darkens pictures with its theme."""
     folder.mkdir(parents=True, exist_ok=True)
-    _write(folder / "custom.css", DARK.encode())
+    _write(folder / "custom.css", STYLE.encode())
     _write(folder / "overrides.json", (json.dumps(OVERRIDES) + "\n").encode())
     _write(folder / "page_config.json", (json.dumps({"disabledExtensions": HIDDEN}) + "\n").encode())
     folder = folder.resolve()

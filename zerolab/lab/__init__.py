@@ -128,7 +128,7 @@ _HOME = {
         "sent_by_phase",
     ),
     "zerolab.lab.lessons.lesson09.processor": ("Processor",),
-    "zerolab.lab.lessons.lesson09.timed": ("Paced", "bandwidth_sweep", "computing", "taken_off"),
+    "zerolab.lab.lessons.lesson09.paced": ("Paced", "bandwidth_sweep", "computing", "taken_off"),
     "zerolab.lab.activations": ("saved",),
     "zerolab.lab.scripts": ("reproduce", "against_one_rank"),
     "zerolab.lab.lessons.lesson13.cost": ("cost_of_step",),

@@ -153,7 +153,8 @@ lab.reveal("15.1")
 # %% tags=["nbval-check-output"]
 if lab.predicted("15.1"):
     (whole, cut), number = lab.pull("held", rank=0), lab.pull("number", rank=0)
-    print(f"{number} all-reduces, {lab.pull('sent_tensor', rank=0):,} bytes sent by each rank")
+    sent = lab.pull("sent_tensor", rank=0)
+    print(f"{number} all-reduces, {sent:,} bytes sent by each rank")
     print(f"parameters on a rank: {whole:,} bytes whole, {cut:,} divided by two ranks")
 for name in lab.pull("off", rank=0):
     same = all(off[name] < 1e-4 for off in lab.pull("off"))

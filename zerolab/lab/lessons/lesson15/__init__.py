@@ -596,6 +596,8 @@ EXERCISES = [
             "B1 ..., and ends with the backward that is left.",
             "Rank r of N begins with min(N - 1 - r, M) forwards. The micro-batches of its backwards are 0, 1, 2, ..., "
             "and each comes right after the next forward.",
+            "warm_up = min(self.size - 1 - self.rank, self.micro_batches). After those forwards, for m from 0: forward "
+            "warm_up + m, then backward m, while there are forwards. The last warm_up backwards end it.",
         ),
         exports=("MyPipeline",),
     ),

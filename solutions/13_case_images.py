@@ -38,7 +38,7 @@ data = lab.digits()
 kept_out = tuple(data.validation_inputs.shape)
 print("training", tuple(data.inputs.shape), data.inputs.dtype, "validation", kept_out)
 most_common = data.validation_targets.bincount().max().item() / len(data.validation_targets)
-print(f"always answering the validation's most common digit: {100 * most_common:.1f} % are right")
+print(f"always the validation's most common digit: {100 * most_common:.1f} % are right")
 
 # %% [markdown]
 # Remember the last number, the **baseline**: no answer that is always the same does better. The images are bytes from
@@ -397,7 +397,7 @@ for stage in range(4):
 
 # %%
 # %%ranks
-costs = {stage: [lab.cost_of_step(stage, images) for images in (48, 80)] for stage in range(4)}
+costs = {s: [lab.cost_of_step(s, images) for images in (48, 80)] for s in range(4)}
 
 # %%
 per_image = {}
@@ -405,8 +405,8 @@ for stage, ((peak, sent), (larger, _)) in lab.pull("costs", rank=0).items():
     image = (larger - peak) / 32  # bytes that one image more costs
     fits = int(48 + (8e6 - peak) / image)  # in 8 MB on each rank
     per_image[stage] = sent, fits, sent / fits
-    print(f"stage {stage}: sends {sent / 1e6:.2f} MB a step; 8 MB hold {fits} images;", end=" ")
-    print(f"sent per image: {sent / fits / 1e3:.1f} kB")
+    print(f"stage {stage}: sends {sent / 1e6:.2f} MB a step;", end=" ")
+    print(f"8 MB hold {fits} images; sent per image: {sent / fits / 1e3:.1f} kB")
 sends, fits, for_each = zip(*per_image.values())
 assert sends[0] == sends[1] == sends[2] < sends[3] and fits[2] <= fits[1]
 assert max(for_each[1:3]) < for_each[0]

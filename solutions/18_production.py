@@ -1,14 +1,14 @@
 # %% [markdown]
 # # 18 · Over to production
 #
-# **The question.** You know what each stage holds and sends. At work, the run is FSDP2 or DeepSpeed, with a configuration
-# file that somebody copied, and a checkpoint that took three weeks. Which line of that file does what? And can the three
-# weeks be carried over to another library, or are they lost?
+# **The question.** You know what each stage holds and sends. At work, the run is FSDP2 or DeepSpeed, with a
+# configuration file that somebody copied, and a checkpoint that took three weeks. Which line of that file does what?
+# And can the three weeks be carried over to another library, or are they lost?
 #
-# In this lesson the same model runs under torch's DDP, ZeroRedundancyOptimizer and FSDP2, with their numbers beside ours.
-# You read a DeepSpeed configuration and a stored run of its settings: that part is for reading, apart from two predictions.
-# Then you write a migration, from torch and back, after which training goes on with the same numbers. The last part is your
-# first run on two GPUs.
+# In this lesson the same model runs under torch's DDP, ZeroRedundancyOptimizer and FSDP2, with their numbers beside
+# ours. You read a DeepSpeed configuration and a stored run of its settings: that part is for reading, apart from two
+# predictions. Then you write a migration, after which training goes on with the same numbers. The last part is your
+# first run on two GPUs. The way back to torch is for another day.
 
 # %%
 # %load_ext zerolab.lab
@@ -27,7 +27,7 @@ import torch
 import torch.distributed as dist
 import zerolab
 from zerolab import lab
-from zerolab.lab import GPT, Block, batch, calls, text
+from zerolab.lab import GPT, Block, batch, calls, held_by, text
 from zerolab.measure import ledger, model_states
 
 words = text()
@@ -45,15 +45,15 @@ print(f"Ψ = {psi:,} parameters")
 # ## Predict
 #
 # FSDP2 (`fully_shard`) is torch's stage 3. It cuts every parameter along its first dimension, where zerolab cuts a flat
-# buffer. Both are told the same units: each block, and the rest. How many bytes does a rank send in a step under FSDP2, as
-# a multiple of those under `zerolab.Zero3`?
+# buffer. Both are told the same units: each block, and the rest. Every first dimension here divides by 4. How many
+# bytes does a rank send in a step under FSDP2, as a multiple of those under `zerolab.Zero3`?
 
 # %%
 lab.predict("18.1", 1.0)  # × Zero3's bytes
 
 # %% [markdown]
-# A DeepSpeed configuration says `"train_batch_size": 48` and `"train_micro_batch_size_per_gpu": 4`, and ran on 4 GPUs with 3
-# micro-batches to a step. One GPU is taken away. How many micro-batches must a step now have, for the same run?
+# A DeepSpeed configuration says `"train_batch_size": 48` and `"train_micro_batch_size_per_gpu": 4`, and ran on 4 GPUs
+# with 3 micro-batches to a step. One GPU is taken away. How many micro-batches must a step now have, for the same run?
 
 # %%
 lab.predict("18.2", 4)  # micro-batches
@@ -67,31 +67,15 @@ lab.predict("18.3", 2.0)  # GB
 # %% [markdown]
 # ## The same model, five ways
 #
-# `train` runs five steps and returns what we want to know. Only the lines that build the system differ. For torch's, `calls`
-# (lesson 04) counts the collectives; for ours, `ledger` does. Both count each collective as a ring sends it.
+# `train` runs five steps and returns what we want to know. Only the lines that build the system differ. For torch's,
+# `calls` (lesson 04) counts the collectives, and `held_by` what this rank holds; for ours, `ledger` and `model_states`
+# do. Each collective counts as a ring sends it.
 
 # %%
 # %%ranks
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.optim import ZeroRedundancyOptimizer
 from torch.nn.parallel import DistributedDataParallel
-
-
-def local(tensor):  # FSDP2's parameters are DTensors: each rank holds a part
-    return tensor.to_local() if hasattr(tensor, "to_local") else tensor
-
-
-def bytes_of(tensors):
-    return sum(local(tensor).nbytes for tensor in tensors)
-
-
-def held_by(model, adam):  # for ours, `model_states` counts the same three
-    state = getattr(adam, "optim", adam).state
-    return {
-        "parameters": bytes_of(model.parameters()),
-        "gradients": bytes_of(param.grad for param in model.parameters()),
-        "optimizer": bytes_of(value for kept in state.values() for value in kept.values()),
-    }
 
 
 def train(model, adam, zero=None, steps=range(5)):
@@ -161,12 +145,13 @@ if lab.predicted("18.1"):
     plots.show(plots.stacks(bars, title, "4 ranks, float32 with AdamW", "MB"))
 
 # %% [markdown]
-# FSDP2 and `Zero3` agree to the byte. Both hold a quarter of the parameters, of the gradients and of Adam's two averages, and
-# both gather the root once and every block twice. They cut at other places, which does not matter as long as every first dimension divides by
-# four, as in this model. Where it does not, FSDP2 pads each parameter, and zerolab each unit.
+# FSDP2 and `Zero3` agree to the byte. Both hold a quarter of the parameters, of the gradients and of Adam's two
+# averages, and both gather the root once and every block twice. They cut at other places, which does not matter as long
+# as every first dimension divides by four, as in this model. Where it does not, FSDP2 pads each parameter, and zerolab
+# each unit.
 #
-# ZeroRedundancyOptimizer holds what stage 1 holds. But it deals out whole tensors and leaves DDP as it is (lesson 04), so
-# the ranks get unequal parts of the state:
+# ZeroRedundancyOptimizer holds what stage 1 holds. But it deals out whole tensors and leaves DDP as it is (lesson 04),
+# so the ranks get unequal parts of the state:
 
 # %% tags=["nbval-check-output"]
 for name in ("ZeroRedundancyOptimizer", "Zero1"):
@@ -202,7 +187,8 @@ file = """
 config = json.loads(file)
 
 # %% [markdown]
-# What each line does in DeepSpeed 0.19.8, and what it is called here. The keys that begin with `stage3_` come with `"stage": 3`.
+# What each line does in DeepSpeed 0.19.8, and what it is called here. The keys that begin with `stage3_` come with
+# `"stage": 3`.
 #
 # | key | what it does | here |
 # |---|---|---|
@@ -212,21 +198,22 @@ config = json.loads(file)
 # | `gradient_clipping` | clips to this norm before the step | `zero.clip_grad_norm_(1.0)` |
 # | `stage` | what is divided | the class: `DDP`, `Zero1`, `Zero2` or `Zero3` |
 # | `reduce_bucket_size` | elements that are reduced in one call | no number: a unit; `units=[Block]` decides |
-# | `allgather_bucket_size` | a limit: cuts one large gather into several | no number: a unit |
+# | `allgather_bucket_size` | elements in one gather at most: a larger one is cut | no number: a unit |
 # | `overlap_comm` | reduces a bucket while backward goes on (lesson 09) | `zero.overlap`, on unless you turn it off |
 # | `contiguous_gradients` | copies gradients into one buffer as they arrive (lesson 10) | always |
 # | `offload_optimizer` | masters and averages stay on the host, and are updated there (lesson 10) | `offload="optimizer"` |
 # | `stage3_param_persistence_threshold` | parameters with fewer elements stay whole on every rank, and are gathered once, after the step | none: every parameter is cut |
 # | `stage3_max_live_parameters` | how many gathered elements may be there at a time | no number: a block is released after its forward |
+# | `stage3_max_reuse_distance` | a gathered parameter that is used again within so many elements is not released in between | none: it is released, and gathered again |
 # | `stage3_prefetch_bucket_size` | how many may be gathered ahead (lesson 09) | `zero.prefetch`: the next unit, or none |
 # | `stage3_gather_16bit_weights_on_model_save` | lets a save gather the weights | `zero.full_state_dict()` |
 #
 # Files from old articles have `cpu_offload: true` for `offload_optimizer`, and
 # `stage3_gather_fp16_weights_on_model_save` for the last key. DeepSpeed 0.19.8 still reads both.
 #
-# **The batch.** The first three lines say one thing twice: `train_batch_size` must be micro-batch × accumulation × number
-# of GPUs. Two of the three are enough, and then DeepSpeed works out the third. With all three in it, the file is for one
-# number of GPUs. If the batch and the micro-batch are to stay, the accumulation must change:
+# **The batch.** The first three lines say one thing twice: `train_batch_size` must be micro-batch × accumulation ×
+# number of GPUs. Two of the three are enough, and then DeepSpeed works out the third. With all three in it, the file is
+# for one number of GPUs. If the batch and the micro-batch are to stay, the accumulation must change:
 
 # %%
 def micro_batches(config, ranks):
@@ -246,10 +233,11 @@ if lab.predicted("18.2"):
         print(f"GPUs: {ranks}, {said}")
 
 # %% [markdown]
-# With all three in the file and three GPUs, DeepSpeed 0.19.8 stops before the first step: `Check batch related parameters.
-# train_batch_size is not equal to micro_batch_per_gpu * gradient_acc_step * world_size 48 != 4 * 3 * 3`. That is the good
-# case. Leave `train_batch_size` out, and it runs with a batch of 36, at the old learning rate, without a word (lesson 11).
-# Leave `gradient_accumulation_steps` out, and three GPUs get the right one; five get the same error.
+# With all three in the file and three GPUs, DeepSpeed 0.19.8 stops before the first step: `Check batch related
+# parameters. train_batch_size is not equal to micro_batch_per_gpu * gradient_acc_step * world_size 48 != 4 * 3 * 3`.
+# That is the good case. Leave `train_batch_size` out, and it runs with a batch of 36, at the old learning rate, without
+# a word (lesson 11). Leave `gradient_accumulation_steps` out, and three GPUs get the right accumulation, 4; five get
+# the same error, with `48 != 4 * 2 * 5`.
 #
 # **Buckets count elements**, not bytes.
 
@@ -262,17 +250,18 @@ lab.measured("18.3", bucket.nbytes / 1e9)
 lab.reveal("18.3")
 
 # %% [markdown]
-# DeepSpeed 0.19.8 allocates the whole `reduce_bucket_size`, however small the model is, and in stages 1 and 2 a second one
-# for `overlap_comm`. If a run is out of memory by a few GB, look here first. A smaller bucket costs latency: more calls of
-# fewer bytes (lesson 01).
+# With `contiguous_gradients`, its default, DeepSpeed 0.19.8 allocates the whole `reduce_bucket_size`, however small the
+# model is, and in stages 1 and 2 a second one for `overlap_comm`. If a run is out of memory by a few GB, look here
+# first. A smaller bucket costs latency: more calls of fewer bytes (lesson 01).
 #
-# **A stored run.** A command measures each setting, DeepSpeed's where it is installed ([how](../docs/performance.md)), in
-# about five minutes:
+# **A stored run.** A command measures each setting, DeepSpeed's where it is installed ([how](../docs/performance.md)),
+# in about five minutes:
 #
 #     python -m zerolab.lab.lessons.lesson18.production
 #
-# It printed these rows with DeepSpeed 0.19.8 and torch 2.13.0, on the CPU with gloo. The model is that of this lesson with
-# twice the batch, and buckets have a million elements. In every row, each of the five losses was within 0.000001 of our DDP's:
+# Among others, it printed these rows, with DeepSpeed 0.19.8 and torch 2.13.0 on the CPU with gloo. The model is that of
+# this lesson with twice the batch, and buckets have a million elements. In every row, each of the five losses was
+# within 0.00001 of our DDP's, which the command checks:
 #
 # | system | what is changed | bytes sent | peak |
 # |---|---|---|---|
@@ -291,12 +280,14 @@ lab.reveal("18.3")
 # Much of each peak is activations, which no stage divides (lesson 10), and peaks change by about 1 MB from run to run,
 # so the order of `Zero2`, `Zero3` and FSDP2 in the last column means nothing. What does:
 #
-# - *Stage 2* sends 1.5 times what DDP sends. By default it all-reduces its buckets and then gathers the parameters. With
-#   `use_multi_rank_bucket_allreduce: false` it reduces each part to its owner instead, in more and smaller calls.
-# - *The bucket* of ten million elements is 40 MB. There are two of them with `overlap_comm`, and one without.
-# - *Stage 3* gathers once, not twice. Here every parameter is below the threshold of 100,000 elements, so it stays whole,
-#   and stage 3 saves no parameter memory. Only the last row releases everything and gathers it again, which is stage 3 as
-#   the paper counts it. `Zero3` and FSDP2 send a little less because the root unit stays gathered in between.
+# - *Stage 2* sends 1.5 times what DDP sends. By default it all-reduces its buckets and then gathers the parameters.
+#   With `use_multi_rank_bucket_allreduce: false` it reduces each part to its owner instead, in more and smaller calls.
+# - *The bucket* of ten million elements is 40 MB. There are two of them with `overlap_comm`, and one without: 36.5 MB
+#   less at the peak. Without `contiguous_gradients` there is none: 7.5 MB less, of two with a million elements.
+# - *Stage 3* gathers once, not twice. Here every parameter is below the threshold of 100,000 elements, so it stays
+#   whole, and stage 3 saves no parameter memory. Only the last row releases everything and gathers it again, which is
+#   stage 3 as the paper counts it. `Zero3` and FSDP2 send a little less because the root unit stays gathered in
+#   between.
 #
 # This cell runs the first row of each of DeepSpeed's two stages, where it is installed:
 
@@ -339,14 +330,14 @@ if rank == 0:
 # The root unit comes first, with everything outside the blocks. A migration that goes by number would give the averages
 # of block 0's first norm to the final norm, and if the shapes fit, nobody would notice.
 #
-# Weights and buffers are one call: `zero.load_full_state_dict(weights)` cuts them. For the averages, cut by hand. For each
-# `unit` in `zero.units` there are:
+# Weights and buffers are one call: `zero.load_full_state_dict(weights)` cuts them. For the averages, cut by hand. For
+# each `unit` in `zero.units` there are:
 #
 # - `unit.names` and `unit.params`, the names and this rank's slices, in the same order;
 # - `unit.layout.views(flat)`, the place of each *whole* parameter, in its shape, in a flat tensor of `unit.layout.size`
 #   elements;
-# - `unit.layout.shard(flat, zero.rank)`, this rank's shard, and `unit.layout.slices(shard, zero.rank)`, the slices in it
-#   (lesson 04). These are views.
+# - `unit.layout.shard(flat, zero.rank)`, this rank's shard, and `unit.layout.slices(shard, zero.rank)`, the slices in
+#   it (lesson 04). All three (`views`, `shard`, `slices`) return views: what you copy into them is in `flat`.
 # - `unit.master.new_zeros(size)`, a new tensor of the dtype that the optimizer works in.
 #
 # The state of a parameter is `adam.state[param]`, a dict with the three keys. (The check may take ten seconds.)
@@ -358,65 +349,25 @@ if rank == 0:
 lab.check("18.1")
 
 # %% [markdown]
-# ## Write: and back
-#
-# The other way, each rank has slices, and torch expects whole tensors. Weights and buffers are one call again:
-# `zero.full_state_dict()` returns them on every rank, under all their names. For the averages, fill a shard with your
-# slices, let `zero.comm.all_gather(flat, shard, unit.name).wait()` put everybody's shard in its place, and cut `flat`
-# by names. Between steps the averages in `adam.state[param]` are marked as slices. `to_local(t)` returns a plain tensor
-# on the same memory, which you can copy to its place in the shard.
-
-# %%
-# %%exercise 18.2
-
-# %%
-lab.check("18.2")
-
-# %% [markdown]
 # ## Measure: three weeks, carried over
 #
-# Now FSDP2 trains three steps. torch's `get_state_dict` with `full_state_dict=True` makes the checkpoint whole, on rank 0,
-# and it is written as safetensors and JSON, since a `.pt` or DCP file would have to be unpickled. Then zerolab goes on for
-# three steps, in stage 3 and in stage 1, and beside it the FSDP2 run goes on.
+# Now FSDP2 trains three steps. torch's `get_state_dict` with `full_state_dict=True` makes the checkpoint whole, on rank
+# 0, and it is written as safetensors and JSON, since a `.pt` or DCP file would have to be unpickled. Then zerolab goes
+# on for three steps, in stage 3 and in stage 1, and beside it the FSDP2 run goes on.
 
 # %%
 # %%ranks
-import json
-from pathlib import Path
-
-from safetensors.torch import load_file, save_file
 from torch.distributed.checkpoint import state_dict
+from zerolab.lab import read_checkpoint, write_checkpoint
 
-to_zerolab, from_zerolab = lab.mine("18.1"), lab.mine("18.2")
+to_zerolab = lab.mine("18.1")
 whole = state_dict.StateDictOptions(full_state_dict=True, cpu_offload=True)
-
-
-def write(name, weights, state, groups):  # by rank 0
-    flat = {f"weights/{key}": tensor for key, tensor in weights.items()}
-    for key, kept in state.items():
-        flat |= {f"{kind}/{key}": tensor for kind, tensor in kept.items()}
-    flat = {key: tensor.contiguous() for key, tensor in flat.items()}
-    save_file(flat, f"{folder}/{name}.safetensors")
-    Path(folder, f"{name}.json").write_text(json.dumps(groups))
-
-
-def read(name):
-    weights, state = {}, {}
-    for key, tensor in load_file(f"{folder}/{name}.safetensors").items():
-        kind, _, param = key.partition("/")
-        if kind == "weights":
-            weights[param] = tensor
-        else:
-            state.setdefault(param, {})[kind] = tensor
-    groups = json.loads(Path(folder, f"{name}.json").read_text())
-    return {"weights": weights, "state": state, "groups": groups}
-
 
 model, adam = with_fsdp2()
 first = train(model, adam, steps=range(3))["losses"]
 weights, kept = state_dict.get_state_dict(model, adam, options=whole)
 if rank == 0:
-    write("torch", weights, kept["state"], kept["param_groups"])
+    write_checkpoint(f"{folder}/torch", weights, kept["state"], kept["param_groups"])
 dist.barrier()
 stayed = train(model, adam, steps=range(3, 6))["losses"]
 
@@ -424,7 +375,7 @@ moved = {}
 for stage in (zerolab.Zero3, zerolab.Zero1):
     zero = stage(make_model(), units=[Block])
     theirs = torch.optim.AdamW(zero.model.parameters(), lr=0.5)  # replaced by the saved
-    to_zerolab(read("torch"), zero, theirs)
+    to_zerolab(read_checkpoint(f"{folder}/torch"), zero, theirs)
     moved[stage.__name__] = train(zero.model, theirs, zero, range(3, 6))["losses"]
 counters = {values["step"].item() for values in theirs.state.values()}
 
@@ -442,42 +393,17 @@ title = "Carried over after step 3"
 plots.show(plots.curves(curves, title, "Steps 1 to 6 of the run", "loss", said))
 
 # %% [markdown]
-# And back. A whole checkpoint does not know how many ranks wrote it, or in which stage. Here stage 1 hands over to FSDP2.
-
-# %%
-# %%ranks
-checkpoint = from_zerolab(zero, theirs)  # six steps old, from stage 1
-if rank == 0:
-    write("zerolab", **checkpoint)
-dist.barrier()
-here = train(zero.model, theirs, zero, range(6, 8))["losses"]
-
-model, adam = with_fsdp2()
-back = read("zerolab")
-defaults = adam.param_groups[0]  # what the file does not say is as torch has it
-groups = [defaults | group for group in back["groups"]]
-kept = {"state": back["state"], "param_groups": groups}
-state_dict.set_state_dict(
-    model, adam, model_state_dict=back["weights"], optim_state_dict=kept, options=whole
-)
-there = train(model, adam, steps=range(6, 8))["losses"]
-
-# %% tags=["nbval-check-output"]
-here, there = lab.pull("here", rank=0), lab.pull("there", rank=0)
-print("back in FSDP2, two losses equal to 0.00001:", apart(here, there) < 1e-5)
-
-# %% [markdown]
-# The check of your two functions is stricter: float64, world sizes 1 to 4, with a tied weight, a buffer, a frozen and an
-# unused parameter, and the parameters of a plain run to 10⁻¹². What neither function carries: the position in the data, the
-# schedule's state and the random generators. Save them as extras (lesson 11).
+# The check of your function is stricter: stage 3 in float64 on 1 to 4 ranks, with a tied weight, a buffer, a frozen and
+# an unused parameter, to 10⁻¹². Stages 1 and 2 are tried on one number of ranks each. What the function does not carry:
+# the position in the data, the schedule's state and the random generators. Save them as extras (lesson 11).
 #
-# From DeepSpeed, `zero_to_fp32.py` gives weights alone, and `ds_to_universal.py` the averages as well, as pickles: unpack
-# those only if they are your own.
+# From DeepSpeed, `zero_to_fp32.py` gives weights alone, and `ds_to_universal.py` the averages as well, as pickles:
+# unpack those only if they are your own.
 #
 # ## PyTorch's engine on trial
 #
-# In lessons 03 to 07 your stages went through promises of `zerolab trial`. FSDP2 can go through the same ones, here with
-# its parameters released after forward (`fsdp2`) and kept (`fsdp2-keep`):
+# In lessons 03 to 07 your stages went through promises of `zerolab trial`. FSDP2 can be tried in the same way, here
+# with its parameters released after forward (`fsdp2`) and kept (`fsdp2-keep`):
 
 # %%
 promises = [
@@ -488,56 +414,16 @@ lab.trial("fsdp2", *promises)
 lab.trial("fsdp2-keep", "a forward first")
 
 # %% [markdown]
-# What is not in this list is as promised. Know these four before you move a run:
+# Five of these nine are kept. Know the other four before you move a run ([all promises](../docs/trial.md)):
 #
-# - A weight that two units share is refused, with an error that says what to do. Nothing is wrong with that.
-# - `torch.optim.Optimizer.load_state_dict` gives a state the dtype of its parameter. Averages that you kept in bfloat16 come
-#   back in float32, twice as large.
-# - Nobody compares learning rates. If a schedule goes wrong on one rank, each rank updates its part of the model with a rate
-#   of its own, and no error tells you. (PyTorch does not promise one.)
-# - After a forward with `reshard_after_forward=False` the model's parameters are the full ones. An optimizer that is made
-#   then trains those, and the shards stay as they are
+# - A weight that two units share is refused, with an error that says what to do.
+# - `torch.optim.Optimizer.load_state_dict` gives a state the dtype of its parameter. Averages that you kept in bfloat16
+#   come back in float32, twice as large.
+# - Nobody compares learning rates. If a schedule goes wrong on one rank, each rank updates its part of the model with a
+#   rate of its own, and no error tells you. (PyTorch does not promise one.)
+# - After a forward with `reshard_after_forward=False` the model's parameters are the full ones. An optimizer that is
+#   made then trains those, and the shards stay as they are
 #   ([an issue about it](https://github.com/pytorch/pytorch/issues/149205)). Make the optimizer first.
-#
-# ## DeepSpeed on trial
-#
-# DeepSpeed 0.19.8 went through the promises too, in float32 on two ranks. ✓: kept, ✗: not kept, E: refused with an error,
-# –: not offered, o: its documentation promises something else.
-#
-# | promise | FSDP2 | DeepSpeed 2 | DeepSpeed 3 |
-# |---|---|---|---|
-# | plain | ✓ | ✓ | ✓ |
-# | tied across units | E | ✓ | ✓ |
-# | moved in a step | ✓ | o | ✓ |
-# | held after backward | ✓ | ✗ | ✗ |
-# | the first rank decides | – | ✗ | ✗ |
-# | NaN on one rank | ✓ | o | o |
-# | an error while accumulating | ✗ | ✗ | ✓ |
-# | disagree: a learning rate | o | o | o |
-#
-# - *Held.* Of its part of the parameters, each stage keeps a second copy in float32, even of those that are in float32
-#   already: 4Ψ/N bytes more. In mixed precision that copy is the master, which every engine keeps.
-# - *Moved.* By default stage 2 all-reduces its buckets and sends 1.5 times what ZeRO-2 needs, as in the stored rows above.
-# - *The first rank.* `deepspeed.initialize` sends the first rank's parameters to all, and not its buffers. If a mask or a
-#   table differs between the ranks, it stays different.
-# - *NaN.* If one rank's gradients have a NaN, all ranks skip the step, and no error tells you. `engine.was_step_applied()`
-#   does.
-# - *Thrown away.* When you drop what was accumulated, after an error for example, `zero_grad()` does not reach all of it in
-#   stage 2: the next step still has it. FSDP2 keeps it too, in the gradients of the parameters that it has gathered.
-#
-# Where DeepSpeed is installed, this cell puts its stage 2 on trial:
-
-# %%
-from importlib.util import find_spec
-
-if find_spec("deepspeed"):
-    promises = "plain", "held after backward", "the first rank decides", "NaN on one rank"
-    lab.trial("deepspeed2", *promises)
-else:
-    print("DeepSpeed is not installed here: the table above is a stored run")
-
-# %% [markdown]
-# [An engine on trial](../docs/trial.md) has all promises and more engines.
 #
 # ## On trial
 #
@@ -560,15 +446,106 @@ if lab.predicted("18.1"):
 #
 # ## Your first run on two GPUs
 #
-# It has a page of its own, [Your first run on 2 GPUs](../docs/first-gpu-run.md), to keep open beside the terminal. In short:
+# It has a page of its own, [Your first run on 2 GPUs](../docs/first-gpu-run.md), to keep open beside the terminal. In
+# short:
 #
 #     zerolab doctor --ranks 2
 #     zerolab plan --params 85.5M --ranks 2 --precision fp32
 #     torchrun --nproc-per-node 2 -m zerolab.train --task text --layers 12 --width 768 --stage 2 --steps 100 --checkpoint run
 #     watch -n 1 nvidia-smi  # in a second terminal
 #
-# The page says why `nvidia-smi` shows more than the plan, what an out-of-memory and a hang look like, and what to try in
-# which order.
+# The page says why `nvidia-smi` shows more than the plan, what an out-of-memory and a hang look like, and what to try
+# in which order.
+#
+# ## For another day (22 minutes)
+#
+# The way back, and DeepSpeed on trial. On a fresh kernel, run the cells above first.
+#
+# ### Write: and back
+#
+# In a zerolab run each rank has slices, and torch expects whole tensors. Weights and buffers are one call again:
+# `zero.full_state_dict()` returns them on every rank, under all their names. For the averages, fill a shard
+# (`unit.master.new_zeros(unit.layout.shard_size)`) with your slices, let
+# `zero.comm.all_gather(flat, shard, unit.name).wait()` put everybody's shard in its place, and cut `flat` by names. The
+# averages in `adam.state[param]` are of zerolab's tensor class for slices. `to_local(t)` is the same memory as a plain
+# tensor, which you can copy to its place in the shard.
+
+# %%
+# %%exercise 18.2
+
+# %%
+lab.check("18.2")
+
+# %% [markdown]
+# A whole checkpoint does not know how many ranks wrote it, or in which stage. Here stage 1 hands the run above over to
+# FSDP2, and both go on.
+
+# %%
+# %%ranks
+from_zerolab = lab.mine("18.2")
+checkpoint = from_zerolab(zero, theirs)  # after six steps, from stage 1
+if rank == 0:
+    write_checkpoint(f"{folder}/zerolab", **checkpoint)
+dist.barrier()
+here = train(zero.model, theirs, zero, range(6, 8))["losses"]
+
+model, adam = with_fsdp2()
+back = read_checkpoint(f"{folder}/zerolab")
+defaults = adam.param_groups[0]  # what the file does not say is as torch has it
+groups = [defaults | group for group in back["groups"]]
+kept = {"state": back["state"], "param_groups": groups}
+state_dict.set_state_dict(
+    model, adam, model_state_dict=back["weights"], optim_state_dict=kept, options=whole
+)
+there = train(model, adam, steps=range(6, 8))["losses"]
+
+# %% tags=["nbval-check-output"]
+here, there = lab.pull("here", rank=0), lab.pull("there", rank=0)
+print("back in FSDP2, two losses equal to 0.00001:", apart(here, there) < 1e-5)
+
+# %% [markdown]
+# ### DeepSpeed on trial
+#
+# DeepSpeed 0.19.8 went through the promises too, in float32 on two ranks. When you ran FSDP2's, every promise that is
+# not kept had a ✗. Here: ✓ kept, ✗ not kept, E refused with an error, – not offered, o its documentation promises
+# something else.
+#
+# | promise | FSDP2 | DeepSpeed 2 | DeepSpeed 3 |
+# |---|---|---|---|
+# | plain | ✓ | ✓ | ✓ |
+# | tied across units | E | ✓ | ✓ |
+# | moved in a step | ✓ | o | ✓ |
+# | held after backward | ✓ | ✗ | ✗ |
+# | the first rank decides | – | ✗ | ✗ |
+# | NaN on one rank | ✓ | o | o |
+# | an error while accumulating | ✗ | ✗ | ✓ |
+# | disagree: a learning rate | o | o | o |
+#
+# - *Held.* Of its part of the parameters, both stages keep a second copy in float32, even of those that are in float32
+#   already: 4Ψ/N bytes more. In mixed precision that copy is the master, which every engine keeps.
+# - *Moved.* By default stage 2 all-reduces its buckets and sends 1.5 times what ZeRO-2 needs, as in the stored rows
+#   above.
+# - *The first rank.* `deepspeed.initialize` sends the first rank's parameters to all, and not its buffers. If a mask or
+#   a table differs between the ranks, it stays different.
+# - *NaN.* If one rank's gradients have a NaN, all ranks skip the step, and no error tells you.
+#   `engine.was_step_applied()` does.
+# - *Thrown away.* When you drop what was accumulated, after an error for example, `zero_grad()` does not reach all of
+#   it in stage 2: the next step still has it. FSDP2 keeps it too, in the gradients of the parameters that it has
+#   gathered.
+#
+# Where DeepSpeed is installed, this cell puts its stage 2 on trial:
+
+# %%
+from importlib.util import find_spec
+
+if find_spec("deepspeed"):
+    promises = "plain", "held after backward", "the first rank decides", "NaN on one rank"
+    lab.trial("deepspeed2", *promises)
+else:
+    print("DeepSpeed is not installed here: the table above is a stored run")
+
+# %% [markdown]
+# [An engine on trial](../docs/trial.md) has all promises and more engines.
 #
 # ## Questions
 #
@@ -582,15 +559,15 @@ if lab.predicted("18.1"):
 # %% [markdown] tags=["answer"]
 # **Answers**
 #
-# 1. The batch: `train_batch_size` must be micro-batch × accumulation × GPUs. Change the accumulation or the micro-batch, and
-#    keep the global batch. If it does not divide by 6 × micro-batch, choose another micro-batch.
+# 1. The batch: `train_batch_size` must be micro-batch × accumulation × GPUs. Change the accumulation or the
+#    micro-batch, and keep the global batch. If it does not divide by 6 × micro-batch, choose another micro-batch.
 # 2. `reduce_bucket_size`: 5e8 elements are 2 GB in float32, whatever the model needs, and `overlap_comm` doubles it.
 # 3. It jumps at the first updates: an Adam without averages moves every element a full learning rate (lesson 11).
 # 4. Libraries order parameters differently: by module, by unit, by size. Equal shapes make a mix-up silent.
-# 5. One with parameters whose first dimension does not divide by N: FSDP2 pads each of them, a flat buffer is padded once for
-#    each unit. With many small vectors, or a first dimension smaller than N, it counts.
-# 6. Not necessarily. The plan has model states alone. Activations, units in flight, the CUDA context and the allocator's
-#    reserve come on top. `torch.cuda.max_memory_allocated()` is nearer to the truth than `nvidia-smi`.
+# 5. One with parameters whose first dimension does not divide by N: FSDP2 pads each of them, a flat buffer is padded
+#    once for each unit. With many small vectors, or a first dimension smaller than N, it counts.
+# 6. Not necessarily. The plan has model states alone. Activations, units in flight, the CUDA context and the
+#    allocator's reserve come on top. `torch.cuda.max_memory_allocated()` is nearer to the truth than `nvidia-smi`.
 
 # %%
 import shutil

@@ -106,6 +106,8 @@ _HOME = {
         "zero1_step",
     ),
     "zerolab.lab.lessons.lesson18": ("production",),
+    "zerolab.lab.lessons.lesson18.held": ("held_by",),
+    "zerolab.lab.lessons.lesson18.whole_files": ("read_checkpoint", "write_checkpoint"),
     "zerolab.lab.lessons.lesson20": ("compiled", "observed"),
     "zerolab.lab.lessons.lesson20.gather_again": ("release",),
     "zerolab.lab.lessons.lesson20.placed": ("place",),

@@ -117,7 +117,7 @@ for dtype, power in ((torch.bfloat16, 0), (half, 0), (half, -11), (half, 16)):
     became_zero = ((found == 0) & (exact != 0)).float().mean().item()
     errors.append(((found - exact).norm() / exact.norm()).item())
     name = f"{str(dtype)[6:]:8} loss x 2^{power}"
-    print(f"{name:20} is off by {errors[-1]:7.2%}, {became_zero:5.1%} became 0")
+    print(f"{name:21} is off by {errors[-1]:7.2%}, {became_zero:5.1%} became 0")
 assert errors[3] < errors[0] < errors[2]
 
 # %% [markdown]

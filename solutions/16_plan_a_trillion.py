@@ -2,9 +2,8 @@
 # # 16 · Plan a trillion parameters
 #
 # **The question.** You have a model in mind and a budget for GPUs. On how many GPUs does it fit, in which stage, and
-# what will they spend their time on? If you find out by renting 64 of them, you have already paid for the answer. If
-# you plan with the wrong formula, you buy the wrong number. You have written the stages. Now run them on a cluster that
-# doesn't exist.
+# what will they spend their time on? If you find out by renting 64 of them, you have already paid for the answer. You
+# have written the stages. Now run them on a cluster that doesn't exist.
 
 # %%
 # %load_ext zerolab.lab
@@ -16,8 +15,7 @@ from zerolab.lab import plots
 #
 # torch can make *fake tensors*: they have a shape, a dtype and a storage of a given size, but no memory. It can also
 # make a *fake process group*: it has as many ranks as you like, and moves nothing. `simulate` runs the real engine on
-# both, unchanged, as rank 0 of N. So real code does real arithmetic about what it holds and sends, for a model that no
-# laptop could hold.
+# both, unchanged, as rank 0 of N, for a model that no laptop could hold.
 #
 # The paper that introduced ZeRO (Rajbhandari et al., arXiv 1910.02054) opens with a figure: 7.5 billion parameters on
 # 64 GPUs, in 16-bit numbers with Adam. Per parameter that is 2 bytes for a 16-bit weight, 2 for its gradient, and 12
@@ -32,8 +30,8 @@ lab.predict("16.3", round(14 * 7.5 / 64, 2))  # GB
 
 # %% [markdown]
 # A class is *yours* if you have passed its exercises in lessons 03 to 07, and the course's if not. The printed lines
-# say whose code runs. The cell after the next takes some 20 seconds: it trains the 7.5 billion parameters for two steps in
-# each stage, with every operation run but none of its numbers computed.
+# say whose code runs. The cell after the next takes some 20 seconds: it trains the 7.5 billion parameters for two
+# steps in each stage, with every operation run but none of its numbers computed.
 
 # %%
 from tqdm import tqdm
@@ -87,8 +85,8 @@ if lab.predicted("16.1") and lab.predicted("16.2") and lab.predicted("16.3"):
 # %% [markdown]
 # ## The peak is higher
 #
-# A rank needs room for more than what it holds between steps. The simulation recorded every allocation, so ask it what
-# the peak of a step is made of. (Each rank has one sequence of 1,024 tokens, and nothing is recomputed.)
+# A rank needs room for more than what it holds when backward returns. The simulation recorded every allocation, so ask
+# it what the peak of a step is made of. (Each rank has one sequence of 1,024 tokens, and nothing is recomputed.)
 
 # %%
 if lab.predicted("16.3"):
@@ -121,15 +119,13 @@ plots.show(plots.to_a_trillion(cells))
 # %% [markdown]
 # Look at the lines of stages 1 and 2: they stop falling. What a stage doesn't shard stays, however many GPUs there are:
 # 4Ψ bytes in stage 1, and 2Ψ in stage 2. A trillion parameters in 16 bits are 2 TB, and no GPU has that much.
-#
-# (The circles are the paper's numbers, the dots this engine's, and the lines the formulas. The grey horizontal lines
-# mark the memory of GPUs that you can rent.)
+# (Circles are the paper's numbers, dots this engine's, lines the formulas. The grey lines mark the memory of GPUs that
+# you can rent.)
 #
 # ## Write: the fewest GPUs
 #
 # So for each stage there is a smallest number of GPUs on which a model fits, or no number is enough. Write it, for this
-# engine in bf16 with Adam, with activations that each GPU needs on top. It is a lesson's worth of formulas in a dozen
-# lines.
+# engine in bf16 with Adam, with activations that each GPU needs on top.
 
 # %%
 # %%exercise 16.1
@@ -141,9 +137,9 @@ lab.check("16.1")
 # ## A plan for a cluster
 #
 # A customer has 32 GPUs of 80 GB, and wants to train a model of 13 billion parameters. One sequence of theirs needs 12
-# GB of activations. In which stages does the model fit, and on how many of the GPUs? Another asks for a model of the size
-# of GPT-3, 175 billion parameters, on any number of them. (The answer counts what is held, and leaves no room for units
-# in flight, so read it as a lower bound.)
+# GB of activations. In which stages does the model fit, and on how many of the GPUs? Another asks for a model of the
+# size of GPT-3, 175 billion parameters, with the same 12 GB, on any number of them. (The answer leaves no room for
+# units in flight, so read it as a lower bound.)
 
 # %% tags=["nbval-check-output"]
 fewest = lab.mine("16.1")
@@ -189,8 +185,8 @@ print("At the start:", explorer.sentence)
 # - *computing* stays the same: 6 operations per parameter and token, at 200 TFLOP/s.
 # - *sending* stays almost the same: about 3Ψ elements of 2 bytes, whatever N is (lesson 07). A ring over several nodes
 #   is only as fast as the wires between the nodes: 25 GB/s out of a node of 8 GPUs, compared with 300 GB/s inside it.
-# - *[latency](../docs/glossary.md#latency)* grows: a ring of N ranks passes N - 1 messages, one after another, in 3 collectives for each of 37 units
-#   (36 blocks and the root), at 20 µs a message.
+# - *[latency](../docs/glossary.md#latency)* grows: a ring of N ranks passes N - 1 messages, one after another, in 3
+#   collectives for each of 37 units (36 blocks and the root), at 20 µs a message.
 
 # %%
 psi, tokens, units = 7.5e9, 16 * 1024, 37
@@ -213,9 +209,9 @@ for n in (16, 64, 512, 4096):
 # %% [markdown]
 # So it scales, up to a few hundred GPUs. Beyond that, a step waits for messages that carry hardly anything.
 #
-# **[Hybrid sharding](../docs/glossary.md#hybrid-sharding)** shards inside a node, where wires are fast, and keeps a full replica in every node. The 8 ranks of
-# a node are a *shard group*. The ranks that hold the same shard in different nodes are a *replicate group*. Look at
-# which wires are used:
+# **[Hybrid sharding](../docs/glossary.md#hybrid-sharding)** shards inside a node, where wires are fast, and keeps a full
+# replica in every node. The 8 ranks of a node are a *shard group*. The ranks that hold the same shard in different nodes
+# are a *replicate group*. Look at which wires are used (the number in a square is the shard that the GPU holds):
 
 # %%
 plots.show(plots.sharding_map(nodes=4, per_node=8))
@@ -260,15 +256,14 @@ for n in (64, 512):
         print(f"{nbytes / 1e9:.0f} GB leave each node per step")
 
 # %% [markdown]
-# At least a third less leaves the node: 2Ψ elements, as in DDP, instead of 3Ψ. (On few nodes still less leaves it,
-# because a ring of 8 nodes sends 7/8 of them.) Latency falls to a fraction, because a ring has 8 members, or as many as
-# there are nodes. And what still travels between nodes can wait. A gradient isn't needed until the step, while a gather
-# holds up the next block. If several micro-batches make up a step, parameters are gathered for each of them, but
-# gradients cross between nodes only once.
+# At least a third less leaves the node: 2Ψ elements, as in DDP, instead of 3Ψ. (On few nodes it is less still: a ring of
+# 8 nodes sends 7/8 of those 2Ψ.) Latency falls to a fraction, because a ring has 8 members, or as many as there are
+# nodes. And what still travels between nodes can wait: a gradient isn't needed until the step, while a gather holds up
+# the next block, and those stay inside. If several micro-batches make up a step, parameters are gathered for each of
+# them, but gradients cross between nodes only once.
 #
 # (These are formulas, not measurements. Real networks also use trees instead of rings, whose latency grows with the
-# logarithm of N, and libraries overlap part of it. So FSDP on thousands of GPUs is not as hopeless as the left panel
-# looks. Hybrid sharding is used all the same, and this is why.)
+# logarithm of N, and libraries overlap part of it. So FSDP on thousands of GPUs is not as slow as the left panel.)
 #
 # ## Write: a plan that pays
 #
@@ -278,8 +273,9 @@ for n in (64, 512):
 #
 # - Memory: states by the stage's formula (bf16 with Adam), 12 GB of activations for each sequence, and 2 GB for what is
 #   in flight.
-# - Time of a step: first computing, at 200 TFLOP/s. Then sending: 2Ψ elements in stages 0 to 2 and 3Ψ in stage 3,
-#   (N-1)/N of it, at 300 GB/s on one node and 25 GB/s on more. Nothing overlaps, and there is no latency.
+# - Time of a step: first computing, 6 operations per parameter and token at 200 TFLOP/s. Then sending, in 2 bytes each:
+#   2Ψ elements in stages 0 to 2 and 3Ψ in stage 3, (N-1)/N of it, at 300 GB/s on one node and 25 GB/s on more. Nothing
+#   overlaps, and there is no latency.
 #
 # More than one plan is right, and most are wrong. Compute it, or try: the check tells you which limit you broke.
 
@@ -329,17 +325,16 @@ if lab.passed("16.2"):
 # ## In production
 #
 # The course's engine takes `mesh=(nodes, 8)` for hybrid sharding, in stages 1 to 3. In FSDP2 it is a two-dimensional
-# mesh, `fully_shard(model, mesh=init_device_mesh("cuda", (nodes, 8)))`. DeepSpeed has `zero_hpz_partition_size` for a
-# related idea in stage 3 (a second copy of the parameters, sharded only within the node, while the rest stays sharded
-# over all ranks), and MiCS (`mics_shard_size`) for this one. And people who plan real runs measure on a single node
-# first, because until then none of the constants above is more than a guess.
+# mesh, `fully_shard(model, mesh=init_device_mesh("cuda", (nodes, 8)))`, and in DeepSpeed MiCS (`mics_shard_size`).
+# (`zero_hpz_partition_size` is a related idea in stage 3: a second copy of the parameters, sharded only within the
+# node.) People who plan real runs measure on a single node first: until then, the constants above are guesses.
 #
 # ## On trial
 #
 # > "With more devices the model can grow without limit."
 #
-# Lesson 07 tested it on your machine. Here is the same claim at scale: the same table also has the simulated peak of a
-# trillion parameters on up to 1,024 GPUs.
+# Lesson 07 tested it on your machine. Here it is at scale: the same table has the simulated peak of a trillion
+# parameters. (There the engine prefetches, as it does unless told otherwise, so a little more is in flight than above.)
 
 # %%
 big = [cell for cell in cells if cell["model"] == "1T" and cell["stage"] == 3]
@@ -349,15 +344,16 @@ for cell in big:
     print(f"peak of a step {peak:8,.0f} GB")
 
 # %% [markdown]
-# **Verdict: false.** From 256 to 1,024 GPUs, what a rank holds falls to a quarter, but the peak falls only by a sixth.
-# Activations and full units, parameters and gradients, don't get smaller with more ranks: beside what it holds, a step
-# needs 129 GB on 16 GPUs, and 178 on 1,024. One block of this model has 7.9 billion parameters, 16 GB in 16 bits. As
-# for time, the picture above shows it: beyond some N, one more GPU makes the step longer.
+# **Verdict: false.** From 256 to 1,024 GPUs, what a rank holds falls to a quarter, but the peak falls only by about a
+# sixth. Activations and full units, parameters and gradients, don't get smaller with more ranks: on 1,024 GPUs they are
+# nearly all of the peak, which is 178 GB above what is held. One block of this model has 7.9 billion parameters (12
+# times the square of its width, 25,600), 16 GB in 16 bits. As for time, the picture above shows it for 7.5 billion: on
+# 4,096 GPUs, sharded flat, 9.1 of a step's 14.6 seconds are latency.
 #
 # > "Full sharding keeps 16Ψ/N."
 #
-# You measured it in float32 in lesson 06. Here, in bf16: **true for the paper's engine; 14Ψ/N for this one; and for
-# both, plus activations and what is in flight.** On 1,024 GPUs, in the table above, those two are nearly everything.
+# You measured it in float32 in lesson 06. Here, in bf16: **true for what the paper's engine holds; this one holds
+# 14Ψ/N.** In both, activations and what is in flight come on top.
 #
 # ## Questions
 #
@@ -372,10 +368,10 @@ for cell in big:
 # **Answers**
 #
 # 1. 2Ψ must stay below 60 GB: 30 billion parameters. Getting all the way there would take infinitely many GPUs.
-# 2. The paper keeps a 16-bit copy of the slices. Here, each gather makes that copy from the masters on its way.
+# 2. The paper keeps a 16-bit copy of the slices. Here, each gather makes it from the masters.
 # 3. Computing halves, because each rank has half as many tokens. Sending stays almost the same. Latency doubles. So at
 #    some number of GPUs a step stops getting faster.
-# 4. 14Ψ/8 = 50 GB: 28.5 billion parameters, on any number of nodes. Larger models must be sharded over more GPUs than
+# 4. 14Ψ/8 = 50 GB: 28.6 billion parameters, on any number of nodes. Larger models must be sharded over more GPUs than
 #    a node has. And if all wires are equally fast, the only gain is latency.
 # 5. It computes more tokens in a step, so the bytes are paid for less often. Or it sends them over faster wires, or
 #    while it computes.

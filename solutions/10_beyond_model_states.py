@@ -16,8 +16,9 @@ print(f"activations of 8 x 2,048 tokens in bfloat16, on every GPU: {kept / 1e9:.
 
 # %% [markdown]
 # The ZeRO paper calls this rest the **[residual states](../docs/glossary.md#residual-states)**, and its section 6, *ZeRO-R*, is
-# about them: activations, temporary buffers, and memory that is free but in pieces too small to use. This lesson takes them one
-# by one. Then it moves the optimizer off the GPU, which is *ZeRO-Offload*, and asks when that pays.
+# about them: activations, temporary buffers, and memory that is free but in pieces too small to use. This lesson takes
+# the activations, then moves the optimizer off the GPU, which is *ZeRO-Offload*, and asks when that pays. Buffers and
+# pieces are for another day, at the end.
 
 # %%
 # %load_ext zerolab.lab
@@ -33,21 +34,15 @@ from functools import partial
 import torch
 import torch.distributed as dist
 import zerolab
-from torch import nn
-from torch.optim import AdamW
 from zerolab import lab
 from zerolab.lab import GPT, Block, batch, text
-from zerolab.measure import model_states, timeline
 
 words = text()
 
 
 def make_model(run=None):  # run(block, x) in place of block(x)
     torch.manual_seed(0)
-    model = GPT(layers=6, width=128)
-    if run is not None:
-        model.blocks = nn.ModuleList(lab.RunBy(run, block) for block in model.blocks)
-    return model
+    return lab.with_blocks_run_by(run, GPT(layers=6, width=128))
 
 
 psi = sum(param.numel() for param in make_model().parameters())
@@ -67,28 +62,11 @@ alone = [dist.new_group([number]) for number in range(world_size)][rank]
 
 def record(run=None, sequences=8, stage=zerolab.DDP, group=alone):
     zero = stage(make_model(run), units=[Block], group=group)
-    adam = AdamW(zero.model.parameters(), lr=1e-3)
-
-    def step(number):
-        loss = zero.model(*batch(words, 0, number, sequences, 64))
-        loss.backward()
-        adam.step()
-        adam.zero_grad()
-        return loss.item()
-
-    step(0)  # creates the optimizer state
-    with timeline(zero, adam) as line:
-        loss = step(1)
-    return line, loss, zero.full_state_dict()
+    sample = partial(batch, words, 0, batch_size=sequences, context=64)
+    return lab.second_step(zero, sample)  # its allocations, the loss, the weights
 
 
-def when_forward_returns(line):  # bytes of activations
-    step = list(enumerate(line.events))[line.before :]
-    moment = next(i for i, event in step if event.phase == "backward")
-    return line.by_kind(moment)["activations"]
-
-
-plain, plain_loss, plain_weights = record()
+plain, *plain_numbers = record()
 
 # %%
 plain = lab.pull("plain", rank=0)
@@ -124,10 +102,11 @@ lab.predict("10.2", 4 / 3)  # × the arithmetic
 # - **The second run stands alone.** It starts from the kept values with no history (`detach()`). Its backward,
 #   `torch.autograd.backward(y, grad)`, ends at this input, and adds the parameters' gradients to their `.grad` on the way.
 #   Your backward returns the input's gradient, and autograd goes on from there.
-# - **Both runs must compute the same.** Dropout draws random numbers, and *autocast* picks a dtype for each operation (`with
-#   torch.autocast(...)`, usually around the forward only). `Moment(x.device.type)` keeps the state of both as it is now, and
-#   `with moment.again():` computes under it once more. Whoever draws random numbers afterwards does not notice. (This is the
-#   CPU's generator. A GPU has one of its own, and `torch.utils.checkpoint` keeps both.)
+# - **Both runs must compute the same.** Dropout draws random numbers, and *autocast* picks a dtype for each operation
+#   (`with torch.autocast(...)`, usually around the forward only). `Moment(x.device.type)`, made before the first run,
+#   keeps the random state and the autocast of that moment; `with moment.again():` runs under them once more, and leaves
+#   the random numbers outside as they were. (Random numbers here are the CPU's; `torch.utils.checkpoint` keeps a GPU's
+#   too.)
 
 # %%
 # %%exercise 10.1
@@ -136,37 +115,25 @@ lab.predict("10.2", 4 / 3)  # × the arithmetic
 lab.check("10.1")
 
 # %% [markdown]
-# Now the real model, with your function around each of its blocks, and with torch's. `FlopCounterMode` adds up the
-# multiplications and additions of the matrix products that run (on the CPU without those inside attention, lesson
-# 09).
+# Now the real model, with your function around each of its blocks, and with torch's. Arithmetic is counted as in lesson
+# 09 (without what is inside attention).
 
 # %%
 # %%ranks
 from torch.utils.checkpoint import checkpoint
-from torch.utils.flop_counter import FlopCounterMode
 
 checkpointed = lab.mine("10.1")
-
-
-def flops(run):
-    model = make_model(run)
-    with FlopCounterMode(display=False) as counter:
-        model(*batch(words, 0, 0, 8, 64)).backward()
-    return counter.get_total_flops()
-
-
-def same_as_plain(loss, weights):
-    pairs = zip(weights.values(), plain_weights.values(), strict=True)
-    return loss == plain_loss and all(torch.equal(*pair) for pair in pairs)
-
-
 recomputed, *numbers = record(checkpointed)
 torchs_line, *torchs_numbers = record(partial(checkpoint, use_reentrant=False))
-same = same_as_plain(*numbers) and same_as_plain(*torchs_numbers)
-half = record(checkpointed, sequences=4)[0]
-per_token = when_forward_returns(recomputed) - when_forward_returns(half)
-per_token = round(per_token / (4 * 64))
-arithmetic = {"kept": flops(None), "recomputed": flops(checkpointed)}
+same = lab.bit_for_bit(plain_numbers, numbers, torchs_numbers)
+
+half, *_ = record(checkpointed, sequences=4)
+left = lab.left_by_forward(recomputed) - lab.left_by_forward(half)
+per_token = round(left / (4 * 64))
+
+both = {"kept": make_model(), "recomputed": make_model(checkpointed)}
+flop = {name: lab.flop_by_phase(model, batch(words, 0, 0, 8, 64)) for name, model in both.items()}
+arithmetic = {name: sum(of.values()) for name, of in flop.items()}
 
 # %%
 arithmetic = lab.pull("arithmetic", rank=0)
@@ -190,92 +157,22 @@ if lab.predicted("10.1") and lab.predicted("10.2"):
     print("the peaks with yours and with torch's differ by less than 2 %:", abs(off) < 0.02)
 
 # %% [markdown]
-# The mountain has become a low ridge: kept inputs, and while backward is at a block, the 16 vectors of that one block. The
-# peak is now mostly model states, for which there are stages 1 to 3.
+# The mountain has become a low ridge: kept inputs, and while backward is at a block, that block's 16 vectors. The peak
+# is now mostly model states, for which there are stages 1 to 3.
 #
 # A token leaves 4 bytes × (128 × (6 + 2) + 256) = 5,120, and 16 more: 8 for the target, of which forward makes a
 # copy, and 8 for the last norm's mean and spread. The arithmetic grows from three parts (forward one, backward two)
-# to nearly four, 4/3. It is a little less because the head is not computed again. No bit of the loss or the weights
-# has changed.
+# to nearly four, 4/3. It is a little less because the head is not computed again.
 #
 # **In production** this is `torch.utils.checkpoint.checkpoint(block, x, use_reentrant=False)`, the third run above. (Yours
 # is what torch calls *reentrant*: it starts a backward inside the backward.)
 #
-# ## Who has the same activations?
-#
-# Stages 1 to 3 divide what all ranks have in common. In data parallelism each rank has its own part of the batch, so its
-# activations are its own: nothing is stored twice, and there is nothing to divide.
-#
-# It is different when ranks share the work of *one layer*, each with some of the columns of its matrices. This is
-# **[tensor parallelism](../docs/glossary.md#tensor-parallelism)**, a kind of model parallelism (lesson 15): every
-# rank needs the layer's input, so all of them keep the same one. ZeRO-R's **P_a** (partitioned activations) keeps a
-# quarter of it instead, and all-gathers the rest before the second run. Of our model's inputs, 6 blocks × 512 tokens
-# × 128 × 4 = 1,572,864 bytes, each of four ranks would keep 393,216 with P_a, for one all-gather per block. With
-# samples of its own, a rank would gather pieces of four different inputs, and compute nonsense.
-#
-# ## Free, but of no use
-#
-# An allocator hands out pieces of the GPU's memory and never moves them: somebody has a pointer. So free memory comes in
-# **holes**, and a request must fit into one of them. **[Fragmentation](../docs/glossary.md#fragmentation)** means that the
-# holes add up to much and none is large.
-#
-# `replay` takes every allocation of the step that you recorded, sizes and lifetimes, and performs it again in one flat
-# buffer, *first fit*: each request gets the lowest hole that is large enough. (CUDA's allocator has more rules. It cannot
-# move anything either.) The buffer has as many bytes as the step turns out to need, and the replay stops when backward is
-# over. It is done twice: as it was, and with a region of its own for all gradients:
-
-# %%
-from zerolab.lab import OutOfMemory, replay
-
-first_fit = replay(plain, until="backward")
-apart = replay(plain, apart=["gradients"], until="backward")
-titles = ["first fit", "gradients in one flat buffer"]
-plots.show(plots.address_map([first_fit, apart], titles))
-
-# %% [markdown]
-# Black bars mark the largest hole. On the left, activations come and go, and between them lie gradients. Those of the last
-# block were made while the activations of the blocks before it were still there, so they landed above them, and they stay until
-# `zero_grad()`. This is the paper's diagnosis: *short lifetimes between long ones*.
-#
-# Does it matter? Suppose that the gradients are to be averaged now, as a library without buckets would do it: all of them
-# copied into one **fused buffer**, so that one all-reduce is enough. It takes 4Ψ bytes.
-
-# %%
-psi, arena = 1_263_616, first_fit.arena
-print(f"free: {arena.free:,} bytes in {len(arena.holes)} holes; wanted: {4 * psi:,}")
-try:
-    arena.take(4 * psi)
-except OutOfMemory as error:
-    print("OutOfMemory:", error)
-arena.take(1 << 18)  # a buffer of 256 KiB fits between the gradients
-apart.arena.take(4 * psi)  # and on the right the 4Ψ fit as well
-for name, ways in (("first fit", first_fit), ("gradients apart", apart)):
-    more = 100 * (ways.arena.size / first_fit.needed - 1)
-    print(f"{name:15} {ways.arena.size:,} bytes of addresses, {more:.1f} % beyond the peak")
-assert apart.arena.size > first_fit.arena.size and arena.free > 3 * 4 * psi > arena.largest
-
-# %% [markdown]
-# Several times as much is free, and the request fails. ZeRO-R has two answers.
-#
-# **C_B, constant buffers.** The fused buffer grew with the model: 4Ψ is 30 GB for 7.5 billion parameters. A buffer of
-# *constant* size, filled and sent again and again, does the same work. The engine's buckets come close: of a block
-# each, they grow with the width, and not with the number of layers (lesson 05).
-#
-# **M_D, memory defragmentation.** Long lifetimes get a region of their own, reserved before the step, as on the right. Then
-# one hole is nearly all that is free. But that region is reserved while activations are at their peak and there are hardly
-# any gradients yet, so the step needs *more* addresses than before. M_D buys large holes with reserved ones.
-#
-# **In production.** `torch.cuda.memory_reserved() - torch.cuda.memory_allocated()` is what the allocator has and
-# nobody uses. If it is large when a run dies, try `PYTORCH_ALLOC_CONF=expandable_segments:True` (in older versions of
-# torch `PYTORCH_CUDA_ALLOC_CONF`), with which regions of addresses can grow. In DeepSpeed 0.19.8, P_a is
-# `partition_activations` in `activation_checkpointing`.
-#
 # ## Beyond the device
 #
-# A server has more host memory than its GPUs have of theirs, and hardly uses it. In bfloat16 with float32 masters and Adam, 12
-# of 16 bytes are masters and averages. These are read and written *once a step*; the parameters are read in every forward and
-# backward. So **[ZeRO-Offload](../docs/glossary.md#offload)** (Ren et al., arXiv 2101.06840) puts masters and averages on the
-# host, and updates them there:
+# A server has more host memory than its GPUs have of theirs, and hardly uses it. In bfloat16 with Adam, 12 of 16 bytes
+# are float32 masters and averages. These are read and written *once a step*. So
+# **[ZeRO-Offload](../docs/glossary.md#offload)** (Ren et al., arXiv 2101.06840) puts them on the host, and updates them
+# there:
 #
 # 1. forward and backward run on the device, with bfloat16 parameters;
 # 2. each mean gradient goes to the host as soon as it is there, in bfloat16;
@@ -315,7 +212,8 @@ lab.check("10.2")
 #
 # Your optimizer inside a ZeRO-1 made of your own parts: the flat buffer of 02.1, the reduce-scatter of 04.1, and an
 # all-gather. `train_sharded` trains four steps on real text, once with the masters on the device (`OnDevice` is the same
-# optimizer, without a link), once on the host.
+# optimizer, without a link), once on the host. What crosses the link in a step does not depend on the stage, 1 or 2: this
+# run measures 10.4, the engine's below 10.3.
 
 # %%
 # %%ranks
@@ -328,8 +226,7 @@ equal = on_device[0] == on_host[0] and torch.equal(on_device[1], on_host[1])
 crossed = on_host[2]
 
 # %% [markdown]
-# And the engine's own: `offload="optimizer"` with stage 2. `model_states(..., on="device")` counts what it would keep on a
-# GPU.
+# And the engine's own: `offload="optimizer"` with stage 2. What it would keep on a GPU counts as on the device.
 
 
 # %%
@@ -337,13 +234,7 @@ crossed = on_host[2]
 def where_it_is(stage, **options):
     half = zerolab.Precision(torch.bfloat16)
     zero = stage(make_model(), units=[Block], precision=half, **options)
-    adam = AdamW(zero.model.parameters(), lr=1e-3)
-    for number in range(2):
-        adam.zero_grad()
-        zero.model(*batch(words, rank, number, 8, 64)).backward()
-        held = {where: model_states(zero, adam, on=where) for where in ("device", "host")}
-        adam.step()
-    return held
+    return lab.held_on_device_and_host(zero, samples[:2])
 
 
 places = {
@@ -352,7 +243,7 @@ places = {
 }
 
 # %%
-places = lab.pull("places", rank=0)
+places, psi = lab.pull("places", rank=0), lab.pull("psi", rank=0)
 lab.measured("10.3", sum(places["stage 2, offload"]["device"].values()))
 lab.measured("10.4", int(lab.pull("crossed", rank=0)))
 lab.reveal("10.3")
@@ -375,12 +266,12 @@ if lab.predicted("10.3") and lab.predicted("10.4"):
 #
 # ## When does it pay?
 #
-# In each micro-batch 2Ψ/N bytes of gradients go down, and once a step 2Ψ/N come up and the host updates its
-# parameters, however many tokens there are. Compute grows with the tokens: one costs 6Ψ operations (2Ψ forward, 4Ψ
-# backward). So beyond some batch the detour hardly counts, and Ψ cancels: with one micro-batch the link takes as long
-# as the GPU when 4/N bytes ÷ bandwidth = 6 operations × tokens ÷ speed. The update on the host moves 28 bytes per
-# parameter through the host's memory (16 read, 12 written). So here are both as numbers of tokens. Put in your own
-# machine; these are manufacturers' figures, or a stated part of them:
+# In each micro-batch 2Ψ/N bytes of gradients go down; once a step 2Ψ/N come up, and the host updates its parameters.
+# That does not grow with the tokens, and computing does: one token costs 6Ψ operations (2Ψ forward, 4Ψ backward). With
+# one micro-batch the link takes as long as the GPU when 4Ψ/N bytes ÷ bandwidth = 6Ψ operations × tokens ÷ speed. Ψ
+# cancels: tokens = 4/N ÷ bandwidth × speed ÷ 6. The update moves 28 bytes per parameter through the host's memory
+# (read: gradient, master and two averages, 16; written: the last three, 12). Here are both as numbers of tokens. Put in
+# your own machine; these are manufacturers' figures, or a stated part of them:
 
 # %% tags=["nbval-check-output"]
 speed = 400e12  # operations per second: 40 % of the 989e12 (bfloat16) of an H100
@@ -389,16 +280,16 @@ memory = 600e9  # bytes per second: two sockets, sixteen channels of DDR5-4800, 
 for ranks in (1, 8, 64):
     link = (4 / ranks) / to_host * speed / 6
     update = 28 / max(1, ranks // 8) / memory * speed / 6  # every 8 ranks have a host
-    seen = f"the link costs {link:>5,.0f} tokens, {link / 2:>5,.0f} in each micro-batch"
-    print(f"N = {ranks:2}: {seen}, the update {update:>5,.0f}")
+    down = f"({link / 2:,.0f} for the way down, paid in each micro-batch)"
+    print(f"N = {ranks:2}: the link costs {link:>5,.0f} tokens {down}, the update {update:>5,.0f}")
 
 # %% [markdown]
 # On a server of 8 GPUs the host's own update costs far more than the link. One GPU or eight, their host updates all Ψ
 # parameters; with 64 GPUs eight hosts share them. With one micro-batch all of it costs 8,444 tokens on one GPU, 3,778
 # on eight, and 472 on 64. So on one server, with a few thousand tokens per GPU, a GPU waits about as long as it
-# computes, unless the way down hides behind backward. Accumulation shares only the way up and the update among more
-# tokens: the gradients of every micro-batch go down. So offload pays when a model does not fit otherwise, or when the
-# freed memory makes the micro-batch so large that the wait no longer counts.
+# computes. Hiding the way down behind backward saves only 333 of the 3,778: the host's update is what it waits for.
+# Accumulation shares only the way up and the update among more tokens. So offload pays when a model does not fit
+# otherwise, or when the freed memory makes the micro-batch so large that the wait no longer counts.
 #
 # **In production** this is `"offload_optimizer": {"device": "cpu"}` in DeepSpeed 0.19.8. FSDP2's `CPUOffloadPolicy` (torch
 # 2.13) keeps the shards of everything on the host, the parameters too, and sends those up before each gather.
@@ -412,16 +303,23 @@ for ranks in (1, 8, 64):
 # %%ranks
 stages = (zerolab.DDP, zerolab.Zero1, zerolab.Zero2, zerolab.Zero3)
 by_stage = {stage.__name__: record(stage=stage, group=None)[0] for stage in stages}
-left_by = {name: when_forward_returns(line) / 512e3 for name, line in by_stage.items()}
-both = {name: by_stage[name] for name in ("DDP", "Zero3")}
+left_by = {name: lab.left_by_forward(line) / 512e3 for name, line in by_stage.items()}
 
 # %% tags=["nbval-check-output"]
 left_by = {name: round(size, 1) for name, size in lab.pull("left_by", rank=0).items()}
 print("activations when forward returns, kB per token:", left_by)
 
 # %% [markdown]
-# **Verdict: true of ZeRO-R's P_a, together with model parallelism; false of stages 1 to 3.** The stages leave every byte of
-# the activations where it was. P_a divides inputs that ranks have in common; in plain data parallelism there are none.
+# **Verdict: true of ZeRO-R's P_a, together with model parallelism; false of stages 1 to 3.** The stages divide what all
+# ranks have in common. In data parallelism each rank has samples of its own, so no activation is stored twice, and there
+# is nothing to divide.
+#
+# It is different when ranks share the work of *one layer*, each with some of the columns of its matrices. This is
+# **[tensor parallelism](../docs/glossary.md#tensor-parallelism)**, a kind of model parallelism (lesson 15): every rank
+# keeps the same input of the layer. ZeRO-R's **P_a** (partitioned activations) keeps 1/N of it instead (a quarter on four
+# ranks), and all-gathers the rest before the second run. Of our model's inputs, 6 blocks × 512 tokens × 128 × 4 =
+# 1,572,864 bytes, each of four ranks would keep 393,216, for one all-gather per block. (DeepSpeed 0.19.8: `partition_activations` in
+# `activation_checkpointing`.)
 #
 # > "ZeRO balances GPUs with TPUs and FPGAs."
 #
@@ -431,19 +329,82 @@ print("activations when forward returns, kB per token:", left_by)
 #
 # > "ZeRO cures fragmentation and memory bandwidth."
 #
-# Two claims. For the first, replay a step with DDP and one in stage 3:
+# **Verdict: false.** The stages cure *capacity*. Fragmentation, free memory in pieces too small to use, is a matter of
+# lifetimes, and parameters that are gathered and released make holes of their own (the section below measures it). As for
+# bandwidth: in every stage a rank computes with full parameters on samples of its own, so its forward and backward read
+# and write what they always did, and in stage 3 gathers come on top. Only the optimizer's step touches 1/N.
+#
+# ## For another day: free, but of no use (8 minutes)
+#
+# An allocator hands out pieces of the GPU's memory and never moves them: somebody has a pointer. So free memory comes in
+# **holes**, and a request must fit into one of them. **[Fragmentation](../docs/glossary.md#fragmentation)** means that the
+# holes add up to much and none is large.
+#
+# `replay` takes every allocation of the first step that you recorded, sizes and lifetimes, and performs it again in one
+# flat buffer, *first fit*: each request gets the lowest hole that is large enough (sizes are rounded up to 512 bytes, as
+# CUDA's allocator does, which has more rules and cannot move anything either). The buffer is as large as the highest
+# address that the step turns out to use, and the replay stops when backward is over. It is done twice: as it was, and
+# with a region of its own for all gradients:
+
+# %%
+from zerolab.lab import OutOfMemory, replay
+
+first_fit = replay(plain, until="backward")
+apart = replay(plain, apart=["gradients"], until="backward")
+titles = ["first fit", "gradients in one flat buffer"]
+plots.show(plots.address_map([first_fit, apart], titles))
+
+# %% [markdown]
+# Black bars mark the largest hole. On the left, activations come and go, and between them lie gradients. Those of the last
+# block were made while the activations of the blocks before it were still there, so they landed above them, and they stay until
+# `zero_grad()`. This is the paper's diagnosis: *short lifetimes between long ones*.
+#
+# Does it matter? Suppose that the gradients are to be averaged now, as a library without buckets would do it: all of them
+# copied into one **fused buffer**, so that one all-reduce is enough. It takes 4Ψ bytes.
+
+# %%
+arena = first_fit.arena
+print(f"free: {arena.free:,} bytes in {len(arena.holes)} holes; wanted: {4 * psi:,}")
+try:
+    arena.take(4 * psi)
+except OutOfMemory as error:
+    print("OutOfMemory:", error)
+arena.take(1 << 18)
+print("a buffer of 256 KiB: taken")
+apart.arena.take(4 * psi)
+print("on the right, 4Ψ: taken")
+print(f"in use at the peak: {first_fit.needed:,} bytes")
+for name, ways in (("first fit", first_fit), ("gradients apart", apart)):
+    more = 100 * (ways.arena.size / first_fit.needed - 1)
+    print(f"{name:15} {ways.arena.size:,} bytes of addresses, {more:.1f} % more")
+assert apart.arena.size > first_fit.arena.size and arena.free > 3 * 4 * psi > arena.largest
+
+# %% [markdown]
+# Several times as much is free, and the request fails. ZeRO-R has two answers.
+#
+# **C_B, constant buffers.** The fused buffer grew with the model: 4Ψ is 30 GB for 7.5 billion parameters. A buffer of
+# *constant* size, filled and sent again and again, does the same work. The engine's buckets come close: of a block
+# each, they grow with the width, and not with the number of layers (lesson 05).
+#
+# **M_D, memory defragmentation.** Long lifetimes get a region of their own, reserved before the step, as on the right. Then
+# one hole is nearly all that is free. But that region is reserved while activations are at their peak and there are hardly
+# any gradients yet, so the step needs *more* addresses than before. M_D buys large holes with reserved ones.
+#
+# **In production.** `torch.cuda.memory_reserved() - torch.cuda.memory_allocated()` is what the allocator has and
+# nobody uses. If it is large when a run dies, try `PYTORCH_ALLOC_CONF=expandable_segments:True` (in older versions of
+# torch `PYTORCH_CUDA_ALLOC_CONF`), with which regions of addresses can grow.
+#
+# And do the stages cure it? The same replay of a step with DDP and of one in stage 3:
 
 # %% tags=["nbval-check-output"]
-found = {name: replay(line) for name, line in lab.pull("both", rank=0).items()}
+lines = lab.pull("by_stage", rank=0)
+found = {name: replay(lines[name]) for name in ("DDP", "Zero3")}
 beyond = {name: ways.arena.size / ways.needed for name, ways in found.items()}
 more = beyond["Zero3"] > beyond["DDP"]
 print("stage 3 needs more addresses beyond its peak than DDP:", more)
 
 # %% [markdown]
-# **Verdict: false.** The stages cure *capacity*. Fragmentation is a matter of lifetimes, and parameters that are gathered and
-# released make holes of their own. M_D, another part of the paper, treats that. As for bandwidth: in every stage a rank
-# computes with full parameters on samples of its own, so its forward and backward read and write what they always did, and in
-# stage 3 gathers come on top. Only the optimizer's step touches 1/N.
+# They do not. M_D, another part of the paper, does.
 #
 # ## Questions
 #
@@ -468,17 +429,16 @@ print("stage 3 needs more addresses beyond its peak than DDP:", more)
 # 2. Of 64 inputs, and the 16 vectors of the one block that is computed again: about 64 + 16 = 80 vectors per token
 #    instead of 1,024 (the input of that block is counted twice). In pairs, 32 + 32 = 64: less. The optimum is where
 #    both parts are equal, here at pairs of blocks.
-# 3. Fragmentation: up to 18 GB (less what CUDA itself takes, lesson 02) belong to the allocator, in holes of less
-#    than 4 GB. `expandable_segments:True`, reserving long lifetimes early, or the same sequence length in every step
-#    help.
+# 3. Fragmentation (for another day, above): up to 18 GB (less what CUDA itself takes, lesson 02) belong to the
+#    allocator, in holes of less than 4 GB. `expandable_segments:True`, reserving long lifetimes early, or the same
+#    sequence length in every step help.
 # 4. 2Ψ = 20 GB of parameters; masters, averages and gradients, 140 GB, are on the host. With one GPU per host the
-#    update costs as much as 3,000 tokens (by the numbers above), and the link as much as 2,700 each way. So take
+#    update costs as much as 3,100 tokens (by the numbers above), and the link as much as 2,700 each way. So take
 #    micro-batches as large as fit. Eight thousand tokens in one: about half of the time is compute. A hundred
 #    thousand in ten of them: gradients go down ten times, and three quarters are compute, more if the way down hides
 #    behind backward.
-# 5. Where ranks share the work of one layer (tensor parallelism) and all keep the same input. It costs an all-gather for
-#    each block in backward. In data parallelism each rank's inputs come from samples of its own: nothing is there
-#    twice.
+# 5. Where ranks share the work of one layer (tensor parallelism) and all keep the same input. In data parallelism
+#    each rank's inputs come from samples of its own: nothing is there twice.
 # 6. Down go 2Ψ/N bytes of gradients for each micro-batch, 8Ψ/N in all; up come 2Ψ/N of parameters, once. More
 #    micro-batches spread only the way up and the update on the host.
 

@@ -53,7 +53,15 @@ _HOME = {
     "zerolab.lab.lessons.lesson10.arena": ("OutOfMemory", "replay"),
     "zerolab.lab.lessons.lesson10.host": ("HostLink",),
     "zerolab.lab.lessons.lesson10.moment": ("Moment",),
-    "zerolab.lab.lessons.lesson10.steps": ("OnDevice", "RunBy", "train_sharded"),
+    "zerolab.lab.lessons.lesson10.steps": (
+        "OnDevice",
+        "bit_for_bit",
+        "held_on_device_and_host",
+        "left_by_forward",
+        "second_step",
+        "train_sharded",
+        "with_blocks_run_by",
+    ),
     "zerolab.lab.lessons.lesson09.recorded": ("Recorded",),
     "zerolab.lab.lessons.lesson11": ("crash",),  # these are modules
     "zerolab.lab.lessons.lesson11.survival": ("deaths",),

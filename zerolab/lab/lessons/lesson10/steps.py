@@ -1,4 +1,5 @@
-"""What lesson 10 trains: blocks that are run by a function, and a sharded model whose update lies with an optimizer."""
+"""What lesson 10 trains and measures: blocks that are run by a function, a step's allocations and weights, where model
+states are, and a sharded model whose update lies with an optimizer."""
 
 from __future__ import annotations
 
@@ -10,9 +11,13 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim import AdamW, Optimizer
 
+from zerolab.engine.engine import Engine
 from zerolab.lab.lessons.lesson10.host import HostLink
+from zerolab.measure.allocations import Timeline, timeline
+from zerolab.measure.states import model_states
 
 Part = Callable[..., Any]
+Sample = tuple[Tensor, Tensor]
 
 
 class RunBy(nn.Module):
@@ -24,6 +29,56 @@ class RunBy(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         return self.run(self.block, x)
+
+
+def with_blocks_run_by(run: Callable[[nn.Module, Tensor], Tensor] | None, model: Any) -> Any:
+    """`model`, whose blocks are called by run(block, x). None: as they are."""
+    if run is not None:
+        model.blocks = nn.ModuleList(RunBy(run, block) for block in model.blocks)
+    return model
+
+
+def second_step(zero: Engine, sample: Callable[[int], Sample]) -> tuple[Timeline, float, dict[str, Tensor]]:
+    """Trains on sample(0) and sample(1). Of the second step: what was allocated, the loss, and the weights after it."""
+    adam = AdamW(zero.model.parameters(), lr=1e-3)
+
+    def step(number: int) -> float:
+        loss = zero.model(*sample(number))
+        loss.backward()
+        adam.step()
+        adam.zero_grad()
+        return float(loss.item())
+
+    step(0)  # creates the optimizer's state
+    with timeline(zero, adam) as line:
+        loss = step(1)
+    return line, loss, zero.full_state_dict()
+
+
+def left_by_forward(line: Timeline) -> int:
+    """Bytes of activations when the step's forward returns."""
+    moment = next(i for i, event in enumerate(line.events) if i >= line.before and event.phase == "backward")
+    return line.by_kind(moment)["activations"]
+
+
+def bit_for_bit(first: Sequence[Any], *others: Sequence[Any]) -> bool:
+    """Each is a loss and the weights by name: whether all are the same as the first, whatever the names are."""
+    loss, weights = first
+    return all(
+        other == loss and all(map(torch.equal, theirs.values(), weights.values())) and len(theirs) == len(weights)
+        for other, theirs in others
+    )
+
+
+def held_on_device_and_host(zero: Engine, samples: Sequence[Sample]) -> dict[str, dict[str, int]]:
+    """Bytes of model states in either place, by kind, when the backward of the last sample returns."""
+    adam, held = AdamW(zero.model.parameters(), lr=1e-3), {}
+    for sample in samples:
+        adam.zero_grad()
+        zero.model(*sample).backward()
+        held = {"device": model_states(zero, adam, on="device"), "host": model_states(zero, adam, on="host")}
+        adam.step()
+    return held
 
 
 class OnDevice:

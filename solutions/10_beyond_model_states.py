@@ -318,8 +318,8 @@ print("activations when forward returns, kB per token:", left_by)
 # **[tensor parallelism](../docs/glossary.md#tensor-parallelism)**, a kind of model parallelism (lesson 15): every rank
 # keeps the same input of the layer. ZeRO-R's **P_a** (partitioned activations) keeps 1/N of it instead (a quarter on four
 # ranks), and all-gathers the rest before the second run. Of our model's inputs, 6 blocks × 512 tokens × 128 × 4 =
-# 1,572,864 bytes, each of four ranks would keep 393,216, for one all-gather per block. (DeepSpeed 0.19.8: `partition_activations` in
-# `activation_checkpointing`.)
+# 1,572,864 bytes, each of four ranks would keep 393,216 with P_a, for one all-gather per block.
+# (DeepSpeed 0.19.8: `partition_activations` in `activation_checkpointing`.)
 #
 # > "ZeRO balances GPUs with TPUs and FPGAs."
 #

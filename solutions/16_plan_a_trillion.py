@@ -66,16 +66,7 @@ if lab.predicted("16.1") and lab.predicted("16.2") and lab.predicted("16.3"):
 
 # %%
 if lab.predicted("16.1") and lab.predicted("16.2") and lab.predicted("16.3"):
-    bars = {}
-    for stage, run in zip(stages, runs):
-        bars[stage.__name__] = {kind: size / 1e9 for kind, size in run.states.items()}
-    title = "Figure 1 of the paper, simulated"
-    subtitle = "7.5 billion parameters on 64 GPUs, bf16 with Adam"
-    picture, _ = plots.stacks(bars, title, subtitle, "GB", learner=yours)
-    said = ", ".join(f"{gb:.3g}" for gb in held)
-    said += " GB: stage 1 shards optimizer state and masters, "
-    said += "stage 2 gradients too, stage 3 weights too."
-    plots.show((picture, said))
+    plots.show(lab.figure_1(stages, runs, yours))
 
 # %% [markdown]
 # Stages 0, 1 and 2 agree with the paper. In stage 3 the paper says 1.9 GB and the engine 1.64 GB, and neither is wrong.
@@ -139,7 +130,8 @@ lab.check("16.1")
 # A customer has 32 GPUs of 80 GB, and wants to train a model of 13 billion parameters. One sequence of theirs needs 12
 # GB of activations. In which stages does the model fit, and on how many of the GPUs? Another asks for a model of the
 # size of GPT-3, 175 billion parameters, with the same 12 GB, on any number of them. (The answer leaves no room for
-# units in flight, so read it as a lower bound.)
+# units in flight, so read it as a lower bound. `zerolab.lab.memory_explorer` takes your own numbers: for another day,
+# at the end.)
 
 # %% tags=["nbval-check-output"]
 fewest = lab.mine("16.1")
@@ -154,27 +146,6 @@ if lab.passed("16.1"):
     print("GPT-3:", told(fewest(175_000_000_000, 80e9, 12e9)))
 else:
     print("the answer appears here once your function has passed")
-
-# %% [markdown]
-# ## The largest model
-#
-# Now turn the question around. What is the largest model that 64 GPUs can train, if they have 24, 80 or 141 GB each,
-# and activations and units in flight take a quarter of it? The explorer after the next cell takes your own numbers.
-
-# %% tags=["nbval-check-output"]
-from zerolab.measure import in_parameters, plan as compare
-
-for gpu in (24e9, 80e9, 141e9):
-    rows = compare(1e9, 64, memory=gpu, activations=gpu / 4)
-    largest = [f"stage {row.stage} {in_parameters(row.largest)}" for row in rows]
-    print(f"{gpu / 1e9:.0f} GB:", ", ".join(largest))
-
-# %%
-from zerolab.lab import memory_explorer
-
-explorer = memory_explorer("13B", ranks=32, activations="20 GB")
-display(explorer)
-print("At the start:", explorer.sentence)
 
 # %% [markdown]
 # ## Where the time goes
@@ -290,32 +261,10 @@ lab.check("16.2")
 # Here is what your plan costs, and what others would cost, each with as many sequences as fit:
 
 # %%
-import itertools
-
-from zerolab.measure import bytes_per_parameter
-
-
-def weigh(stage, gpus, sequences, psi=13e9):
-    held = bytes_per_parameter(stage, gpus, BF16) * psi + sequences * 12e9 + 2e9
-    sent = (3 if stage == 3 else 2) * 2 * psi * (gpus - 1) / gpus
-    step = 6 * psi * sequences * 2048 / 200e12 + sent / (300e9 if gpus <= 8 else 25e9)
-    days = 20e9 / (gpus * sequences * 2048) * step / 86400
-    return held / 1e9, days, days * 24 * 2 * gpus
-
-
 if lab.passed("16.2"):
     mine = lab.mine("16.2")()
-    held, days, dollars = weigh(**mine)
-    print(f"your plan, {mine}: {held:.1f} GB, {days:.1f} days, ${dollars:,.0f}")
-    for stage, gpus in itertools.product((1, 2, 3), (8, 16, 24, 32)):
-        fits = [n for n in range(1, 7) if weigh(stage, gpus, n)[0] <= 80]
-        if fits:
-            held, days, dollars = weigh(stage, gpus, fits[-1])
-            verdict = "too expensive" if dollars > 8000 else "good"
-            if days > 7:
-                verdict = "too slow"
-            print(f"stage {stage}, {gpus:2} GPUs, {fits[-1]} sequences:", end=" ")
-            print(f"{days:4.1f} days, ${dollars:6,.0f}", verdict)
+    print(f"your plan, {mine}: {lab.weigh_plan(**mine)}")
+    print(lab.other_plans())
 
 # %% [markdown]
 # On 32 GPUs the stage that sends the most is the cheapest. The memory it frees is room for more sequences, and with
@@ -355,6 +304,27 @@ for cell in big:
 # You measured it in float32 in lesson 06. Here, in bf16: **true for what the paper's engine holds; this one holds
 # 14Ψ/N.** In both, activations and what is in flight come on top.
 #
+# ## For another day: the largest model (4 minutes)
+#
+# Turn the question around. What is the largest model that 64 GPUs can train, if they have 24, 80 or 141 GB each,
+# and activations and units in flight take a quarter of it? The explorer after the next cell takes your own numbers.
+
+# %% tags=["nbval-check-output"]
+from zerolab.measure import in_parameters, plan as compare
+
+for gpu in (24e9, 80e9, 141e9):
+    rows = compare(1e9, 64, memory=gpu, activations=gpu / 4)
+    largest = [f"stage {row.stage} {in_parameters(row.largest)}" for row in rows]
+    print(f"{gpu / 1e9:.0f} GB:", ", ".join(largest))
+
+# %%
+from zerolab.lab import memory_explorer
+
+explorer = memory_explorer("13B", ranks=32, activations="20 GB")
+display(explorer)
+print("At the start:", explorer.sentence)
+
+# %% [markdown]
 # ## Questions
 #
 # 1. A GPU has 80 GB, and activations take 20. What is the largest model for stage 2, on any number of GPUs?

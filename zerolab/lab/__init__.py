@@ -113,6 +113,7 @@ _HOME = {
         "train_with_hook",
         "zero1_step",
     ),
+    "zerolab.lab.lessons.lesson16.told": ("figure_1", "other_plans", "weigh_plan"),
     "zerolab.lab.lessons.lesson18": ("production",),
     "zerolab.lab.lessons.lesson18.held": ("held_by",),
     "zerolab.lab.lessons.lesson18.whole_files": ("read_checkpoint", "write_checkpoint"),

@@ -82,7 +82,8 @@ def fewest_gpus(
     parameters: int, memory: float, activations: float
 ) -> dict[int, int | None]:
     """For each stage 0 to 3, the fewest GPUs on which training in bf16 with Adam fits; None
-    if no number is enough. What fills the memory exactly fits.
+    if no number is enough (also where nothing is left for what is sharded). What fills the
+    memory exactly fits.
 
     memory: bytes of one GPU. activations: bytes that each GPU needs besides the model
     states.

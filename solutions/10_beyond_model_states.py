@@ -132,7 +132,8 @@ left = lab.left_by_forward(recomputed) - lab.left_by_forward(half)
 per_token = round(left / (4 * 64))
 
 both = {"kept": make_model(), "recomputed": make_model(checkpointed)}
-flop = {name: lab.flop_by_phase(model, batch(words, 0, 0, 8, 64)) for name, model in both.items()}
+sample = batch(words, 0, 0, 8, 64)
+flop = {name: lab.flop_by_phase(model, sample) for name, model in both.items()}
 arithmetic = {name: sum(of.values()) for name, of in flop.items()}
 
 # %%
@@ -281,7 +282,8 @@ for ranks in (1, 8, 64):
     link = (4 / ranks) / to_host * speed / 6
     update = 28 / max(1, ranks // 8) / memory * speed / 6  # every 8 ranks have a host
     down = f"({link / 2:,.0f} for the way down, paid in each micro-batch)"
-    print(f"N = {ranks:2}: the link costs {link:>5,.0f} tokens {down}, the update {update:>5,.0f}")
+    print(f"N = {ranks:2}: the link costs {link:>5,.0f} tokens {down}", end=", ")
+    print(f"the update {update:>5,.0f}")
 
 # %% [markdown]
 # On a server of 8 GPUs the host's own update costs far more than the link. One GPU or eight, their host updates all Ψ

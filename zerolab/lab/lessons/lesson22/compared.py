@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from zerolab.lab.lessons.lesson22.experts import ExpertGPT
+from zerolab.lab.lessons.lesson22.expert_gpt import ExpertGPT
 
 
 def relative_error(got: Any, want: Any) -> float:

@@ -11,8 +11,9 @@ ROOT = Path(__file__).resolve().parent
 
 class WithLessons(build_py):
     def run(self) -> None:
-        if not self.editable_mode:  # what an earlier build left may be gone, or have another name
-            shutil.rmtree(Path(self.build_lib, "zerolab"), ignore_errors=True)
+        built = Path(self.build_lib, "zerolab").resolve()
+        if not self.editable_mode and built != ROOT / "zerolab":  # an earlier build may have left what is gone
+            shutil.rmtree(built, ignore_errors=True)
         super().run()
         if self.editable_mode:
             return  # the lessons are those of the checkout

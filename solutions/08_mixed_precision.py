@@ -65,10 +65,10 @@ lab.predict("08.2", 0.5)  # × float32's bytes
 # %% [markdown]
 # ## What 16 bits can hold
 #
-# A floating-point number is a sign, a power of two (its *exponent*) and some binary digits (its *mantissa*). In 16 bits, each
-# bit more for the exponent is one fewer for the mantissa. **bf16** has the range of float32, and 8 digits. **float16** (fp16)
-# has 11 digits and a small range. Its largest number is 65,504. Below 2⁻¹⁴ it gives up its digits one by one (those numbers
-# are called *subnormal*), and whatever is below 2⁻²⁵ becomes 0.
+# A floating-point number is a sign, a power of two (its *exponent*) and some binary digits (its *mantissa*). In 16
+# bits, each bit more for the exponent is one fewer for the mantissa. **bf16** has the range of float32, and 8 digits.
+# **float16** (fp16) has 11 digits and a small range. Its largest number is 65,504. Below 2⁻¹⁴ it gives up its digits
+# one by one (those numbers are called *subnormal*), and whatever is below 2⁻²⁵ becomes 0.
 #
 # Train a model for a while, then look at the gradients of one backward in float32. There are two kinds:
 # those of the weights, and those of the activations, which travel backward from layer to layer.
@@ -94,7 +94,7 @@ counts = lab.pull("counts", rank=0)
 plots.show(plots.number_line(counts, 16, "Where a gradient falls off", subtitle))
 
 # %% [markdown]
-# The powers of two of bf16 and float32 reach beyond both ends of this picture: there nothing becomes 0 or inf. In
+# The powers of two of bf16 and float32 reach beyond both ends of this picture: in them nothing becomes 0 or inf. In
 # fp16 nearly all of the activations' gradients have lost something: most are subnormal, and the others are gone.
 #
 # The black outline shows the cure. Backward is linear: multiply the loss by 2¹⁶, and every gradient is multiplied by
@@ -124,14 +124,14 @@ assert errors[3] < errors[0] < errors[2]
 # fp16 is *more* exact than bf16, since it has three more digits: here even without a scale, with one by far. Without
 # one, this little model gets away with losing 3.8 % of its gradients. (The picture, which rounds at the end, loses
 # 2.1 %. Here the activations' gradients are rounded on the way as well.) But accumulate 2,048 micro-batches, each of
-# whose losses is divided by 2,048, and each gives the third line: noise and zeros, without an error.
+# whose losses is divided by 2,048, and each gives the third line: noise and zeros, and nothing is raised.
 #
 # ## Why the optimizer wants float32
 #
-# In both formats the *masters* are float32. Why? A number in bf16 has 8 binary digits: above 0.5 the next one is
-# 0.0039 away, above 0.01 it is 0.00006 away: with each power of two down, the gap halves. A step of less than half a
-# gap rounds back to where it was. Schedules lower the learning rate as training goes on, say to 10⁻⁵, and then Adam
-# moves a weight by about 10⁻⁵ in its first step. How large are our weights, without their signs?
+# In both formats the *masters* are float32. Why? A number in bf16 has 8 binary digits: above 0.5 the next one is 0.0039
+# away, and above 0.01 it is 0.00006 away. With each power of two down, the gap halves. A step of less than half a gap
+# rounds back to where it was. Schedules lower the learning rate as training goes on, say to 10⁻⁵, and then Adam moves a
+# weight by about 10⁻⁵ in its first step. How large are our weights, without their signs?
 
 # %%
 # %%ranks 0
@@ -140,8 +140,8 @@ for share in (0.1, 0.5, 0.9):
     print(f"{share:.0%} of the weights are smaller than {sizes.quantile(share):.3f}")
 
 # %% [markdown]
-# Keep these weights in bf16 alone, without masters, and make one step with a learning rate of 10⁻⁵. What percentage of the
-# weights stays exactly where it was?
+# Keep these weights in bf16 alone, without masters, and make one step with a learning rate of 10⁻⁵. What percentage of
+# the weights stays exactly where it was?
 
 # %%
 lab.predict("08.3", 89)  # %
@@ -250,15 +250,15 @@ if lab.predicted("08.1") and lab.predicted("08.2"):
 # Beyond it is **inf**, and inf - inf or 0 · inf is **NaN**. One of these in the gradient, and Adam writes NaN into
 # the weight, and inf or NaN into both averages, for good: every loss after that is NaN.
 #
-# So after every backward, look: if a gradient is not finite, **skip the step** and halve the scale. If all went well for a
-# while, double it. That finds the largest scale that works, and follows it when gradients shrink.
+# So after every backward, look: if a gradient is not finite, **skip the step** and halve the scale. If all went well
+# for a while, double it. That finds the largest scale that works, and follows it when gradients shrink.
 #
 # ## Who sees the overflow?
 #
-# Who looks, though? In stages 1 to 3 a rank has only its shard of the mean gradient. Ask `param.grad.isfinite().all()`, and
-# zerolab asks all ranks for you. `zerolab.to_local(param.grad)` is what this rank has itself, and all that an engine has
-# to work with. Raise the scale by powers of two until something overflows, and count the elements that are not finite on
-# each rank:
+# Who looks, though? In stages 1 to 3 a rank has only its shard of the mean gradient. Ask `param.grad.isfinite().all()`,
+# and zerolab asks all ranks for you. `zerolab.to_local(param.grad)` is what this rank has itself, and all that an
+# engine has to work with. Raise the scale by powers of two until something overflows, and count the elements that are
+# not finite on each rank:
 
 
 # %%
@@ -331,11 +331,11 @@ assert "out of step" in said
 #
 # `scale` and `gradients` are given. Write three methods:
 #
-# - `unscale_(optimizer)` divides this rank's gradients by `self.factor`, in place, and sets `self.overflow`: does **any**
-#   rank have a gradient that is not finite? One all-reduce of one number tells all of them.
+# - `unscale_(optimizer)` divides this rank's gradients by `self.factor`, in place, and sets `self.overflow`: does
+#   **any** rank have a gradient that is not finite? One all-reduce of one number tells all of them.
 # - `step(optimizer)` calls `optimizer.step()`, or does not. If the loop has not called `unscale_`, do it here.
-# - `update()` halves `self.factor` after an overflow. It doubles it after `self.growth_interval` good steps in a row. And
-#   it makes ready for the next step.
+# - `update()` halves `self.factor` after an overflow. It doubles it after `self.growth_interval` good steps in a row,
+#   and counts anew. And it gets ready for the next step, in which nobody has looked yet.
 
 # %%
 # %%exercise 08.1
@@ -461,13 +461,13 @@ if lab.predicted("08.1"):
     assert 0.4 < peaks[0, 16][1].acts / peaks[0, 16][0].acts < 0.75  # activations
 
 # %% [markdown]
-# **Nearly true of the activations; of model states it depends on the stage.** Activations fall to a little more than
-# half (the loss is still computed in float32). With one sequence in stage 0 the peak does not fall at all: it has
-# moved from backward into the optimizer's step, which sees the gradients in float32, 6Ψ + 4Ψ + 8Ψ. The larger your
-# batch, the closer it comes to half. Model states stay at 16Ψ in stage 0 and fall by an eighth in stage 3. In stages
-# 1 and 2 they come close to half when there are many ranks: on 64, stage 2 goes from 4.19Ψ to 2.22Ψ. Traffic is
-# halved if the model itself is cast and gradients are reduced in 16 bits, as here. Under autocast DDP sends as much
-# as in float32, and FSDP2 with a float32 reduction two thirds (5.76Ψ of 8.53Ψ).
+# **Verdict: nearly true of the activations; of model states it depends on the stage.** Activations fall to a little
+# more than half (the loss is still computed in float32). With one sequence in stage 0 the peak does not fall at all: it
+# has moved from backward into the optimizer's step, which sees the gradients in float32, 6Ψ + 4Ψ + 8Ψ. The larger your
+# batch, the closer the peak comes to what activations do. Model states stay at 16Ψ in stage 0 and fall by an eighth in
+# stage 3. In stages 1 and 2 they come close to half when there are many ranks: on 64, stage 2 goes from 4.19Ψ to 2.22Ψ.
+# Traffic is halved if the model itself is cast and gradients are reduced in 16 bits, as here. Under autocast DDP sends
+# as much as in float32, and FSDP2 with a float32 reduction two thirds (5.76Ψ of 8.53Ψ).
 #
 # ## For another day: where the sum is rounded (2 minutes)
 #
@@ -504,19 +504,20 @@ print("added in float32, rounded once:         ", *lab.pull("ours"))
 # 2. Why are the masters float32, when forward sees only 16 bits of them?
 # 3. What is the difference between `torch.autocast` and casting the model to bf16?
 # 4. An overflow shows in one rank's shard. What happens in stages 2 and 3 if only that rank skips the step?
-# 5. In which order do you unscale, clip, and look for an overflow, and which of the scaler's numbers belong in a checkpoint?
+# 5. In which order do you unscale, clip, and look for an overflow, and which of the scaler's numbers belong in a
+#    checkpoint?
 # 6. What does fp8 change?
 
 # %% [markdown] tags=["answer"]
 # **Answers**
 #
-# 1. It has the powers of two of float32, so what float32 holds does not under- or overflow. It pays in digits: 8 where fp16
-#    has 11. In the table above its gradient was further from float32's than that of fp16 with a scale.
-# 2. Because a step is far smaller than the weight. In bf16, 8 binary digits, most steps of a learning rate of 10⁻⁵ round
-#    back to the weight as it was. Masters keep the steps until they add up to something that 16 bits can show.
-# 3. autocast casts the inputs of chosen operations, keeps weights and gradients in float32, and leaves delicate operations
-#    in float32. So it saves activations only, and DDP still sends 4 bytes per gradient. Casting the model halves weights,
-#    gradients and traffic too; then the optimizer needs masters.
+# 1. It has the powers of two of float32, so what float32 holds does not under- or overflow. It pays in digits: 8 where
+#    fp16 has 11. In "What 16 bits can hold" its gradient was further from float32's than that of fp16 with a scale.
+# 2. Because a step is far smaller than the weight. In bf16, 8 binary digits, most steps of a learning rate of 10⁻⁵
+#    round back to the weight as it was. Masters keep the steps until they add up to something that 16 bits can show.
+# 3. autocast casts the inputs of chosen operations, keeps weights and gradients in float32, and leaves delicate
+#    operations in float32. So it saves activations only, and DDP still sends 4 bytes per gradient. Casting the model
+#    halves weights, gradients and traffic too; then the optimizer needs masters.
 # 4. In stage 2 the others wait in the all-gather after the step, and time out. In stage 3 nothing waits, and the
 #    model is made of slices of two different steps. (This engine counts steps and stops everybody: some in their
 #    step, the others in their next forward.) If the scales differ from then on, every later mean is wrong, and nobody
@@ -525,9 +526,9 @@ print("added in float32, rounded once:         ", *lab.pull("ours"))
 #    0, and by a norm of NaN all of them into NaN, and because a norm of scaled gradients means nothing; then step or
 #    skip. The scale and the count of good steps belong in a checkpoint, or a resumed run has to find the scale again.
 #    (`LossScaler.state_dict()` has both, for `zerolab.save` as an extra.)
-# 6. One scale per tensor, or per block of a tensor, instead of one for the loss: 8 bits leave so few powers of two that no
-#    single factor fits all tensors, and there are two formats, one with more digits for weights and activations (E4M3), one
-#    with more powers for gradients (E5M2) ([Micikevicius et al., 2022](https://arxiv.org/abs/2209.05433)).
+# 6. One scale per tensor, or per block of a tensor, instead of one for the loss: 8 bits leave so few powers of two that
+#    no single factor fits all tensors, and there are two formats, one with more digits for weights and activations
+#    (E4M3), one with more powers for gradients (E5M2) ([Micikevicius et al., 2022](https://arxiv.org/abs/2209.05433)).
 
 # %%
 lab.stop()

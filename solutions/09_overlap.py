@@ -60,8 +60,8 @@ print(f"Ψ = {psi:,} parameters: 4 blocks of {block:,}, and a root of {psi - 4 *
 # weight: 4 FLOP.
 #
 # Sending you know: DDP sends 2Ψ(N-1)/N elements in a step (lesson 03), here in float32 on 4 ranks. A rank's batch has 4
-# sequences of 64 tokens. For every byte that it sends, how many FLOP does it compute? You may treat every parameter as a
-# weight.
+# sequences of 64 tokens. For every byte that it sends, how many FLOP does it compute? You may treat every parameter as
+# a weight.
 
 # %%
 lab.predict("09.1", 6 * 4 * 64 / (4 * 2 * 3 / 4))  # FLOP per byte
@@ -88,8 +88,9 @@ lab.reveal("09.1")
 #
 # ## Reading a timeline
 #
-# `trace` records one step of a rank: **spans**, in which it computed; the collectives, from the moment each was
-# issued to the moment it was complete; and **waits**, in which the rank stood still for one.
+# Below, `timed()` records one step of a rank, with the package's `zerolab.measure.trace`: **spans**, in which it
+# computed; the collectives, from the moment each was issued to the moment it was complete; and **waits**, in which the
+# rank stood still for one.
 #
 # On a laptop four ranks take turns at a few cores, and there is no wire between them. So from here on both are
 # emulated. The linear layers take as long as at 6 GFLOP per second: a rank that is done sooner sleeps, and leaves its
@@ -116,8 +117,8 @@ print(f"{1e3 * alone.seconds:.0f} ms, {1e3 * alone.working:.0f} without waits{al
 lab.link("60 MB/s, 20 us")
 
 # %% [markdown]
-# Now a step of ZeRO-3 over this link, as lessons 06 and 07 left it: every unit is gathered when its turn comes. `Recorded`
-# is ZeRO-3 without the package's own prefetching.
+# Now a step of ZeRO-3 over this link, as lessons 06 and 07 left it: every unit is gathered when its turn comes.
+# `Recorded` is ZeRO-3 without the package's own prefetching.
 
 
 # %%
@@ -135,16 +136,16 @@ plots.show(plots.gantt(lab.pull("record")))
 # Read one rank from left to right. Above is what it computes: light is forward, dark is backward. Below is what
 # travels: hatched the gathers, plain the reductions. A black bar means that the rank stands still. In forward the two
 # take turns: gather a block, compute it, gather the next. In backward, gradients (the reduce-scatters) travel while the
-# rank computes, but it still stands still for every gather.
+# rank computes, but the rank still waits for every gather.
 #
 # ## A score from 0 to 1
 #
 # Turn such a picture into a number: *of the time in which something travels, what fraction does the rank spend
 # computing?* 0 means that nothing is hidden, and 1 that everything is.
 #
-# Write it for two lists of (start, end) pairs. Two collectives may be under way at the same time, and one may begin and end
-# while another is under way. Every moment counts once. So merge first: (0, 4) and (2, 6) are 6 seconds, not 8. And a step
-# that sends nothing has nothing to hide: 1.
+# Write it for two lists of (start, end) pairs. Two collectives may be under way at the same time, and one may begin and
+# end while another is under way. Every moment counts once. So merge first: (0, 4) and (2, 6) are 6 seconds, not 8. And
+# a step that sends nothing has nothing to hide: 1.
 
 # %%
 # %%exercise 09.1
@@ -191,9 +192,9 @@ for rank, (ours, packages) in enumerate(lab.pull("scores")):
 #   nothing.)
 # - *How many?* Each unit that is gathered ahead needs memory for its full parameters. `self.ahead` is your budget:
 #   the next `self.ahead` units may be there, or on their way.
-# - *When?* A unit has two methods. `unit.start_gather()` returns at once, and does nothing if the unit is there or on its
-#   way. `unit.gather()` waits until it is there; if it was started before, nothing is sent twice. And the link works through
-#   its messages in the order in which they were started.
+# - *When?* A unit has two methods. `unit.start_gather()` returns at once, and does nothing if the unit is there or on
+#   its way. `unit.gather()` waits until it is there; if it was started before, nothing is sent twice. And the link
+#   works through its messages in the order in which they were started.
 #
 # Write `pre_forward` and `pre_backward`, which run just before a unit computes.
 
@@ -343,9 +344,9 @@ if lab.predicted("09.3"):
 # dots: it comes from the bytes, the FLOP, and the two speeds.
 #
 # "Asynchronous" is used for two things. *Launched* asynchronously: a collective is started and waited for later,
-# before its result is used, as everything above; the weights are the same to the bit. *Updated* asynchronously: the
-# optimizer steps with gradients of an earlier step, which is another algorithm (lesson 12). ZeRO's stages only launch
-# so.
+# before its result is used, like everything above; the weights are the same to the bit. *Updated* asynchronously: the
+# optimizer steps with gradients of an earlier step, which is another algorithm (lesson 12). ZeRO's stages are
+# asynchronous only in the first sense.
 #
 # ## In production
 #
@@ -368,9 +369,9 @@ for name, counts in gathers.items():
     print(f"{name:14}{'':18}{forward}{'':23}{backward}")
 
 # %% [markdown]
-# Block 0 cannot begin before two gathers, the root's and its own. FSDP2 by itself has started just these two. With the next
-# modules named it has started a third, block 1's, and so have you. In backward all three are one ahead until the last block.
-# The order that you wrote is FSDP2's.
+# Block 0 cannot begin before two gathers, the root's and its own. FSDP2 by itself has started just these two. With the
+# next modules named it has started a third, block 1's, and so have you. In backward all three are one ahead until the
+# last block. The order that you wrote is FSDP2's.
 #
 # DeepSpeed's switches are `overlap_comm` (reductions beside backward, on a stream of their own), and in stage 3
 # `stage3_prefetch_bucket_size`, a budget as yours is, but in elements.
@@ -423,8 +424,8 @@ for name, (units, _, step) in found[0].items():
 # ([2.13](https://github.com/pytorch/pytorch/blob/v2.13.0/torch/distributed/optim/zero_redundancy_optimizer.py)),
 # which send all parameters in the optimizer's step, where no forward or backward is left to hide them.
 #
-# What ZeRO frees is memory for a larger batch, and with more tokens the knee moves to slower networks. Below it
-# ZeRO-3 costs more than DDP. There the package's option `mesh=` helps, which gathers within a node only (lesson 16).
+# What ZeRO frees is memory for a larger batch, and with more tokens the knee moves to slower networks. Below it ZeRO-3
+# costs more than DDP. There the package's option `mesh=` helps, which gathers within a node only (lessons 12 and 16).
 #
 # ## For another day (4 minutes)
 #
@@ -480,13 +481,13 @@ if lab.predicted("09.3"):
 # 1. That in 60 % of the time in which something travels the rank does not compute: mostly it stands still. It does
 #    not say how long that is: with little communication, a low score costs next to nothing. Nor does it say whom the
 #    rank waits for, the link or a slower rank.
-# 2. Prefetching in forward: each gather starts when its block is about to compute. Backward has it. In FSDP2, look whether
-#    the host runs ahead of the GPU, or name the next modules.
-# 3. What it sends beyond DDP, it sends in forward, where DDP sends nothing. In each phase, it sends as many bytes for each
-#    FLOP as DDP does in backward.
-# 4. DDP hides behind backward: 4 FLOP per parameter and token against 2 · 2 bytes, since (N-1)/N is nearly 1. That is one
-#    FLOP per byte and token. The machine computes 8,000 FLOP in the time of one byte, so it needs about 8,000 tokens. (In
-#    practice more: neither number is reached in full.)
+# 2. Prefetching in forward: each gather starts when its block is about to compute. Backward has it. In FSDP2, look
+#    whether the host runs ahead of the GPU, or name the next modules.
+# 3. What it sends beyond DDP, it sends in forward, where DDP sends nothing. In each phase, it sends as many bytes for
+#    each FLOP as DDP does in backward.
+# 4. DDP hides behind backward: 4 FLOP per parameter and token against 2 · 2 bytes, since (N-1)/N is nearly 1. That is
+#    one FLOP per byte and token. The machine computes 8,000 FLOP in the time of one byte, so it needs about 8,000
+#    tokens. (In practice more: neither number is reached in full.)
 # 5. The gathers already hid: one unit ahead was enough. Or the link is the limit: to the left of the knee it is never
 #    idle, and a larger budget gives it nothing more to do.
 # 6. The first is waited for before its result is used, so the numbers do not change. In the second the optimizer uses

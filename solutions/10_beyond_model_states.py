@@ -1,8 +1,9 @@
 # %% [markdown]
 # # 10 · Beyond model states
 #
-# **The question.** ZeRO-3 on 64 GPUs leaves 1.9 GB of model states on each, for 7.5 billion parameters. A GPU has 80 GB. You
-# give each one a batch of eight sequences of 2,048 tokens, and the first step dies: out of memory. What else is there?
+# **The question.** ZeRO-3 on 64 GPUs leaves 1.9 GB of model states on each, for 7.5 billion parameters. A GPU has 80
+# GB. You give each one a batch of eight sequences of 2,048 tokens, and the first step dies: out of memory. What else is
+# there?
 #
 # Stages 1 to 3 divide parameters, gradients and optimizer state. The rest they leave as it is, on every GPU.
 
@@ -15,10 +16,10 @@ print(f"model states in stage 3, 64 GPUs: {states / 1e9:.2f} GB")
 print(f"activations of 8 x 2,048 tokens in bfloat16, on every GPU: {kept / 1e9:.1f} GB")
 
 # %% [markdown]
-# The ZeRO paper calls this rest the **[residual states](../docs/glossary.md#residual-states)**, and its section 6, *ZeRO-R*, is
-# about them: activations, temporary buffers, and memory that is free but in pieces too small to use. This lesson takes
-# the activations, then moves the optimizer off the GPU, which is *ZeRO-Offload*, and asks when that pays. Buffers and
-# pieces are for another day, at the end.
+# The ZeRO paper calls this rest the **[residual states](../docs/glossary.md#residual-states)**, and its section 6,
+# *ZeRO-R*, is about them: activations, temporary buffers, and memory that is free but in pieces too small to use. This
+# lesson takes the activations, then moves the optimizer off the GPU, which is *ZeRO-Offload*, and asks when that pays.
+# Buffers and pieces are for another day, at the end.
 
 # %%
 # %load_ext zerolab.lab
@@ -51,8 +52,8 @@ print(f"Ψ = {psi:,} parameters in {len(make_model().blocks)} blocks of width 12
 # %% [markdown]
 # ## The mountain
 #
-# First the step as you know it from lesson 02. For the moment every rank trains alone, in a process group of its own and on
-# the same samples, so that nothing but the step itself shows.
+# First the step as you know it from lesson 02. For the moment every rank trains alone, in a process group of its own
+# and on the same samples, so that nothing but the step itself shows.
 
 
 # %%
@@ -73,19 +74,20 @@ plain = lab.pull("plain", rank=0)
 plots.show(plots.skyline([plain], names=["with everything kept"]))
 
 # %% [markdown]
-# Forward keeps what backward will need: 16 vectors of the model's width for each token and block, two more after the blocks,
-# and the logarithms of 256 probabilities (lesson 02). The mountain is made of these.
+# Forward keeps what backward will need: 16 vectors of the model's width for each token and block, two more after the
+# blocks, and the logarithms of 256 probabilities (lesson 02). The mountain is made of these.
 #
 # ## Forget, and compute again
 #
 # Of a block's 16 vectors, 15 can be computed from the first, its input. **[Activation
-# checkpointing](../docs/glossary.md#activation-checkpointing)** keeps only the inputs. When backward reaches a block, the
-# block's forward runs *again*, from its kept input; now all 16 vectors are there, for this one block, and its backward can
-# follow.
+# checkpointing](../docs/glossary.md#activation-checkpointing)** keeps only the inputs. When backward reaches a block,
+# the block's forward runs *again*, from its kept input; now all 16 vectors are there, for this one block, and its
+# backward can follow.
 #
-# Predict two numbers. How many bytes does one token leave behind when forward returns, if each of the 6 blocks keeps only its
-# input? (Width 128, float32. What follows the blocks stays as it was.) And the price: how much arithmetic does a step take,
-# forward and backward together, as a multiple of what it took? (A backward takes twice the arithmetic of its forward.)
+# Predict two numbers. How many bytes does one token leave behind when forward returns, if each of the 6 blocks keeps
+# only its input? (Width 128, float32. What follows the blocks stays as it was.) And the price: how much arithmetic does
+# a step take, forward and backward together, as a multiple of what it took? (A backward takes twice the arithmetic of
+# its forward.)
 
 # %%
 lab.predict("10.1", 4 * (128 * (6 + 2) + 256))  # bytes
@@ -100,8 +102,8 @@ lab.predict("10.2", 4 / 3)  # × the arithmetic
 # - **Nothing is recorded inside either of them.** In forward that is what you want. In backward the block's second run
 #   *must* be recorded, or there is nothing to send the gradient through: `with torch.enable_grad():`.
 # - **The second run stands alone.** It starts from the kept values with no history (`detach()`). Its backward,
-#   `torch.autograd.backward(y, grad)`, ends at this input, and adds the parameters' gradients to their `.grad` on the way.
-#   Your backward returns the input's gradient, and autograd goes on from there.
+#   `torch.autograd.backward(y, grad)`, ends at this input, and adds the parameters' gradients to their `.grad` on the
+#   way. Your backward returns the input's gradient, and autograd goes on from there.
 # - **Both runs must compute the same.** Dropout draws random numbers, and *autocast* picks a dtype for each operation
 #   (`with torch.autocast(...)`, usually around the forward only). `Moment(x.device.type)`, made before the first run,
 #   keeps the random state and the autocast of that moment; `with moment.again():` runs under them once more, and leaves
@@ -165,8 +167,8 @@ if lab.predicted("10.1") and lab.predicted("10.2"):
 # copy, and 8 for the last norm's mean and spread. The arithmetic grows from three parts (forward one, backward two)
 # to nearly four, 4/3. It is a little less because the head is not computed again.
 #
-# **In production** this is `torch.utils.checkpoint.checkpoint(block, x, use_reentrant=False)`, the third run above. (Yours
-# is what torch calls *reentrant*: it starts a backward inside the backward.)
+# **In production** this is `torch.utils.checkpoint.checkpoint(block, x, use_reentrant=False)`, the third run above.
+# (Yours is what torch calls *reentrant*: it starts a backward inside the backward.)
 #
 # ## Beyond the device
 #
@@ -183,8 +185,8 @@ if lab.predicted("10.1") and lab.predicted("10.2"):
 # It goes well with ZeRO: with stage 1, 2 or 3 a rank updates its *shard*, so each of N ranks sends Ψ/N gradients and
 # gets Ψ/N parameters back.
 #
-# Predict, for stage 2 with offload, Ψ = 1,263,616 and N = 4. How many bytes of model states does a rank hold **on the device**
-# when backward returns? And how many bytes cross its link to the host in a step, both directions together?
+# Predict, for stage 2 with offload, Ψ = 1,263,616 and N = 4. How many bytes of model states does a rank hold **on the
+# device** when backward returns? And how many bytes cross its link to the host in a step, both directions together?
 
 # %%
 lab.predict("10.3", 2 * 1_263_616)  # bytes
@@ -194,13 +196,13 @@ lab.predict("10.4", 2 * 2 * 1_263_616 // 4)  # bytes
 # ## Write: an optimizer on the host
 #
 # On a laptop *device* and *host* are one memory. We keep honest books all the same. `HostLink` makes real copies,
-# `link.to_host(tensor)` and `link.to_device(out, tensor)`, and counts their bytes. What came over the link is on the host, and
-# so is what is made from it there, such as `tensor.float()` or `torch.zeros_like(tensor)`; everything else is on the device. On
-# a GPU the same class copies to pinned pages of the host and back.
+# `link.to_host(tensor)` and `link.to_device(out, tensor)`, and counts their bytes. What came over the link is on the
+# host, and so is what is made from it there, such as `tensor.float()` or `torch.zeros_like(tensor)`; everything else is
+# on the device. On a GPU the same class copies to pinned pages of the host and back.
 #
-# `receive(start, grad)` is called whenever backward has finished a part of this rank's gradient, and `step()` when all parts
-# of all micro-batches are there. Two things are easy to get wrong: on which side you cast, which doubles the traffic, and
-# which copy of a parameter is the true one.
+# `receive(start, grad)` is called whenever backward has finished a part of this rank's gradient, and `step()` when all
+# parts of all micro-batches are there. Two things are easy to get wrong: on which side you cast (the wrong one doubles
+# the traffic), and which copy of a parameter is the true one.
 
 # %%
 # %%exercise 10.2
@@ -212,9 +214,9 @@ lab.check("10.2")
 # ## Measure
 #
 # Your optimizer inside a ZeRO-1 made of your own parts: the flat buffer of 02.1, the reduce-scatter of 04.1, and an
-# all-gather. `train_sharded` trains four steps on real text, once with the masters on the device (`OnDevice` is the same
-# optimizer, without a link), once on the host. What crosses the link in a step does not depend on the stage, 1 or 2: this
-# run measures 10.4, the engine's below 10.3.
+# all-gather. `train_sharded` trains four steps on real text, once with the masters on the device (`OnDevice` is the
+# same optimizer, without a link), once on the host. What crosses the link in a step does not depend on the stage, 1 or
+# 2: this run measures 10.4, the engine's below 10.3.
 
 # %%
 # %%ranks
@@ -261,9 +263,9 @@ if lab.predicted("10.3") and lab.predicted("10.4"):
     print(f"over the link in a step: {lab.pull('crossed', rank=0):,.0f} bytes = 4Ψ/4")
 
 # %% [markdown]
-# On the device 2Ψ stay, the bfloat16 parameters, whatever N is; with stage 3 it is 2Ψ/N. The host has this rank's shard of the
-# rest: 2 bytes of gradient, 4 of master and 8 of averages are 14Ψ/N. (Yours holds its gradients in float32, so 16Ψ/N.) The
-# link carries 2Ψ/N down and 2Ψ/N up.
+# On the device 2Ψ stay, the bfloat16 parameters, whatever N is; with stage 3 it is 2Ψ/N. The host has this rank's shard
+# of the rest: 2 bytes of gradient, 4 of master and 8 of averages are 14Ψ/N. (Yours holds its gradients in float32, so
+# 16Ψ/N.) The link carries 2Ψ/N down and 2Ψ/N up.
 #
 # ## When does it pay?
 #
@@ -272,7 +274,7 @@ if lab.predicted("10.3") and lab.predicted("10.4"):
 # one micro-batch the link takes as long as the GPU when 4Ψ/N bytes ÷ bandwidth = 6Ψ operations × tokens ÷ speed. Ψ
 # cancels: tokens = 4/N ÷ bandwidth × speed ÷ 6. The update moves 28 bytes per parameter through the host's memory
 # (read: gradient, master and two averages, 16; written: the last three, 12). Here are both as numbers of tokens. Put in
-# your own machine; these are manufacturers' figures, or a stated part of them:
+# your own machine's numbers; these are manufacturers' figures, or a stated part of them:
 
 # %% tags=["nbval-check-output"]
 speed = 400e12  # operations per second: 40 % of the 989e12 (bfloat16) of an H100
@@ -293,8 +295,8 @@ for ranks in (1, 8, 64):
 # Accumulation shares only the way up and the update among more tokens. So offload pays when a model does not fit
 # otherwise, or when the freed memory makes the micro-batch so large that the wait no longer counts.
 #
-# **In production** this is `"offload_optimizer": {"device": "cpu"}` in DeepSpeed 0.19.8. FSDP2's `CPUOffloadPolicy` (torch
-# 2.13) keeps the shards of everything on the host, the parameters too, and sends those up before each gather.
+# **In production** this is `"offload_optimizer": {"device": "cpu"}` in DeepSpeed 0.19.8. FSDP2's `CPUOffloadPolicy`
+# (torch 2.13) keeps the shards of everything on the host, the parameters too, and sends those up before each gather.
 #
 # ## On trial
 #
@@ -313,38 +315,38 @@ print("activations when forward returns, kB per token:", left_by)
 
 # %% [markdown]
 # **Verdict: true of ZeRO-R's P_a, together with model parallelism; false of stages 1 to 3.** The stages divide what all
-# ranks have in common. In data parallelism each rank has samples of its own, so no activation is stored twice, and there
-# is nothing to divide.
+# ranks have in common. In data parallelism each rank has samples of its own, so no activation is stored twice, and
+# there is nothing to divide.
 #
 # It is different when ranks share the work of *one layer*, each with some of the columns of its matrices. This is
 # **[tensor parallelism](../docs/glossary.md#tensor-parallelism)**, a kind of model parallelism (lesson 15): every rank
-# keeps the same input of the layer. ZeRO-R's **P_a** (partitioned activations) keeps 1/N of it instead (a quarter on four
-# ranks), and all-gathers the rest before the second run. Of our model's inputs, 6 blocks × 512 tokens × 128 × 4 =
-# 1,572,864 bytes, each of four ranks would keep 393,216 with P_a, for one all-gather per block.
-# (DeepSpeed 0.19.8: `partition_activations` in `activation_checkpointing`.)
+# keeps the same input of the layer. ZeRO-R's **P_a** (partitioned activations) keeps 1/N of it instead (a quarter on
+# four ranks), and all-gathers the rest before the second run. Of our model's inputs, 6 blocks × 512 tokens × 128 × 4 =
+# 1,572,864 bytes, each of four ranks would keep 393,216 with P_a, for one all-gather per block. (DeepSpeed 0.19.8:
+# `partition_activations` in `activation_checkpointing`.)
 #
 # > "ZeRO balances GPUs with TPUs and FPGAs."
 #
-# **False.** Shards and samples are equal. So every step lasts until the slowest rank's gradients are there, and the
-# rank with the least memory decides what fits: a slow one would need fewer samples, and one with little memory a
-# smaller shard. And all ranks call the same collectives of one library (NCCL on NVIDIA's GPUs).
+# **Verdict: false.** Shards and samples are equal. So every step lasts until the slowest rank's gradients are there,
+# and the rank with the least memory decides what fits: a slow one would need fewer samples, and one with little memory
+# a smaller shard. And all ranks call the same collectives of one library (NCCL on NVIDIA's GPUs).
 #
 # > "ZeRO cures fragmentation and memory bandwidth."
 #
 # **Verdict: false.** The stages cure *capacity*. Fragmentation, free memory in pieces too small to use, is a matter of
-# lifetimes, and parameters that are gathered and released make holes of their own (the section below measures it). As for
-# bandwidth: in every stage a rank computes with full parameters on samples of its own, so its forward and backward read
-# and write what they always did, and in stage 3 gathers come on top. Only the optimizer's step touches 1/N.
+# lifetimes, and parameters that are gathered and released make holes of their own (the section below measures it). As
+# for bandwidth: in every stage a rank computes with full parameters on samples of its own, so its forward and backward
+# read and write what they always did, and in stage 3 gathers come on top. Only the optimizer's step touches 1/N.
 #
 # ## For another day: free, but of no use (8 minutes)
 #
-# An allocator hands out pieces of the GPU's memory and never moves them: somebody has a pointer. So free memory comes in
-# **holes**, and a request must fit into one of them. **[Fragmentation](../docs/glossary.md#fragmentation)** means that the
-# holes add up to much and none is large.
+# An allocator hands out pieces of the GPU's memory and never moves them: somebody has a pointer. So free memory comes
+# in **holes**, and a request must fit into one of them. **[Fragmentation](../docs/glossary.md#fragmentation)** means
+# that the holes add up to much and none is large.
 #
 # `replay` takes every allocation of the first step that you recorded, sizes and lifetimes, and performs it again in one
-# flat buffer, *first fit*: each request gets the lowest hole that is large enough (sizes are rounded up to 512 bytes, as
-# CUDA's allocator does, which has more rules and cannot move anything either). The buffer is as large as the highest
+# flat buffer, *first fit*: each request gets the lowest hole that is large enough (sizes are rounded up to 512 bytes,
+# as CUDA's allocator does, which has more rules and cannot move anything either). The buffer is as large as the highest
 # address that the step turns out to use, and the replay stops when backward is over. It is done twice: as it was, and
 # with a region of its own for all gradients:
 
@@ -357,12 +359,12 @@ titles = ["first fit", "gradients in one flat buffer"]
 plots.show(plots.address_map([first_fit, apart], titles))
 
 # %% [markdown]
-# Black bars mark the largest hole. On the left, activations come and go, and between them lie gradients. Those of the last
-# block were made while the activations of the blocks before it were still there, so they landed above them, and they stay until
-# `zero_grad()`. This is the paper's diagnosis: *short lifetimes between long ones*.
+# Black bars mark the largest hole. On the left, activations come and go, and between them lie gradients. Those of the
+# last block were made while the activations of the blocks before it were still there, so they landed above them, and
+# they stay until `zero_grad()`. This is the paper's diagnosis: *short lifetimes between long ones*.
 #
-# Does it matter? Suppose that the gradients are to be averaged now, as a library without buckets would do it: all of them
-# copied into one **fused buffer**, so that one all-reduce is enough. It takes 4Ψ bytes.
+# Does it matter? Suppose that the gradients are to be averaged now, as a library without buckets would do it: all of
+# them copied into one **fused buffer**, so that one all-reduce is enough. It takes 4Ψ bytes.
 
 # %%
 arena = first_fit.arena
@@ -388,9 +390,9 @@ assert apart.arena.size > first_fit.arena.size and arena.free > 3 * 4 * psi > ar
 # *constant* size, filled and sent again and again, does the same work. The engine's buckets come close: of a block
 # each, they grow with the width, and not with the number of layers (lesson 05).
 #
-# **M_D, memory defragmentation.** Long lifetimes get a region of their own, reserved before the step, as on the right. Then
-# one hole is nearly all that is free. But that region is reserved while activations are at their peak and there are hardly
-# any gradients yet, so the step needs *more* addresses than before. M_D buys large holes with reserved ones.
+# **M_D, memory defragmentation.** Long lifetimes get a region of their own, reserved before the step, as on the right.
+# Then one hole is nearly all that is free. But that region is reserved while activations are at their peak and there
+# are hardly any gradients yet, so the step needs *more* addresses than before. M_D buys large holes with reserved ones.
 #
 # **In production.** `torch.cuda.memory_reserved() - torch.cuda.memory_allocated()` is what the allocator has and
 # nobody uses. If it is large when a run dies, try `PYTORCH_ALLOC_CONF=expandable_segments:True` (in older versions of
@@ -410,30 +412,31 @@ print("stage 3 needs more addresses beyond its peak than DDP:", more)
 #
 # ## Questions
 #
-# 1. A run with ZeRO-3 on 64 GPUs is out of memory with a batch of 8 and fits with 4. Which two settings do you try first, and
-#    what does each cost?
+# 1. A run with ZeRO-3 on 64 GPUs is out of memory with a batch of 8 and fits with 4. Which two settings do you try
+#    first, and what does each cost?
 # 2. You checkpoint every block of a model with 64 layers. What is the peak of activations made of? Would it be better
 #    to checkpoint them in pairs, as one piece each?
-# 3. `nvidia-smi` shows 78 GB, torch says that 60 GB are allocated, and a request for 4 GB fails. What is going on?
-# 4. A model of 10 billion parameters on one GPU of 40 GB, bfloat16 with Adam: what does offload leave on the GPU, and with how
-#    many tokens a step would you run it?
-# 5. ZeRO-R's P_a keeps a quarter of each block's input on each of four ranks. Where does that save memory, and why not in
-#    plain data parallelism?
+# 3. (Of "For another day".) `nvidia-smi` shows 78 GB, torch says that 60 GB are allocated, and a request for 4 GB
+#    fails. What is going on?
+# 4. A model of 10 billion parameters on one GPU of 40 GB, bfloat16 with Adam: what does offload leave on the GPU, and
+#    with how many tokens a step would you run it?
+# 5. ZeRO-R's P_a keeps a quarter of each block's input on each of four ranks. Where does that save memory, and why not
+#    in plain data parallelism?
 # 6. With offload and ZeRO-2 on N ranks, a step has four micro-batches. What crosses a rank's link, and which part of it
 #    would eight micro-batches spread among more tokens?
 
 # %% [markdown] tags=["answer"]
 # **Answers**
 #
-# 1. Activation checkpointing: about a third more arithmetic, and a tenth of the activations remains here, less with more
-#    layers. A smaller micro-batch with accumulation: no more arithmetic, but smaller matrix products, and in stage 3 the
-#    gathers are repeated for every micro-batch.
+# 1. Activation checkpointing: about a third more arithmetic, and of the activations a tenth remains here when forward
+#    returns, and a fifth at the peak; less with more layers. A smaller micro-batch with accumulation: no more
+#    arithmetic, but smaller matrix products, and in stage 3 the gathers are repeated for every micro-batch.
 # 2. Of 64 inputs, and the 16 vectors of the one block that is computed again: about 64 + 16 = 80 vectors per token
 #    instead of 1,024 (the input of that block is counted twice). In pairs, 32 + 32 = 64: less. The optimum is where
 #    both parts are equal, here at pairs of blocks.
 # 3. Fragmentation (for another day, above): up to 18 GB (less what CUDA itself takes, lesson 02) belong to the
 #    allocator, in holes of less than 4 GB. `expandable_segments:True`, reserving long lifetimes early, or the same
-#    sequence length in every step help.
+#    sequence length in every step helps.
 # 4. 2Ψ = 20 GB of parameters; masters, averages and gradients, 140 GB, are on the host. With one GPU per host the
 #    update costs as much as 3,100 tokens (by the numbers above), and the link as much as 2,700 each way. So take
 #    micro-batches as large as fit. Eight thousand tokens in one: about half of the time is compute. A hundred

@@ -187,7 +187,9 @@ if lab.predicted("11.3"):
 # So the 38 elements fall into 3 + 2 + 1 = 6 pieces, each one read. A rank's share of a file is the overlap of two
 # ranges:
 #
-# start, stop = max(first, begin), min(last, begin + length)      # nothing if start >= stop
+# ```
+# start, stop = max(first, begin), min(last, begin + length)  # nothing if start >= stop
+# ```
 #
 # where the rank owns the elements [first, last) of the unit and the file has [begin, begin + length). The rest is
 # book-keeping: `start` and `stop` must count from the beginning of *that file*, the place from that of the *new shard*,
@@ -234,8 +236,9 @@ equal = all(lab.pull("equal")[:3])
 print("three ranks, by your plan and by zerolab.load: equal, bit for bit:", equal)
 
 # %% [markdown]
-# The three together read 12Ψ bytes, nothing twice. Nobody ever held the whole model. `zerolab.load` does what you have
-# done, parameter by parameter, so it also loads into another stage.
+# The three together read 12Ψ bytes, nothing twice, and no rank needed the whole model to load its part. (Only the
+# comparison gathered it.) `zerolab.load` does what you have done, parameter by parameter, so it also loads into another
+# stage.
 #
 # ## The same samples
 #
@@ -252,7 +255,7 @@ print("losses on 3 ranks, and on 4 that never stopped, equal to 0.01:", apart < 
 # whatever the number of ranks. Only *who computes which* depends on that.
 #
 # Many scripts deal first: rank r of N gets the samples r, r + N, r + 2N, …, and shuffles its own. (`DistributedSampler`
-# shuffles first and deals then, which is safe.) Here are 80 steps of one epoch of 6,000 samples, on 4 ranks, and on 4
+# shuffles first and then deals, which is safe.) Here are 80 steps of one epoch of 6,000 samples, on 4 ranks, and on 4
 # ranks for 40 steps and on 3 for the rest:
 
 # %% tags=["nbval-check-output"]
@@ -263,8 +266,8 @@ for name, seen in ways.items():
     print(f"{name:22} {len(seen):,} samples, {again:>3} seen more than once")
 
 # %% [markdown]
-# When the number of ranks changes, each rank's part is another: samples come again that the epoch has had, others will
-# not come at all, and nothing reports it. So save the number of the next sample, as above, and derive the rest from it.
+# When the number of ranks changes, each rank gets a different part: samples that the epoch has had come again, others
+# never come, and nothing reports it. So save the number of the next sample, as above, and derive the rest from it.
 #
 # ## Write: a save that a crash cannot spoil
 #

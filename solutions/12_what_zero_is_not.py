@@ -31,7 +31,7 @@ print(f"Ψ = {len(start):,} parameters")
 # %% [markdown]
 # ## Seven steps and a main GPU
 #
-# This is what the drawings show that you will meet: (1) every GPU computes its gradient, (2) compresses it, (3) sends
+# The drawings that you will meet show this: (1) every GPU computes its gradient, (2) compresses it, (3) sends
 # it to the main GPU, which (4) restores and averages all of them and (5) updates the model; (6) it broadcasts the new
 # parameters, and (7) everybody goes on. For step 2 we take **int8**: a signed byte for each element, and one float32
 # scale for all of them, `x ≈ byte · scale`, with scale = largest / 127:
@@ -127,8 +127,8 @@ cosine = lab.pull("cosine", rank=0)
 print(f"cosine of the angle between two successive gradients: {cosine:.2f}")
 
 # %% [markdown]
-# A cosine of 1 means the same direction, 0 that they have nothing in common. For two vectors of about the same length,
-# |a - b|² = |a|² + |b|² - 2 |a| |b| cos. Predict: how long is the difference that a rank would send, as a multiple of
+# A cosine of 1 means the same direction, 0 that they have nothing in common. For any two vectors,
+# |a - b|² = |a|² + |b|² - 2 |a| |b| cos, and these two are about equally long. Predict: how long is the difference that a rank would send, as a multiple of
 # the gradient's own length (norm)?
 
 # %%
@@ -147,7 +147,7 @@ if lab.predicted("12.2"):
 # %% [markdown]
 # A gradient is noise to a code: few elements are 0. And two micro-batches in succession are different samples. Where
 # their gradients agree, the difference is small, but noise does not agree, and it counts twice. The difference is
-# *longer* than the gradient, so it takes as many bits. There is hardly anything to gain without loss. What can be lost?
+# *longer* than the gradient, so it saves no bits. There is hardly anything to gain without loss. What can be lost?
 #
 # ## Send the largest, remember the rest
 #
@@ -265,8 +265,8 @@ if lab.predicted("12.3"):
 lab.predict("12.4", 2)  # updates
 
 # %% [markdown]
-# Rank 0 serves, and makes 60 updates. Its `dist.recv(message)` names no source, so it takes whichever message comes
-# first: the order is real, and no two runs are alike. In the second run worker 3 takes six times as long for a
+# `asynchronous` lets rank 0 serve, and make 60 updates. Its `dist.recv` names no source, so it takes whichever message
+# comes first: the order is real, and no two runs are alike. In the second run worker 3 takes six times as long for a
 # gradient.
 
 # %%
@@ -286,15 +286,15 @@ if lab.predicted("12.4"):
     assert all(sum(one_slow["ages"][w]) == 60 - pushed[w] for w in (1, 2, 3))
 
 # %% [markdown]
-# The mean is exactly N_workers - 1, whatever the speeds, if the gradients still on their way at the end count too: an
-# update makes every other worker's gradient older by one. Speed decides only *whose* gradients are old. Nobody waited
-# for worker 3, but its samples count less, and its gradients are the oldest. And every gradient crossed the server's
-# link in full: 8Ψ bytes for a pull and a push.
+# All ages, those of the gradients still on their way at the end included, add up to exactly N_workers - 1 per update,
+# whatever the speeds: an update makes every other worker's gradient older by one. Speed decides only *whose* gradients
+# are old. Nobody waited for worker 3, but its samples count less, and its gradients are the oldest. And every gradient
+# crossed the server's link in full: 8Ψ bytes for a pull and a push.
 #
 # What does staleness do to the loss? To leave nothing to chance, each rank now trains alone, on the *same* 120
 # micro-batches, with gradients taken at the weights of exactly 0, 2 or 8 updates ago, as 1, 3 and 9 workers have them.
-# The last rank shows what waiting gives: 3 synchronous workers make 40 updates of the same 120 gradients, each with the
-# mean of three, at three times the rate.
+# The last rank shows what waiting gives: 3 synchronous workers make 40 updates from the same 120 micro-batches,
+# each with the mean of three gradients, at three times the rate.
 
 # %%
 # %%ranks
@@ -332,8 +332,8 @@ if lab.predicted("12.4"):
 # In 2023 the DeepSpeed team did bring compression to ZeRO ([arXiv 2306.10209](https://arxiv.org/abs/2306.10209)), for
 # slow links between nodes. It changes three things in stage 3: parameters are gathered in int8, with a scale for every
 # block (**qwZ**); a second copy of the shards in each node keeps backward's gathers inside it (**hpZ**); and gradients
-# are reduced in int4, by all-to-all (**qgZ**). The first overrides `Zero3.gather`: here it is beside plain stage 3, 15
-# steps of each.
+# are reduced in int4, by all-to-all (**qgZ**). `lab.Int8Gathers` does the first, by overriding
+# `Zero3.gather`. Here are 15 steps with it, and 15 of plain stage 3.
 
 # %%
 # %%ranks
@@ -369,9 +369,9 @@ assert sent == sent_by_ring and 1.2 < off_by_ring / off < 2.2
 
 # %% [markdown]
 # The ring's error is larger for the same bytes, and grows with N: it rounds partial sums of 1, 2, ... N - 1 gradients,
-# and the longer what is rounded, the larger the error.
+# and the larger a sum is, the larger its rounding error.
 #
-# As an override of `reduce`, the all-to-all takes the place of the reduce-scatter. Both overrides go together:
+# As an override of `reduce`, the all-to-all takes the place of the reduce-scatter. The two overrides can be combined:
 
 # %%
 # %%ranks
@@ -410,7 +410,7 @@ print("36 bytes for 64 elements of 4")
 assert after == 3 * 36 * plus["both"]["blocks"]  # (N-1) x 36 bytes x blocks of a shard
 
 # %% [markdown]
-# The gradient is off by some percent of its length, and 15 steps of training do not show it. (A long training may:
+# The gradient is off by a few percent of its length, and 15 steps of training do not show it. (A long training may:
 # measure yours.) To save messages, ZeRO++ makes the all-to-all inside each node first, and then between nodes, so it
 # rounds twice (same paper).
 #
@@ -428,7 +428,7 @@ lab.inside_and_between(plus["Zero3"], lab.pull("meshed", rank=0))
 # A ring through both nodes leaves each of them at one rank, with everything that this rank sends. In the mesh two ranks
 # send to the other node, but only their shards of gradients. The price is twice the shard in memory.
 #
-# hpZ goes half of that way: it keeps the *primary* shards cut over all ranks, and only a 16-bit copy for backward per
+# hpZ goes half that way: it keeps the *primary* shards cut over all ranks, and only a 16-bit copy for backward per
 # node. FSDP2 has the same trade as a 2-D device mesh (HSDP). DeepSpeed's settings for ZeRO++ are
 # `zero_quantized_weights`, `zero_hpz_partition_size` and `zero_quantized_gradients`; the paper reports 4 times less
 # traffic with all three (abstract).
@@ -437,9 +437,10 @@ lab.inside_and_between(plus["Zero3"], lab.pull("meshed", rank=0))
 #
 # > "ZeRO is parameter decomposition, gradient compression and asynchronous communication."
 #
-# **Verdict: false.** Stages 1 to 3 divide three things among the ranks: optimizer state, gradients, parameters. In the
-# ledger of the ZeRO-1 step above every byte was an uncompressed element. Compression came with ZeRO++, four years
-# later, as an option. And only the *launch* of collectives is asynchronous; the update is synchronous (lesson 09).
+# **Verdict: false.** Stages 1 to 3 divide three things among the ranks: optimizer state, gradients, parameters. The
+# ZeRO-1 step above moved exactly 16Ψ(N-1)/N bytes: every byte was an uncompressed element. Compression came with
+# ZeRO++, four years later, as an option. And only the *launch* of collectives is asynchronous; the update is
+# synchronous (lesson 09).
 #
 # > "Asynchronous updates remove the cost of synchronisation."
 #

@@ -363,7 +363,7 @@ for stage in range(4):
 # - **torch's DDP** broadcasts rank 0's buffers before a forward of the wrapper (`broadcast_buffers=True`). After the
 #   last step they differ again, by one update. If every rank then validates with `ddp.module`, which bypasses the
 #   wrapper, the accuracies may differ.
-# - **FSDP2** leaves buffers alone. This engine gives every rank rank 0's once, when it is built. **DeepSpeed**
+# - **FSDP2** leaves buffers alone. This engine copies rank 0's to all once, when it is built. **DeepSpeed**
 #   broadcasts parameters then, and only those (`_broadcast_model` in [its
 #   engine](https://github.com/deepspeedai/DeepSpeed/blob/v0.19.8/deepspeed/runtime/engine.py)).
 # - **SyncBatchNorm** on GPUs: `nn.SyncBatchNorm.convert_sync_batchnorm(model)`, before the model is sharded.
@@ -414,9 +414,9 @@ assert max(for_each[1:3]) < for_each[0]
 # %% [markdown]
 # **True under a condition.** With the same batch no stage sends less than DDP, and stage 3 sends more, so nothing gets
 # faster but the optimizer's step, which is small. But the memory that is freed can hold a larger batch, and then a
-# step's messages are shared by more images. (Stage 2 frees none at this peak: while activations fill it, there are
-# hardly any gradients yet, lesson 05.) It pays where communication is what you wait for, and where the larger batch
-# still learns. You have measured above that it may not.
+# step's messages are shared by more images. (Stage 2 frees no more than stage 1 at this peak: while activations fill
+# it, there are hardly any gradients yet, lesson 05.) It pays where communication is what you wait for, and where the
+# larger batch still learns. You have measured above that it may not.
 #
 # ## For another day: two networks, two engines
 #
@@ -513,9 +513,9 @@ if lab.predicted("13.2"):
 #    over each rank's samples, times N, divided by the number of samples in the step.
 # 3. BatchNorm's running statistics are each rank's own; or each rank validates on its own part. (Or a rank is in
 #    training mode.)
-# 4. Times eight, if the old rate was well below the highest that the model stands; in a long run with a warm-up. Then
-#    train to equal samples with several seeds, at that rate, at half and at twice that rate, and compare with the band
-#    of the old batch. The rule is a recipe, and ends somewhere.
+# 4. Times eight, if the old rate was well below the highest that the model tolerates; in a long run with a warm-up.
+#    Then train to equal samples with several seeds, at that rate, at half and at twice that rate, and compare with the
+#    band of the old batch. The rule is a recipe, and ends somewhere.
 # 5. No. Backward reduces gradients, and in stage 3 forward gathers parameters: all ranks take part. It runs with an
 #    empty batch, and adds 0.
 # 6. Those of all of its parameters, for the loss of the generator. D's next step adds them to its own: it learns to be

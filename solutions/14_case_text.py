@@ -42,7 +42,7 @@ print(f"always giving the more common answer: {baseline:.1f} % are right")
 
 # %% [markdown]
 # A word is a number from 1 to 4,095, and 0 is **[padding](../docs/glossary.md#padding)**: sentences have different
-# lengths, and a tensor has only one. Keep the last number in mind, the **baseline**: a model that has learnt nothing
+# lengths, and a tensor has only one. Keep the last number in mind, the **baseline**: a model that has learned nothing
 # can reach it. (In MRPC [67 %](https://aclanthology.org/I05-5002/) of the pairs say the same, so an accuracy of 0.67
 # there is no result.)
 #
@@ -188,7 +188,7 @@ print(f"the mean of means is off by {100 * off[0]:.0f} %", end=" ")
 print(f"of the gradient's length, token_loss by {100 * off[1]:.5f} %")
 
 # %% [markdown]
-# No rank failed, no number looked strange, and a good part of each step went elsewhere.
+# No rank failed, no number looked strange, and yet the gradient was off by almost a quarter of its length.
 #
 # The same mistake waits in **[gradient accumulation](../docs/glossary.md#gradient-accumulation)**, where a rank splits
 # its batch into micro-batches. That was the trainer's mistake, which is on trial below.
@@ -255,8 +255,9 @@ if lab.predicted("14.2"):
 #   model, an unlabelled pair) and counts nowhere: `F.cross_entropy` leaves it out by default;
 # - accuracy counts every validation target once: each sample on exactly one rank, in eval mode.
 #
-# `sums()` gives a rank's share of the sums, and `main()` reads the arguments and calls your function for each seed.
-# Both are there already.
+# The stage is an argument: `zero = zerolab.shard(model, stage)` is `zerolab.DDP(model)` for stage 0, and
+# `zerolab.Zero1`, `Zero2` or `Zero3` for the others. It has `zero.rank` and `zero.world_size`. `sums()` gives a rank's
+# share of the sums, and `main()` reads the arguments and calls your function for each seed. Both are given.
 
 # %%
 # %%exercise 14.2

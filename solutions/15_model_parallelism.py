@@ -44,7 +44,7 @@ print(f"Ψ = {psi:,} parameters")
 # - *the sequence of layers*: every rank computes some layers, for all samples, and hands the result on. With one more
 #   idea, this becomes **[pipeline parallelism](../docs/glossary.md#pipeline-parallelism)**.
 #
-# `lab.computed_in_three_ways` runs the four MLPs of a GPT in all three ways.
+# `lab.computed_in_three_ways` runs the four MLPs of a GPT of width 64 in all three ways, in float32.
 
 # %%
 # %%ranks
@@ -239,7 +239,8 @@ lab.reveal("15.3")
 # GPipe pays in memory: when the first backward begins, the activations of all M micro-batches are there. The remedy is
 # an order called **1F1B**, one forward, one backward (arXiv 1806.03377; with one update per batch, as here,
 # 2104.04473). Each backward frees its activations before the next forward takes more: rank r first runs as many
-# forwards as there are stages after its own, then takes turns. A stage's forward and backward are there.
+# forwards as there are stages after its own, then takes turns. Write `order()`, the list of a rank's steps;
+# `forward(m)` and `backward(m)` are given.
 
 # %%
 # %%exercise 15.2
@@ -265,7 +266,7 @@ if lab.predicted("15.3"):
 # The same bubble, the same gradients (the check compared them with one process's), and less memory: rank r keeps N - r
 # micro-batches, whatever M is. Rank 0 keeps half here; with M = 64 it would be a sixteenth.
 #
-# Per token a pipeline sends the least: one activation forward and its gradient back, between neighbours. Below, that is
+# A pipeline sends little: one activation forward and its gradient back for each token, between neighbours. Below, it is
 # a twelfth of what tensor parallelism sends. So pipelines cross the slow wires between nodes, where tensor parallelism
 # would not keep up. (ZeRO does, given enough tokens, lesson 09.)
 #
@@ -301,12 +302,14 @@ assert states["ZeRO-3"] < 0.3 * states["one process"] <= 0.3 * states["DDP"]
 #   or one unit's full parameters do not fit on a GPU, where the batch that still trains well has fewer samples than you
 #   have GPUs, or where each rank has so few tokens that gathering the parameters takes longer than using them (lesson
 #   09). Everywhere else it is the wrong tool: it changes the model's code, and ZeRO does not.
-# - **Stage 3 is the wrong tool** where the model fits with stage 2, which sends what DDP sends.
+# - **Stage 3 is the wrong tool** where the model fits with stage 2, which sends what DDP sends, and the memory that
+#   stage 3 frees would stay empty. (In lesson 16 it is filled with more samples, and pays.)
 #
 # ## In production
 #
 # In torch 2.13, `torch.distributed.tensor.parallel.parallelize_module` replaces a layer's weight by a **DTensor**, a
-# tensor that knows how it is cut over a mesh: `ColwiseParallel` is our `up`, `RowwiseParallel` our `down`.
+# tensor that knows how it is cut over a mesh: `ColwiseParallel` is our `up`, `RowwiseParallel` our `down`. (The names
+# are from the Megatron paper, which writes weights as inputs × outputs: its columns are torch's rows.)
 # `torch.distributed.pipelining` has schedules such as `Schedule1F1B`. Large runs use all three: tensor parallelism
 # inside a node, pipelines between nodes, ZeRO for the rest. (With a pipeline, that means stage 1: stage 2 would reduce
 # the gradients once per micro-batch, and stage 3 would gather the parameters as often, too.)
@@ -519,9 +522,9 @@ if lab.predicted("15.4"):
 #
 # 1. (N-1)/(M+N-1) < 0.1 with N = 8 needs M > 63: at least 64. GPipe keeps the activations of all 64 on every stage.
 #    1F1B keeps 8 on the first stage and 1 on the last.
-# 2. Tensor parallelism inside the node: it sends the most, and the next layer waits for it. Pipeline stages on
-#    different nodes: they send little, to one neighbour. ZeRO over what is left: its traffic does not depend on the
-#    tokens and can hide behind computing.
+# 2. Tensor parallelism inside the node: its bytes grow with the tokens, and the next layer waits for them. Pipeline
+#    stages on different nodes: they send little, to one neighbour. ZeRO over what is left: its traffic does not depend
+#    on the tokens and can hide behind computing.
 # 3. 64 sequences cannot be given to 512 ranks. Divide the computing: tensor parallelism over the 8 GPUs of a node, and
 #    ZeRO over 64 such groups, one sequence for each.
 # 4. With rows of `up` a rank has some hidden units in full, so it can apply GELU to them, and `down` needs one

@@ -65,7 +65,7 @@ print("1,000,000 weights:", fingerprint([weights]))
 #
 # An all-reduce here is a reduce-scatter and then an all-gather (lesson 01). The table names the half that a rank is in;
 # the exception names the whole. "waits in reduce-scatter of blocks.0" and "all-reduce of blocks.0 failed" are the same
-# call. And exit codes are told as `torchrun` tells them: a negative one is the number of the signal that ended the
+# call. And exit codes are given as `torchrun` gives them: a negative one is the number of the signal that ended the
 # process (9 is SIGKILL, 11 a crash in native code).
 
 # %%
@@ -165,17 +165,17 @@ lab.reveal("17.5")
 lab.uncover(5)
 
 # %% [markdown]
-# Equal fingerprints after each update exclude patient 4's fault, and bytes that you can explain exclude a missing
+# Equal fingerprints after each update rule out patient 4's fault, and bytes that you can explain rule out a missing
 # reduction. But patient 5 passed both tests: a sum moves as many bytes as a mean, and is the same on every rank. Its
 # fault shows only beside another number of ranks. So add a third test: make one step on the same batch with one rank
 # and with two. The gradient norms must be equal.
 #
 # ## Ward 3: out of memory
 #
-# Look by device first: one GPU full and the others empty, and the ranks were not spread over them. To every process on
-# a node, `cuda:0`, or plain `cuda` without `torch.cuda.set_device()`, is the first GPU. Its own has the number
-# `LOCAL_RANK`, the process's place on its node, which `torchrun` sets: on two nodes of 8 GPUs each, rank 9 has
-# `cuda:1`. No patient here has this fault, as there is no GPU; exclude it first all the same.
+# Look at each device first: if one GPU is full and the others are empty, the ranks were not spread over them. To every
+# process on a node, `cuda:0`, or plain `cuda` without `torch.cuda.set_device()`, is the first GPU. Its own has the
+# number `LOCAL_RANK`, the process's place on its node, which `torchrun` sets: on two nodes of 8 GPUs each, rank 9 has
+# `cuda:1`. No patient here has this fault, as there is no GPU; rule it out first all the same.
 
 # %%
 seen = lab.admit(6)
@@ -265,8 +265,8 @@ for name, said in whose.items():
 #
 # ## For another day
 #
-# About 40 minutes: patient 6 to mend, and two more wards. On a fresh kernel, the cells that start the ranks at the top are all
-# that this needs.
+# About 40 minutes: patient 6 to mend, and two more wards. On a fresh kernel, first run the cells at the top that start
+# the ranks; nothing else above is needed.
 #
 # ### Write: a validation that forgets
 #
@@ -379,7 +379,8 @@ lab.uncover(10)
 #    memory; -11 is a crash in native code. The others only felt its connection close (patient 3).
 # 3. Parameters before the first step: were they the same? Gradients after the reduction: was it made? Parameters after
 #    the update: is the optimizer the same? The first that differs names the part (patient 4). If none differs, compare
-#    with one process on the same total batch: the scale (patient 5), the data (lesson 03), the buffers (patient 9).
+#    with one process on the same total batch: the scale (patient 5), the data (lesson 03), then what is neither
+#    parameter nor gradient, such as a buffer (patient 9, for another day).
 # 4. Adam divides the average gradient by the root of the average square, so a constant factor cancels. Gradient norms
 #    that grow with N show it, and so does clipping, which then clips in more steps.
 # 5. Nothing that changes what it calls: not to skip, not to stop, not to catch the error and go on. It tells the others

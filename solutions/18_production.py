@@ -457,9 +457,9 @@ if lab.predicted("18.1"):
 # The page says why `nvidia-smi` shows more than the plan, what an out-of-memory and a hang look like, and what to try
 # in which order.
 #
-# ## For another day (22 minutes)
+# ## For another day: the way back, and DeepSpeed on trial (22 minutes)
 #
-# The way back, and DeepSpeed on trial. On a fresh kernel, run the cells above first.
+# On a fresh kernel, run the cells above first.
 #
 # ### Write: and back
 #
@@ -529,9 +529,8 @@ print("back in FSDP2, two losses equal to 0.00001:", apart(here, there) < 1e-5)
 #   a table differs between the ranks, it stays different.
 # - *NaN.* If one rank's gradients have a NaN, all ranks skip the step, and no error tells you.
 #   `engine.was_step_applied()` does.
-# - *Thrown away.* When you drop what was accumulated, after an error for example, `zero_grad()` does not reach all of
-#   it in stage 2: the next step still has it. FSDP2 keeps it too, in the gradients of the parameters that it has
-#   gathered.
+# - *An error while accumulating.* When you then drop what was accumulated, `zero_grad()` does not reach all of it in
+#   stage 2: the next step still has it. FSDP2 keeps it too, in the gradients of the parameters that it has gathered.
 #
 # Where DeepSpeed is installed, this cell puts its stage 2 on trial:
 

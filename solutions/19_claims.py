@@ -121,7 +121,8 @@ if lab.predicted("19.2"):
 
 # %% [markdown]
 # In DDP everything is gradients. (One envelope for each unit: the all-reduce is given a gradient and brings back the
-# mean.) In ZeRO-1 and ZeRO-2 half of the bytes are parameters. In ZeRO-3 it is two thirds, less the root.
+# mean.) In ZeRO-1 and ZeRO-2 half of the bytes are parameters. In ZeRO-3 it would be two thirds, but the root is
+# gathered only once a step: 63 %.
 #
 # Is the test any good? A test that cannot fail proves nothing. So commit the crime ourselves: gather one of Adam's
 # averages, as the article says, and see whether `carries` notices.
@@ -151,7 +152,7 @@ assert all(names == ["new average"] for names in lab.pull("caught"))
 #
 # Then ask it of many runs. One counterexample, and the sentence is not true as it stands. If no run makes it true, it
 # is false. In between, it is true under a condition, and the runs for which it holds *are* the condition. Two traps: a
-# run must be compared with DDP on as many ranks and in the same dtype, else you measure bfloat16 and call it ZeRO. And
+# run must be compared with DDP on as many ranks and in the same dtype, or you measure bfloat16 and call it ZeRO. And
 # a claim that nothing could have contradicted has not been tried.
 #
 # Predict how this one ends: "Trading communication for memory is ZeRO's essence."
@@ -269,8 +270,8 @@ if lab.predicted("19.3"):
 #
 # ## In production
 #
-# In FSDP2, too (torch's, of the version that is installed here), optimizer state does not travel in a step. Count what
-# its step sends, and when:
+# Optimizer state doesn't travel in a step of FSDP2 either (torch's, in the version installed here). Count what its step
+# sends, and when:
 
 # %%
 # %%ranks
@@ -341,7 +342,7 @@ lab.reveal("19.3")
 # DeepSpeed's configuration calls them `"stage": 1`, 2 and 3. They are three stages, and no versions: none is newer than
 # another, and each is the right one somewhere (lesson 16). ("ZeRO-2", as people say and this course does, is stage 2.)
 # What came later has names of its own: DeepSpeed's [list of
-# publications](https://github.com/deepspeedai/DeepSpeed#publications), 34 of them up to 2025, has ZeRO-Offload,
+# publications](https://github.com/deepspeedai/DeepSpeed#publications), 36 of them up to 2025, has ZeRO-Offload,
 # ZeRO-Infinity and ZeRO++, and neither a ZeRO-2.0 nor a ZeRO-3.0. **Verdict: false.**
 #
 # A package name that was made up, by an author or by a language model, is free, and anyone may register it. Then `pip
@@ -384,8 +385,9 @@ for id, key in (("19.4", "13"), ("19.5", "P"), ("19.6", "D")):
 # %% [markdown]
 # ## All claims
 #
-# What decided each of the 24, and the lesson that measured it. What stands in quotes can be read there. (As a page,
-# with links: [claims](../docs/claims.md). Those that say much the same are in one row.)
+# What decided each of the 24, and the lesson that measured it. Read the three rows that surprise you most, and leave
+# the rest for another day. What stands in quotes can be read in the lesson. (As a page, with links:
+# [claims](../docs/claims.md). Those that say much the same are in one row.)
 
 # %% tags=["nbval-check-output"]
 if all(lab.predicted(f"19.{number}") for number in range(1, 7)):
@@ -400,7 +402,7 @@ else:
 #
 # ## For another day
 #
-# About 25 minutes of reading, and questions for as many evenings as you like.
+# About 25 minutes, most of them for three sections of one paper, and questions for as many evenings as you like.
 #
 # ### What to read
 #
@@ -410,13 +412,13 @@ else:
 # |---|---|---|
 # | Rajbhandari, Rasley, Ruwase, He (2019), *ZeRO: Memory Optimizations Toward Training Trillion Parameter Models*, [1910.02054](https://arxiv.org/abs/1910.02054) | the three stages, their bytes and traffic; ZeRO-R for the rest | 04 to 07, 10, 16 |
 # | Ren and others (2021), *ZeRO-Offload: Democratizing Billion-Scale Model Training*, [2101.06840](https://arxiv.org/abs/2101.06840) | optimizer state and update on the host | 10 |
-# | Rajbhandari, Ruwase, Rasley, Smith, He (2021), *ZeRO-Infinity: Breaking the GPU Memory Wall for Extreme Scale Deep Learning*, [2104.07857](https://arxiv.org/abs/2104.07857) | offload to the host and to NVMe in stage 3 | 10 |
+# | Rajbhandari, Ruwase, Rasley, Smith, He (2021), *ZeRO-Infinity: Breaking the GPU Memory Wall for Extreme Scale Deep Learning*, [2104.07857](https://arxiv.org/abs/2104.07857) | offload to the host and to NVMe in stage 3 | 10, the host only |
 # | Wang and others (2023), *ZeRO++: Extremely Efficient Collective Communication for Giant Model Training*, [2306.10209](https://arxiv.org/abs/2306.10209) | quantised and hierarchical gathers, quantised gradients | 12 |
 # | Li and others (2020), *PyTorch Distributed: Experiences on Accelerating Data Parallel Training*, [2006.15704](https://arxiv.org/abs/2006.15704) | DDP: buckets, overlap | 03, 09 |
 # | Zhao and others (2023), *PyTorch FSDP: Experiences on Scaling Fully Sharded Data Parallel*, [2304.11277](https://arxiv.org/abs/2304.11277) | FSDP1's design; FSDP2 differs, read its source | 06, 07 |
 # | Micikevicius and others (2017), *Mixed Precision Training*, [1710.03740](https://arxiv.org/abs/1710.03740) | float32 masters, loss scaling | 08 |
 # | Chen, Xu, Zhang, Guestrin (2016), *Training Deep Nets with Sublinear Memory Cost*, [1604.06174](https://arxiv.org/abs/1604.06174) | checkpointed activations | 10 |
-# | Korthikanti and others (2022), *Reducing Activation Recomputation in Large Transformer Models*, [2205.05198](https://arxiv.org/abs/2205.05198) | bytes of activations, sequence parallelism | 10, 15 |
+# | Korthikanti and others (2022), *Reducing Activation Recomputation in Large Transformer Models*, [2205.05198](https://arxiv.org/abs/2205.05198) | bytes of activations, sequence parallelism | 10, 15, 25 |
 # | Shoeybi and others (2019), *Megatron-LM: Training Multi-Billion Parameter Language Models Using Model Parallelism*, [1909.08053](https://arxiv.org/abs/1909.08053) | tensor parallelism | 15 |
 # | Huang and others (2018), *GPipe: Efficient Training of Giant Neural Networks using Pipeline Parallelism*, [1811.06965](https://arxiv.org/abs/1811.06965) | pipelines and micro-batches | 15 |
 # | Goyal and others (2017), *Accurate, Large Minibatch SGD: Training ImageNet in 1 Hour*, [1706.02677](https://arxiv.org/abs/1706.02677) | linear scaling of the rate, warm-up | 13 |
@@ -441,7 +443,7 @@ else:
 # Claims are one thing to try, and engines another: [An engine on trial](../docs/trial.md) has over a hundred promises,
 # and tries them on zerolab, PyTorch, accelerate and DeepSpeed.
 #
-# The lessons after this one go on where ZeRO ends. Outside of the course: with two GPUs, make [your first
+# The lessons after this one go on where ZeRO ends. Outside the course: with two GPUs, make [your first
 # run](../docs/first-gpu-run.md). With a claim that is not on the list, write a function of a run, try it, and [add a
 # lesson](../CONTRIBUTING.md#add-a-lesson).
 #

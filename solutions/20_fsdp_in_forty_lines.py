@@ -4,8 +4,8 @@
 # **The question.** Sharded training has a reputation for size: the engine behind `Zero3` has more than 5,000 lines
 # ([CONTRIBUTING](../CONTRIBUTING.md#what-to-read-first) counts them), hooks and much besides. SimpleFSDP (arXiv
 # 2411.00284) takes one idea, which fits on a screen: *a parameter rests somewhere, and gathering it is a redistribution
-# that autograd can undo.* Both are in use: FSDP2 has hooks, SimpleFSDP has none, so that a compiler can read it. To
-# choose, you have to know what the forty lines do, and what they leave out.
+# that autograd can differentiate.* Both are in use: FSDP2 has hooks, SimpleFSDP has none, so that a compiler can read
+# it. To choose, you have to know what the forty lines do, and what they leave out.
 #
 # The lesson builds on 06 and 07. In ZeRO-3 a rank holds a shard of every parameter; a unit is gathered before its
 # forward, released, and gathered again for its backward, and its gradient is reduce-scattered.
@@ -117,7 +117,7 @@ lab.check("20.1")
 # ## Three engines
 #
 # Four ranks can be one replicate group, or one shard group, or a mesh of two nodes with two ranks each. Only the groups
-# differ. `observe` makes a forward and a backward, and says what the rank holds and sends, and whether the gradients
+# differ. `observe` runs a forward and a backward, and says what the rank holds and sends, and whether the gradients
 # are those of one process that has the samples of all four ranks.
 
 
@@ -172,7 +172,7 @@ if lab.predicted("20.1") and lab.predicted("20.2"):
 #
 # ## Gather again
 #
-# To release a parameter after its forward, it must not be *kept*. Autograd lets us say what is kept in place of a
+# A parameter can be released after its forward if autograd does not *keep* it. We may say what is kept in place of a
 # tensor: `saved_tensors_hooks(pack, unpack)`. Here `pack` hands over the shard and how to gather, and in backward
 # `unpack` gathers again, which sends the third Ψ (`release`, in `zerolab/lab/lessons/lesson20/gather_again.py`). Beside
 # it run the engine's `DDP` and `Zero3`, with a unit for each block.
@@ -203,7 +203,7 @@ if lab.predicted("20.2"):
 # stays gathered.
 #
 # The bill is the number of collectives: three or four for every parameter (one is the all-reduce in a group of one
-# rank), each waited for where it is made. `Zero3` makes 14, and starts a gather while the block before is still
+# rank), each waited for on the spot. `Zero3` makes 14, and starts a gather while the block before is still
 # computing (lesson 09). Nothing in the forty lines knows which parameter comes next.
 #
 # ## What autograd does not see
@@ -224,14 +224,14 @@ for way, told in lab.pull("said", rank=0).items():
     print(f"{way}: {told}")
 
 # %% [markdown]
-# Rank 0 gathers the weight of expert 0 while rank 1 gathers that of expert 1. The calls fit, so each gets half of the
-# one and half of the other, and nobody is told. `Zero3` knows the units and their order, so it can compare what the
-# ranks do, and refuse. That is a good part of its lines.
+# Rank 0 gathers the weight of expert 0 while rank 1 gathers that of expert 1. The calls match, so each rank gets half
+# of one and half of the other, without an error. `Zero3` knows the units and their order, so it can compare what the
+# ranks do, and refuse. Some of its 5,000 lines are for that.
 #
 # ## The same, by torch
 #
 # A **[DTensor](../docs/glossary.md#dtensor)** is a tensor with a placement, and torch's own redistribution is
-# differentiable. Then the exercise is one line: to go to `Replicate`, and to read the gradient as `Partial`. `place`
+# differentiable. So the exercise is one line: redistribute to `Replicate`, and take the gradient as `Partial`. `place`
 # does with DTensors what `shard` did with shards. The three engines are three lists of placements.
 
 
@@ -269,7 +269,7 @@ if lab.predicted("20.1"):
 # The same bytes as yours, but for one row. In torch 2.13 a DTensor is redistributed along one dimension of the mesh
 # after the other, from the left: with `[Replicate(), Shard(0)]` it all-reduces the *whole* gradient between the
 # replicas, and then reduce-scatters it. (It also leaves out collectives of a single rank. And a DTensor is cut by
-# *rows*, dimension 0, where yours is flat.)
+# *rows*, dimension 0, where yours is flat. Lesson 23 has an optimizer for which it matters where one cuts.)
 #
 # ## A compiler can read it
 #
@@ -303,7 +303,7 @@ assert len(graphs) > 1 and sum(graphs) == 0
 # One graph for forward, one for backward, where `Zero3` leaves the compiler pieces without a collective. And torch's
 # pass turned one collective for each parameter into a few large ones: the units of our engine, found by a program. With
 # torch's own size, 2,000 MB, this model would be one bucket: one message, and all parameters full at once. What a
-# better choice is worth shows on GPUs only: here the cores that would compute meanwhile are those that send (lesson 09).
+# better size is worth shows only on GPUs: here the cores that would compute meanwhile are busy sending (lesson 09).
 #
 # ## In production
 #
@@ -323,8 +323,8 @@ assert len(graphs) > 1 and sum(graphs) == 0
 # 1. A parameter rests sharded and is computed with replicated. Which redistribution does its gradient make, and which
 #    collective is it? And in DDP, and with hybrid sharding?
 # 2. The forty lines shard everything and send only 2Ψ(N-1)/N. Where is the third Ψ of stage 3, and who pays instead?
-# 3. On a network, starting a collective takes 50 µs. What do the 159 of the forty lines cost in a step, against the 14
-#    of `Zero3`, and what would lower their number?
+# 3. On a network, starting a collective takes 50 µs. What do those of the forty lines cost in a step (of the 159, a
+#    third is within a single rank), against the 14 of `Zero3`, and what would lower their number?
 # 4. Half of the ranks choose expert 0, the others expert 1, of the same shape. What do the forty lines compute?
 # 5. In hybrid sharding on 2 × 2 ranks, DTensors sent 6.9 MB and your `Gather` 5.2 MB. Which collective makes the
 #    difference?
@@ -336,9 +336,9 @@ assert len(graphs) > 1 and sum(graphs) == 0
 # 1. Born partial, it must be sharded: a reduce-scatter. In DDP partial → replicated, an all-reduce. With hybrid
 #    sharding a reduce-scatter in the node, then an all-reduce of the shard between the nodes.
 # 2. Stage 3 gathers again in backward. Here autograd keeps the full parameter from forward to backward: memory pays.
-# 3. 8.0 ms against 0.7 ms. Fewer and larger messages come from units of several parameters, which an engine knows, or
-#    from buckets, which a compiler makes of the collectives in its graph.
-# 4. Each gathers half of the one expert and half of the other, without an error: calls of one shape fit. An engine that
+# 3. 106 are on the network: 5.3 ms against 0.7 ms. Fewer and larger messages come from units of several parameters,
+#    which an engine knows, or from buckets, which a compiler makes of the collectives in its graph.
+# 4. Each gathers half of one expert and half of the other, without an error: calls of one shape match. An engine that
 #    knows which unit is gathered can refuse.
 # 5. The all-reduce between the replicas, which in a group of two sends as much as the tensor has. `Gather` all-reduces
 #    half of the gradient, after the reduce-scatter: 1.73 MB. The DTensors all-reduced the whole before it: 3.47 MB.

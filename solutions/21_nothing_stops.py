@@ -19,7 +19,7 @@ lab.start(6)
 # ## A replica is a world of its own
 #
 # Six ranks form three **[replicas](../docs/glossary.md#replica)**, A, B and C. The two ranks of a replica shard
-# everything between them, with the package's `Zero3`. Between replicas only means of gradients travel:
+# everything between them, with the package's `Zero3`. In a step only means of gradients travel between replicas:
 #
 # ```
 #               place 0                  place 1
@@ -211,8 +211,8 @@ print("its parameters, to one learning rate:", lab.pull("apart", rank=0) < 3e-3)
 
 # %% [markdown]
 # Each mean was over three replicas, then two, then three, and the divisor was always the number in the sum. Had it
-# stayed 3 while two were there, every gradient would have been 2/3 as long, and nothing would have failed. (The losses
-# show that it did not: AdamW would hide most of it in the parameters.)
+# stayed 3 while two were there, every gradient would have been 2/3 as long, and nothing would have failed. (It didn't:
+# `mean_over_replicas` divided the losses too, and they are right. In the parameters AdamW would hide most of it.)
 #
 # There is a choice in this: dividing by those who are there makes the *global batch* smaller, by B's part, and lesson
 # 11 said that it should stay. It can: the survivors may compute B's micro-batches too, and the step takes longer.
@@ -261,15 +261,15 @@ whose = lab.written_meanwhile(dict(model.named_parameters()), model, one_step, p
 print("the step of each tensor in the file:", *sorted(lab.pull("whose", rank=0)))
 
 # %% [markdown]
-# Every tensor is of another step, and the file opens without an error: a model that never was. A checkpoint in the
-# background must not read anything that training writes.
+# Every tensor is from a different step, and the file opens without an error: a model that never existed. A checkpoint
+# in the background must not read anything that training writes.
 #
 # ## Write: stage, then write
 #
 # To **[stage](../docs/glossary.md#staging)** is to copy everything that belongs to the checkpoint, at one moment
 # between two steps, while training waits. Then a thread writes the copy, however long it takes, and training goes on.
-# The price is memory, the host's with `.to("cpu", copy=True)`: 12 bytes for each parameter of a rank's shards, and as
-# much again if the copy becomes a file's bytes before it is written, as below.
+# The price is memory (from a GPU, the host's: `.to("cpu", copy=True)`): 12 bytes for each parameter of a rank's shards,
+# and as much again if the copy is turned into a file's bytes before it is written, as below.
 #
 # What is a copy? `detach()` is not one, nor is `.cpu()` if the tensor is on the CPU already. And an optimizer's state
 # is full of dicts within dicts.
@@ -324,7 +324,7 @@ print("the next life loads step", lab.pull("found", rank=0)["step"].item())
 # only when all have written. The thread must not find that out with a collective in training's group: the collectives
 # of two threads have no order between them, so one rank's barrier could meet another's gradients. It takes a group of
 # its own, or keys in a store. `zerolab.save(path, zero, adam, background=True)` returns an object whose `wait()` all
-# ranks call before the next save, and there the checkpoint is put in place.
+# ranks call before the next save: that call puts the checkpoint in place.
 #
 # ## In production
 #

@@ -4,8 +4,8 @@
 # **The question.** ZeRO brings parameters to the samples. A layer of *experts* turns that around: it has too many
 # parameters to gather for every rank, and a token needs only a few of them. So the tokens travel. That changes what a
 # step sends, which rank is the slowest, and whose gradients are averaged with whose. With the wrong divisor the
-# experts' gradients are several times too large, and under Adam no loss curve shows it: DeepSpeed's ZeRO had that
-# mistake until September 2024. The lesson builds on lesson 07's `Zero3`, and on groups that cross, as in lesson 15.
+# experts' gradients are several times too large, and under Adam no loss curve shows it. DeepSpeed's ZeRO had that
+# mistake until October 2024. The lesson builds on lesson 07's `Zero3`, and on groups that cross, as in lesson 15.
 
 # %%
 # %load_ext zerolab.lab
@@ -34,11 +34,11 @@ everyone = dist.group.WORLD
 #
 # Take the MLP out of a transformer's block and put eight in its place, the **[experts](../docs/glossary.md#expert)**. A
 # **[router](../docs/glossary.md#router)**, a linear layer with one output for each expert, decides which one computes a
-# token: that with the largest score, here a sigmoid (in the Switch Transformer, arXiv 2101.03961, a softmax). The
-# result is multiplied by the score, which gives the router a gradient. There are eight times the parameters, and a
-# token costs what it did before.
+# token: the one with the largest score. Here the score is a sigmoid (in the Switch Transformer, arXiv 2101.03961, a
+# softmax). The result is multiplied by the score, which gives the router a gradient. There are eight times the
+# parameters, and a token costs what it did before.
 #
-# With ZeRO-3 on four ranks, each rank has a fourth of every expert, and gathers *all* eight: some token may choose any
+# With ZeRO-3 on four ranks, each rank has a quarter of every expert, and gathers *all* eight: some token may choose any
 # of them. **[Expert parallelism](../docs/glossary.md#expert-parallelism)** leaves an expert whole, on one rank, and
 # sends it its tokens. Each rank has rows for every other, but not equally many. The collective for that is the
 # **[all-to-all](../docs/glossary.md#all-to-all)** with uneven splits. Here rank 0 has the experts 0 and 1 and the
@@ -140,9 +140,9 @@ if lab.predicted("22.1"):
 #               0 to 3      4 to 7
 #
 # We want the gradients of one process that has the samples of all four ranks, and whose loss is the mean of their four
-# losses. In a dense parameter, backward leaves the gradient of that rank's loss: add up over the four ranks, and divide
-# by four. And an expert? Whose losses are in its gradient already, whose are missing, and what does one process divide
-# by?
+# losses. In a dense parameter, backward leaves the gradient of this rank's own loss: add up over the four ranks, and
+# divide by four. And an expert? Whose losses are in its gradient already, whose are missing, and what does one process
+# divide by?
 #
 # ## Write: who averages what
 
@@ -154,8 +154,8 @@ lab.check("22.2")
 
 # %% [markdown]
 # Now the layer, which is short with `dispatch` and `combine`. (That it keeps its experts in a list looks odd; ZeRO will
-# need it.) `ExpertGPT` puts one into each of two blocks, and leaves this rank its part of the experts. One process is
-# the case G = 1: a rank alone in its expert group.
+# need it.) `ExpertGPT` puts one into each of two blocks, sets its `group`, and keeps only the experts of this rank. One
+# process is the case G = 1: a rank alone in its expert group.
 
 # %%
 # %%ranks
@@ -219,8 +219,8 @@ for G in (2, 4):
 # in a list: `named_parameters()` doesn't find them there. The rest is an ordinary model for a `Zero3` over all ranks,
 # and each layer's experts are a model for another `Zero3`, over their replicas.
 #
-# (Registered as modules, under one engine or torch's DDP, the first experts of all ranks have one name and one shape,
-# and so are one parameter: the first rank's is broadcast, and the others are gone, without an error.)
+# (If they were registered as modules, under one engine or torch's DDP, the first experts of all ranks would have the
+# same name and shape, and so count as one parameter: the first rank's is broadcast, and the others are lost, silently.)
 #
 # An engine *averages* over its group. With G = 2 each expert is on two ranks. How many times the gradient of one
 # process does `Zero3` leave in its `.grad`?
@@ -261,8 +261,8 @@ if lab.predicted("22.2"):
 # %% [markdown]
 # Divided by the 4/G replicas instead of by 4, the gradient is G times too large. Under Adam the loss won't tell you,
 # because Adam divides a gradient by its own size. What does suffer: SGD; clipping, whose norm has the experts' part G
-# times too large; and a run that goes on with another G, with Adam's averages of another size. DeepSpeed's ZeRO made
-# it "ep_size times larger than the true gradient" ([#6545](https://github.com/deepspeedai/DeepSpeed/issues/6545),
+# times too large; and a run that continues with another G, whose averages in Adam have the wrong size. DeepSpeed's ZeRO
+# made it "ep_size times larger than the true gradient" ([#6545](https://github.com/deepspeedai/DeepSpeed/issues/6545),
 # mended by [#6546](https://github.com/deepspeedai/DeepSpeed/pull/6546)). The remedy is one line after backward. With
 # it, a step of SGD beside one process:
 
@@ -288,7 +288,8 @@ for G in (2, 4):
 # Nothing makes the router spread tokens evenly, and an expert that is chosen more learns more, so it is chosen more.
 # Forty steps with real text and AdamW, twice. The second time each expert has a *bias*, which is added to its score for
 # the choice alone. After every step it rises a little if the expert had fewer of all ranks' tokens than the mean, and
-# falls if it had more (arXiv 2408.15664; DeepSeek-V3 uses it).
+# falls if it had more (arXiv 2408.15664; DeepSeek-V3 uses it). The picture has a dashed line, a *capacity*, which is
+# explained below it.
 
 
 # %%
@@ -321,13 +322,13 @@ title = "Tokens by expert in the first layer, after 40 steps"
 plots.show(plots.tokens_by_expert(skylines, title, capacity, learner=lab.passed("22.1")))
 
 # %% [markdown]
-# In each layer all ranks wait for the one with the most tokens, which also has the most activations: a run can go out
+# In each layer all ranks wait for the one with the most tokens, which also has the most activations: a run can run out
 # of memory in its thousandth step.
 #
 # The older remedy is a **[capacity](../docs/glossary.md#capacity)**: an expert takes at most a fixed number of tokens
 # from each rank, its even share times a *capacity factor* such as 1.25 (the dashed line, for four ranks). All splits
 # are then even and known in advance. A token beyond it is **dropped**: the residual connection carries it past the
-# layer. Room that is left is sent as padding.
+# layer. Unused room is sent as padding.
 
 
 # %%
@@ -340,7 +341,7 @@ for name, chosen in choices.items():
     print(f"{name:20} {dropped:.0%} dropped, {padding:.0%} of what is sent is padding")
 
 # %% [markdown]
-# So capacity bounds time and memory, and pays with dropped tokens *and* with padding. The bias goes to the cause. And
+# So capacity bounds time and memory, and pays with dropped tokens *and* with padding. The bias treats the cause. And
 # without a capacity nothing is dropped: such a layer is *dropless*. (But the host must wait for the router, since
 # `all_to_all_single` takes its splits as Python numbers.)
 #
@@ -356,8 +357,8 @@ for name, chosen in choices.items():
 #
 # 1. A layer has 64 experts, and each token uses one. What do expert parallelism and ZeRO-3 send for it in a step, and
 #    what decides which is less?
-# 2. Take twice as many ranks as above, and twice as many experts: 16 on eight ranks. Each rank still has 512 tokens.
-#    By what factors do the tokens' bytes and ZeRO-3's bytes change, and at how many tokens are the two even?
+# 2. The layer of width 128 had eight experts on four ranks. Take 16 on eight. Each rank still has 512 tokens. By what
+#    factors do the tokens' bytes and ZeRO-3's bytes change, and at how many tokens are the two even?
 # 3. Sixteen ranks, experts shared out over eight. Over which ranks is an expert's gradient all-reduced, and by what
 #    is it divided? What goes wrong with the obvious divisor, and why may nobody notice?
 # 4. You wrap a model with registered experts, another set on each rank, in one DDP. What happens, and when?
@@ -372,9 +373,9 @@ for name, chosen in choices.items():
 #    decided by tokens per rank against 6EC, which few runs reach.
 # 2. The tokens' by 7/6, since 7/8 of them travel instead of 3/4. ZeRO-3's by 7/3: there are also twice as many
 #    parameters. They are even at 6EC = 6 · 16 · 128 = 12,288 tokens a rank, twice as many as before.
-# 3. Over its 2 replicas, and divided by 16: its tokens came from all ranks, each of whose losses counts 1/16. Divided
-#    by 2, it is 8 times too large. Adam's steps don't depend on the size of gradients, so the loss looks right; the
-#    norm that clips doesn't.
+# 3. Over its 2 replicas, and divided by 16: between them they had tokens of all ranks, and each rank's loss counts
+#    1/16. Divided by 2, it is 8 times too large. Adam's steps don't depend on the size of gradients, so the loss looks
+#    right; the norm that clips doesn't.
 # 4. When it is built, DDP broadcasts rank 0's parameters. The other experts are gone before the first step.
 # 5. Capacity: lost tokens and padding, but known sizes, and a bound for memory. Dropless: every token is computed, the
 #    fullest rank decides the time and needs the memory, and the counts must reach the host.

@@ -1,10 +1,11 @@
 # %% [markdown]
 # # 23 · 8-bit Adam, sharded
 #
-# **The question.** Sharding moves numbers and changes none: the stages of this course keep the same numbers, bit for bit
-# (lesson 04). With an optimizer in wide use that stops being true. Let Adam store its state in 8 bits, cut it into
-# equal shards, and 2 ranks train another model than 3. Nothing fails, and no loss curve shows it. But the run cannot be
-# repeated on another number of GPUs, and the state in its checkpoint does not fit there. Where may one cut?
+# **The question.** Sharding moves numbers and changes none: the stages of this course keep the same numbers, bit for
+# bit (lesson 04). With an optimizer in wide use that stops being true. Let Adam store its state in 8 bits, cut it into
+# equal shards, and on the same samples the ranks train a different model from the one that a single process trains, and
+# a different one for each number of ranks. Nothing fails. But the run cannot be repeated on another number of GPUs, and
+# the state in its checkpoint does not fit there. Where may one cut?
 #
 # The lesson builds on lesson 04. In ZeRO-1 all parameters lie end to end in a flat storage; each rank updates a stretch
 # of it, its shard, with an optimizer whose state covers that stretch alone, and sends the result to the others.
@@ -25,11 +26,11 @@ lab.push(folder=folder)
 # ## Eight bits and a scale
 #
 # Adam keeps two averages of each parameter's gradients, 8 bytes in float32.
-# **[Quantisation](../docs/glossary.md#quantisation)** stores them as whole numbers from -127 to 127, the *codes*, of one
-# byte each. The largest absolute value becomes 127, and a *scale*, the value that a code of 1 stands for, is kept beside
-# them.
+# **[Quantisation](../docs/glossary.md#quantisation)** stores them as whole numbers from -127 to 127, the *codes*, of
+# one byte each. The largest absolute value becomes 127, and a *scale*, the value that a code of 1 stands for, is kept
+# beside them.
 #
-# With one scale for a whole tensor, one large value makes the codes so coarse that all others round to 0. So the tensor
+# With one scale for a whole tensor, one large value can make the codes so coarse that all others are 0. So the tensor
 # is cut into **blocks**, here of 256 elements, and each has a scale of its own, a float32 (Dettmers et al., arXiv
 # 2110.02861, with other codes). Here are 512 values of 0.01, one of which is replaced by 12.7.
 
@@ -96,15 +97,15 @@ lab.measured("23.1", lab.pull("state_bytes", rank=0) / sum(lab.pull("sizes", ran
 lab.reveal("23.1")
 
 # %% [markdown]
-# A quarter of the bytes. (A parameter with fewer elements than a block has a scale all the same: that is the rest.) Of
-# the second average, `Adam8` stores the root, whose range is narrower.
+# A quarter of the bytes. (A parameter with fewer elements than a block has a scale of its own too: that is the rest.)
+# `Adam8` stores the square root of the second average, since its range is narrower.
 #
 # ## Where a border falls
 #
 # Now shard it. Blocks are counted within each parameter, from its own first element, and the last one of a parameter
-# may be shorter. Take three parameters of 96, 10 and 31 elements, in blocks of 8, and 2 ranks. An equal share is 68
-# elements, and the border between the ranks lies in the middle of a block. In the picture each box is a block or a part
-# of one, and the number in it is the rank that owns it.
+# may be shorter. Take three parameters of 96, 10 and 31 elements, in blocks of 8, and 2 ranks. An equal share is 68.5
+# elements, so the border is at 68, in the middle of a block. In the picture each box is a block or a part of one. Its
+# colour says which rank owns it, and so does the number, where there is room.
 
 # %%
 ways = {"equal shares": [0, 68, 137], "cut between blocks": [0, 64, 137]}
@@ -112,16 +113,16 @@ shown = {way: blocks_and_owners([96, 10, 31], borders, 8) for way, borders in wa
 plots.show(plots.shard_map(shown, ranks=2))
 
 # %% [markdown]
-# With equal shares, rank 1 sees a part of a parameter that begins at element 68, and counts its blocks from there: 68
-# to 75, 76 to 83, and so on to the parameter's end at 96. One process has 64 to 71, 72 to 79. Other elements are
-# together, so the largest of them is another one, so the scales differ, and the rounded values. And rank 0 has half a
-# block, 64 to 67, whose largest value may have been in the other half. The next parameters begin anew, and are right.
+# With equal shares, rank 1 sees the end of the first parameter, from element 68 on, and counts its blocks from there:
+# 68 to 75, 76 to 83, and so on up to 96. In one process they are 64 to 71, 72 to 79. With other elements in a block,
+# its largest value may be another, so its scale differs, and with it the rounded values. And rank 0 has half a block,
+# 64 to 67, whose largest value may have been in the other half. The next parameters begin anew, and are right.
 #
 # ## Predict
 #
 # Two models, both trained by `Adam8` from the same start with the same samples: one by one process, one by 2 ranks with
 # equal shares. The optimizer reads its two averages (0 at the start), mixes in the gradient, updates the parameters,
-# and stores the averages. After how many steps do any parameters differ?
+# and stores the averages. After how many steps do parameters differ for the first time?
 
 # %%
 lab.predict("23.2", 2)  # steps
@@ -142,8 +143,9 @@ lab.check("23.1")
 # ## The same model on 2 and on 3 ranks?
 #
 # `Ragged` is ZeRO-1 with borders that may lie anywhere. `four_steps` trains on the mean of some ranks' gradients, and
-# returns the parameters after each step. `zerolab.DDP` adds gradients in the order of the ranks, as one process does,
-# so whatever differs comes from the optimizer.
+# returns the parameters after each step. Each number of ranks has samples of its own, so each is compared with one
+# process that trains on the same. `zerolab.DDP` adds gradients in the order of the ranks, as one process does, so
+# whatever differs comes from the optimizer.
 
 # %%
 # %%ranks
@@ -190,11 +192,11 @@ if lab.predicted("23.2"):
 # %% [markdown]
 # The first step has the bits of one process: it reads averages of 0, and rounds only when it is done. The second reads
 # what was rounded, so parameters differ, but only among the elements that lie in other blocks. Then the next forward
-# computes with them, every gradient is a little different, and after that so is nearly every parameter. One border
-# inside a block was enough.
+# computes with them, gradients change all over the model, and from then on most parameters differ. One border inside a
+# block was enough.
 #
-# The loss will not complain. But the run depends on its number of ranks, and a checkpoint of codes and scales from 3
-# ranks does not fit 2, whose blocks are others. Cut between blocks, every number of ranks gives the bits of one process.
+# Nothing complains. But the run depends on its number of ranks, and a checkpoint of codes and scales from 3 ranks does
+# not fit 2, whose blocks are others. Cut between blocks, every number of ranks gives the bits of one process.
 #
 # ## Granularity
 #
@@ -215,13 +217,13 @@ shown = {
 plots.show(plots.shard_map(shown, ranks=3))
 
 # %% [markdown]
-# A shard differs from an equal share by less than what must stay together: by less than 256 elements nobody can see it,
-# by a whole matrix one can. On more ranks than there are matrices, some would have nothing.
+# A shard differs from an equal share by less than what must stay together. Fewer than 256 elements are too few to see
+# in the picture, a matrix is not. On more ranks than there are matrices, some would have nothing.
 #
 # ## In an engine
 #
-# The course's engine keeps equal shards and takes the granularity as an option: padding fills each parameter up to
-# whole blocks, and each shard. It cannot guess what an optimizer does, so one declares it: how long a block is, and
+# The course's engine keeps equal shards and takes the granularity as an option: padding fills each parameter, and then
+# each shard, up to whole blocks. It cannot guess what an optimizer does, so you declare it: how long a block is, and
 # which state is kept per block. What happens without? And what does another number of ranks read from a checkpoint?
 
 # %%
@@ -270,18 +272,18 @@ print("scales saved by 3 ranks and loaded by 2: equal:", found[2] == found[3])
 # %% [markdown]
 # Undeclared, it is refused, instead of silently training another model. Declared, it has the bits of one process, and
 # the scales of 3 ranks are dealt out anew to 2 and stay what they are. The codes stay in 8 bits: nothing is rounded
-# twice. The price is the padding, which travels too: less than a block for each parameter, and for each rank of a unit.
+# twice. The price is the padding, which travels too: in each unit less than a block per parameter and one per rank.
 #
 # ## In production
 #
-# - **FSDP2** cuts a parameter evenly by rows, so a border between two rows may be the middle of a block.
+# - **FSDP2** cuts a parameter evenly by rows, and a border between two rows may fall into the middle of a block.
 # - **torchao**'s `AdamW8bit` knows that. It stores a parameter's averages in 8 bits where this rank's part has at least
 #   4,096 elements and consists of whole blocks, and in floats otherwise (`_new_buffer` in `torchao/optim/adam.py`). It
 #   never cuts a block, but the number of ranks decides which averages are rounded at all: those of a vector of 8,192
 #   elements on one rank and on two, but not on four.
-# - **bitsandbytes** has the 8-bit Adam in wide use. Of a sharded parameter it sees a rank's part.
-# - **RaggedShard** (veScale-FSDP, arXiv 2602.22437) makes `cuts` a placement: a DTensor in units of a chosen
-#   granularity, with uneven shards.
+# - **bitsandbytes** is where the widely used 8-bit Adam comes from. Of a sharded parameter it sees a rank's part.
+# - **RaggedShard** (veScale-FSDP, arXiv 2602.22437) makes `cuts` a [placement](../docs/glossary.md#placement) of
+#   [DTensors](../docs/glossary.md#dtensor) (lesson 20): uneven shards, cut in units of a chosen granularity.
 #
 # Before you combine an optimizer with a sharded engine, ask what it computes from more than one element, and where the
 # borders lie.

@@ -5,7 +5,7 @@
 # Data parallelism needs a mean over all gradients in every step. With 7 billion parameters in float32 they are 28 GB,
 # and each half sends that much: 5.6 seconds in every step, in which nobody computes. Compression makes gradients
 # smaller (lesson 12), but every step still waits for an exchange. Must the replicas meet in *every* step? You write an
-# optimizer for those that meet in every sixteenth, and see what that saves and what the loss pays for it.
+# optimizer for replicas that meet only every sixteenth step, and see what that saves and what the loss pays for it.
 #
 # A [replica](../docs/glossary.md#replica) is, as in lesson 21, the ranks that hold a whole model together. It doesn't
 # matter here how: each of four ranks is one.
@@ -50,8 +50,8 @@ subtitle = "two parameters, four ranks, 4 local steps in each round"
 plots.show(plots.rounds({"the plain average": lab.pull("walk")}, subtitle))
 
 # %% [markdown]
-# In each round the ranks drift apart, each to its own best place. What they agree on is the orange line, and that turns
-# slowly, by 25° or so from one round to the next.
+# In each round the ranks drift apart, each towards its own best place. What they agree on is the orange line, and that
+# turns slowly, by 25° or so from one round to the next.
 #
 # DiLoCo (arXiv 2311.08105) makes use of that. The line is a direction, like a gradient, so it may have an optimizer of
 # its own. The **[outer gradient](../docs/glossary.md#outer-gradient)** is the old parameters minus the mean of the new
@@ -61,14 +61,16 @@ plots.show(plots.rounds({"the plain average": lab.pull("walk")}, subtitle))
 #
 # ## Predict
 #
-# 4 ranks, Ψ = 136,960, float32, H = 16. How many bytes does a rank send per step, on average, if an all-reduce goes
-# round a ring?
+# 4 ranks, Ψ = 136,960, float32, H = 16. How many bytes does a rank send per step, on average? (In a ring, an all-reduce
+# among N ranks sends 2(N-1)/N of the tensor's bytes.)
 
 # %%
 lab.predict("24.1", "0.375 Ψ")  # bytes
 
 # %% [markdown]
 # ## Write: the outer step
+#
+# An `Outer` is made before the first local step, and its `step` is called at the end of each round.
 
 # %%
 # %%exercise 24.1
@@ -77,8 +79,8 @@ lab.predict("24.1", "0.375 Ψ")  # bytes
 lab.check("24.1")
 
 # %% [markdown]
-# Now with your outer step. DiLoCo's paper takes a learning rate of 0.7 and a momentum of 0.9. Here is also a momentum
-# of 0.5.
+# Now with your outer step. DiLoCo's paper takes a learning rate of 0.7 and a momentum of 0.9. Here you also see a
+# momentum of 0.5. The cross is the best place for the mean of the four losses.
 
 # %%
 # %%ranks
@@ -92,7 +94,7 @@ walks = lab.pull("walks")  # of each rank
 plots.show(plots.rounds({name: [of[name] for of in walks] for name in walks[0]}, subtitle))
 
 # %% [markdown]
-# Momentum gets further in as many rounds, and strong momentum gets too far: after five rounds it is there, and its
+# Momentum gets further in as many rounds, and strong momentum too far: after five rounds it is at the cross, and its
 # speed carries it past. How far can it go? If all outer gradients were the same g, the speed would grow to g / (1 - m),
 # and an outer step to lr · g / (1 - m). With m = 0.5 that is 1.4 times what the ranks have moved, with 0.9 it is 7
 # times. But the speed needs many rounds to grow, and as many to turn.
@@ -101,8 +103,8 @@ plots.show(plots.rounds({name: [of[name] for of in walks] for name in walks[0]},
 #
 # In a moment a GPT makes 64 steps of AdamW on four ranks, in five ways: with gradients averaged in every step; with an
 # outer step after every 4th, and after every 16th, both with lr 0.7 and momentum 0.5; after every 4th with momentum
-# 0.9; and alone, without any communication. Momentum 0.9, in 16 rounds: is its loss `"less"` than with 0.5, `"more"`,
-# but less than alone, or the `"most"` of all?
+# 0.9; and alone, without any communication. With an outer step after every 4th there are 16 rounds. Is the loss with
+# momentum 0.9 `"less"` than with 0.5, `"more"`, but less than alone, or the `"most"` of all?
 
 # %%
 lab.predict("24.2", "most")  # "less", "more" or "most"
@@ -127,7 +129,7 @@ a_round = lab.fastest(Outer(model.parameters()).step)
 every_step, a_round = (lab.pull(name, rank=0) for name in ("every_step", "a_round"))
 print(f"gradients in every step: {every_step:.3f} s for each step, on the emulated link")
 for H in (4, 16):
-    print(f"an outer step in {H:2}: {a_round / H:.3f} s for each step")
+    print(f"an outer step every {H:2} steps: {a_round / H:.3f} s for each step")
 lab.link(None)
 
 # %% [markdown]
@@ -136,8 +138,8 @@ lab.link(None)
 #
 # ## Measure: bytes against loss
 #
-# This is the loop. What is new are the two lines after `if rounds`. Everything else is data parallelism, with the mean
-# left out. The learning rate falls to 0, as in most runs. It takes ten seconds or more.
+# This is the loop. What is new are its last two lines, from `if rounds` on. Everything else is data parallelism, with
+# the mean left out. The learning rate falls to 0 in all runs. The cell takes ten seconds or more.
 
 # %%
 # %%ranks
@@ -190,13 +192,13 @@ if lab.predicted("24.1") and lab.predicted("24.2"):
     assert round(every[0] / rare[0]) == 16 and every[1] < rare[1] < alone < strong
 
 # %% [markdown]
-# The loss pays something, though with momentum 0.5 not as much as with no communication. Local steps make another run,
-# not the synchronous one faster.
+# The loss pays something, but with momentum 0.5 less than it pays for no communication at all. Local steps make a
+# different run, not the same run faster.
 #
 # Momentum 0.9 is what the paper and torchft's example `train_diloco.py` take, and here it is worse than no
-# communication at all. That is the third panel of the picture: early in a run rounds tend to agree, so the speed adds
-# up about ten of them, and this run has only 16. A longer run has the rounds to come back. The outer optimizer is tuned
-# like any other.
+# communication at all. Think of the third panel of the walks above: early in a run rounds tend to agree, so the speed
+# adds up about ten of them, and this run has only 16. A longer run has the rounds to come back. The outer optimizer is
+# tuned like any other.
 #
 # ## In production
 #
@@ -223,9 +225,9 @@ if lab.predicted("24.1") and lab.predicted("24.2"):
 #
 # 1. 8 replicas, 7 billion parameters in float32, H = 500. How many bytes does a replica send per step, and what must it
 #    keep that it didn't need before?
-# 2. An exchange takes 3 seconds on the link and a step 0.5 seconds. Which part of the time does a run wait that
-#    exchanges in every step? From which H on does it wait for at most 5 % of it?
-# 3. Your outer step sends each tensor by itself. What does that cost, on which links, and what would you change?
+# 2. An exchange takes 3 seconds on the link and a step 0.5 seconds. What part of its time does a run that exchanges in
+#    every step spend waiting? From which H on is that at most 5 %?
+# 3. An outer step sends each tensor by itself. What does that cost, on which links, and what would you change?
 # 4. All rounds have the same outer gradient g, lr is 0.7 and momentum 0.9. How long is the first outer step, how long
 #    the 16th, and how long can it get? And with momentum 0.5?
 # 5. After an outer step, what is the same on all replicas, and what isn't? What does a newcomer take from a peer, and

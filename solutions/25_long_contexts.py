@@ -6,8 +6,8 @@
 # thousand GPUs with ZeRO-3 fail exactly as one does. So each GPU must take a piece of the sequence. Most of a
 # transformer doesn't notice, because it computes each token by itself. Attention does: a token looks at all earlier
 # ones, and most of them are on other GPUs. How does it still come out as in one process? Who waits for whom? And what
-# must ZeRO know of it? The lesson builds on lesson 01's ring and lesson 07's `Zero3`. From lesson 22 it needs one
-# sentence, which it repeats.
+# must ZeRO know about it? The lesson builds on lesson 01's ring and lesson 07's `Zero3`. It needs one fact from
+# lesson 22, and repeats it.
 
 # %%
 # %load_ext zerolab.lab
@@ -94,9 +94,9 @@ print(f"with the third: {merged:.4f}; all at once: {whole:.4f}")
 # %% [markdown]
 # ## Write: one block more
 #
-# Yours is what a rank does with each block that comes: the same as above, for many queries and many keys at once. New
-# is `visible`. In *causal* attention a token sees only itself and earlier ones, so a query may see a part of a block,
-# or nothing of it.
+# Yours is what a rank does with each block that comes: the same as above, for many queries and many keys at once. Only
+# `visible` is new. In *causal* attention a token sees only itself and earlier ones, so a query may see a part of a
+# block, or nothing of it.
 
 # %%
 # %%exercise 25.1
@@ -219,10 +219,11 @@ if lab.predicted("25.1"):
 lab.predict("25.2", 2 * 3 * (2 * 128 * 64 * 4 + 128 * 8))  # bytes
 
 # %% [markdown]
-# And who averages what? In lesson 22 a rank's experts had the gradients of *all* ranks' losses already, and that made
-# their divisor special. Here every rank has every parameter. Its loss is the mean over its own tokens, and the ring
-# brings its keys and values the gradients of the others' losses. Each loss counts once, as in data parallelism, so
-# `Zero3` over all four ranks is right as it is. (If all have equally many tokens; else see lesson 14.)
+# And who averages what? In lesson 22 an engine averaged each expert over its replicas, which were fewer than the
+# losses, so its divisor was too small. Here every rank has every parameter, and the engine averages over all four.
+# Each rank's loss is the mean over its own tokens. The ring takes a part of its gradient to other ranks, with their
+# keys and values. But the sum over all four has each loss exactly once, as in data parallelism, so `Zero3` over all
+# four ranks is right as it is. (If all ranks have equally many tokens. If not, see lesson 14.)
 
 
 # %% tags=["nbval-check-output"]
@@ -263,7 +264,7 @@ lab.reveal("25.2")
 if lab.predicted("25.2"):
     sent = lab.pull("sent", rank=0)
     for N, kept in lab.pull("per_token", rank=0).items():
-        print(f"N = {N}, a rank: {kept:,.0f} bytes kept for each of all tokens", end="; ")
+        print(f"N = {N}, a rank: {kept:,.0f} bytes kept per token of the sequence", end="; ")
         print(f"{sent[N]:,.0f} sent in forward")
 
 # %% [markdown]
@@ -292,9 +293,9 @@ for N in (1, 8, 64):
 # 2. A query sees two keys, in two blocks: scores 0 and log 3, values 8 and 4. What are its mean and its lse after the
 #    first block, and after the second?
 # 3. A sequence is cut among 8 ranks. What is wrong with cutting it in order, and what does zigzag change?
-# 4. What does ZeRO have to know of context parallelism, and when is its mean over the ranks wrong?
+# 4. What does ZeRO have to know about context parallelism, and when is its mean over the ranks wrong?
 # 5. The model of 32 layers of width 4,096 in 16 bits, 100,000 tokens, 8 ranks. How many bytes does a rank send in
-#    forward and in backward around our ring, and how many with Ulysses? What may still speak for the ring?
+#    forward and in backward around our ring, and how many with Ulysses? What may still favour the ring?
 # 6. The same model, 64 GPUs of 80 GB, and 64 sequences of 8,000 tokens in a batch. Do you cut sequences?
 
 # %% [markdown] tags=["answer"]

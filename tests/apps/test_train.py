@@ -487,7 +487,7 @@ def test_a_damaged_checkpoint_costs_no_good_one(ranks, tmp_path):
     [
         ("--stage 4", "invalid choice: 4"),
         ("--steps 0", "--steps: must be 1 or more, not 0"),
-        ("--ranks 0", "--ranks: must be 1 or more"),
+        ("--ranks 0", "--ranks: must be from 1 to 64, not 0"),
         ("--ranks 3 --global-batch 2", "2 is enough for at most 2 ranks with 1 micro-batch each, not for 3"),
         ("--global-batch 32 --accumulate 16", "32 is enough for at most 2 ranks with 16 micro-batches each, not for 4"),
         ("--accumulate 0", "--accumulate: must be 1 or more"),

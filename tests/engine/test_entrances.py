@@ -455,3 +455,26 @@ def test_backward_may_begin_inside_of_a_nested_unit(ranks, evaluated):
     expected = entered_inside(None, evaluated, [inputs(0), inputs(1)])
     for steps in ranks.run(entered_inside_by_all, 3, evaluated, ranks=2):
         torch.testing.assert_close(steps, expected)
+
+
+class Hides(nn.Module):
+    """What it returns nobody can look into, so it stays gathered until backward is done with it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner, self.last = Keeps(), nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Any:
+        return iter([self.last(next(self.inner(x)))])
+
+
+def gathered_under_no_sync() -> list[str]:
+    model = nn.ModuleList([Hides(), Hides()])
+    zero = zerolab.Zero3(model, units=[Hides, Keeps])
+    with ledger(zero) as book, zero.no_sync():
+        sum(next(block(torch.ones(2, WIDTH))).square().mean() + block.inner.loss for block in model).backward()
+    return [call.unit for call in book.calls if call.op == "all_gather" and call.phase == "backward"]
+
+
+def test_a_unit_that_backward_is_done_with_is_not_gathered_for_what_is_inside_of_it(ranks):
+    assert ranks.run(gathered_under_no_sync, ranks=2) == [[], []]

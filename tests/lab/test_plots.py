@@ -542,8 +542,8 @@ def test_ring_turns(tmp_path):
     figure, sentence = plots.ring_turns(held, pairs)
     save(figure, tmp_path)
     assert sentence == (
-        "contiguous: each rank computes 5 pairs on average, and all are done after the time of 7; "
-        "zigzag: each rank computes 5 pairs on average, and all are done after the time of 5."
+        "contiguous: each rank computes 5 pairs on average, and the last rank is done after the time of 7 pairs; "
+        "zigzag: each rank computes 5 pairs on average, and the last rank is done after the time of 5 pairs."
     )
     squares = [text.get_text() for text in figure.axes[0].texts]
     assert squares == [*"000", *"111", *"0000", "3", "+ 4"]

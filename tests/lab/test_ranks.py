@@ -531,6 +531,16 @@ def test_copies_of_lessons_never_lose_an_answer(tmp_path: Path) -> None:
     assert line.startswith("00_a.ipynb is no longer in the course") and copy_lessons(lessons, work) == []
     texts = {path.name: path.read_text() for path in sorted(work.glob("0?_?.ipynb"))}
     assert texts == {"00_a.ipynb": "my answer"} | dict.fromkeys(("01_b.ipynb", "03_c.ipynb", "04_a.ipynb"), "new")
+    remembered = json.loads((work / ".copied.json").read_text())
+    outside = tmp_path / "outside.ipynb"
+    outside.write_text("new")
+    for name in ("../outside.ipynb", str(outside), "my", "", "\n.ipynb"):  # a student may have written them
+        remembered[name] = remembered["01_b.ipynb"]
+    (work / "my").mkdir()
+    (work / ".copied.json").write_text(json.dumps(remembered))
+    assert copy_lessons(lessons, work) == [] and outside.exists()
+    (work / ".copied.json").write_text("[]")
+    assert len(copy_lessons(lessons, work)) == 0
     (lessons / "04_a.ipynb").rename(lessons / "00_a.ipynb")
     (work / ".copied.json").write_text("")  # cut off
     (line,) = copy_lessons(lessons, work)

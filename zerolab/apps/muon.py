@@ -26,6 +26,7 @@ from torch.optim import AdamW, Muon, Optimizer
 from torch.utils._pytree import tree_leaves
 
 import zerolab
+from zerolab.apps.arguments import PROCESSES, whole
 from zerolab.apps.bench import BATCH, SIZES, WARM_UP, interval, time_step
 from zerolab.measure import ledger
 from zerolab.measure.formulas import muon_bytes
@@ -169,12 +170,10 @@ def main(arguments: list[str] | None = None) -> int:
     import rich
 
     parser = argparse.ArgumentParser(prog="python -m zerolab.apps.muon", description=__doc__.split("\n")[0])
-    parser.add_argument("--ranks", type=int, default=2, help="processes to start (default 2)")
-    parser.add_argument("--rounds", type=int, default=40, help="measured steps of each system (default 40)")
+    parser.add_argument("--ranks", type=PROCESSES, default=2, help="processes to start (default 2)")
+    parser.add_argument("--rounds", type=whole(4), default=40, help="measured steps of each system (default 40)")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write what was measured")
     args = parser.parse_args(arguments)
-    if args.ranks < 1 or args.rounds < 4:
-        parser.error("--ranks must be 1 or more and --rounds 4 or more")
     report = measure(args.ranks, args.rounds)
     rich.print(table(report))
     steps = len(report["systems"][PLAIN]["losses"])

@@ -214,7 +214,7 @@ class Classroom:
             }
             lines = copy_notebooks(handed_out, lab.work)
             copy_docs(lab.work)
-        except ValueError as error:
+        except (OSError, ValueError) as error:
             lines = [f"the lessons were not updated: {lab.work / REMEMBERED} is damaged ({error}): delete it"]
         for line in lines:
             self.tell(f"{lab.student}: {line}")
@@ -367,8 +367,14 @@ class Classroom:
                     continue
                 if child.status() == psutil.STATUS_ZOMBIE:
                     os.waitpid(child.pid, os.WNOHANG)
-                elif _of_a_student(child):
+                elif self._of_a_student(child):
                     child.kill()
+
+    def _of_a_student(self, process: psutil.Process) -> bool:
+        with suppress(psutil.Error):
+            elsewhere = self._shield and shield.view_of(process.pid) not in (0, shield.view_of(os.getpid()))
+            return elsewhere or STUDENT in process.environ()
+        return False
 
     def close(self) -> None:
         """End every lab, its notebooks and their ranks."""
@@ -381,7 +387,7 @@ class Classroom:
             with suppress(subprocess.TimeoutExpired):
                 process.wait(max(0.0, deadline - time.monotonic()))
         for _ in range(3):  # the children of what we kill become ours too
-            left = [child for child in psutil.Process().children(recursive=True) if _of_a_student(child)]
+            left = [child for child in psutil.Process().children(recursive=True) if self._of_a_student(child)]
             for child in left:
                 with suppress(psutil.Error):
                     child.kill()
@@ -438,9 +444,3 @@ def _last_line(log: Path) -> str:
         return log.read_text(errors="replace").strip().rpartition("\n")[2][-200:]
     except OSError:
         return ""
-
-
-def _of_a_student(process: psutil.Process) -> bool:
-    with suppress(psutil.Error):
-        return shield.view_of(process.pid) not in (0, shield.view_of(os.getpid())) or STUDENT in process.environ()
-    return False

@@ -68,7 +68,7 @@ class Watch:
         usage = {lab.student: Usage() for lab in self.labs}
         owner: dict[int, tuple[str, int]] = {pid: (student, 0) for pid, student in servers.items()}
         me = os.getpid()
-        views = {view_of(pid): student for pid, student in servers.items() if view_of(pid) != view_of(me)}
+        views = {view: student for pid, student in servers.items() if (view := view_of(pid)) not in (0, view_of(me))}
         # children() lists a parent before its children.
         for process in psutil.Process().children(recursive=True):
             with suppress(psutil.Error):

@@ -105,11 +105,14 @@ class Backward:
         self.turns.set_turns(self.sync)
         return True
 
-    def at_outputs(self, units: list[Unit], ended: int, unwatched: ForwardCall | None, grad: Tensor) -> None:
-        """A gradient reached the outputs of a call that ended when the clock showed `ended`, and goes into `units`."""
+    def at_outputs(
+        self, units: list[Unit], around: list[Unit], ended: int, unwatched: ForwardCall | None, grad: Tensor
+    ) -> None:
+        """A gradient reached the outputs of a call of `units`, inside of `around`, that ended when the clock showed
+        `ended`."""
         if not self._begin():
             return
-        for unit in units:
+        for unit in [*units, *(unit for unit in around if not self.turns.is_over(unit))]:
             if not self.turns.progress[unit].opened:
                 self.turns.progress[unit].opened = True
                 self._stage.pre_backward(unit)
@@ -120,7 +123,7 @@ class Backward:
     def at_inside(self, unit: Unit, grad: Tensor) -> None:
         """A gradient reached something from inside of a call of `unit`."""
         if not self.turns.progress[unit].passed:
-            self.at_outputs([unit], sys.maxsize, None, grad)
+            self.at_outputs([unit], [], sys.maxsize, None, grad)
 
     def on_gradient(self, unit: Unit, i: int) -> None:
         """Autograd has completed the gradient of parameter `i` of `unit`."""
@@ -373,6 +376,11 @@ class Turns:
         if not progress.passed:
             progress.passed = True
             self._on_passed(unit)
+
+    def is_over(self, unit: Unit) -> bool:
+        """Backward has been through all calls of `unit` and has all of its gradients."""
+        progress = self.progress[unit]
+        return progress.passed and not progress.calls and len(progress.arrived) == len(unit.params)
 
     def set_turns(self, sync: bool) -> None:
         """A backward begins. sync: it reduces."""

@@ -142,11 +142,11 @@ class Forward:
             filled = [value for value in (*args, *kwargs.values()) if not isinstance(value, Tensor)]
             results = [output, *kept_by_modules(inside, since), *(made_since(since, filled) if filled else ())]
             tensors, stay = grad_tensors(results)
-            entered = over + [unit for *_, new in self._calls for unit in new]  # backward goes on into those around
+            around = [unit for *_, new in self._calls for unit in new]  # backward goes on into them
             for tensor in tensors:
-                tensor.register_hook(partial(self._backward.at_outputs, entered, ended, unwatched))
+                tensor.register_hook(partial(self._backward.at_outputs, over, around, ended, unwatched))
             if stay:
-                self._backward.held.update(entered)
+                self._backward.held.update(over, around)
         for unit in over:
             unit.show(unit.params)
             if unit not in self._backward.held:

@@ -76,6 +76,8 @@ def copy_notebooks(
     copied: dict[str, str] = {}
     with suppress(FileNotFoundError, ValueError):  # cut off by a full disk, say: then each copy is the learner's own
         copied = json.loads(memory.read_text())
+    if not isinstance(copied, dict):  # whose folder it is may write anything there
+        copied = {}
     lines = []
     for name, new in notebooks.items():
         new = _with_links_as_here(_without_install(new))
@@ -91,11 +93,14 @@ def copy_notebooks(
         if not beside.exists() or beside.read_bytes() != new:
             _write(beside, new)
         lines.append(f"{name} has changed in the course. Your copy was left alone; the new one is {beside}")
-    for name in copied.keys() - notebooks.keys():
+    for name in sorted(copied.keys() - notebooks.keys()):
         mine, digest = work / name, copied.pop(name)
-        if mine.exists() and _digest(mine.read_bytes()) == digest:
+        if not re.fullmatch(r"\w+\.ipynb", name) or mine.is_symlink() or not mine.is_file():
+            continue  # no name of ours, or no copy
+        there = mine.read_bytes()
+        if _digest(there) == digest or ours(there):
             mine.unlink()
-        elif mine.exists():
+        else:
             lines.append(f"{name} is no longer in the course, under this name at least. Your copy was left alone")
     _write(memory, (json.dumps(copied, indent=1) + "\n").encode())
     return lines

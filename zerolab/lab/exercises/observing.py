@@ -175,7 +175,7 @@ class Play:
         self.code, self.world, self.members, self.reference = code, world, list(members), reference
         self.group = dist.group.WORLD if group is None else group
         self.loose = loose
-        self._too_much = False
+        self._too_much = 0
         self.notes: list[str] = []  # what a right answer should know
         self.rank, self.size = self.members.index(world.rank), len(self.members)
         self.tape: list[Event] = []
@@ -277,18 +277,18 @@ class Play:
     def at_most(self, name: str, value: float | Callable[[], float], slack: float = 0.0) -> None:
         """Of the event before: `value` must not be more than with the reference, and `slack`.
 
-        A function is asked again for a while, and half as long once one has been too much for all of it: one of gloo's
-        threads may let go of memory a moment late.
+        A function is asked again for a while, since one of gloo's threads may let go of memory a moment late; and a
+        quarter as long after each that has been too much for all of it.
         """
         if self.reference is None:
             self.tape[-1].bounds[name] = (value() if callable(value) else value) + slack
             return
         most = self.reference.tape[len(self.tape) - 1].bounds.get(name, 0.0)
-        patience = Patience(1.0 if self._too_much else 2.0, longest=0.02)
+        patience = Patience(2.0 / 4**self._too_much, longest=0.02)
         while callable(value) and value() > most and patience.turn() > 0:
             time.sleep(0.01)
         self.tape[-1].bounds[name] = found = value() if callable(value) else value
-        self._too_much |= callable(value) and found > most
+        self._too_much += callable(value) and found > most
 
     def clue(self, name: str, value: Any) -> None:
         """Of the event before: `value` may differ, and tells mistakes apart."""

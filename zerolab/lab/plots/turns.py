@@ -81,4 +81,5 @@ def _who_had(held: Table) -> str:
 
 def _who_waits(name: str, table: Table) -> str:
     slowest, mean = sum(map(max, zip(*table, strict=True))), sum(map(sum, table)) / len(table)
-    return f"{name}: each rank computes {mean:g} pairs on average, and all are done after the time of {slowest}"
+    end = f"the last rank is done after the time of {slowest} pairs"
+    return f"{name}: each rank computes {mean:g} pairs on average, and {end}"

@@ -65,7 +65,8 @@ def start(
     if backend == "local" and not leased:
         kind, says = _choose_device(number, device)
     stop()
-    if "IPython" in sys.modules and (shell := sys.modules["IPython"].get_ipython()):  # in a notebook of one's own
+    shell = sys.modules["IPython"].get_ipython() if "IPython" in sys.modules else None
+    if shell is not None and backend == "local":  # in a notebook of one's own
         shell.extension_manager.load_extension("zerolab.lab")
     notices.show()
     _mention_others(stop_others)

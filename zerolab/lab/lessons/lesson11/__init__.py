@@ -448,9 +448,9 @@ from zerolab.lab.exercises import Todo
 def save_checkpoint(
     folder: Path, step: int, data: bytes, rank: int, world_size: int, barrier
 ) -> None:
-    """Put the checkpoint of `step` in the place of the one in `folder`.
+    """Replace the checkpoint in `folder` with that of `step`.
 
-    All ranks call it, each with its own `data`. Who reads goes by folder / "index.json":
+    All ranks call it, each with its own `data`. Readers look at folder / "index.json":
     {"step": step, "files": [one name for each rank, in rank order]}. Whenever a process is
     killed or the power goes, either the old or the new checkpoint must be there, complete.
     (A power cut right after a rename takes a flush of the folder too: welcome, not asked.)

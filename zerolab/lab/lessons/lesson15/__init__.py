@@ -333,7 +333,7 @@ SHAPES = ((3, 5), (1, 1), (2, 1), (2, 2), (2, 5), (3, 1), (3, 2), (4, 1), (4, 4)
 
 
 def in_words(steps: Any) -> Any:
-    """F0 F1 B0 ..., as the pictures write it; what is no list of steps, as it is."""
+    """F0 F1 B0 ..., as the hints write it; what is no list of steps, as it is."""
     if steps is None or isinstance(steps, (str, dict, int)):
         return steps
     said = []
@@ -507,7 +507,7 @@ from zerolab.lab.exercises import Todo
 
 
 class MyPipeline(lab.Pipeline):
-    """Stage self.rank of self.size, for self.micro_batches."""
+    """Stage self.rank of self.size. self.micro_batches is how many there are."""
 
     def order(self) -> list[tuple[str, int]]:
         """1F1B: ("forward", m) and ("backward", m), once for each micro-batch m.
@@ -592,8 +592,8 @@ EXERCISES = [
         stub=PIPELINE_STUB,
         reference=PIPELINE,
         hints=(
-            "order(): the last rank has no warm-up: F0 B0 F1 B1 ... The rank before it begins with F0, then F1 B0 F2 "
-            "B1 ..., and ends with the backward that is left.",
+            'With F0 for ("forward", 0) and B0 for ("backward", 0), the last rank takes turns from the start: F0 B0 F1 '
+            "B1 ... The rank before it begins with F0, then F1 B0 F2 B1 ..., and ends with the backward that is left.",
             "Rank r of N begins with min(N - 1 - r, M) forwards. The micro-batches of its backwards are 0, 1, 2, ..., "
             "and each comes right after the next forward.",
             "warm_up = min(self.size - 1 - self.rank, self.micro_batches). After those forwards, for m from 0: forward "

@@ -37,7 +37,7 @@ NEVER_SENT = (
     "what a stage computes was never sent on, and the next rank waits for it: self.send_output(y, m), "
     "self.send_grad(x.grad, m)"
 )
-TOO_MANY = "too many micro-batches are in flight: rank r needs to keep N - r at most, since that many stages lie ahead"
+TOO_MANY = "too many micro-batches are in flight: rank r keeps N - r at most, one for its own stage and each after it"
 NO_MINIMUM = (
     "there are fewer micro-batches here than stages ahead, and no more can be on their way: begin with "
     "min(size - 1 - rank, micro_batches) forwards"

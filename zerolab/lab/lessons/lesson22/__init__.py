@@ -283,7 +283,7 @@ AVERAGE_BATTERY = (
     Scene(
         "",
         lambda play: averaged(play, "columns"),
-        "an expert's gradient has come from the tokens of all ranks, and its replicas have had other tokens",
+        "an expert's gradient has come from the tokens of its expert group, and its replicas had those of other groups",
         sizes=(4,),
     ),
     Scene("with one gradient of each kind", lambda play: averaged(play, "alone", several=False), sizes=(1, 2)),

@@ -131,7 +131,7 @@ class Outer:
 
     @torch.no_grad()
     def step(self) -> None:
-        """After the local steps, when each rank's parameters are others.
+        """After the local steps, when the ranks' parameters differ.
 
         For each parameter:
             gradient = old - mean of the ranks' parameters

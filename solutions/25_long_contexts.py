@@ -264,7 +264,8 @@ lab.reveal("25.2")
 if lab.predicted("25.2"):
     sent = lab.pull("sent", rank=0)
     for N, kept in lab.pull("per_token", rank=0).items():
-        print(f"N = {N}, a rank: {kept:,.0f} bytes kept per token of the sequence", end="; ")
+        print(f"N = {N}, a rank: {kept:,.0f} bytes", end=" ")
+        print("kept per token of the sequence", end="; ")
         print(f"{sent[N]:,.0f} sent in forward")
 
 # %% [markdown]

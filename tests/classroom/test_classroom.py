@@ -431,7 +431,8 @@ def test_the_teachers_table_fits_on_a_terminal_of_80_columns() -> None:
         (["--ip", "0.0.0.0", "--port", "9100"], "ssh -L 9100:127.0.0.1:9100 <this machine>"),
         (["--ip", "::", "--port", "9100"], "its token can run programs as you"),
         (["--students", "0"], "--students must be from 1"),
-        (["--memory", "0"], "--memory must be"),
+        (["--memory", "0.2"], "--memory must be 0.5 or more, in GB, not 0.2"),
+        (["--memory", "4GB"], "--memory: must be a number above 0, not 4GB"),
         (["--port", "80"], "--port must be"),
     ],
 )

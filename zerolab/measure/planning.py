@@ -147,7 +147,7 @@ def read_parameters(text: str) -> float:
         value = float(text if scale == 1 else text[:-1]) * scale
     except ValueError:
         value = 0
-    if scale == 1 and 0 < value < 1000:
+    if scale == 1 and 0 < value < 1e18 and not value.is_integer():
         raise ValueError(f"{text} is {text} parameters: do you mean {text}B or {text}M?")
     if 1 <= value < 1e18:
         return value

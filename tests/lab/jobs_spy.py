@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable
 
 import torch
@@ -38,6 +39,21 @@ def other_group(rank: int) -> None:
         dist.all_reduce(torch.ones(2), group=group)
 
 
+def while_it_computes(rank: int) -> None:
+    """The same, of ranks that each have another thread, which computes until the rank is told."""
+    told = threading.Event()
+
+    def compute() -> None:
+        while not told.is_set():
+            pass
+
+    threading.Thread(target=compute, daemon=True).start()
+    try:
+        other_group(rank)
+    finally:
+        told.set()
+
+
 def from_outside(rank: int) -> None:
     pair = dist.new_group([A, B])
     dist.all_reduce(torch.ones(2), group=pair)
@@ -69,6 +85,7 @@ CALLS: dict[str, Callable[[int], object]] = {
         dist.all_gather_object([None] * 3, rank) if rank == B else dist.all_reduce(torch.ones(2))
     ),
     "another group first": other_group,
+    "another group first, while it computes": while_it_computes,
     "from outside": from_outside,
     "splits that fit": lambda rank: all_to_all_single(6, 6, [2, 2, 2], [2, 2, 2]),
     "splits of nothing": lambda rank: all_to_all_single(0, 0, [0, 0, 0], [0, 0, 0]),

@@ -42,6 +42,7 @@ SAID = {  # by call: what rank 0 is told, and rank 1, which differs
         "all_gather_object: rank 0 calls all_reduce of 8 bytes instead",
     ),
     "another group first": ("GaveUp: all_reduce of 8 bytes: rank ",) * 2,
+    "another group first, while it computes": ("GaveUp: all_reduce of 8 bytes: rank ",) * 2,
     "from outside": ("", ""),
     "splits that fit": ("", ""),
     "splits of nothing": ("", ""),

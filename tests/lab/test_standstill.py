@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from zerolab.lab.standstill import MOVES, Standstill, Thread, moved
+from zerolab.lab.standstill import EVERY, MOVES, Standstill, Thread, moved
 from zerolab.world.processes import Patience
 
 pytestmark = pytest.mark.skipif(not Path("/proc/self/schedstat").exists(), reason="only Linux shows who waits")
@@ -50,19 +50,30 @@ def test_one_that_computes_comes_on():
             time.sleep(0.05)
 
 
+def rate(before: dict[int, Thread], now: dict[int, Thread], seconds: float = EVERY) -> float:
+    return moved(before, now, seconds) / seconds
+
+
 def test_to_wait_for_a_core_counts_by_what_is_computed():
     """As seen in half a second at a load of 30: a rank that asked others twice, and one that computed."""
     before = {1: Thread(5.0, 7.0), 2: Thread(0.1, 0.1)}
-    assert moved(before, {1: Thread(5.0025, 7.9), 2: Thread(0.1, 0.1)}) < MOVES
-    assert moved(before, {1: Thread(5.02, 7.48), 2: Thread(0.1, 0.1)}) > MOVES
-    assert moved(before, {1: Thread(5.0, 7.0), 2: Thread(0.1, 0.1), 3: Thread(0.3)}) > MOVES
+    assert rate(before, {1: Thread(5.0025, 7.9), 2: Thread(0.1, 0.1)}) < MOVES
+    assert rate(before, {1: Thread(5.02, 7.48), 2: Thread(0.1, 0.1)}) > MOVES
+    assert rate(before, {1: Thread(5.0, 7.0), 2: Thread(0.1, 0.1), 3: Thread(0.3)}) > MOVES
+
+
+def test_what_is_computed_counts_by_the_time_it_had_for_it():
+    """A machine so slow that five seconds pass between two looks: a rank that asked others ten times."""
+    before = {1: Thread(5.0, 7.0)}
+    assert rate(before, {1: Thread(5.02, 7.9)}, 5.0) < MOVES
+    assert rate(before, {1: Thread(5.2, 11.0)}, 5.0) > MOVES
 
 
 def test_who_wants_a_core_and_has_not_slept_comes_on_however_little_it_gets():
     """As seen at a load of 60: no core for half a second, then one for a moment."""
     before = {1: Thread(5.0, 7.0, slept=8, wants=True)}
-    assert moved(before, {1: Thread(5.0, 7.0, slept=8, wants=True)}) > MOVES
-    assert moved(before, {1: Thread(5.003, 7.5, slept=9, wants=True)}) < MOVES  # it has slept: it only asks
-    assert moved(before, {1: Thread(5.003, 7.5, slept=8, wants=False)}) < MOVES  # and now it sleeps
+    assert rate(before, {1: Thread(5.0, 7.0, slept=8, wants=True)}) > MOVES
+    assert rate(before, {1: Thread(5.003, 7.5, slept=9, wants=True)}) < MOVES  # it has slept: it only asks
+    assert rate(before, {1: Thread(5.003, 7.5, slept=8, wants=False)}) < MOVES  # and now it sleeps
     asleep = {1: Thread(5.0, 7.0, slept=8)}
-    assert moved(asleep, {1: Thread(5.003, 7.4, slept=8, wants=True)}) < MOVES  # it has just woken up
+    assert rate(asleep, {1: Thread(5.003, 7.4, slept=8, wants=True)}) < MOVES  # it has just woken up

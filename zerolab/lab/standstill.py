@@ -16,6 +16,7 @@ Linux, where the system does not show who waits for a core, only what was comput
 from __future__ import annotations
 
 import os
+import time
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import suppress
 from pathlib import Path
@@ -24,7 +25,7 @@ from typing import NamedTuple
 from zerolab.world.processes import Patience
 
 EVERY = 0.5  # seconds between two looks
-MOVES = 0.4 * EVERY  # more than a process needs that only asks now and then whether it may go on
+MOVES = 0.4  # of the time between two looks: more than a process needs that only asks now and then
 STATE, SLEPT = "State", "voluntary_ctxt_switches"  # lines of a thread's status
 BUSY = 30  # seconds of waiting for a core, at most, that count for each that was computed
 
@@ -47,15 +48,17 @@ class Standstill:
     def __init__(self, pids: Callable[[], Iterable[int]], seconds: float) -> None:
         self._pids, self._seconds = pids, seconds
         self._patience, self._pause = Patience(seconds, longest=EVERY), Patience(EVERY)
-        self._before = self._look()
+        self._looked, self._before = time.monotonic(), self._look()
 
     def lasts(self) -> bool:
         """Whether none of the processes has come on for as many seconds as this one was there to see it."""
         left = self._patience.turn()
         if self._pause.turn() > 0:
             return False
-        self._pause, before, self._before = Patience(EVERY), self._before, self._look()
-        if any(moved(before.get(pid, {}), threads) > MOVES for pid, threads in self._before.items()):
+        looked, before = self._looked, self._before
+        self._pause, self._looked, self._before = Patience(EVERY), time.monotonic(), self._look()
+        for_ = self._looked - looked
+        if any(moved(before.get(pid, {}), threads, for_) > MOVES * for_ for pid, threads in self._before.items()):
             left, self._patience = self._seconds, Patience(self._seconds, longest=EVERY)
         return left <= 0
 
@@ -63,15 +66,15 @@ class Standstill:
         return {pid: dict(_threads(pid)) for pid in self._pids()}
 
 
-def moved(before: _Threads, now: _Threads) -> float:
-    """Seconds that a process computed, and waited for a core to compute on, in `EVERY` seconds."""
+def moved(before: _Threads, now: _Threads, looked: float) -> float:
+    """Seconds that a process computed, and waited for a core to compute on, in the `looked` between two looks."""
     seconds = 0.0
     for number, thread in now.items():
         last = before.get(number, Thread(0.0))
         computed = thread.computed - last.computed
         seconds += computed + min(thread.waited - last.waited, BUSY * computed)
         if last.wants and thread.wants and thread.slept == last.slept:
-            seconds += EVERY
+            seconds += looked
     return seconds
 
 

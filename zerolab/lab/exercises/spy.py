@@ -212,6 +212,7 @@ class Spy:
         self.blocks = 0  # how many times something was recorded: how far the check has come
         self.asked: set[str] = set()  # dist.get_rank, dist.get_world_size: those that the answer called for the world
         self._numbers: Counter[str] = Counter()  # of calls, by whom they concern
+        store.set(f"waits/{rank}", "")
         store.set(f"process/{rank}", str(os.getpid()))
         answers = dict.fromkeys(COLLECTIVES, self._collective) | dict.fromkeys(PICKLED, self._pickled)
         answers |= dict.fromkeys(MESSAGES, self._message)
@@ -296,18 +297,27 @@ class Spy:
             if turn < AT_ONCE:
                 time.sleep(0.0005)
                 continue
-            still = still or self._standstill()
+            if still is None:
+                still = self._standstill()
+                self.store.set(f"waits/{self.rank}", name)
             if still.lasts():
                 raise GaveUp(f"{doing}: {who} does not make this call")
             with suppress(dist.DistStoreError):  # it asks no more often, or it would look like one who computes
                 self.store.wait([name], LATER)
+        if still is not None:
+            self.store.set(f"waits/{self.rank}", "")
         return self.store.get(name).decode()
 
     def _standstill(self) -> Standstill:
         """Of the others. One that has not begun yet is no process of which that could be said."""
         others = [rank for rank in range(self.world_size) if rank != self.rank]
-        pids = [int(self.store.get(f"process/{rank}")) for rank in others]
-        return Standstill(lambda: pids, self.patience)
+        pids = {rank: int(self.store.get(f"process/{rank}")) for rank in others}
+        return Standstill(lambda: [pids[rank] for rank in others if not self._waits_in_vain(rank)], self.patience)
+
+    def _waits_in_vain(self, rank: int) -> bool:
+        """Whether `rank` says that it waits, for what nobody has said yet: then what it computes is no matter."""
+        name = self.store.get(f"waits/{rank}").decode()
+        return bool(name) and not self.store.check([name])
 
     def _agree(self, call: Traffic, group: Any) -> None:
         """Make sure that every rank of the group makes this call now."""

@@ -39,8 +39,11 @@ def other_group(rank: int) -> None:
         dist.all_reduce(torch.ones(2), group=group)
 
 
-def while_it_computes(rank: int) -> None:
-    """The same, of ranks that each have another thread, which computes until the rank is told."""
+def while_it_sleeps(rank: int) -> None:
+    """One rank sleeps until the others have been told; those have another thread, which computes until then."""
+    if rank == B:
+        dist.distributed_c10d._get_default_store().wait([f"over/{A}", f"over/{C}"])
+        return
     told = threading.Event()
 
     def compute() -> None:
@@ -49,7 +52,7 @@ def while_it_computes(rank: int) -> None:
 
     threading.Thread(target=compute, daemon=True).start()
     try:
-        other_group(rank)
+        dist.all_reduce(torch.ones(2))
     finally:
         told.set()
 
@@ -85,18 +88,18 @@ CALLS: dict[str, Callable[[int], object]] = {
         dist.all_gather_object([None] * 3, rank) if rank == B else dist.all_reduce(torch.ones(2))
     ),
     "another group first": other_group,
-    "another group first, while it computes": while_it_computes,
+    "while it sleeps": while_it_sleeps,
     "from outside": from_outside,
     "splits that fit": lambda rank: all_to_all_single(6, 6, [2, 2, 2], [2, 2, 2]),
     "splits of nothing": lambda rank: all_to_all_single(0, 0, [0, 0, 0], [0, 0, 0]),
 }
 
 
-def call(name: str) -> str:
+def call(name: str, patience: float) -> str:
     """What this rank is told."""
     rank, store = dist.get_rank(), dist.distributed_c10d._get_default_store()
     try:
-        with Spy(store, rank, 3):
+        with Spy(store, rank, 3, patience):
             CALLS[name](rank)
     except (GaveUp, Exception) as error:
         return f"{type(error).__name__}: {error}"

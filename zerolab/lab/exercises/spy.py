@@ -3,8 +3,8 @@
 Two things make mistakes visible that would otherwise depend on luck. A call with `async_op=True` sends what its inputs
 hold when it starts, and fills its result only when it is waited for, so a forgotten wait is wrong every time. And
 before a call, the ranks tell each other what they are about to do: if they differ, they give up, instead of hanging,
-aborting, or mixing up bytes. A rank gives up
-waiting when another has ended, or when all others stand still as it does; never because it has waited for long.
+aborting, or mixing up bytes. A rank gives up waiting when the other has ended, when all ranks say that they wait for
+calls that nobody has made, or when all others stand still as it does; never because it has waited for long.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ import opcode
 import os
 import pickle
 import sys
+import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
@@ -40,7 +41,7 @@ POLL = timedelta(seconds=0.5)  # who asks more often looks like one who computes
 GLOO = timedelta(minutes=10)  # its limit, once it is known that the other side is there
 END = "the end of"  # how a rank that has returned from the answer says where it is
 AT_ONCE = 40  # how often a rank asks whether all are there, before it asks for each
-LATER = timedelta(seconds=0.5)  # between two questions after that, as with POLL
+SOON, LATER = timedelta(seconds=0.02), timedelta(seconds=0.5)  # between two questions after that: first, and at most
 NO_MESSAGE = "it waits for a message that no rank sends, or sends one that no rank receives"
 
 SENDS = ("send", "isend")
@@ -284,7 +285,7 @@ class Spy:
 
     def _ask(self, name: str, rank: int | None, doing: str) -> str:
         """What `rank`, or any other if it is None, says about the call `name`, once it gets there."""
-        ranks = range(self.world_size) if rank is None else [rank]
+        ranks = [other for other in range(self.world_size) if other != self.rank] if rank is None else [rank]
         overs = [f"over/{other}" for other in ranks if other != self.rank]
         who = f"rank {rank}" if rank is not None else "another rank"
         still: Standstill | None = None
@@ -293,19 +294,20 @@ class Spy:
             if self.store.check([name]):
                 break
             if is_over:
-                raise GaveUp(f"{doing}: {who} did not take part")
+                gave_up = any(self._waits_in_vain(other) for other in ranks)
+                raise GaveUp(f"{doing}: {who} {'does not make this call' if gave_up else 'did not take part'}")
             if turn < AT_ONCE:
                 time.sleep(0.0005)
                 continue
             if still is None:
                 still = self._standstill()
-                self.store.set(f"waits/{self.rank}", name)
-            if still.lasts():
+                self._say_that_it_waits(name)
+            if self._all_wait_in_vain() or still.lasts():
                 raise GaveUp(f"{doing}: {who} does not make this call")
             with suppress(dist.DistStoreError):  # it asks no more often, or it would look like one who computes
-                self.store.wait([name], LATER)
+                self.store.wait([name], min(SOON * 2 ** min(turn - AT_ONCE, 10), LATER))
         if still is not None:
-            self.store.set(f"waits/{self.rank}", "")
+            self._say_that_it_waits("")
         return self.store.get(name).decode()
 
     def _standstill(self) -> Standstill:
@@ -314,10 +316,28 @@ class Spy:
         pids = {rank: int(self.store.get(f"process/{rank}")) for rank in others}
         return Standstill(lambda: [pids[rank] for rank in others if not self._waits_in_vain(rank)], self.patience)
 
-    def _waits_in_vain(self, rank: int) -> bool:
-        """Whether `rank` says that it waits, for what nobody has said yet: then what it computes is no matter."""
+    def _say_that_it_waits(self, name: str) -> None:
+        """For the call `name`, or for none. A rank that gives up has said so to the end."""
+        if threading.current_thread() is threading.main_thread():  # another one may wait while the rank goes on
+            self.store.set(f"waits/{self.rank}", name)
+
+    def _waits_in_vain(self, rank: int) -> str:
+        """The call for which `rank` says that it waits, if nobody has made it yet: what it computes is no matter."""
         name = self.store.get(f"waits/{rank}").decode()
-        return bool(name) and not self.store.check([name])
+        return "" if name and self.store.check([name]) else name
+
+    def _all_wait_in_vain(self) -> bool:
+        """Whether no rank will ever come on. All are seen to wait in vain, or to have ended, twice, and the second
+        time for the same calls: so between the two looks all did so at once."""
+        before: list[str] = []
+        for _ in range(2):
+            waits: list[str] = []
+            for rank in range(self.world_size):
+                waits.append("its end" if self.store.check([f"over/{rank}"]) else self._waits_in_vain(rank))
+                if not waits[-1]:
+                    return False
+            before, waits = waits, before
+        return before == waits
 
     def _agree(self, call: Traffic, group: Any) -> None:
         """Make sure that every rank of the group makes this call now."""

@@ -92,10 +92,13 @@ def test_a_hang_is_cut_and_the_next_check_works(monkeypatch: pytest.MonkeyPatch,
 
 @pytest.mark.exhaustive
 def test_a_wait_that_the_limit_cuts_is_no_loop(monkeypatch: pytest.MonkeyPatch) -> None:
-    """On a machine so busy that nobody seems to stand still."""
+    """For a rank that sleeps, on a machine so busy that it does not seem to stand still."""
     judge.try_answer("01.1", EXERCISES["01.1"].reference)  # the pool is there
     monkeypatch.setattr(judge, "WALL", 5.0)
-    verdict = judge.try_answer("01.1", mutants.WRONG["01.1"]["wrong neighbour"][0], patience=600.0, told=False)
+    partial = "    partial = chunks"
+    sleeps = f"    if rank == 1:\n        time.sleep(600)\n{partial}"
+    source = f"import time\n{EXERCISES['01.1'].reference}".replace(partial, sleeps)
+    verdict = judge.try_answer("01.1", source, patience=600.0, told=False)
     assert verdict.kind == "late" and verdict.likely == judge.DIFFERENT, verdict.text
 
 

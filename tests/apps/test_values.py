@@ -168,5 +168,12 @@ def test_a_home_where_nothing_can_be_written(nothing_long, capsys, tmp_path, mon
     assert capsys.readouterr().err == "zerolab: /proc/none: No such file or directory\n"
 
 
+def test_a_file_where_a_folder_is_needed(nothing_long, capsys, tmp_path):
+    (tmp_path / "file").touch()
+    with pytest.raises(SystemExit, match="2"):
+        main(["lab", "--work", str(tmp_path / "file")])
+    assert capsys.readouterr().err == f"zerolab: --work {tmp_path}/file: is a file, where a folder is needed\n"
+
+
 def test_every_command_is_tried():
     assert set(COMMANDS) == set(make_parser()[1])

@@ -103,12 +103,15 @@ class Parser(argparse.ArgumentParser):
 def about_file(why: OSError, args: argparse.Namespace) -> str:
     """An error about a file in one line, after the option that names this file, or a folder above or below it."""
     file = Path(os.path.abspath(os.fsdecode(why.filename)))
+    stands = isinstance(why, FileExistsError | NotADirectoryError) and file.is_file()
+    what = "is a file, where a folder is needed" if stands else why.strerror
     for name, value in vars(args).items():
         if isinstance(value, str | Path):
             path = Path(os.path.abspath(value))
             if file.is_relative_to(path) or path.is_relative_to(file):
-                return f"--{name.replace('_', '-')} {value}: {file}: {why.strerror}"
-    return f"{file}: {why.strerror}"
+                where = "" if file == path else f"{file}: "
+                return f"--{name.replace('_', '-')} {value}: {where}{what}"
+    return f"{file}: {what}"
 
 
 class MissingPackage(Exception):

@@ -5,9 +5,6 @@
 # for a third of every step, a third of the bill buys nothing. There are four remedies: a faster network, which is
 # expensive; a larger batch, if there is memory for it; a different stage, which may change nothing; or a better order
 # of the same calls, which costs a little memory. Which one does your run need?
-#
-# After this lesson you can read a timeline, give it a score, write the order of calls that hides communication behind
-# computing, and work out how much bandwidth is enough to hide all of it.
 
 # %%
 # %load_ext zerolab.lab
@@ -79,9 +76,8 @@ lab.reveal("09.1")
 
 # %% [markdown]
 # It is about the number of tokens, 256. The 6s cancel: 6 FLOP and 6 bytes for each parameter. It is a little less
-# because embeddings are looked up and not multiplied, and biases are only added. (On the CPU the counter of torch
-# 2.13 leaves out how queries meet keys inside attention: here 4 · 64 · 128 FLOP in forward for each token and block,
-# 8 % more.)
+# because embeddings are looked up and not multiplied, and biases are only added. (On the CPU torch's counter leaves out
+# queries times keys, 8 % more.)
 #
 # So a rank with twice as many tokens can live with half the bandwidth. In bfloat16 there are half as many bytes, and so
 # twice as many FLOP for each. The number of parameters does not matter at all.
@@ -89,13 +85,12 @@ lab.reveal("09.1")
 # ## Reading a timeline
 #
 # Below, `timed()` records one step of a rank, with the package's `zerolab.measure.trace`: **spans**, in which it
-# computed; the collectives, from the moment each was issued to the moment it was complete; and **waits**, in which the
-# rank stood still for one.
+# computed; the collectives, each from its start to its end; and **waits**, in which the rank stood still for one.
 #
 # On a laptop four ranks take turns at a few cores, and there is no wire between them. So from here on both are
 # emulated. The linear layers take as long as at 6 GFLOP per second: a rank that is done sooner sleeps, and leaves its
 # core to the others. `lab.link` delays messages as a network of 60 MB per second does. Numbers, bytes and calls stay
-# real. Where this machine is too busy to keep the pace, the cell says so: then its times mean nothing.
+# real. Where this machine is too busy to keep the pace, the cell says so, and its times mean nothing.
 
 # %%
 # %%ranks
@@ -136,7 +131,7 @@ plots.show(plots.gantt(lab.pull("record")))
 # Read one rank from left to right. Above is what it computes: light is forward, dark is backward. Below is what
 # travels: hatched the gathers, plain the reductions. A black bar means that the rank stands still. In forward the two
 # take turns: gather a block, compute it, gather the next. In backward, gradients (the reduce-scatters) travel while the
-# rank computes, but the rank still waits for every gather.
+# rank computes, but it still waits for every gather.
 #
 # ## A score from 0 to 1
 #
@@ -155,9 +150,9 @@ lab.check("09.1")
 
 # %% [markdown]
 # A rank computes during its spans, except for the waits inside them. Score the step that you have just seen.
-# `record.overlap` is the package's score. It counts every moment in which the rank does not wait, also between two
-# spans: copying, Python, the loss. So it is higher. (The sentence below the picture counts that way, and backward's
-# collectives only.)
+# `record.overlap` is the package's score. It counts every moment in which the rank does not wait, also copying and
+# Python between two spans, so it is higher. (The sentence below the picture counts that way, and backward's collectives
+# only.)
 
 # %%
 # %%ranks
@@ -186,10 +181,9 @@ for rank, (ours, packages) in enumerate(lab.pull("scores")):
 # questions:
 #
 # - *What comes next?* Not the next one in `model.blocks`: a model may run its blocks in any order, or skip some. So
-#   record one pass, a forward or a backward, and expect the next of the same kind to be like it. `Recorded` does
-#   that. `self.coming` lists the units that the previous pass came to after this one, in order. In the first pass it
-#   is empty, and also once a pass turns out differently. (`Recorded` then releases whatever was gathered for
-#   nothing.)
+#   record one pass, a forward or a backward, and expect the next of the same kind to be like it. `Recorded` does that:
+#   `self.coming` lists the units that the previous pass came to after this one, in order. It is empty in the first
+#   pass, and once a pass turns out differently. (`Recorded` then releases whatever was gathered for nothing.)
 # - *How many?* Each unit that is gathered ahead needs memory for its full parameters. `self.ahead` is your budget:
 #   the next `self.ahead` units may be there, or on their way.
 # - *When?* A unit has two methods. `unit.start_gather()` returns at once, and does nothing if the unit is there or on
@@ -255,15 +249,14 @@ plots.show(plots.gantt([timed[1].record for timed in lab.pull("timed")]))
 
 # %% [markdown]
 # The same collectives, the same bytes, the same bits; only the order of *starting* changed. In forward, the link now
-# works while the rank computes, and the step is shorter by most of the blocks' gathers, 10 ms each. The price is
-# memory: one more block for each unit of the budget. (The package's own `Zero3` stays at two in backward: it starts
-# the next gather only when the block that backward has left is released.)
+# works while the rank computes, and the step is shorter by most of the blocks' gathers, 10 ms each. The price is one
+# more block in memory for each unit of the budget.
 #
-# A second unit ahead gains little here, because one gather takes no longer than one block's computing. It helps where
-# a small unit leaves too little time to gather a large one.
+# A second unit ahead gains little here, because one gather takes no longer than one block's computing. It helps where a
+# small unit leaves too little time to gather a large one.
 #
 # Why is the score not 1? The root and block 0, whose gradients backward completes last, have nothing left to hide
-# behind. Neither have the first gathers of forward, and the first of backward has only the head.
+# behind, nor have the first gathers of forward; the first of backward has only the head.
 
 # %%
 lab.link(None)
@@ -297,11 +290,12 @@ if lab.predicted("09.3"):
 # %% [markdown]
 # **The same.** DDP sends 6 bytes per parameter, all in backward, beside 4 FLOP per token. ZeRO-3 sends them there too
 # (less the root), and 3 more in forward, beside 2 FLOP: the same ratio. In stages 1 and 2 the forward decides: it
-# gathers what the step has changed.
+# gathers what the step has changed. So ZeRO needs no faster network than DDP to hide its messages, provided that each
+# unit is gathered around its own forward, as here and in FSDP2.
 #
-# So all four have the same **knee**: the lowest bandwidth at which communication hides. If a step computes for C
-# seconds, a third of them in forward, that is 3Ψ / (C/3) = 9Ψ/C bytes per second, with 4 ranks in float32. Below the
-# knee the link decides, and ZeRO-3 is slower, in the end 1.5 times.
+# All four have the same **knee**: the lowest bandwidth at which communication hides. If a step computes for C seconds,
+# a third of them in forward, that is 3Ψ / (C/3) = 9Ψ/C bytes per second, with 4 ranks in float32. Below the knee the
+# link decides, and ZeRO-3 is slower, in the end 1.5 times.
 #
 # Now measure: a step of each stage without a link and at five bandwidths, from a quarter of the knee to eight times it.
 
@@ -338,22 +332,21 @@ if lab.predicted("09.3"):
 # %% [markdown]
 # To the right of the knee all four take as long as computing takes, whatever they send. To the left each follows the
 # link, and ZeRO-3 is the highest. Stages 1 and 2 are below DDP there: they spread the same bytes over forward and
-# backward. The dots lie above their lines: the lines hide everything that fits, but the first gather of a step and
-# the last reduction have nothing to hide behind, and what is outside the linear layers is not paced and takes this
-# machine's own time. Where little is sent, that lifts the dots even above the dashed line. No line was fitted to its
-# dots: it comes from the bytes, the FLOP, and the two speeds.
+# backward. The dots lie above their lines, where little is sent even above the dashed one: the lines hide all that
+# fits, even what leaves first and last, and leave out what is not a linear layer. No line was fitted to its dots: it
+# comes from the bytes, the FLOP, and the two speeds.
 #
-# "Asynchronous" is used for two things. *Launched* asynchronously: a collective is started and waited for later,
-# before its result is used, like everything above; the weights are the same to the bit. *Updated* asynchronously: the
-# optimizer steps with gradients of an earlier step, which is another algorithm (lesson 12). ZeRO's stages are
-# asynchronous only in the first sense.
+# "Asynchronous" means two things. *Launched* asynchronously, a collective is started, and waited for before its result
+# is used, like everything above: the weights are the same to the bit. *Updated* asynchronously, the optimizer steps
+# with gradients of an earlier step, which is another algorithm (lesson 12). ZeRO is asynchronous only in the first
+# sense.
 #
 # ## In production
 #
-# FSDP2 prefetches too (here in torch 2.13), in backward by itself. In forward it relies on the host: Python issues
-# the next gather long before the GPU has finished the block at work. Where the host is not that far ahead, you name
-# the next modules yourself, with `set_modules_to_forward_prefetch`. To see it, count how many gathers have been
-# started when each block begins to compute. (Our step: your schedule with `ahead = 1`.)
+# FSDP2 prefetches too (here in torch 2.13), in backward by itself. In forward it relies on the host: Python issues the
+# next gather long before the GPU has finished the block at work. Where the host is not that far ahead, you name the
+# next modules yourself, with `set_modules_to_forward_prefetch`. Count how many gathers have been started when each
+# block begins to compute (ours: your schedule with `ahead = 1`):
 
 # %%
 # %%ranks
@@ -369,20 +362,23 @@ for name, counts in gathers.items():
     print(f"{name:14}{'':18}{forward}{'':23}{backward}")
 
 # %% [markdown]
-# Block 0 cannot begin before two gathers, the root's and its own. FSDP2 by itself has started just these two. With the
+# Block 0 cannot begin before two gathers, the root's and its own, and FSDP2 by itself has started just these. With the
 # next modules named it has started a third, block 1's, and so have you. In backward all three are one ahead until the
-# last block. The order that you wrote is FSDP2's.
+# last block.
 #
 # DeepSpeed's switches are `overlap_comm` (reductions beside backward, on a stream of their own), and in stage 3
-# `stage3_prefetch_bucket_size`, a budget as yours is, but in elements.
+# `stage3_prefetch_bucket_size`, a budget as yours is, but in elements. Its stages 1 and 2 (0.19.8,
+# [`stage_1_and_2.py`](https://github.com/deepspeedai/DeepSpeed/blob/v0.19.8/deepspeed/runtime/zero/stage_1_and_2.py))
+# and torch's `ZeroRedundancyOptimizer`
+# ([2.13](https://github.com/pytorch/pytorch/blob/v2.13.0/torch/distributed/optim/zero_redundancy_optimizer.py)) send
+# all parameters in the optimizer's step, where nothing is left to hide them.
 #
 # ## On trial
 #
 # > "Larger buckets are always faster."
 #
-# The last bucket is complete when backward is over, so nothing of it can hide. With many buckets that is little, but
-# every bucket costs its latency. Our DDP with three sizes of unit, each a bucket, on a link with half the bandwidth
-# of the knee and 1 ms of latency (an all-reduce of 4 ranks is 6 messages, lesson 01):
+# Small buckets leave early, but every one costs its latency. Our DDP with three sizes of unit, each a bucket, on a link
+# with half the bandwidth of the knee and 1 ms of latency (an all-reduce of 4 ranks is 6 messages, lesson 01):
 
 # %%
 # %%ranks
@@ -404,28 +400,16 @@ for name, (units, _, step) in found[0].items():
 # %% [markdown]
 # **Verdict: false.** One unit has the least latency and hides nothing: its bytes leave when backward is over, so its
 # step is the sum of computing and sending. Linear layers can begin to send before a block is through, and pay for it
-# with more than a hundred messages, 1 ms each. Here the middle is best (unless your machine was too noisy to tell).
-# The best size depends on latency, bandwidth and model. Measure it; it takes three runs.
+# with more than a hundred messages, 1 ms each. Here the middle is best (unless your machine was too noisy to tell). The
+# best size depends on latency, bandwidth and model: measure it.
 #
 # > "overlap_comm hides communication."
 #
 # **Verdict: true under a condition.** Overlap hides at most what fits behind computing. To the right of the knee that
 # is everything but what leaves last: here the root and one block of four, 31 % of the bytes, and far less with a
 # hundred blocks. At a quarter of the knee, three quarters cannot be hidden, in any order. The condition is FLOP per
-# byte: *tokens on each rank*. So when the score is low, look first at the order of calls, then at the batch, and only
-# then at the price of a network.
-#
-# > "A fast interconnect is a condition for ZeRO."
-#
-# **Verdict: false.** All stages have DDP's knee. So where DDP hides its communication, all can, provided that each
-# unit is gathered around its own forward, as here and in FSDP2. Not so DeepSpeed's stages 1 and 2 (0.19.8,
-# [`stage_1_and_2.py`](https://github.com/deepspeedai/DeepSpeed/blob/v0.19.8/deepspeed/runtime/zero/stage_1_and_2.py))
-# and torch's `ZeroRedundancyOptimizer`
-# ([2.13](https://github.com/pytorch/pytorch/blob/v2.13.0/torch/distributed/optim/zero_redundancy_optimizer.py)),
-# which send all parameters in the optimizer's step, where no forward or backward is left to hide them.
-#
-# What ZeRO frees is memory for a larger batch, and with more tokens the knee moves to slower networks. Below it ZeRO-3
-# costs more than DDP. There the package's option `mesh=` helps, which gathers within a node only (lessons 12 and 16).
+# byte: *tokens on each rank*, and ZeRO frees memory for more of them. So when the score is low, look first at the order
+# of calls, then at the batch, and only then at the price of a network.
 #
 # ## For another day (4 minutes)
 #

@@ -18,8 +18,8 @@ print(f"activations of 8 x 2,048 tokens in bfloat16, on every GPU: {kept / 1e9:.
 # %% [markdown]
 # The ZeRO paper calls this rest the **[residual states](../docs/glossary.md#residual-states)**, and its section 6,
 # *ZeRO-R*, is about them: activations, temporary buffers, and memory that is free but in pieces too small to use. This
-# lesson takes the activations, then moves the optimizer off the GPU, which is *ZeRO-Offload*, and asks when that pays.
-# Buffers and pieces are for another day, at the end.
+# lesson takes the activations, then moves the optimizer off the GPU (*ZeRO-Offload*), and asks when that pays. Buffers
+# and pieces are for another day.
 
 # %%
 # %load_ext zerolab.lab
@@ -52,8 +52,8 @@ print(f"Ψ = {psi:,} parameters in {len(make_model().blocks)} blocks of width 12
 # %% [markdown]
 # ## The mountain
 #
-# First the step as you know it from lesson 02. For the moment every rank trains alone, in a process group of its own
-# and on the same samples, so that nothing but the step itself shows.
+# First the step of lesson 02. For the moment every rank trains alone, in a process group of its own and on the same
+# samples, so that nothing but the step itself shows.
 
 
 # %%
@@ -74,15 +74,15 @@ plain = lab.pull("plain", rank=0)
 plots.show(plots.skyline([plain], names=["with everything kept"]))
 
 # %% [markdown]
-# Forward keeps what backward will need: 16 vectors of the model's width for each token and block, two more after the
-# blocks, and the logarithms of 256 probabilities (lesson 02). The mountain is made of these.
+# The mountain is what forward keeps for backward: 16 vectors of the model's width for each token and block, two more
+# after the blocks, and the logarithms of 256 probabilities (lesson 02).
 #
 # ## Forget, and compute again
 #
 # Of a block's 16 vectors, 15 can be computed from the first, its input. **[Activation
 # checkpointing](../docs/glossary.md#activation-checkpointing)** keeps only the inputs. When backward reaches a block,
-# the block's forward runs *again*, from its kept input; now all 16 vectors are there, for this one block, and its
-# backward can follow.
+# the block's forward runs *again*, from its kept input; now all 16 vectors are there, for this one block, and backward
+# goes on.
 #
 # Predict two numbers. How many bytes does one token leave behind when forward returns, if each of the 6 blocks keeps
 # only its input? (Width 128, float32. What follows the blocks stays as it was.) And the price: how much arithmetic does
@@ -96,8 +96,8 @@ lab.predict("10.2", 4 / 3)  # × the arithmetic
 # %% [markdown]
 # ## Write: a checkpointed block
 #
-# To decide what happens in both directions, write a `torch.autograd.Function`: a forward and a backward of your own.
-# Autograd calls them in place of whatever it would have recorded. Three facts decide what they look like:
+# To decide what happens in both directions, write a `torch.autograd.Function`: a forward and a backward of your own,
+# which autograd calls in place of whatever it would have recorded. Three facts decide what they look like:
 #
 # - **Nothing is recorded inside either of them.** In forward that is what you want. In backward the block's second run
 #   *must* be recorded, or there is nothing to send the gradient through: `with torch.enable_grad():`.
@@ -160,12 +160,12 @@ if lab.predicted("10.1") and lab.predicted("10.2"):
     print("the peaks with yours and with torch's differ by less than 2 %:", abs(off) < 0.02)
 
 # %% [markdown]
-# The mountain has become a low ridge: kept inputs, and while backward is at a block, that block's 16 vectors. The peak
-# is now mostly model states, for which there are stages 1 to 3.
+# The mountain has become a low ridge: kept inputs, and the 16 vectors of the block that backward is at. The peak is now
+# mostly model states, for which there are stages 1 to 3.
 #
-# A token leaves 4 bytes × (128 × (6 + 2) + 256) = 5,120, and 16 more: 8 for the target, of which forward makes a
-# copy, and 8 for the last norm's mean and spread. The arithmetic grows from three parts (forward one, backward two)
-# to nearly four, 4/3. It is a little less because the head is not computed again.
+# A token leaves 4 bytes × (128 × (6 + 2) + 256) = 5,120, and 16 more: 8 for the target, of which forward makes a copy,
+# and 8 for the last norm's mean and spread. The arithmetic grows from three parts (forward one, backward two) to nearly
+# four: the head is not computed again.
 #
 # **In production** this is `torch.utils.checkpoint.checkpoint(block, x, use_reentrant=False)`, the third run above.
 # (Yours is what torch calls *reentrant*: it starts a backward inside the backward.)
@@ -182,8 +182,8 @@ if lab.predicted("10.1") and lab.predicted("10.2"):
 # 3. the host casts it to float32 and updates masters and averages;
 # 4. the new values, rounded to bfloat16, go back to the device.
 #
-# It goes well with ZeRO: with stage 1, 2 or 3 a rank updates its *shard*, so each of N ranks sends Ψ/N gradients and
-# gets Ψ/N parameters back.
+# It goes well with ZeRO: in stages 1 to 3 a rank updates its *shard*, so each of N ranks sends Ψ/N gradients and gets
+# Ψ/N parameters back.
 #
 # Predict, for stage 2 with offload, Ψ = 1,263,616 and N = 4. How many bytes of model states does a rank hold **on the
 # device** when backward returns? And how many bytes cross its link to the host in a step, both directions together?
@@ -198,7 +198,7 @@ lab.predict("10.4", 2 * 2 * 1_263_616 // 4)  # bytes
 # On a laptop *device* and *host* are one memory. We keep honest books all the same. `HostLink` makes real copies,
 # `link.to_host(tensor)` and `link.to_device(out, tensor)`, and counts their bytes. What came over the link is on the
 # host, and so is what is made from it there, such as `tensor.float()` or `torch.zeros_like(tensor)`; everything else is
-# on the device. On a GPU the same class copies to pinned pages of the host and back.
+# on the device.
 #
 # `receive(start, grad)` is called whenever backward has finished a part of this rank's gradient, and `step()` when all
 # parts of all micro-batches are there. Two things are easy to get wrong: on which side you cast (the wrong one doubles
@@ -215,8 +215,8 @@ lab.check("10.2")
 #
 # Your optimizer inside a ZeRO-1 made of your own parts: the flat buffer of 02.1, the reduce-scatter of 04.1, and an
 # all-gather. `train_sharded` trains four steps on real text, once with the masters on the device (`OnDevice` is the
-# same optimizer, without a link), once on the host. What crosses the link in a step does not depend on the stage, 1 or
-# 2: this run measures 10.4, the engine's below 10.3.
+# same optimizer, without a link), once on the host. What crosses the link does not depend on the stage, 1 or 2: this
+# run measures 10.4, the engine's below 10.3.
 
 # %%
 # %%ranks
@@ -229,7 +229,7 @@ equal = on_device[0] == on_host[0] and torch.equal(on_device[1], on_host[1])
 crossed = on_host[2]
 
 # %% [markdown]
-# And the engine's own: `offload="optimizer"` with stage 2. What it would keep on a GPU counts as on the device.
+# And the engine's own, `offload="optimizer"` with stage 2. What it would keep on a GPU counts as on the device.
 
 
 # %%
@@ -265,16 +265,19 @@ if lab.predicted("10.3") and lab.predicted("10.4"):
 # %% [markdown]
 # On the device 2Ψ stay, the bfloat16 parameters, whatever N is; with stage 3 it is 2Ψ/N. The host has this rank's shard
 # of the rest: 2 bytes of gradient, 4 of master and 8 of averages are 14Ψ/N. (Yours holds its gradients in float32, so
-# 16Ψ/N.) The link carries 2Ψ/N down and 2Ψ/N up.
+# 16Ψ/N.)
 #
 # ## When does it pay?
 #
 # In each micro-batch 2Ψ/N bytes of gradients go down; once a step 2Ψ/N come up, and the host updates its parameters.
-# That does not grow with the tokens, and computing does: one token costs 6Ψ operations (2Ψ forward, 4Ψ backward). With
-# one micro-batch the link takes as long as the GPU when 4Ψ/N bytes ÷ bandwidth = 6Ψ operations × tokens ÷ speed. Ψ
-# cancels: tokens = 4/N ÷ bandwidth × speed ÷ 6. The update moves 28 bytes per parameter through the host's memory
-# (read: gradient, master and two averages, 16; written: the last three, 12). Here are both as numbers of tokens. Put in
-# your own machine's numbers; these are manufacturers' figures, or a stated part of them:
+# That does not grow with the tokens, and computing does: 6Ψ operations for each token. With one micro-batch the link
+# takes as long as the GPU when 4Ψ/N bytes ÷ bandwidth = 6Ψ operations × tokens ÷ speed, at 4/N ÷ bandwidth × speed ÷ 6
+# tokens. The update moves 28 bytes per parameter through the host's memory (read: gradient, master and two averages,
+# 16; written: the last three, 12). Here are both in tokens. Put in your own machine's numbers; these are manufacturers'
+# figures, or a stated part of them:
+# 6. The update moves 28 bytes per parameter through the host's memory (read: gradient, master and two averages, 16;
+# written: the last three, 12). Here are both in tokens. Put in your own machine's numbers; these are manufacturers'
+# figures, or a stated part of them:
 
 # %% tags=["nbval-check-output"]
 speed = 400e12  # operations per second: 40 % of the 989e12 (bfloat16) of an H100
@@ -288,12 +291,12 @@ for ranks in (1, 8, 64):
     print(f"the update {update:>5,.0f}")
 
 # %% [markdown]
-# On a server of 8 GPUs the host's own update costs far more than the link. One GPU or eight, their host updates all Ψ
-# parameters; with 64 GPUs eight hosts share them. With one micro-batch all of it costs 8,444 tokens on one GPU, 3,778
-# on eight, and 472 on 64. So on one server, with a few thousand tokens per GPU, a GPU waits about as long as it
-# computes. Hiding the way down behind backward saves only 333 of the 3,778: the host's update is what it waits for.
-# Accumulation shares only the way up and the update among more tokens. So offload pays when a model does not fit
-# otherwise, or when the freed memory makes the micro-batch so large that the wait no longer counts.
+# One GPU or eight, their host updates all Ψ parameters, and with eight that costs far more than the link; with 64 GPUs
+# eight hosts share them. With one micro-batch all of it costs 8,444 tokens on one GPU, 3,778 on eight, and 472 on 64.
+# So on one server, with a few thousand tokens per GPU, a GPU waits about as long as it computes, and hiding the way
+# down behind backward saves only 333 of the 3,778. Accumulation shares only the way up and the update among more
+# tokens. So offload pays when a model does not fit otherwise, or when the freed memory makes the micro-batch so large
+# that the wait no longer counts.
 #
 # **In production** this is `"offload_optimizer": {"device": "cpu"}` in DeepSpeed 0.19.8. FSDP2's `CPUOffloadPolicy`
 # (torch 2.13) keeps the shards of everything on the host, the parameters too, and sends those up before each gather.
@@ -316,27 +319,21 @@ print("activations when forward returns, kB per token:", left_by)
 # %% [markdown]
 # **Verdict: true of ZeRO-R's P_a, together with model parallelism; false of stages 1 to 3.** The stages divide what all
 # ranks have in common. In data parallelism each rank has samples of its own, so no activation is stored twice, and
-# there is nothing to divide.
+# there is nothing to divide. (Nor do the stages balance unequal devices: shards and samples are equal, so each step
+# lasts until the slowest rank is done.)
 #
-# It is different when ranks share the work of *one layer*, each with some of the columns of its matrices. This is
-# **[tensor parallelism](../docs/glossary.md#tensor-parallelism)**, a kind of model parallelism (lesson 15): every rank
-# keeps the same input of the layer. ZeRO-R's **P_a** (partitioned activations) keeps 1/N of it instead (a quarter on
-# four ranks), and all-gathers the rest before the second run. Of our model's inputs, 6 blocks × 512 tokens × 128 × 4 =
-# 1,572,864 bytes, each of four ranks would keep 393,216 with P_a, for one all-gather per block. (DeepSpeed 0.19.8:
+# It is different when ranks share the work of *one layer*, each with some of the columns of its matrices (**[tensor
+# parallelism](../docs/glossary.md#tensor-parallelism)**, lesson 15): all keep the same input. With ZeRO-R's **P_a**
+# (partitioned activations) each keeps 1/N of it, all-gathered before the second run. Of our model's inputs, 6 blocks ×
+# 512 tokens × 128 × 4 = 1,572,864 bytes, each of four ranks would keep 393,216. (DeepSpeed 0.19.8:
 # `partition_activations` in `activation_checkpointing`.)
-#
-# > "ZeRO balances GPUs with TPUs and FPGAs."
-#
-# **Verdict: false.** Shards and samples are equal. So every step lasts until the slowest rank's gradients are there,
-# and the rank with the least memory decides what fits: a slow one would need fewer samples, and one with little memory
-# a smaller shard. And all ranks call the same collectives of one library (NCCL on NVIDIA's GPUs).
 #
 # > "ZeRO cures fragmentation and memory bandwidth."
 #
-# **Verdict: false.** The stages cure *capacity*. Fragmentation, free memory in pieces too small to use, is a matter of
-# lifetimes, and parameters that are gathered and released make holes of their own (the section below measures it). As
-# for bandwidth: in every stage a rank computes with full parameters on samples of its own, so its forward and backward
-# read and write what they always did, and in stage 3 gathers come on top. Only the optimizer's step touches 1/N.
+# **Verdict: false.** The stages cure *capacity*. Fragmentation is a matter of lifetimes, and parameters that are
+# gathered and released make holes of their own (measured below, for another day). As for bandwidth: in every stage a
+# rank computes with full parameters on samples of its own, so its forward and backward read and write what they always
+# did, and in stage 3 gathers come on top. Only the optimizer's step touches 1/N.
 #
 # ## For another day: free, but of no use (8 minutes)
 #

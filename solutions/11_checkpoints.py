@@ -8,7 +8,7 @@
 # A **[checkpoint](../docs/glossary.md#checkpoint)** is what has to be on the disk so that training goes on as if it had
 # never stopped. Five things can go wrong: ranks may overwrite each other's files; the checkpoint may be incomplete, or
 # fit only the number of ranks that wrote it; the crash may come during the save; and the run may go on with other
-# samples. You see each of them, and write two functions that prevent the worst.
+# samples. You see each of them, and write two functions against the worst.
 
 # %%
 # %load_ext zerolab.lab
@@ -45,8 +45,8 @@ lab.predict("11.1", 12 * 136_960)  # bytes
 # ## One path for all
 #
 # A script that was written for one process saves with `torch.save(model.state_dict(), "model.pt")`. On four ranks, each
-# process runs that line, at the same moment and with the same path. Try it: every rank saves 40 tensors (16 MB) that
-# are filled with its rank, three times over.
+# runs that line, at the same moment and with the same path. Here every rank saves 40 tensors (16 MB) filled with its
+# rank, three times over.
 
 # %%
 # %%ranks
@@ -63,15 +63,14 @@ for row in lab.pull("found", rank=0):
     print("whose tensor:", row)
 
 # %% [markdown]
-# Each digit is one of the 40 tensors in the file, and says which rank it came from. The rows differ from run to run. A
-# row of one digit means that one rank wrote last, and what the other three saved is gone. Several digits are worse: the
-# ranks wrote over each other, and `torch.load` opens the patchwork **without an error**. So ranks that hold different
-# things write *different files*, and a format needs checksums, as zerolab's has.
+# Each digit says which rank one of the 40 tensors in the file came from. (The rows differ from run to run.) A row of
+# one digit means that one rank wrote last, and what the other three saved is gone. Several digits are worse: the ranks
+# wrote over each other, and `torch.load` opens the patchwork **without an error**. So ranks that hold different things
+# write *different files*, and a format needs checksums, as zerolab's has.
 #
 # ## Weights alone are no checkpoint
 #
-# Train 60 steps and stop. Then go on in two ways: with everything that the run had, and with its weights alone and a
-# new AdamW.
+# Train 60 steps and stop. Then go on with everything that the run had, and with its weights alone and a new AdamW.
 #
 # Adam moves an element by lr · m/√v, where m is the average of its gradients and v of their squares (both corrected for
 # having started at zero). In a trained run, gradients change sign from step to step, so m is much smaller than √v.
@@ -81,8 +80,8 @@ for row in lab.pull("found", rank=0):
 lab.predict("11.2", 1.0)  # learning rates
 
 # %% [markdown]
-# `samples(step)` gives the numbers of a step's 24 samples, for all ranks together. Each rank takes its part of them in
-# `one_step`. The checkpoint has the number of the next sample.
+# `samples(step)` gives the numbers of a step's 24 samples, of all ranks together; in `one_step` each rank takes its
+# part. The checkpoint has the number of the next sample.
 
 # %%
 # %%ranks
@@ -159,18 +158,17 @@ if lab.predicted("11.1"):
     assert lab.state_bytes_in(saved) == 12 * 136_960
 
 # %% [markdown]
-# Every rank writes only what it owns: no gather, no rank that needs memory for all, and all write at once. (A
-# safetensors file is raw tensors under a JSON header.) Together they have 4 bytes for each parameter and 8 for Adam's
-# two averages of it: 12Ψ, whatever the stage and the number of ranks. The **manifest** says which elements of what are
-# in which file.
+# Every rank writes only what it owns: no gather, and all write at once. (A safetensors file is raw tensors under a JSON
+# header.) Together they have 4 bytes for each parameter and 8 for Adam's two averages: 12Ψ, whatever the stage and the
+# number of ranks. The **manifest** says which elements of what are in which file.
 #
 # It is needed the next morning, when one GPU is broken, and four files are to be loaded on three ranks.
 #
 # ## Write: who reads what
 #
-# First on a small scale. A unit of 38 elements (lesson 04) is in four files. Each has a shard of 10 elements, so 2 in
-# the last one are padding. Three ranks will cut it into shards of 13. Predict: how many reads do the three ranks need
-# together, if a read takes neighbouring elements from one file?
+# First on a small scale. A unit of 38 elements (lesson 04) is in four files, a shard of 10 elements in each, so 2 in
+# the last one are padding. Three ranks will cut it into shards of 13. Predict: how many reads do they need together, if
+# a read takes neighbouring elements from one file?
 
 # %%
 lab.predict("11.3", 6)  # reads
@@ -206,17 +204,13 @@ lab.check("11.1")
 #
 # Now a real one. The four ranks write their shards of the run at step 60, one file each, with three tensors for each
 # unit: parameters, and Adam's `exp_avg` and `exp_avg_sq`. Then rank 3 is gone. The other three form a group, build a
-# fresh model, and know nothing of the first run but its files. `load_shards` asks your function for each unit what to
-# read.
+# fresh model, and know nothing of the first run but its files. `load_shards` asks your function what to read for each
+# unit.
 
 # %%
 # %%ranks
 plan_reads = lab.mine("11.1")
-four = [f"{folder}/rank-{r}.safetensors" for r in range(4)]
-again = lab.small_run()
-zerolab.load(f"{folder}/step-60", *again)
-lab.save_shards(four[rank], *again)
-dist.barrier()
+four = lab.in_shards(f"{folder}/step-60", folder)
 
 three = dist.new_group([0, 1, 2])
 read = equal = after = 0
@@ -236,9 +230,8 @@ equal = all(lab.pull("equal")[:3])
 print("three ranks, by your plan and by zerolab.load: equal, bit for bit:", equal)
 
 # %% [markdown]
-# The three together read 12Ψ bytes, nothing twice, and no rank needed the whole model to load its part. (Only the
-# comparison gathered it.) `zerolab.load` does what you have done, parameter by parameter, so it also loads into another
-# stage.
+# The three together read 12Ψ bytes, nothing twice, and no rank needed the whole model to load its part. `zerolab.load`
+# does what you have done, parameter by parameter, so it also loads into another stage.
 #
 # ## The same samples
 #
@@ -250,13 +243,13 @@ apart = max(abs(a - b) for a, b in pairs)
 print("losses on 3 ranks, and on 4 that never stopped, equal to 0.01:", apart < 0.01)
 
 # %% [markdown]
-# It is, though not to the last bit: three ranks add the same 24 gradients in another order. It is the same run because
-# of how `samples` is written. The **global sample index**, step · 24 to step · 24 + 23, says what a step learns from,
-# whatever the number of ranks. Only *who computes which* depends on that.
+# It is, though not to the last bit: three ranks add the same 24 gradients in another order. The **global sample
+# index**, step · 24 to step · 24 + 23, says what a step learns from, whatever the number of ranks; only *who computes
+# which* depends on that.
 #
 # Many scripts deal first: rank r of N gets the samples r, r + N, r + 2N, …, and shuffles its own. (`DistributedSampler`
-# shuffles first and then deals, which is safe.) Here are 80 steps of one epoch of 6,000 samples, on 4 ranks, and on 4
-# ranks for 40 steps and on 3 for the rest:
+# shuffles first and then deals, which is safe.) Here are 80 steps of one epoch of 6,000 samples: on 4 ranks, and on 4
+# for 40 steps and then on 3:
 
 # %% tags=["nbval-check-output"]
 ways = {"dealt to 4 ranks": lab.dealt(4, 4), "dealt to 4, then to 3": lab.dealt(4, 3)}
@@ -266,14 +259,14 @@ for name, seen in ways.items():
     print(f"{name:22} {len(seen):,} samples, {again:>3} seen more than once")
 
 # %% [markdown]
-# When the number of ranks changes, each rank gets a different part: samples that the epoch has had come again, others
-# never come, and nothing reports it. So save the number of the next sample, as above, and derive the rest from it.
+# When the number of ranks changes, so does each rank's part: samples that the epoch has had come again, others never
+# come, and nothing reports it. So save the number of the next sample, as above, and derive the rest from it.
 #
 # ## Write: a save that a crash cannot spoil
 #
-# The crash may come *while* the checkpoint is being written: a large model takes minutes to write, and may fill the
-# disk. Here is the obvious save. `crash.play` runs it in a process of its own, and really kills it in the middle of a
-# write (SIGKILL):
+# The crash may come *while* the checkpoint is being written, which takes a large model minutes, and may fill the disk.
+# Here is the obvious save. `crash.play` runs it in a process of its own, and really kills it (SIGKILL) in the middle of
+# a write:
 
 # %% tags=["nbval-check-output"]
 from zerolab.lab import crash
@@ -308,8 +301,8 @@ print(f"{run.ended[0]}, and {path.stat().st_size} of {len(shards[0]):,} bytes ar
 # 5. **Remove the old files last.**
 #
 # So at every moment the index names files that are complete. The check kills ranks before each operation on files and
-# in the middle of writes, lets one rank run far ahead, and fills a disk. Every time it looks whether a checkpoint can
-# be loaded. That takes ten seconds or more.
+# in the middle of writes, lets one rank run far ahead, fills a disk, and looks each time whether a checkpoint can be
+# loaded. That takes ten seconds or more.
 
 # %%
 # %%exercise 11.2
@@ -318,8 +311,8 @@ print(f"{run.ended[0]}, and {path.stat().st_size} of {len(shards[0]):,} bytes ar
 lab.check("11.2")
 
 # %% [markdown]
-# Now on the real shards of two ranks. Both save step 60. Then they save step 70, and a rank is killed: in the first try
-# before its first operation on a file, in the next before its second, and so on.
+# Now on the real shards of two ranks. Both save step 60. Then they save step 70, and a rank is killed before its first
+# operation on a file; in the next try before its second, and so on.
 
 # %%
 loaded = []
@@ -332,12 +325,12 @@ complete = set(loaded) == {60, 70} and len(loaded) > 5
 print("after every death a complete checkpoint was there:", complete)
 
 # %% [markdown]
-# The old one up to the rename, the new one from there on, and never anything else. `zerolab.save` keeps this order,
-# with folders in place of files.
+# The old one up to the rename, the new one from there on. `zerolab.save` keeps this order, with folders in place of
+# files.
 #
 # How often should you save? A save costs time, and so does what is computed again after a crash. If a save takes S
-# seconds and a crash comes every C seconds, the sum is smallest at an interval of about √(2·S·C) (Young, 1974). For one
-# minute and three hours that is 19 minutes.
+# seconds and a crash comes every C seconds, the best interval is about √(2·S·C) (Young, 1974): for one minute and three
+# hours, 19 minutes.
 #
 # ## In production
 #
@@ -351,15 +344,8 @@ from torch.distributed.device_mesh import DeviceMesh
 trained = lab.fsdp_run(DeviceMesh("cpu", [0, 1, 2, 3]), data, samples(0))
 dcp.save(lab.my_state(*trained), checkpoint_id=f"{folder}/dcp")
 in_full = lab.full_state(*trained)
-two = DeviceMesh("cpu", [0, 1])
-loaded_equal = None
-if rank < 2:
-    fewer = lab.fsdp_run(two)
-    state = lab.my_state(*fewer)
-    dcp.load(state, checkpoint_id=f"{folder}/dcp", process_group=two.get_group())
-    lab.set_my_state(*fewer, state)
-    loaded_equal = all(map(torch.equal, in_full, lab.full_state(*fewer)))
-dist.barrier()
+loaded = lab.dcp_load_on([0, 1], f"{folder}/dcp")  # in full; None on the other ranks
+loaded_equal = loaded and all(map(torch.equal, in_full, loaded))
 
 # %% tags=["nbval-check-output"]
 print(*sorted(path.name for path in Path(folder, "dcp").iterdir()))
@@ -367,17 +353,16 @@ equal = lab.pull("loaded_equal")[:2]
 print("saved by 4 and loaded by 2, parameters and Adam's averages are equal:", equal)
 
 # %% [markdown]
-# The same idea: a file for each rank, and one (`.metadata`) that says what is where. What differs in torch 2.13:
+# The same idea: a file for each rank, and one (`.metadata`) that says what is where. But in torch 2.13:
 #
 # - DCP *fills* what you give it. Adam's state must exist before you load.
 # - `.metadata` is a **pickle**: loading a stranger's DCP checkpoint may run the stranger's code. So may DeepSpeed's
 #   files.
-# - Data position and schedule are yours to add to the state, with any library, and with DCP the generators too.
+# - Data position, schedule and generators are yours to add to the state.
 #
-# **DeepSpeed** (0.19.8) writes a file for each rank too, cut for that number of ranks. Its `zero_to_fp32.py` joins the
-# *weights* into float32 files: weights alone. `ds_to_universal.py` rewrites the checkpoint into a
-# [universal](https://www.deepspeed.ai/tutorials/universal-checkpointing/) one, for any number of ranks. That is a job
-# of its own, with time and disk space of its own.
+# **DeepSpeed** (0.19.8) writes a file for each rank too, cut for that number of ranks. `ds_to_universal.py`, a job of
+# its own, rewrites the checkpoint into a [universal](https://www.deepspeed.ai/tutorials/universal-checkpointing/) one,
+# for any number of ranks; `zero_to_fp32.py` joins the *weights* alone.
 #
 # **torchrun** with `--max-restarts 3` starts all processes again when one dies; with `--nnodes 2:4` also when a node
 # leaves or arrives, with another world size
@@ -388,33 +373,17 @@ print("saved by 4 and loaded by 2, parameters and Adam's averages are equal:", e
 #
 # > "Training too slow? Just add nodes."
 #
-# Two ranks with 6 samples each have trained 12 steps. Then there are four ranks, and the script has `batch_size=6` *per
-# rank*, as most have. Compare four ways to spend the next 144 samples: on two ranks as before; on four with the same
-# [**global** batch](../docs/glossary.md#global-batch), 3 for each rank; and on four with 6 each, with the learning rate
-# as it is and with twice as much.
+# Two ranks with 6 samples each have trained 12 steps. Then there are four, and the script has `batch_size=6` *per
+# rank*, as most have. Spend the next 144 samples in four ways: on two ranks as before; on four with the same
+# [**global** batch](../docs/glossary.md#global-batch), 3 for each rank; on four with 6 each; and so with twice the
+# learning rate.
 
 # %%
 # %%ranks
 pair = dist.new_group([0, 1])
-if rank < 2:
-    run = lab.small_run(pair, lr=1e-3)
-    train(*run, range(12), batch=12)
-    zerolab.save(f"{folder}/two", *run, next_sample=12 * 12)
-dist.barrier()
-
-
-def nodes(group, batch, lr=1e-3):
-    zero, adam = lab.small_run(group)
-    first = zerolab.load(f"{folder}/two", zero, adam)["next_sample"]
-    adam.param_groups[0]["lr"] = lr
-    steps = range(first // batch, (first + 144) // batch)
-    train(zero, adam, steps, batch)
-    return len(steps), lab.loss_held_back(zero, data)
-
-
-rows = {"2 ranks x 6": nodes(pair, 12) if rank < 2 else None}
-rows |= {"4 ranks x 3": nodes(None, 12), "4 ranks x 6": nodes(None, 24)}
-rows["4 ranks x 6, lr x 2"] = nodes(None, 24, 2e-3)
+nodes = lab.two_ranks_train(train, pair, data, f"{folder}/two")  # nodes(group, batch, lr)
+rows = {"2 ranks x 6": nodes(pair, 12), "4 ranks x 3": nodes(None, 12)}
+rows |= {"4 ranks x 6": nodes(None, 24), "4 ranks x 6, lr x 2": nodes(None, 24, 2e-3)}
 
 # %%
 rows = lab.pull("rows", rank=0)
@@ -430,8 +399,8 @@ print("the same batch per rank learns less from the same samples:", more > same 
 # **Verdict: true under a condition.** More ranks leave a run as it is if three things stay: the **global batch** (so
 # each rank's part shrinks), with it the **learning rate** and its schedule, and the **samples** (a global index). Then
 # only the time changes, and not by much once a rank's part is small: each step still sends as many bytes (lesson 04).
-# With the batch *per rank* as it was, this is another training run: half as many updates from the same samples.
-# Doubling the learning rate made up for that here, early in the run. It does not work without limit.
+# With the batch *per rank* as it was, this is another run: half as many updates from the same samples. Doubling the
+# learning rate made up for that here, early in the run, but not without limit.
 #
 # ## Questions
 #

@@ -4,13 +4,13 @@
 # **The question.** A run on many GPUs is broken. You have its log, and the other ranks' logs. What is wrong, and how do
 # you know?
 #
-# While Llama 3 was trained on 16,384 GPUs, 466 interruptions came in 54 days, 419 of them unplanned
-# ([The Llama 3 Herd of Models](https://arxiv.org/abs/2407.21783), section 3.3.4): one of these every three hours. Those
-# were loud. Others are quiet: a run that goes on for a week, with numbers that were wrong from the first step.
+# While Llama 3 was trained on 16,384 GPUs, 419 unplanned interruptions came in 54 days ([The Llama 3 Herd of
+# Models](https://arxiv.org/abs/2407.21783), section 3.3.4): one every three hours. Those were loud. Others are quiet: a
+# run that goes on for a week, with numbers that were wrong from the first step.
 #
-# This lesson is a clinic. Each patient is a real run, broken on purpose. You see the evidence and nothing else: what
-# the ranks printed, what they sent, what they held. You write down a diagnosis. Only then do you see the code. Six
-# patients in three wards are for today, and one of them you mend. Four more, and a second repair, are for another day.
+# This lesson is a clinic. Each patient is a real run, broken on purpose. You see nothing but what the ranks printed,
+# what they sent and what they held, and write down a diagnosis. Only then do you see the code. Six patients in three
+# wards are for today, and one of them you mend. Four more, and a second repair, are for another day.
 
 # %%
 # %load_ext zerolab.lab
@@ -32,7 +32,7 @@ lab.start(4)
 # | What lives in memory, where, and since when? | bytes by device and by step | out of memory |
 #
 # A fingerprint is a short number computed from the bits of tensors (here a checksum, cut to four hexadecimal digits).
-# The same bits have the same fingerprint. Different bits have, almost always, another one. So ranks can compare
+# The same bits have the same fingerprint, and different bits, almost always, another one. So ranks can compare
 # gigabytes by comparing four characters:
 
 # %% tags=["nbval-check-output"]
@@ -45,13 +45,11 @@ if rank == 2:
 print("1,000,000 weights:", fingerprint([weights]))
 
 # %% [markdown]
-# Ranks 0, 1 and 3 agree, and one weight of rank 2's million is enough to tell it apart. (Sums and norms may not show
-# it: they are rounded.)
+# One weight of rank 2's million is enough to tell it apart. (Sums and norms may not show it: they are rounded.)
 #
 # `lab.admit(n)` runs patient n and prints the evidence and four diagnoses. Each wrong one is plausible, and some are
-# right for another patient, but something in the evidence speaks against it: find that before you choose. You write
-# down a letter, with `lab.predict`. If it is wrong, `lab.reveal` says what speaks against it. `lab.uncover(n)` shows
-# the code.
+# right for another patient, but something in the evidence speaks against it: find that before you write down a letter,
+# with `lab.predict`. `lab.reveal` says what speaks against a wrong one, and `lab.uncover(n)` shows the code.
 #
 # ## Ward 1: it stops
 #
@@ -60,13 +58,13 @@ print("1,000,000 weights:", fingerprint([weights]))
 #
 # The flight recorder's table says of each rank which collective it finished last and which it waits in, with its shape,
 # and how many seconds ago it ended or began. Those that move tensors of the model have a number. Two small ones are the
-# engine's own. Before a gather that does not follow the order of the last step, ranks *announce* it. In backward they
+# engine's own: ranks *announce* a gather that does not follow the order of the last step, and in backward they
 # *exchange* which parameters they used. "Is at no line of the script" means that the rank's Python has left the cell.
 #
-# An all-reduce here is a reduce-scatter and then an all-gather (lesson 01). The table names the half that a rank is in;
-# the exception names the whole. "waits in reduce-scatter of blocks.0" and "all-reduce of blocks.0 failed" are the same
-# call. And exit codes are given as `torchrun` gives them: a negative one is the number of the signal that ended the
-# process (9 is SIGKILL, 11 a crash in native code).
+# An all-reduce here is a reduce-scatter and then an all-gather (lesson 01). The table names the half that a rank is in,
+# the exception the whole: "waits in reduce-scatter of blocks.0" and "all-reduce of blocks.0 failed" are the same call.
+# Exit codes are given as `torchrun` gives them: a negative one is the number of the signal that ended the process (9 is
+# SIGKILL, 11 a crash in native code).
 
 # %%
 lab.admit(1);
@@ -175,7 +173,7 @@ lab.uncover(5)
 # Look at each device first: if one GPU is full and the others are empty, the ranks were not spread over them. To every
 # process on a node, `cuda:0`, or plain `cuda` without `torch.cuda.set_device()`, is the first GPU. Its own has the
 # number `LOCAL_RANK`, the process's place on its node, which `torchrun` sets: on two nodes of 8 GPUs each, rank 9 has
-# `cuda:1`. No patient here has this fault, as there is no GPU; rule it out first all the same.
+# `cuda:1`. (No patient here has this fault, as there is no GPU.)
 
 # %%
 seen = lab.admit(6)
@@ -212,8 +210,6 @@ if lab.predicted("17.6"):
 # - `py-spy dump --pid` shows the line that a process is in, and lets it go on.
 # - torchrun ends all ranks when one fails and prints the *first* failure, with its exit code.
 #
-# The engine of this course asks for its table by itself when a collective fails; you saw it with patients 1 to 3.
-#
 # ## On trial
 #
 # A listing in an article averages the gradients of four ranks with an all-reduce, and each rank prints its own
@@ -221,34 +217,16 @@ if lab.predicted("17.6"):
 #
 # > Printed below the listing, as the output of all ranks: "loss 1.6250", later "loss 1.3125".
 #
-# Two things can be checked. Can all ranks print the same loss? And can a loss be printed so round? 1.6250 is 26/16 and
-# 1.3125 is 21/16. We rebuild the listing in the kindest way: one linear layer, the squared error, random data on each
-# rank, as in listings of this kind, equal weights, gradients averaged. It takes 200 steps.
+# Can all ranks print the same loss? And can a loss be printed so round? 1.6250 is 26/16 and 1.3125 is 21/16.
+# `lab.losses_of_listing` rebuilds the listing in the kindest way: one linear layer, the squared error, random data, as
+# in listings of this kind, equal weights, gradients averaged, 200 steps.
 
 # %%
 # %%ranks
-import torch.distributed as dist
+from zerolab import lab
 
-
-def listing(seed, steps=200):
-    torch.manual_seed(0)
-    layer = torch.nn.Linear(10, 1)
-    torch.manual_seed(seed)
-    sgd, printed = torch.optim.SGD(layer.parameters(), lr=0.01), []
-    for _ in range(steps):
-        x, y = torch.randn(16, 10), torch.randn(16, 1)
-        loss = torch.nn.functional.mse_loss(layer(x), y)
-        sgd.zero_grad()
-        loss.backward()
-        for param in layer.parameters():
-            dist.all_reduce(param.grad)
-            param.grad /= world_size
-        sgd.step()
-        printed.append(f"{loss.item():.4f}")
-    return printed
-
-
-own_data, same_data = listing(seed=1 + rank), listing(seed=1)
+own_data = lab.losses_of_listing(seed=1 + rank)
+same_data = lab.losses_of_listing(seed=1)
 
 # %% tags=["nbval-check-output"]
 whose = {"own_data": "each rank its own data", "same_data": "all ranks the same data"}
@@ -259,8 +237,8 @@ for name, said in whose.items():
 # %% [markdown]
 # **Verdict: false.** Ranks that train on their own data print their own losses: the loss is computed before anything is
 # averaged. All of them print the same only if the loss itself is reduced, which this listing doesn't do, or if all have
-# the same data, and then four ranks do the work of one (lesson 03). The digits speak too. Of the 10,000 endings with
-# four decimals, 16 are sixteenths: one loss in 625. Two of two would be one in 390,625 by chance. Numbers under a
+# the same data, and then four ranks do the work of one (lesson 03). The digits speak too: of the 10,000 endings with
+# four decimals, 16 are sixteenths, one loss in 625; two of two would be one in 390,625 by chance. Numbers under a
 # listing are evidence only if you can print them yourself.
 #
 # ## For another day

@@ -20,13 +20,13 @@ lab.start(4)
 # %% [markdown]
 # ## Open the envelopes
 #
-# The ledger says how many bytes a rank sent and by which collective. It does not say *what* they were. A sceptic will
-# object: "You count an all-gather of 4Ψ bytes and call it parameters. Why not optimizer state?" There is only one
-# answer: open the envelope, and compare the numbers in it with the numbers that a rank has.
+# The ledger says how many bytes a rank sent and by which collective, and not *what* they were. A sceptic will object:
+# "You count an all-gather of 4Ψ bytes and call it parameters. Why not optimizer state?" There is only one answer: open
+# the envelope, and compare the numbers in it with the numbers that a rank has.
 #
 # What could be in it? `lab.states_in_plain_torch` makes the same steps without any engine, each rank alone, with the
-# batches of all. So it gives all states of the last step without asking the engine under trial: parameters and Adam's
-# two averages, before and after, and this rank's gradient.
+# batches of all. It gives all states of the last step: parameters and Adam's two averages, before and after, and this
+# rank's gradient.
 #
 # First say what you believe: `"true"`, `"false"`, or `"condition"` for true under a condition. The claims are about
 # ZeRO's stages 1 to 3, as articles have them. "Optimizer states are fetched from the other ranks." (19.1 comes below.)
@@ -124,8 +124,8 @@ if lab.predicted("19.2"):
 # mean.) In ZeRO-1 and ZeRO-2 half of the bytes are parameters. In ZeRO-3 it would be two thirds, but the root is
 # gathered only once a step: 63 %.
 #
-# Is the test any good? A test that cannot fail proves nothing. So commit the crime ourselves: gather one of Adam's
-# averages, as the article says, and see whether `carries` notices.
+# A test that cannot fail proves nothing. So commit the crime: gather one of Adam's averages, as the article says, and
+# see whether `carries` notices.
 
 # %%
 # %%ranks
@@ -209,7 +209,7 @@ if lab.predicted("19.1"):
 # %% [markdown]
 # (The thousandth is for padding and Adam's step counters.) Look at the last row, and in the list above it at stage 1:
 # it halves the memory in bfloat16 on four ranks, and in none of its other three runs. Without the number of ranks and
-# the dtype, "ZeRO-1 halves the memory" is neither right nor wrong. It is not finished.
+# the dtype, "ZeRO-1 halves the memory" is neither right nor wrong.
 #
 # ## Shared memory?
 #
@@ -224,7 +224,6 @@ lab.predict("19.3", "false")
 # %%
 # %%ranks
 import os
-import tempfile
 
 notes, weights = [], torch.zeros(1)
 if rank == 0:
@@ -244,19 +243,7 @@ if lab.predicted("19.3"):
 
 # %%
 # %%ranks
-path = [f"{tempfile.gettempdir()}/zerolab-shared-{os.getpid()}"]
-dist.broadcast_object_list(path, src=0)
-if rank == 0:
-    torch.zeros(1).numpy().tofile(path[0])
-dist.barrier()
-shared = torch.from_file(path[0], shared=True, size=1)
-if rank == 0:
-    shared += 42  # no collective carries this
-dist.barrier()
-there = shared.item()
-dist.barrier()
-if rank == 0:
-    os.remove(path[0])
+there = lab.through_one_file(42)  # all map one file, and rank 0 writes 42 into it
 
 # %% tags=["nbval-check-output"]
 if lab.predicted("19.3"):
@@ -264,29 +251,17 @@ if lab.predicted("19.3"):
 
 # %% [markdown]
 # This works because one operating system's memory holds the file. Another node has another. So between nodes on a
-# network there are only messages. (Within a node, libraries do use it: NCCL moves messages between GPUs of a node
-# through shared memory where they have no better way. There it carries messages; parameters and states are not kept in
-# it.)
+# network there are only messages. (Within a node NCCL uses shared memory where its GPUs have no better way, to carry
+# messages; parameters and states are not kept in it.)
 #
 # ## In production
 #
-# Optimizer state doesn't travel in a step of FSDP2 either (torch's, in the version installed here). Count what its step
+# Optimizer state doesn't travel in a step of FSDP2 either (torch's, in the version installed here). Count what it
 # sends, and when:
 
 # %%
 # %%ranks
-from torch.distributed.fsdp import fully_shard
-from zerolab.lab import calls
-
-model = make_model()
-for module in (*model.blocks, model):
-    fully_shard(module)
-adam = torch.optim.AdamW(model.parameters(), lr=1e-3, foreach=False)
-with calls() as computing:
-    model(*inputs(rank, 0)).backward()
-with calls() as updating:
-    adam.step()
-theirs = computing.sent, updating.sent
+theirs = lab.sent_by_fsdp2(make_model(), inputs(rank, 0))
 
 # %% tags=["nbval-check-output"]
 computing, updating = lab.pull("theirs", rank=0)
@@ -296,10 +271,10 @@ if lab.predicted("19.2"):
     print(f"Zero3, opened above: {sum(bytes_of[3].values()):,} in a step")
 
 # %% [markdown]
-# The optimizer's step sends nothing at all: state, gradient shard and master shard lie on the same rank. (Clipping adds
-# one number.) There are two moments at which optimizer state does travel, and neither is part of a step: when a
-# checkpoint is put together from all ranks, and when one is loaded on another number of ranks (lesson 11). With offload
-# it lies on the rank's own host, and is updated there: gradients go down and parameters come back (lesson 10).
+# The optimizer's step sends nothing: state, gradient shard and master shard lie on the same rank. (Clipping adds one
+# number.) Optimizer state does travel when a checkpoint is put together from all ranks, and when one is loaded on
+# another number of ranks (lesson 11); neither is part of a step. With offload it lies on the rank's own host, and is
+# updated there: gradients go down and parameters come back (lesson 10).
 #
 # ## On trial
 #
@@ -347,8 +322,8 @@ lab.reveal("19.3")
 #
 # A package name that was made up, by an author or by a language model, is free, and anyone may register it. Then `pip
 # install` runs a stranger's code with your rights, on a machine with your keys. **Never install what an article names
-# before you have looked it up**: on the project's own page, with its repository, its age and its authors. For torch you
-# need not install anything to look:
+# before you have looked it up**: on the project's own page, with its repository, its age and its authors. In torch you
+# can look without installing anything:
 
 # %% tags=["nbval-check-output"]
 for name in (
@@ -361,7 +336,7 @@ for name in (
     print(f"{'there    ' if lab.torch_has(name) else 'NOT there'}  {name}")
 
 # %% [markdown]
-# (The last three were made up for this lesson. They sound as good as the first two.)
+# (The last three were made up for this lesson.)
 #
 # And three that earlier lessons have tried. Do you remember? "Asynchronous updates remove the cost of synchronisation."
 # (19.4, from lesson 12.) "Model parallelism suits little data." (19.5, from lesson 15.) "ZeRO trains faster." (19.6,

@@ -146,7 +146,7 @@ CLAIMS: tuple[Claim, ...] = (
         "17",
         "Larger buckets are always faster.",
         FALSE,
-        "With `1 bucket the last one has 3,468,288 of 3,468,288 bytes`: nothing of it can hide.",
+        "One bucket for the model `hides nothing: its bytes leave when backward is over`.",
         "09",
         "Larger buckets are always faster",
     ),
@@ -221,18 +221,19 @@ CLAIMS: tuple[Claim, ...] = (
         "Q",
         "ZeRO cures fragmentation and memory bandwidth.",
         FALSE,
-        "It cures capacity. `stage 3 needs more addresses beyond its peak than DDP: True`, and forward and backward "
-        "`read and write what they always did`.",
+        "It cures capacity. Forward and backward `read and write what they always did`, and (a part for another day) "
+        "`stage 3 needs more addresses beyond its peak than DDP: True`.",
         "10",
         "ZeRO cures fragmentation and memory bandwidth",
     ),
     Claim(
         "R",
-        "The learning rate should be scaled linearly based on the number of devices present.",
+        "Training too slow? Just add nodes; the learning rate should be scaled linearly based on the number of "
+        "devices present.",
         CONDITION,
         "If each device keeps its batch, for SGD, and not without end: `512 images, rate x64` was worse than "
         "`512 images, rate x16`. With the same batch on more devices nothing is to be scaled: `4 ranks against 1: "
-        "losses within 1e-6: True`.",
+        "losses within 1e-6: True`, and more nodes leave the run as it is (lesson 11).",
         "13",
         "based on the number of devices present",
         source="Accelerate's guide, 1.14",
@@ -252,9 +253,10 @@ CLAIMS: tuple[Claim, ...] = (
     ),
     Claim(
         "T",
-        "ZeRO-2 reduces memory by up to 8x relative to the state-of-art.",
+        "Mixed precision halves training memory; ZeRO-2 reduces memory by up to 8x relative to the state-of-art.",
         CONDITION,
-        "In 16 bits, and on very many ranks. On four, in float32: `stage 2: 2.3 times less than stage 0`.",
+        "In 16 bits, and on very many ranks. On four, in float32: `stage 2: 2.3 times less than stage 0`. 16 bits "
+        "alone nearly halve activations, but model states only in stages 1 and 2 (lesson 08).",
         "00",
         "reduces memory by up to 8x",
         source="DeepSpeed's training overview",

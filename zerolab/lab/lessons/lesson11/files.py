@@ -7,12 +7,15 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import torch
+import torch.distributed as dist
 from safetensors import safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
+import zerolab
 from zerolab import Zero3, to_local
 from zerolab.engine.unit import Unit
+from zerolab.lab.lessons.lesson11.run import small_run
 
 Plan = Callable[[list[tuple[str, int]], int, int, int], list[tuple[str, int, int, int]]]
 KINDS = ("parameters", "exp_avg", "exp_avg_sq")
@@ -64,6 +67,19 @@ def save_shards(path: str, zero: Zero3, adam: torch.optim.Optimizer) -> None:
             for place, tensor in zip(unit.layout.slices(flat, zero.rank), _slices(unit, adam, kind), strict=True):
                 place.copy_(tensor)
     save_file(shards, path)
+
+
+def in_shards(saved: str, folder: str) -> list[str]:
+    """Write what zerolab.save has written into `saved` with `save_shards` instead: a file in `folder` for each rank.
+
+    All ranks call this. Returns the names of all files, in rank order.
+    """
+    files = [f"{folder}/rank-{rank}.safetensors" for rank in range(dist.get_world_size())]
+    run = small_run()
+    zerolab.load(saved, *run)
+    save_shards(files[dist.get_rank()], *run)
+    dist.barrier()
+    return files
 
 
 @torch.no_grad()

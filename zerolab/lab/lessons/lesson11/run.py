@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import torch
 import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
 from torch import Tensor, nn
 from torch.distributed.checkpoint import state_dict
 from torch.distributed.device_mesh import DeviceMesh
@@ -14,11 +15,12 @@ from torch.distributed.fsdp import fully_shard
 from torch.optim import AdamW
 from torch.utils._pytree import tree_leaves
 
+import zerolab
 from zerolab import Zero3
 from zerolab.tasks.data import Split
 from zerolab.tasks.models import GPT, Block
 
-Train = Callable[[Zero3, AdamW, Sequence[int]], list[float]]
+Train = Callable[..., list[float]]  # (zero, adam, steps, batch=24)
 
 
 def small_run(group: Any = None, lr: float = 3e-3) -> tuple[Zero3, AdamW]:
@@ -97,13 +99,53 @@ def fsdp_run(mesh: DeviceMesh, data: Split | None = None, numbers: Tensor | None
     return model, adam
 
 
+def two_ranks_train(
+    train: Train, pair: dist.ProcessGroup | None, data: Split, folder: str
+) -> Callable[..., tuple[int, float] | None]:
+    """The ranks of `pair` train 12 steps of 12 samples, and save them in `folder`. All ranks call this.
+
+    Returns nodes(group, batch, lr), by which the ranks of `group` go on from there with the next 144 samples, `batch`
+    in a step: how many steps that makes, and the loss on text that was held back. It is None on the other ranks.
+    """
+    if dist.get_rank(pair) >= 0:
+        run = small_run(pair, lr=1e-3)
+        train(*run, range(12), 12)
+        zerolab.save(folder, *run, next_sample=12 * 12)
+    dist.barrier()
+
+    def nodes(group: dist.ProcessGroup | None, batch: int, lr: float = 1e-3) -> tuple[int, float] | None:
+        if dist.get_rank(group) < 0:
+            return None
+        zero, adam = small_run(group)
+        first = zerolab.load(folder, zero, adam)["next_sample"]
+        adam.param_groups[0]["lr"] = lr
+        steps = range(first // batch, (first + 144) // batch)
+        train(zero, adam, steps, batch)
+        return len(steps), loss_held_back(zero, data)
+
+    return nodes
+
+
 def my_state(model: nn.Module, adam: AdamW) -> dict[str, Any]:
     """What this rank has of both, as DCP takes it."""
     return dict(zip(("model", "adam"), state_dict.get_state_dict(model, adam), strict=True))
 
 
-def set_my_state(model: nn.Module, adam: AdamW, state: dict[str, Any]) -> None:
-    state_dict.set_state_dict(model, adam, model_state_dict=state["model"], optim_state_dict=state["adam"])
+def dcp_load_on(ranks: list[int], folder: str) -> list[Tensor] | None:
+    """A fresh model and its AdamW under FSDP2, loaded by `ranks` from a checkpoint of DCP: their state, in full.
+
+    All ranks call this. It is None on the others.
+    """
+    mesh = DeviceMesh("cpu", ranks)
+    found: list[Tensor] | None = None
+    if dist.get_rank() in ranks:
+        model, adam = fsdp_run(mesh)
+        state = my_state(model, adam)  # DCP fills what it is given
+        dcp.load(state, checkpoint_id=folder, process_group=mesh.get_group())
+        state_dict.set_state_dict(model, adam, model_state_dict=state["model"], optim_state_dict=state["adam"])
+        found = full_state(model, adam)
+    dist.barrier()
+    return found
 
 
 def full_state(model: nn.Module, adam: AdamW) -> list[Tensor]:

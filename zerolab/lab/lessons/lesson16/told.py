@@ -7,6 +7,7 @@ from itertools import product
 
 from matplotlib.figure import Figure
 
+from zerolab.lab.exercises.values import counted
 from zerolab.lab.lessons.lesson16 import DAYS, DOLLARS, GPU, bytes_held, days, dollars
 from zerolab.lab.plots import stacks
 from zerolab.measure.simulation import Simulation
@@ -39,6 +40,6 @@ def other_plans() -> str:
             continue
         plan = stage, gpus, fits[-1]
         verdict = "too slow" if days(*plan) > DAYS else "too expensive" if dollars(*plan) > DOLLARS else "good"
-        name = f"stage {stage}, {gpus:2} GPUs, {fits[-1]} sequences"
-        lines.append(f"{name}: {days(*plan):4.1f} days, ${dollars(*plan):6,.0f} {verdict}")
+        name = f"stage {stage}, {gpus:2} GPUs, {counted(fits[-1], 'sequence')}:"
+        lines.append(f"{name:30} {days(*plan):4.1f} days, ${dollars(*plan):6,.0f} {verdict}")
     return "\n".join(lines)

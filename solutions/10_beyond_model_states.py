@@ -323,10 +323,10 @@ print("activations when forward returns, kB per token:", left_by)
 # lasts until the slowest rank is done.)
 #
 # It is different when ranks share the work of *one layer*, each with some of the columns of its matrices (**[tensor
-# parallelism](../docs/glossary.md#tensor-parallelism)**, lesson 15): all keep the same input. With ZeRO-R's **P_a**
-# (partitioned activations) each keeps 1/N of it, all-gathered before the second run. Of our model's inputs, 6 blocks ×
-# 512 tokens × 128 × 4 = 1,572,864 bytes, each of four ranks would keep 393,216. (DeepSpeed 0.19.8:
-# `partition_activations` in `activation_checkpointing`.)
+# parallelism](../docs/glossary.md#tensor-parallelism)**, lesson 15): all keep the same input. ZeRO-R's **P_a**
+# (partitioned activations) leaves each 1/N of it, and all-gathers the rest before the second run. Of our model's
+# inputs, 6 blocks × 512 tokens × 128 × 4 = 1,572,864 bytes, each of four ranks would keep 393,216 with P_a. (DeepSpeed
+# 0.19.8: `partition_activations` in `activation_checkpointing`.)
 #
 # > "ZeRO cures fragmentation and memory bandwidth."
 #

@@ -332,7 +332,7 @@ if lab.predicted("09.3"):
 # %% [markdown]
 # To the right of the knee all four take as long as computing takes, whatever they send. To the left each follows the
 # link, and ZeRO-3 is the highest. Stages 1 and 2 are below DDP there: they spread the same bytes over forward and
-# backward. The dots lie above their lines, where little is sent even above the dashed one: the lines hide all that
+# backward. The dots lie above their lines (where little is sent, even above the dashed one): the lines hide all that
 # fits, even what leaves first and last, and leave out what is not a linear layer. No line was fitted to its dots: it
 # comes from the bytes, the FLOP, and the two speeds.
 #
@@ -366,7 +366,7 @@ for name, counts in gathers.items():
 # next modules named it has started a third, block 1's, and so have you. In backward all three are one ahead until the
 # last block.
 #
-# DeepSpeed's switches are `overlap_comm` (reductions beside backward, on a stream of their own), and in stage 3
+# DeepSpeed has the switches `overlap_comm` (reductions beside backward, on a stream of their own), and in stage 3
 # `stage3_prefetch_bucket_size`, a budget as yours is, but in elements. Its stages 1 and 2 (0.19.8,
 # [`stage_1_and_2.py`](https://github.com/deepspeedai/DeepSpeed/blob/v0.19.8/deepspeed/runtime/zero/stage_1_and_2.py))
 # and torch's `ZeroRedundancyOptimizer`

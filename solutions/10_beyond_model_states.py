@@ -214,19 +214,15 @@ lab.check("10.2")
 # ## Measure
 #
 # Your optimizer inside a ZeRO-1 made of your own parts: the flat buffer of 02.1, the reduce-scatter of 04.1, and an
-# all-gather. `train_sharded` trains four steps on real text, once with the masters on the device (`OnDevice` is the
-# same optimizer, without a link), once on the host. What crosses the link does not depend on the stage, 1 or 2: this
-# run measures 10.4, the engine's below 10.3.
+# all-gather. It trains four steps on real text twice: with the masters on the device, by the same optimizer without a
+# link, and on the host. What crosses the link does not depend on the stage, 1 or 2: this run measures 10.4, the
+# engine's below 10.3.
 
 # %%
 # %%ranks
 parts = lab.mine("02.1"), lab.mine("04.1")  # flat_buffer, reduce_scatter_mean
-HostOptimizer = lab.mine("10.2")
 samples = [batch(words, rank, number, 8, 64) for number in range(4)]
-on_device = lab.train_sharded(make_model(), lab.OnDevice, samples, *parts)
-on_host = lab.train_sharded(make_model(), HostOptimizer, samples, *parts)
-equal = on_device[0] == on_host[0] and torch.equal(on_device[1], on_host[1])
-crossed = on_host[2]
+equal, crossed = lab.on_device_and_host(make_model, lab.mine("10.2"), samples, *parts)
 
 # %% [markdown]
 # And the engine's own, `offload="optimizer"` with stage 2. What it would keep on a GPU counts as on the device.
@@ -256,10 +252,7 @@ lab.reveal("10.4")
 equal = all(lab.pull("equal"))
 print("on the host or on the device, losses and parameters bit for bit:", equal)
 if lab.predicted("10.3") and lab.predicted("10.4"):
-    for name, held in places.items():
-        device, host = (sum(held[where].values()) for where in ("device", "host"))
-        print(f"{name:16} device {device:>9,} bytes = {device / psi:.2f} Ψ", end="   ")
-        print(f"host {host:>9,} bytes = {host / psi:.2f} Ψ")
+    print(lab.lines_of_places(places, psi))
     print(f"over the link in a step: {lab.pull('crossed', rank=0):,.0f} bytes = 4Ψ/4")
 
 # %% [markdown]
@@ -274,9 +267,6 @@ if lab.predicted("10.3") and lab.predicted("10.4"):
 # takes as long as the GPU when 4Ψ/N bytes ÷ bandwidth = 6Ψ operations × tokens ÷ speed, at 4/N ÷ bandwidth × speed ÷ 6
 # tokens. The update moves 28 bytes per parameter through the host's memory (read: gradient, master and two averages,
 # 16; written: the last three, 12). Here are both in tokens. Put in your own machine's numbers; these are manufacturers'
-# figures, or a stated part of them:
-# 6. The update moves 28 bytes per parameter through the host's memory (read: gradient, master and two averages, 16;
-# written: the last three, 12). Here are both in tokens. Put in your own machine's numbers; these are manufacturers'
 # figures, or a stated part of them:
 
 # %% tags=["nbval-check-output"]

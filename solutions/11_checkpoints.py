@@ -162,8 +162,6 @@ if lab.predicted("11.1"):
 # header.) Together they have 4 bytes for each parameter and 8 for Adam's two averages: 12Ψ, whatever the stage and the
 # number of ranks. The **manifest** says which elements of what are in which file.
 #
-# It is needed the next morning, when one GPU is broken, and four files are to be loaded on three ranks.
-#
 # ## Write: who reads what
 #
 # First on a small scale. A unit of 38 elements (lesson 04) is in four files, a shard of 10 elements in each, so 2 in
@@ -358,7 +356,6 @@ print("saved by 4 and loaded by 2, parameters and Adam's averages are equal:", e
 # - DCP *fills* what you give it. Adam's state must exist before you load.
 # - `.metadata` is a **pickle**: loading a stranger's DCP checkpoint may run the stranger's code. So may DeepSpeed's
 #   files.
-# - Data position, schedule and generators are yours to add to the state.
 #
 # **DeepSpeed** (0.19.8) writes a file for each rank too, cut for that number of ranks. `ds_to_universal.py`, a job of
 # its own, rewrites the checkpoint into a [universal](https://www.deepspeed.ai/tutorials/universal-checkpointing/) one,
@@ -367,7 +364,7 @@ print("saved by 4 and loaded by 2, parameters and Adam's averages are equal:", e
 # **torchrun** with `--max-restarts 3` starts all processes again when one dies; with `--nnodes 2:4` also when a node
 # leaves or arrives, with another world size
 # ([documentation](https://docs.pytorch.org/docs/stable/elastic/quickstart.html)). Nothing in memory survives: an
-# "elastic" run is one that goes on from its checkpoint.
+# "elastic" run goes on from its checkpoint.
 #
 # ## On trial
 #

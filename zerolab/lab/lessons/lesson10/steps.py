@@ -3,7 +3,7 @@ states are, and a sharded model whose update lies with an optimizer."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -81,6 +81,17 @@ def held_on_device_and_host(zero: Engine, samples: Sequence[Sample]) -> dict[str
     return held
 
 
+def lines_of_places(places: Mapping[str, Mapping[str, Mapping[str, int]]], psi: int) -> str:
+    """A line for each run, of what is on the device and on the host: bytes, and multiples of Ψ."""
+    lines = []
+    for name, held in places.items():
+        device, host = (sum(held[where].values()) for where in ("device", "host"))
+        lines.append(
+            f"{name:16} device {device:>9,} bytes = {device / psi:.2f} Ψ   host {host:>9,} bytes = {host / psi:.2f} Ψ"
+        )
+    return "\n".join(lines)
+
+
 class OnDevice:
     """An optimizer of 10.2's shape that keeps its masters beside the shard, and uses no link."""
 
@@ -126,3 +137,18 @@ def train_sharded(
         model.zero_grad()
         losses.append(loss.item())
     return losses, flat, (link.down + link.up - before) / len(samples)
+
+
+def on_device_and_host(
+    make_model: Callable[[], nn.Module],
+    optimizer: Callable[..., Any],
+    samples: Sequence[tuple[Tensor, Tensor]],
+    *parts: Part,
+) -> tuple[bool, float]:
+    """`train_sharded` with OnDevice, and with `optimizer`, a HostOptimizer.
+
+    Returns whether losses and parameters are the same, bit for bit, and the bytes that crossed the link in a step.
+    """
+    on_device = train_sharded(make_model(), OnDevice, samples, *parts)
+    on_host = train_sharded(make_model(), optimizer, samples, *parts)
+    return on_device[0] == on_host[0] and torch.equal(on_device[1], on_host[1]), on_host[2]

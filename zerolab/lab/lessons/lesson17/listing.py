@@ -20,8 +20,9 @@ def losses_of_listing(seed: int, steps: int = 200) -> list[str]:
         sgd.zero_grad()
         loss.backward()
         for param in layer.parameters():
+            assert param.grad is not None
             dist.all_reduce(param.grad)
-            param.grad /= dist.get_world_size()
+            param.grad.div_(dist.get_world_size())
         sgd.step()
         printed.append(f"{loss.item():.4f}")
     return printed

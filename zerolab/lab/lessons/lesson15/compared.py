@@ -14,6 +14,7 @@ from torch.utils.flop_counter import FlopCounterMode
 import zerolab
 from zerolab import to_local
 from zerolab.lab.activations import saved
+from zerolab.lab.held import held_by
 from zerolab.lab.lessons.lesson15.pipeline import Pipeline
 from zerolab.lab.lessons.lesson15.stages import gpt_pipeline
 from zerolab.lab.plots.cuts import Area
@@ -68,7 +69,7 @@ def step_in_numbers(
     watch: Any = ledger(zero) if zero else calls()
     with saved(model) as kept, watch as book, flop:
         step()
-        states = sum(model_states(zero, adam).values()) if zero else _held(model, adam)
+        states = sum((model_states(zero, adam) if zero else held_by(model, adam)).values())
         adam.step()
     return {
         "states": states,
@@ -87,11 +88,6 @@ def most_on_a_rank(rows: Sequence[Mapping[str, Mapping[str, float]]]) -> dict[st
         print(f"{way:18}{of['states']:>14,}{of['kept']:>14,}{of['sent']:>12,.0f}", end="")
         print(f"{of['flop'] / 1e6:>7,.0f}{of['updated']:>21,}")
     return largest
-
-
-def _held(model: nn.Module, adam: torch.optim.Optimizer) -> int:
-    kept = [t for param in model.parameters() for t in (param, param.grad, *adam.state[param].values())]
-    return sum(t.nbytes for t in kept if t is not None)
 
 
 @torch.no_grad()

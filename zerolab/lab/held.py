@@ -1,4 +1,4 @@
-"""What a rank holds under torch's DDP, ZeroRedundancyOptimizer or FSDP2."""
+"""What a rank holds of a plain model, or under torch's DDP, ZeroRedundancyOptimizer or FSDP2."""
 
 from __future__ import annotations
 

@@ -166,7 +166,7 @@ def staged(play: Play, state: Any, change: Callable[[], None], name: str = "stag
     """A copy, and then training goes on: what was staged must not change with it."""
     play.keep("`state`", state)
     got = play.call(name, play.code.stage, state, uses=())
-    play.at_most("bytes that the copy holds", held_by(got))
+    play.at_most("bytes that the copy holds", bytes_in(got))
     play.keep("what was staged", got)
     with torch.no_grad(), play.event("the optimizer's next step"):
         change()
@@ -191,7 +191,7 @@ def kinds(value: Any, path: str = "stage(state)") -> dict[str, str]:
     return {path: kind} | {place: found for each in inside for place, found in each.items()}
 
 
-def held_by(value: Any) -> float:
+def bytes_in(value: Any) -> float:
     storages = {tensor.untyped_storage().data_ptr(): tensor.untyped_storage().nbytes() for tensor in tensors_in(value)}
     return float(sum(storages.values()))
 

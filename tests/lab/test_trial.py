@@ -18,13 +18,12 @@ from zerolab.lab.lessons.lesson19.trial import (
     evidence,
     in_the_messages,
     laid_out,
-    small_gpt,
     states_in_plain_torch,
     torch_has,
 )
 from zerolab.measure import ledger, moved_bytes, state_bytes
 from zerolab.tasks.data import batch, text
-from zerolab.tasks.models import Block
+from zerolab.tasks.models import Block, small_gpt
 
 pytestmark = pytest.mark.slow
 

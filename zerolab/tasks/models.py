@@ -89,6 +89,12 @@ class GPT(nn.Module):
         return F.cross_entropy(logits.flatten(0, 1).float(), targets.flatten())
 
 
+def small_gpt() -> GPT:
+    """Two blocks of width 64, with the same parameters on every rank."""
+    torch.manual_seed(0)
+    return GPT(layers=2, width=64)
+
+
 class ConvBlock(nn.Module):
     """A strided convolution and a batch norm: (B, C, H, W) -> (B, 2C, H/2, W/2)."""
 

@@ -9,7 +9,8 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.nn.utils import parameters_to_vector
 
-from zerolab.lab.lessons.lesson12.training import gradient_at, small_gpt
+from zerolab.lab.lessons.lesson12.training import gradient_at
+from zerolab.tasks.models import small_gpt
 
 
 class Messages:

@@ -16,7 +16,7 @@ from zerolab import Zero1, to_local
 from zerolab.lab.ranks.counting import calls
 from zerolab.measure import ledger
 from zerolab.tasks.data import batch, text
-from zerolab.tasks.models import GPT, Block
+from zerolab.tasks.models import GPT, Block, small_gpt
 
 RATE = 0.05
 
@@ -24,12 +24,6 @@ RATE = 0.05
 class Compressor(Protocol):
     def mean(self, grad: Tensor) -> Tensor:
         """The mean of all ranks' gradients, flat: (Ψ,) -> (Ψ,)."""
-
-
-def small_gpt() -> GPT:
-    """The same on every rank."""
-    torch.manual_seed(0)
-    return GPT(layers=2, width=64)
 
 
 def micro_batch(who: int, step: int, samples: int = 4) -> tuple[Tensor, Tensor]:

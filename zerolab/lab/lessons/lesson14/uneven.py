@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 import zerolab
 from zerolab.tasks.data import text
-from zerolab.tasks.models import GPT, Block
+from zerolab.tasks.models import Block, small_gpt
 
 RANKS, PIECES, PLACES = 4, 4, 64
 
@@ -27,11 +27,6 @@ def uneven_batch(rank: int) -> Tensor:
     return F.pad(pieces, (0, PLACES - length))
 
 
-def _gpt() -> GPT:
-    torch.manual_seed(0)
-    return GPT(layers=2, width=64)
-
-
 def _predicted(logits: Tensor, tokens: Tensor) -> tuple[Tensor, Tensor]:
     return logits[:, :-1].flatten(0, 1), tokens[:, 1:].flatten()
 
@@ -41,7 +36,7 @@ def token_weight(tokens: Tensor) -> float:
 
     The gradient of a token's loss is softmax - 1 at its target, times the weight of the token.
     """
-    logits = _gpt()(tokens)  # (4, 64, 256)
+    logits = small_gpt()(tokens)  # (4, 64, 256)
     logits.retain_grad()
     F.cross_entropy(*_predicted(logits, tokens), ignore_index=0).backward()
     assert logits.grad is not None
@@ -52,7 +47,7 @@ def token_weight(tokens: Tensor) -> float:
 
 def gradient_with(loss_of: Callable[[Tensor, Tensor, int], Tensor], stage: int) -> Tensor:
     """The gradient of a step of all ranks, if each calls backward on loss_of(logits, tokens, number of ranks)."""
-    model, tokens = _gpt(), uneven_batch(dist.get_rank())
+    model, tokens = small_gpt(), uneven_batch(dist.get_rank())
     zero = zerolab.shard(model, stage, units=[Block])
     sgd = torch.optim.SGD(model.parameters(), lr=1.0)
     loss_of(model(tokens), tokens, dist.get_world_size()).backward()
@@ -63,7 +58,7 @@ def gradient_with(loss_of: Callable[[Tensor, Tensor, int], Tensor], stage: int) 
 
 def gradient_in_micro_batches(loss_of: Callable[[Tensor, Tensor], Tensor]) -> Tensor:
     """The gradient that one process accumulates over the four batches; loss_of(predicted, targets) of each."""
-    model = _gpt()
+    model = small_gpt()
     for tokens in map(uneven_batch, range(RANKS)):
         loss_of(*_predicted(model(tokens), tokens)).backward()
     torch.optim.SGD(model.parameters(), lr=1.0).step()
@@ -72,12 +67,12 @@ def gradient_in_micro_batches(loss_of: Callable[[Tensor, Tensor], Tensor]) -> Te
 
 def gradient_alone() -> Tensor:
     """The gradient of one process that has all the tokens in one batch: that of their mean loss."""
-    model, tokens = _gpt(), torch.cat([uneven_batch(rank) for rank in range(RANKS)])
+    model, tokens = small_gpt(), torch.cat([uneven_batch(rank) for rank in range(RANKS)])
     F.cross_entropy(*_predicted(model(tokens), tokens), ignore_index=0).backward()
     torch.optim.SGD(model.parameters(), lr=1.0).step()
     return _moved(model)
 
 
 def _moved(model: nn.Module) -> Tensor:
-    pairs = zip(model.parameters(), _gpt().parameters(), strict=True)
+    pairs = zip(model.parameters(), small_gpt().parameters(), strict=True)
     return torch.cat([(param.detach() - before).flatten() for param, before in pairs])

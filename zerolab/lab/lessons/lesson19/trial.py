@@ -22,7 +22,7 @@ import zerolab
 from zerolab import Unit
 from zerolab.measure import ledger, model_states
 from zerolab.tasks.data import batch, text
-from zerolab.tasks.models import GPT, Block
+from zerolab.tasks.models import Block, small_gpt
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -55,11 +55,6 @@ class Envelope:
     unit: str
     payload: Tensor
     sent: int
-
-
-def small_gpt() -> nn.Module:
-    torch.manual_seed(0)
-    return GPT(layers=2, width=64)
 
 
 def evidence(

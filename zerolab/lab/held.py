@@ -1,7 +1,8 @@
-"""What a rank holds of a plain model, or under torch's DDP, ZeroRedundancyOptimizer or FSDP2."""
+"""What a rank holds: bytes, of a plain model or under torch's DDP, ZeroRedundancyOptimizer or FSDP2, and which bits."""
 
 from __future__ import annotations
 
+import zlib
 from collections.abc import Iterable
 from typing import Any
 
@@ -17,6 +18,11 @@ def held_by(model: nn.Module, adam: Any) -> dict[str, int]:
         "gradients": _bytes(param.grad for param in params if param.grad is not None),
         "optimizer": _bytes(value for kept in state.values() for value in kept.values()),
     }
+
+
+def fingerprint(tensors: Iterable[Tensor], digits: int = 4) -> str:
+    """Hexadecimal digits, 8 at most, that are the same only where every bit is (almost certainly)."""
+    return f"{zlib.crc32(b''.join(t.detach().numpy().tobytes() for t in tensors)):08x}"[-digits:]
 
 
 def _bytes(tensors: Iterable[Tensor]) -> int:

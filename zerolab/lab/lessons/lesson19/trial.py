@@ -8,7 +8,6 @@ states = states_in_plain_torch(...)       what could be in it, from training wit
 from __future__ import annotations
 
 import importlib
-import zlib
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -20,6 +19,7 @@ from torch import Tensor, nn
 
 import zerolab
 from zerolab import Unit
+from zerolab.lab.held import fingerprint
 from zerolab.measure import ledger, model_states
 from zerolab.tasks.data import batch, text
 from zerolab.tasks.models import Block, small_gpt
@@ -85,9 +85,9 @@ def evidence(
             held = sum(model_states(zero, adam).values())
             adam.step()
     with zero.full_parameters():
-        bits = b"".join(param.detach().float().numpy().tobytes() for param in model.parameters())
+        digits = fingerprint((param.detach().float() for param in model.parameters()), 8)
     name = str(dtype).removeprefix("torch.")
-    return Evidence(cls.stage, zero.world_size, name, psi, held, book.moved, f"{zlib.crc32(bits):08x}")
+    return Evidence(cls.stage, zero.world_size, name, psi, held, book.moved, digits)
 
 
 @contextmanager

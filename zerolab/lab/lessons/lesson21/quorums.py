@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import os
 import signal
-import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -22,6 +21,7 @@ import torch
 from torch import Tensor, nn
 
 import zerolab
+from zerolab.lab.held import fingerprint
 from zerolab.lab.lessons.lesson21.replicas import Counterparts, Seat
 from zerolab.tasks.data import batch
 
@@ -149,9 +149,9 @@ def shards(zero: Any, adam: Any, step: int = 0) -> Iterator[Tensor]:
         yield from (mine.detach(), *(zerolab.to_local(adam.state[param][key]) for key in AVERAGES))
 
 
-def checksum(zero: Any, adam: Any) -> int:
-    """A number that two ranks share if their shards and averages are the same, bit for bit."""
-    return zlib.crc32(torch.cat([tensor.flatten() for tensor in shards(zero, adam)]).numpy().tobytes())
+def checksum(zero: Any, adam: Any) -> str:
+    """The digits that two ranks share if their shards and averages are the same, bit for bit."""
+    return fingerprint(shards(zero, adam), 8)
 
 
 def die_in_backward(module: nn.Module) -> None:

@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-import zlib
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
-
-from torch import Tensor
 
 
 @dataclass(frozen=True)
@@ -34,8 +31,3 @@ class Patient:
     recorded: int = 0
     source: str = ""
     catches: bool = False
-
-
-def fingerprint(tensors: Iterable[Tensor]) -> str:
-    """Four hexadecimal digits that are the same only where every bit is (almost certainly)."""
-    return f"{zlib.crc32(b''.join(t.detach().numpy().tobytes() for t in tensors)) & 0xFFFF:04x}"

@@ -11,7 +11,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from zerolab.lab.lessons.lesson17.clinic.patient import Patient, fingerprint
+from zerolab.lab.held import fingerprint
+from zerolab.lab.lessons.lesson17.clinic.patient import Patient
 from zerolab.tasks.data import batch, text
 from zerolab.tasks.models import GPT
 

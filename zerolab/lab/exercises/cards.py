@@ -63,10 +63,14 @@ def somebody_watches() -> bool:
     return bool(getattr(_kernel(), "_allow_stdin", False))
 
 
+def shell_here() -> Any:
+    """The IPython shell this runs in, or None."""
+    return sys.modules["IPython"].get_ipython() if "IPython" in sys.modules else None
+
+
 def _kernel() -> Any:
     """The kernel that shows what this process displays, or None."""
-    shell = sys.modules["IPython"].get_ipython() if "IPython" in sys.modules else None
-    return getattr(shell, "kernel", None)
+    return getattr(shell_here(), "kernel", None)
 
 
 def as_html(text: str, kind: str) -> str:

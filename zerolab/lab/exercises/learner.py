@@ -25,7 +25,7 @@ from torch import Tensor
 
 from zerolab.engine.engine import Engine
 from zerolab.lab.exercises import judge
-from zerolab.lab.exercises.cards import Status, say
+from zerolab.lab.exercises.cards import Status, say, shell_here
 from zerolab.lab.exercises.catalogue import EXERCISES, LESSONS, find_exercise
 from zerolab.lab.exercises.exercise import Exercise, Todo
 from zerolab.lab.exercises.questions import QUESTIONS
@@ -134,7 +134,7 @@ def _load(asked: Exercise, source: str) -> ModuleType:
         for name, value in vars(module).items()
         if not name.startswith("_") and getattr(value, "__module__", None) == module.__name__
     }
-    if (shell := _shell()) is not None:
+    if (shell := shell_here()) is not None:
         shell.user_ns.update(names)
     return module
 
@@ -155,13 +155,6 @@ def _retire(module: ModuleType, id: str) -> None:
             for name, attribute in list(vars(value).items()):
                 if isinstance(attribute, FunctionType) and name not in ("__del__", "__repr__"):
                     setattr(value, name, refuse(f"{value.__name__}.{name}()"))
-
-
-def _shell() -> Any:
-    """The IPython shell this runs in, or None."""
-    if "IPython" not in sys.modules:
-        return None
-    return sys.modules["IPython"].get_ipython()
 
 
 def _tell_ranks() -> None:

@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import atexit
 import os
-import sys
 from typing import Any
 
 import torch.distributed as dist
 
-from zerolab.lab.exercises.cards import Status
+from zerolab.lab.exercises.cards import Status, shell_here
 from zerolab.lab.ranks import cluster, lease, network, notices, registry
 from zerolab.lab.ranks.live import ON_GPUS, CannotTravel, NoRanks, Session
 from zerolab.lab.ranks.report import Misused, RankFailure, who
@@ -65,8 +64,7 @@ def start(
     if backend == "local" and not leased:
         kind, says = _choose_device(number, device)
     stop()
-    shell = sys.modules["IPython"].get_ipython() if "IPython" in sys.modules else None
-    if shell is not None and backend == "local":  # in a notebook of one's own
+    if (shell := shell_here()) is not None and backend == "local":  # in a notebook of one's own
         shell.extension_manager.load_extension("zerolab.lab")
     notices.show()
     _mention_others(stop_others)

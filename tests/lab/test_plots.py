@@ -20,7 +20,7 @@ from PIL import Image, ImageChops
 import zerolab
 from zerolab.lab.lessons.lesson10.arena import replay
 from zerolab.lab.lessons.lesson15.compared import three_ways
-from zerolab.lab.lessons.lesson15.pipeline import Paced, Pipeline
+from zerolab.lab.lessons.lesson15.pipeline import Clocked, Pipeline
 from zerolab.lab.ranks.network import linked
 from zerolab.measure import CATEGORIES, holdings, ledger, timeline, trace
 from zerolab.measure.paper import BF16
@@ -583,7 +583,7 @@ class InTwoHalves(AllForwards):
 
 
 def piped(micro_batches, kind=AllForwards):
-    stage = Paced(torch.nn.Linear(4, 4), 0.02)
+    stage = Clocked(torch.nn.Linear(4, 4), 0.02)
     inputs = [torch.ones(2, 4)] * micro_batches
     pipe = kind(stage, inputs, lambda y, m: y.mean(), inputs[0])
     pipe.run()

@@ -8,7 +8,7 @@ class MyPipeline(Pipeline):
 
 loss = MyPipeline(stage, inputs, loss, like).run()
 
-With a `Paced` stage, the times in a run's trace are not measured: each stage has a clock, which a forward or backward
+With a `Clocked` stage, the times in a run's trace are not measured: each stage has a clock, which a forward or backward
 moves on by a fixed time, and a message to its sender's time if that is later. So a schedule shows as on devices of
 equal speed whose wires cost nothing, and the same on every machine.
 """
@@ -62,7 +62,7 @@ class Pipeline:
         self._sends: list[tuple[Any, Tensor]] = []  # with the tensor, which must live until it has left
         self._losses: list[Tensor] = []
         self._begin = 0.0
-        self._paced = stage if isinstance(stage, Paced) else None
+        self._clocked = stage if isinstance(stage, Clocked) else None
 
     # -- what a subclass writes
 
@@ -70,7 +70,7 @@ class Pipeline:
         """What this rank does in one run, in order: ("forward", m) and ("backward", m) once for each micro-batch m.
 
         With ("weights", m) as well, the backward is split: of its two matrix products for each of the forward, one is
-        left to self.weights(m), and half of its time on a `Paced` stage.
+        left to self.weights(m), and half of its time on a `Clocked` stage.
         """
         raise NotImplementedError
 
@@ -121,20 +121,20 @@ class Pipeline:
         self._losses.clear()
         self.sent, self.trace = 0, Trace(self.rank, self.size)
         steps = self.order()
-        if self._paced:
-            self._paced.now, self._paced.split = 0.0, any(what == "weights" for what, _ in steps)
+        if self._clocked:
+            self._clocked.now, self._clocked.split = 0.0, any(what == "weights" for what, _ in steps)
         for what, m in steps:
             self._begin = self._now()
             self._do(what, m)
-            if what == "weights" and self._paced:
-                self._paced.now += self._paced.seconds
+            if what == "weights" and self._clocked:
+                self._clocked.now += self._clocked.seconds
             self.trace.spans.append(Span(what, str(m), self._begin, self._now()))
         while self._sends:
             self._sends.pop(0)[0].wait()
         return float(torch.stack(self._losses).mean()) if self.last else None
 
     def _now(self) -> float:
-        return self._paced.now if self._paced else time.perf_counter()
+        return self._clocked.now if self._clocked else time.perf_counter()
 
     def _do(self, what: str, m: int) -> None:
         getattr(self, what)(m)
@@ -147,8 +147,8 @@ class Pipeline:
         held = tensor.detach().contiguous()
         self.sent += held.nbytes
         self._sends.append((dist.isend(held, to, tag=tag), held))
-        if self._paced:
-            time_sent = torch.tensor(self._paced.now, dtype=torch.float64)
+        if self._clocked:
+            time_sent = torch.tensor(self._clocked.now, dtype=torch.float64)
             self._sends.append((dist.isend(time_sent, to, tag=tag + CLOCKS), time_sent))
 
     def _receive(self, source: int, tag: int) -> Tensor:
@@ -158,10 +158,10 @@ class Pipeline:
         work = dist.irecv(tensor, source, tag=tag)
         assert work is not None
         work.wait()
-        if self._paced:
+        if self._clocked:
             time_sent = torch.zeros((), dtype=torch.float64)
             dist.recv(time_sent, source, tag=tag + CLOCKS)
-            self._paced.now = max(self._paced.now, float(time_sent))
+            self._clocked.now = max(self._clocked.now, float(time_sent))
         self._begin = self._now()  # until now it stood still
         return tensor
 
@@ -170,18 +170,18 @@ class _Tick(torch.autograd.Function):
     """Moves the clock on, in forward and in backward."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, paced: Paced) -> Tensor:
-        ctx.paced = paced
-        paced.now += paced.seconds
+    def forward(ctx: Any, x: Tensor, clocked: Clocked) -> Tensor:
+        ctx.clocked = clocked
+        clocked.now += clocked.seconds
         return x.view_as(x)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
-        ctx.paced.now += ctx.paced.seconds * (1 if ctx.paced.split else 2)
+        ctx.clocked.now += ctx.clocked.seconds * (1 if ctx.clocked.split else 2)
         return grad, None
 
 
-class Paced(nn.Module):
+class Clocked(nn.Module):
     """`stage` with a clock: `now` goes on by `seconds` in each forward, and by twice that in each backward.
 
     A backward that is split takes `seconds` too, and so does what it leaves for later.

@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from zerolab.lab.lessons.lesson15.pipeline import Paced, Pipeline
+from zerolab.lab.lessons.lesson15.pipeline import Clocked, Pipeline
 from zerolab.tasks.models import GPT
 
 
@@ -47,7 +47,7 @@ def gpt_pipeline(
     tokens, targets = (part.chunk(micro_batches) for part in samples)
     stage: nn.Module = GPTStage(model, rank)
     if pace:
-        stage = Paced(stage, pace * len(tokens[0]))
+        stage = Clocked(stage, pace * len(tokens[0]))
 
     def loss(logits: Tensor, m: int) -> Tensor:
         return F.cross_entropy(logits.flatten(0, 1), targets[m].flatten())

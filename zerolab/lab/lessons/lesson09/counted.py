@@ -25,7 +25,7 @@ def flop_by_phase(model: nn.Module, sample: Sample) -> dict[str, int]:
     return {"forward": in_forward.get_total_flops(), "backward": in_backward.get_total_flops()}
 
 
-def sent_by_phase(zero: Engine, _: Any, step: Callable[[], Any]) -> dict[str, int]:
+def sent_by_phase(zero: Engine, optimizer: Any, step: Callable[[], Any]) -> dict[str, int]:
     """Bytes that this rank sends in the second step: in stages 1 and 2 it gathers what the first has changed."""
     step()
     with ledger(zero) as book:
@@ -49,7 +49,7 @@ def gathers_of_fsdp2(model: Any, sample: Sample, named: bool = False) -> list[in
         return _whenever_a_block_begins(model, sample, lambda: sum("allgather" in of.op for of in book.calls))
 
 
-def gathers_of_ours(zero: Engine, _: Any, step: Callable[[], Any], sample: Sample) -> list[int]:
+def gathers_of_ours(zero: Engine, optimizer: Any, step: Callable[[], Any], sample: Sample) -> list[int]:
     """The same of an engine."""
     step()
     with ledger(zero) as book:

@@ -1,5 +1,7 @@
 """What replicas that may die write into the store that outlives them, and read of each other there."""
 
+import os
+import tempfile
 import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -12,7 +14,7 @@ from safetensors.torch import load_file
 
 from zerolab.lab.lessons.lesson21 import quorums as quorums_module
 from zerolab.lab.lessons.lesson21 import replicas
-from zerolab.lab.lessons.lesson21.background import write_in_background, written_meanwhile
+from zerolab.lab.lessons.lesson21.background import scratch_folder, write_in_background, written_meanwhile
 from zerolab.lab.lessons.lesson21.quorums import Quorums, checksum
 from zerolab.lab.lessons.lesson21.replicas import Seat, replica
 from zerolab.lab.ranks.report import Misused
@@ -184,6 +186,16 @@ def test_an_error_that_comes_again_and_again_is_raised(three: list[Seat], monkey
     assert not alone.ask(0).vote(ValueError("once"))
     with pytest.raises(ValueError, match="twice"):
         alone.ask(0).vote(ValueError("twice"))
+
+
+def test_a_scratch_folder_is_one_users(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("MASTER_PORT", "29500")
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    folders = []
+    for user in (1000, 1000, 1001):
+        monkeypatch.setattr(os, "getuid", lambda user=user: user)
+        folders.append(scratch_folder())
+    assert folders[0] == folders[1] != folders[2] and all(folder.is_dir() for folder in folders)
 
 
 def test_a_checkpoint_in_the_background(tmp_path: Path) -> None:

@@ -23,7 +23,8 @@ def life() -> int:
 
 def scratch_folder() -> Path:
     """A folder of this session's live ranks, the same in each of their lives."""
-    folder = Path(tempfile.gettempdir(), f"zerolab-lesson-21-{os.environ['MASTER_PORT']}")  # no other has this port
+    user = os.getuid() if hasattr(os, "getuid") else "me"  # the port may have been another user's before
+    folder = Path(tempfile.gettempdir(), f"zerolab-lesson-21-{user}-{os.environ['MASTER_PORT']}")
     folder.mkdir(exist_ok=True)
     return folder
 

@@ -12,6 +12,7 @@ from types import SimpleNamespace
 import pytest
 from jobs_common import PYTHONPATH
 
+import zerolab
 from zerolab.cli import main
 from zerolab.trial import hearing
 
@@ -71,9 +72,13 @@ def test_files_that_are_there_are_left_as_they_are(capsys, tmp_path):
         ("plan --params 7.5B --ranks 2 --activations 10", "10 is 10 bytes: do you mean 10GB?"),
         ("plan --params 7.5 --ranks 64", "7.5 is 7.5 parameters: do you mean 7.5B or 7.5M?"),
         ("demo --ranks 100000", "--ranks: must be from 1 to 64, not 100000"),
+        ("train --ranks 65", "--ranks: must be from 1 to 64, not 65"),
+        ("bench --ranks 65", "--ranks: must be from 1 to 64, not 65"),
+        ("doctor --ranks 65", "--ranks: must be from 1 to 64, not 65"),
     ],
 )
-def test_arguments_that_would_be_misunderstood(capsys, arguments, says):
+def test_arguments_that_would_be_misunderstood(capsys, monkeypatch, arguments, says):
+    monkeypatch.setattr(zerolab.Ranks, "_start", None)  # what is not refused starts no processes here
     assert says in refusal(capsys, *arguments.split())
 
 
@@ -110,6 +115,7 @@ def test_an_interrupted_trial_says_what_it_has_heard(lent, capsys, monkeypatch):
 
 ENDS = """
 import json, os, sys
+import zerolab
 from zerolab.cli import main
 
 def end(words, out):

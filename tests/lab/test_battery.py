@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from types import SimpleNamespace
+
 import pytest
 
-from zerolab.lab.exercises import judge
+from zerolab.lab.exercises import judge, observing
 from zerolab.lab.exercises.catalogue import EXERCISES
 from zerolab.lab.exercises.differences import KINDS, MADE, OF_PARTS
 from zerolab.lab.exercises.judge import LEFT_BEHIND, RAISED
 from zerolab.lab.exercises.mistakes import edit, mistakes_of, nearest, signatures_of
+from zerolab.lab.exercises.observing import Event, Play
 from zerolab.lab.lessons.lesson01.mistakes import REDUCE_SCATTER_INTO_CHUNKS
+from zerolab.world import processes
 
 REFERENCE = EXERCISES["01.2"].reference
 BEGIN = "    right, left"
@@ -116,6 +121,56 @@ def test_memory_that_is_more_than_the_reference_s_is_a_bound() -> None:
 
 AVERAGE = EXERCISES["03.1"].reference
 REDUCES = "dist.all_reduce(param.grad)"
+
+
+@pytest.fixture
+def asked(monkeypatch: pytest.MonkeyPatch) -> Callable[..., tuple[float, int, float]]:
+    """asked(values): what `at_most` finds where the reference has 8, after how many sleeps and seconds of its clock."""
+    now, sleeps = [0.0], []
+
+    def sleep(seconds: float) -> None:
+        sleeps.append(seconds)
+        now[0] += stalls.pop() if stalls else seconds
+
+    monkeypatch.setattr(observing, "time", SimpleNamespace(sleep=sleep))
+    monkeypatch.setattr(processes, "time", SimpleNamespace(monotonic=lambda: now[0]))
+    world, stalls = SimpleNamespace(rank=0), []
+    reference = Play(None, world, [0], group="a group")
+    reference.tape.append(Event("a step"))
+    reference.at_most("bytes", lambda: 8)
+    play = Play(None, world, [0], group="a group", reference=reference)
+    play.tape.append(Event("a step"))
+
+    def ask(*values: float, stands_still: float = 0.0, number: bool = False) -> tuple[float, int, float]:
+        """values: what is there each time; the last of them from then on. stands_still: the machine, in each sleep.
+
+        number: the first of them is all that `at_most` gets.
+        """
+        before, begin, coming = len(sleeps), now[0], [*values]
+        stalls[:] = [stands_still] * 20 if stands_still else []
+        play.at_most("bytes", values[0] if number else lambda: coming.pop(0) if len(coming) > 1 else coming[0])
+        return play.tape[-1].bounds["bytes"], len(sleeps) - before, now[0] - begin
+
+    return ask
+
+
+def test_a_bound_is_asked_again_until_it_holds(asked: Callable) -> None:
+    assert asked(8) == (8, 0, 0.0)
+    for _ in range(3):  # and what came down in time shortens no later wait
+        assert asked(*[9] * 150, 8)[:2] == (8, 150)
+    assert asked(*[9] * 20, 8, stands_still=40.0)[:2] == (8, 20)  # the machine stood still, which does not count
+
+
+def test_a_bound_that_does_not_hold_is_waited_for_a_quarter_as_long_each_time(asked: Callable) -> None:
+    found, _, seconds = zip(*[asked(9) for _ in range(4)], strict=True)
+    assert found == (9,) * 4
+    assert seconds == pytest.approx((2.0, 0.5, 0.125, 0.03125), abs=0.011)
+    assert asked(8) == (8, 0, 0.0)
+
+
+def test_a_number_is_not_waited_for_and_shortens_no_later_wait(asked: Callable) -> None:
+    assert [asked(9, number=True) for _ in range(3)] == [(9, 0, 0.0)] * 3
+    assert asked(9)[2] == pytest.approx(2.0, abs=0.011)
 
 
 def test_what_was_not_waited_for_is_told_before_what_came_of_it() -> None:

@@ -254,10 +254,14 @@ def test_closed_notebooks_leave_nothing_and_their_gpus_go_to_the_next(room: Room
     ranks = [process for process in room.processes() if _name(process) == NAME]
     assert len(ranks) == 1
     # What is no child of the notebook any more is ended too, and what has put its environment off.
-    disguised = "" if "unshare" in room.told() else "env -i setsid sleep 321 & "
-    first.begin(f"import os\nos.system('setsid sleep 321 & {disguised}true')\nprint('left behind')")
-    first.until("left behind")
-    wait_until(lambda: not [each for each in room.processes() if "321" in _words(each)])
+    disguised = "" if "unshare" in room.told() else "env -i setsid sleep 321 & echo $!; "
+    first.begin(LEAVES.format(script=f"setsid sleep 321 & echo $!; {disguised}echo; read line"))
+    pids = [int(word) for word in first.until("<idle>").split() if word.isdecimal()]
+    assert len(pids) == 1 + bool(disguised) and all(map(psutil.pid_exists, pids)), first.told
+    left = [*map(psutil.Process, pids)]
+    wait_until(lambda: all("321" in _words(each) for each in left))
+    first.begin("keeper.stdin.close()\nkeeper.wait()")
+    wait_until(lambda: not [each for each in left if _lives(each)])
     first.close()
     wait_until(lambda: not _lives(ranks[0]))
     second.until("(leased: GPUs 0, 1)")
@@ -275,6 +279,13 @@ def test_closed_notebooks_leave_nothing_and_their_gpus_go_to_the_next(room: Room
     third.begin("from zerolab.lab.ranks import notices\nnotices.show()")
     third.until("and all that it had started: each student may have 14 processes")
     third.close()
+
+
+LEAVES = """
+import subprocess
+keeper = subprocess.Popen(["sh", "-c", {script!r}], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+print("left behind:", *iter(keeper.stdout.readline, "\\n"))
+"""
 
 
 def _name(process: psutil.Process) -> str:

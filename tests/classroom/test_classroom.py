@@ -12,6 +12,7 @@ import urllib.request
 from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
+from types import SimpleNamespace
 
 import nbformat
 import psutil
@@ -20,7 +21,7 @@ from jupyter_client.blocking import BlockingKernelClient
 from rich.console import Console
 from test_launch import wait_until
 
-from zerolab.classroom import board, labs, run
+from zerolab.classroom import board, labs, run, watch
 from zerolab.classroom.broker import Entry
 from zerolab.cli import main
 from zerolab.lab.exercises.judge import digest
@@ -434,6 +435,37 @@ def test_the_teachers_table_fits_on_a_terminal_of_80_columns() -> None:
     assert max(map(len, told.splitlines())) <= 80 and "…" not in told, told
     words = ["student", "port", "GPUs", "left", "notebooks", "ranks", "memory", "pass", "predicted", "12.3 GB", "0-7"]
     assert not [word for word in words if f"{word} " not in told.replace("\n", " \n")]
+
+
+@pytest.mark.parametrize("shielded", [True, False])
+def test_an_orphan_belongs_to_the_lab_whose_view_it_has(shielded: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its environment, which a student may put off or change, counts only where its view is no lab's."""
+    ours, views = 100, {}
+    processes: list[subprocess.Popen] = []
+
+    def begin(view: int, **environment: str) -> subprocess.Popen:
+        process = subprocess.Popen(["sleep", "321"], env=environment)
+        processes.append(process)
+        views[process.pid] = view if shielded else ours
+        return process
+
+    try:
+        servers = {name: begin(view) for name, view in (("one", 1), ("two", 2), ("three", 0))}  # 0: it cannot be seen
+        rooms = [SimpleNamespace(student=name, process=server) for name, server in servers.items()]
+        bare, renamed = begin(1), begin(1, **{labs.STUDENT: "two"})
+        named, _, _ = begin(ours, **{labs.STUDENT: "two"}), begin(ours), begin(0)  # and two that are nobody's
+        monkeypatch.setattr(watch, "view_of", lambda pid: views.get(pid, ours))
+        usage = watch.Watch(rooms, 1e12, 1000)._measure()
+    finally:
+        for process in processes:
+            process.kill()
+            process.wait()
+    found = {name: {each.process.pid: each.branch for each in mine.found} for name, mine in usage.items()}
+    expected = {name: {server.pid: 0} for name, server in servers.items()}
+    expected["one" if shielded else "two"][renamed.pid] = expected["two"][named.pid] = -1
+    if shielded:
+        expected["one"][bare.pid] = -1
+    assert found == expected
 
 
 @pytest.mark.parametrize(

@@ -297,8 +297,8 @@ print("off by, on each rank:", *(f"{100 * off:.0f} %" for off in lab.pull("off")
 print(lab.pull("refused", rank=0))
 
 # %% [markdown]
-# Rows alone give a step in a wrong direction. Nothing would stop, and the loss would go down all the same, but it would
-# not be Muon. So stages 1 to 3 refuse it, and name a way out. `OwnerOptimizer` does not cut: each matrix has an
+# Rows alone give a step in a wrong direction, and no error would say so. So stages 1 to 3 refuse Muon, and name a way
+# out. `OwnerOptimizer` does not cut: each matrix has an
 # *owner*, the rank that updates all of it. In a step, the others send the owner their slices of the gradient and of the
 # matrix. It runs Muon, keeps Muon's state, and sends the new slices back.
 
@@ -333,8 +333,8 @@ for rank, (full, own) in enumerate(zip(lab.pull("full_state"), lab.pull("state")
     print(f"rank {rank}: Muon's state {full:,} bytes in DDP, {own:,} with owners")
 
 # %% [markdown]
-# The state is shared out as evenly as whole matrices allow. It works in every stage, and for Shampoo, SOAP and LAMB as
-# well: see [Muon](../docs/muon.md). From here on the optimizer is Adam again.
+# The state is shared out as evenly as whole matrices allow. `OwnerOptimizer` works in every stage, and for Shampoo, SOAP
+# and LAMB as well: see [Muon](../docs/muon.md). From here on the optimizer is Adam again.
 #
 # ## Where the peak is
 #
@@ -385,8 +385,7 @@ if lab.predicted("04.1"):
 #   ZeRO touches them;
 # - *gradients* have only begun to arrive: these are the buckets of the last block and of the root (the unit for everything
 #   outside the blocks), where backward begins. They grow to 4Ψ while activations shrink, and are the subject of lesson 05;
-# - *other* is the text (about 465 kB), the batch, and the few bytes with which the ranks agree on what to send next. It may
-#   differ by a few kB between the two stages, and then so does the total.
+# - *other* is the batch: 8 × 65 numbers of 8 bytes.
 #
 # ## In production
 #
@@ -480,44 +479,13 @@ print("the parameters agree to 0.0001:", max(lab.pull("differ")) < 1e-4)
 # together. (Greedily, each tensor goes to the rank that has the least so far: that is what "dynamically" comes to.)
 
 # %%
-from zerolab.lab import GPT
-from zerolab.lab.plots import Piece, largest_share, shard_map
+from zerolab.lab import GPT, ways_to_deal
+from zerolab.lab.plots import largest_share, shard_map
 
 RANKS = 4
 model = GPT(layers=2, width=128, vocabulary=4096)
-sizes = [(name, param.numel()) for name, param in model.named_parameters()]
-psi = sum(numel for _, numel in sizes)
-
-
-def greedy(pieces):  # as torch does: largest first, each to the rank that has the least
-    load, owner = [0] * RANKS, {}
-    for name, numel in sorted(pieces.items(), key=lambda piece: -piece[1]):
-        owner[name] = load.index(min(load))
-        load[owner[name]] += numel
-    return [Piece(numel, owner[name]) for name, numel in pieces.items()]
-
-
-def together(key):  # adds up the elements of all parameters with the same key
-    pieces = {}
-    for name, numel in sizes:
-        pieces[key(name)] = pieces.get(key(name), 0) + numel
-    return pieces
-
-
-def in_turn(pieces):
-    return [Piece(numel, number % RANKS) for number, numel in enumerate(pieces.values())]
-
-
-def block(name):  # "blocks.0.mlp.up.weight" -> "blocks.0", "token.weight" -> "token"
-    return ".".join(name.split(".")[: 2 if name.startswith("blocks") else 1])
-
-
-ways = {
-    "blocks in turn": in_turn(together(block)),
-    "layers in turn": in_turn(together(lambda name: name.rpartition(".")[0])),
-    "tensors greedily": greedy(dict(sizes)),
-    "flat": [Piece(psi // RANKS, rank) for rank in range(RANKS)],
-}
+psi = sum(param.numel() for param in model.parameters())
+ways = ways_to_deal(model, RANKS)
 
 # %% tags=["nbval-check-output"]
 plots.show(shard_map(ways, RANKS))

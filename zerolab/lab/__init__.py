@@ -41,6 +41,16 @@ _HOME = {
     "zerolab.lab.explorers": ("memory_explorer", "timeline_scrubber"),
     "zerolab.lab.ladder": ("measure_ladder",),
     "zerolab.lab.lessons.lesson01.bytes_written": ("written",),
+    "zerolab.lab.lessons.lesson03.compared": (
+        "batch_by_batch",
+        "held_after_step",
+        "in_one_piece",
+        "largest_difference",
+        "seconds",
+        "train_alone",
+    ),
+    "zerolab.lab.lessons.lesson03.told": ("calls_beside_link",),
+    "zerolab.lab.lessons.lesson04.dealt": ("ways_to_deal",),
     "zerolab.lab.lessons.lesson08.runs": (
         "beyond_formula",
         "both_kinds_of_gradients",

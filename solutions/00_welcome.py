@@ -1,7 +1,7 @@
 # %% [markdown]
 # # 00 · Welcome
 #
-# In fifteen minutes you will have four processes training one model together. You will have broken them on purpose and
+# In half an hour you will have four processes training one model together. You will have broken them on purpose and
 # fixed them. And you will have seen on your own machine what this course is about: **splitting the memory of a training
 # run across several machines**.
 #
@@ -168,11 +168,11 @@ if lab.predicted("00.2"):
 # %% [markdown]
 # ## Does your model fit?
 #
-# The same arithmetic works for any model and any GPU. Try the model you work with. How small does stage 1
-# get with more and more GPUs? (Never below 4 bytes per parameter: parameters and gradients stay whole.) The explorer
-# starts in *bf16*: parameters and gradients in 16 bits, as large models are trained. With Adam that is still 16 bytes
-# per parameter, but more of them are optimizer state, as lesson 02 shows. In stage 3 this engine needs 14 of them, since
-# it makes the 16-bit weights anew when they are needed (lesson 08). You can switch to float32.
+# The same arithmetic works for any model and any GPU. Try the model you work with. The explorer starts in *bf16*, as
+# large models are trained: parameters and gradients in 16 bits, and for the optimizer a copy of the parameters in 32.
+# With Adam that is still 16 bytes per parameter (lesson 02). How small does stage 1 get with more and more GPUs? (Never
+# below 4 bytes per parameter: the 16-bit parameters and gradients stay whole.) In stage 3 this engine needs 14 of the
+# 16, since it makes the 16-bit parameters anew when they are needed (lesson 08). You can switch to float32.
 #
 # *Activations*, what forward keeps for backward, come on top: here 10 GB of them, on every rank and in every stage.
 # Stage 3 also needs the full parameters of whatever it is computing at the moment, one *unit* at a time (a unit is a
@@ -198,9 +198,9 @@ if lab.predicted("00.2"):
 
 # %% [markdown]
 # **Verdict: true under a condition.** On four ranks, stage 2 holds 2.3 times less. Its parameters stay whole, at 4 of 16
-# bytes in float32 and 2 of 16 in bf16. So no number of ranks makes it more than 4 times in float32, or 8 in bf16. "Up
-# to" stands for conditions that the sentence does not name. Nearly every lesson puts a claim on trial, and measures what
-# decides it.
+# bytes in float32 and 2 of 16 in bf16. So however many ranks there are, it is less than 4 times in float32, and less
+# than 8 in bf16. "Up to" stands for conditions that the sentence does not name. Nearly every lesson puts a claim on
+# trial, and measures what decides it.
 
 # %% [markdown]
 # ## What comes next
@@ -209,8 +209,8 @@ if lab.predicted("00.2"):
 # A check runs them on 1, 2, 3 and 4 ranks and tells you *which* mistake it found. Your answers are files in `my/`, next
 # to the notebooks, and no update of the course overwrites them.
 #
-# If you have half a day: lessons 00, 02 and 04, with the first sections of 01 and 03. If you have a day: 00 to 07.
-# `lab.progress()` shows where you are.
+# If you have half a day: lessons 00, 02 and 04, with the first sections of 01 and 03. If you have a day and a half: 00
+# to 07. `lab.progress()` shows where you are.
 
 # %%
 lab.progress()

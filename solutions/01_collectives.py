@@ -316,11 +316,11 @@ if lab.predicted("01.3"):
     plots.show(plots.cost(slowest("all_reduce"), "all-reduce on 4 ranks"))
 
 # %% [markdown]
-# The two halves are equal where bytes / bandwidth = latency: that is 100 MB/s times 5 ms. What was measured is usually
-# a little more: this machine's own time for a message adds to the latency, above all when it is busy.
+# The two halves are equal where bytes / bandwidth = latency: that is 100 MB/s times 5 ms.
 #
 # The picture shows an all-reduce on 4 ranks: 6 messages, one after another, that together carry 1.5 times its bytes. So
-# the fitted latency should be about 30 ms, and the fitted bandwidth about two thirds of 100 MB/s.
+# the fitted latency should be about 30 ms, or more where the machine is busy, and the fitted bandwidth about two thirds
+# of 100 MB/s.
 #
 # This is why gradients are put together in *buckets* before they are reduced (lesson 03): a hundred small all-reduces
 # pay a hundred latencies.

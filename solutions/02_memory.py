@@ -223,7 +223,7 @@ plots.show(plots.flat_storage(Layout(three, world_size=4)))
 # ## Write: a flat buffer with views
 #
 # `flat_buffer(params, world_size)` returns the buffer and a list of views into it. The views hold the parameters'
-# values, and writing to a view must change the buffer. It takes about ten lines. Stuck? `lab.hint("02.1")`.
+# values, and writing to a view must change the buffer.
 
 # %%
 # %%exercise 02.1
@@ -384,8 +384,7 @@ if lab.predicted("02.5"):
 # ## Measure: a whole step
 #
 # Now put both together for a batch of 8 × 64 tokens: 16 bytes per parameter, plus the activations. What is the
-# **peak**, the most that is held at any one moment? That number decides whether a run fits. (Leave out the text. It
-# adds about 0.5 MB to the measurement.)
+# **peak**, the most that is held at any one moment? That number decides whether a run fits.
 
 # %%
 lab.predict("02.6", 16 * 867_072 + 512 * 34_960)  # bytes
@@ -409,9 +408,8 @@ if lab.predicted("02.6"):
 # there are the most activations, there are hardly any gradients yet. With as many activations as here, the peak comes
 # early in backward.
 #
-# ("Other" is the text, 0.47 MB, and the working memory of the optimizer's step. "Communication" is 53 bytes, one for
-# each tensor, too few to see: the ranks use them to agree on which parameters were used, and the engine sends them even
-# when it is alone.)
+# ("Other" is the batch, and the working memory of the optimizer's step. "Communication" is a few hundred bytes, too few
+# to see: the ranks use them to agree on what comes next, and the engine sends them even when it is alone.)
 #
 # Now account for the peak, to the byte: what forward left, what backward has freed by then, and what it has made.
 # (`root` is everything outside the blocks. An activation that backward makes is a gradient on its way through the
@@ -422,24 +420,22 @@ if lab.predicted("02.6"):
     step = range(line.before, len(line.events))
     forward_ends = next(i for i in step if line.events[i].phase == "backward")
     left, top = line.alive(forward_ends), line.alive(line.peak_moment)
-    outside = line.curve("other")[0]  # the text
     freed = {number: size for number, size in left.items() if number not in top}
     made = {number: size for number, size in top.items() if number not in left}
-    print(f"{sum(left.values()) - outside:>12,}  when forward returned, without the text")
+    print(f"{sum(left.values()):>12,}  when forward returned")
     for sign, changed in (("-", freed), ("+", made)):
         for number, size in sorted(changed.items(), key=lambda item: -item[1]):
             one = line.buffers[number]
             print(f"{sign}{size:>11,}  {one.kind} of {one.unit}, shape {one.shape}")
     assert sum(left.values()) - sum(freed.values()) + sum(made.values()) == line.peak
-    print(f"{line.peak - outside:>12,}  at the peak")
+    print(f"{line.peak:>12,}  at the peak")
 
 # %% [markdown]
 # ## In production
 #
-# Does PyTorch agree? Its own profiler reports what the allocator handed out and got back. It doesn't see the text,
-# which existed before. One thing is different on GPUs: there, `torch.optim` by default updates all tensors at once
-# (`foreach`), which is faster and needs room. A **fused** optimizer does the same in one kernel, without that room. We
-# run all three:
+# Does PyTorch agree? Its own profiler reports what the allocator handed out and got back. One thing is different on
+# GPUs: there, `torch.optim` by default updates all tensors at once (`foreach`), which is faster and needs room. A
+# **fused** optimizer does the same in one kernel, without that room. We run all three:
 
 # %%
 # %%ranks
@@ -456,9 +452,9 @@ for name in ("one by one", "foreach", "fused"):
         zero.model(*batch(words, rank, 0, 8, 64)).backward()
         adam.step()
         adam.zero_grad()
-    text_and_masks = line.curve("other")[0]
-    room = max(line.curve("other")) - text_and_masks
-    found[name] = (line.peak - text_and_masks, torch_says.bytes, room)
+    before = line.curve("other")[0]  # what was there already
+    room = max(line.curve("other")) - before
+    found[name] = (line.peak - before, torch_says.bytes, room)
 
 # %% tags=["nbval-check-output"]
 if lab.predicted("02.6"):

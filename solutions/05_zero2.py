@@ -213,8 +213,7 @@ if lab.predicted("05.2"):
 #   blocks that are done, the root's bucket, which fills up only at the end, and the full buckets of one or two blocks. One
 #   is being filled, the other is being reduced.
 # - *communication* is where a reduction receives the other ranks' parts: with four ranks, three quarters of the block.
-# - *other* is the text (about 465 kB), the batch, and the few bytes with which the ranks agree on what to send.
-#   *activations* you took apart in lesson 02.
+# - *other* is the batch, 8 bytes a token. *activations* you took apart in lesson 02.
 #
 # (A collective gives its buffers back a moment sooner or later. So with the small batch, gradients and communication may
 # differ by a block from run to run. Everything else is the same every time.)

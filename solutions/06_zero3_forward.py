@@ -129,8 +129,7 @@ print("bytes held without the full matrix, with it, and without it again:", held
 # |---|---|
 # | `unit.full` | flat, all ranks' shards end to end: what forward and backward see. Its memory comes and goes |
 # | `unit.shard` | this rank's part: it stays, and the optimizer updates it |
-# | `unit.gather()` | your `gather(unit.full, unit.shard)`; does nothing if the full parameters are there and no step
-# has changed them since |
+# | `unit.gather()` | your `gather(unit.full, unit.shard)`, unless the full parameters are there and current |
 # | `unit.release()` | your `release(unit.full)` |
 #
 # ## See
@@ -314,7 +313,7 @@ build(TooEarly).model(*inputs)
 # the first thing that a block does. Other operations say *storage of size 0*, as above. The message does not mention
 # ZeRO, so it is worth knowing. In production it usually means that a parameter was used *outside* the forward of the
 # wrapped module, where nobody had gathered it. (Here all ranks raised the error at the same place, so nobody waits for
-# anybody, and you do not need `lab.reset()`. If only one rank raises it, the others hang.)
+# anybody, and you do not need `lab.reset()`. If only one rank raises it, the others wait: lesson 00.)
 #
 # And gathered too late? Then the memory is not there either, and you get the same kind of error; lesson 07 tries it in
 # backward. The third kind is silent: the memory is there, but with *old* values in it. Lesson 07 tries that, too.
@@ -363,7 +362,7 @@ if lab.predicted("06.1") and lab.predicted("06.3"):
 # The same loss to the bit, the same bytes held, the same bytes sent, in the same seven all-gathers: `fully_shard` is
 # what you wrote. It frees memory with the same `untyped_storage().resize_(0)`
 # (`torch/distributed/fsdp/_fully_shard/_fsdp_param.py`, `free_storage`), and it keeps the root after forward, as you
-# do. With `reshard_after_forward=False` it keeps every unit, which makes it ZeRO-2. It differs in what a shard is: rows
+# do. With `reshard_after_forward=False` it keeps every unit, as in lesson 05. It differs in what a shard is: rows
 # of each parameter, where ours is a stretch of the flat unit. And on a GPU, where the host runs ahead, the next gather
 # starts while the current unit computes (lesson 09). Ours gathers ahead too, unless `prefetch` is off, as it is here.
 # DeepSpeed's stage 3 does the same for each parameter, and has a *persistence threshold* below which parameters stay.

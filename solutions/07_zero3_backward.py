@@ -256,7 +256,7 @@ if lab.predicted("07.3"):
 # - *Communication*: what a reduction receives from the other ranks, (N-1)/N of the block. The network decides which block
 #   that is, and whether its buffers are back before the next gradient comes. So this line and the gradients may be a block
 #   larger or smaller in another run.
-# - *Activations* are those that backward has not reached yet. *Other* is tokens and temporaries.
+# - *Activations* are those that backward has not reached yet. *Other* is the batch.
 #
 # Everything but the parameters, the optimizer and the shards of gradients is **in flight**. Activations aside, that is
 # a few blocks' worth, whatever N is. That is why small units are good for memory, and why the largest unit decides.

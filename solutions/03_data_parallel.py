@@ -180,7 +180,7 @@ lab.link("200 MB/s, 1 ms")
 
 # %%
 # %%ranks
-from zerolab.lab import seconds  # the median of three calls
+from zerolab.lab import seconds
 
 Bucket = lab.mine("03.2")
 bucket = Bucket(params)
@@ -192,7 +192,7 @@ def bucketed(params):
     bucket.write_back()
 
 
-times = seconds(average, params), seconds(bucketed, params)
+times = seconds(average, params), seconds(bucketed, params)  # medians of three calls
 with calls() as book:
     bucketed(params)
 number, sent = len(book.calls), book.sent

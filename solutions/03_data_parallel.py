@@ -302,7 +302,8 @@ if not same:
 # %%ranks
 from torch.nn.parallel import DistributedDataParallel
 
-ddp = DistributedDataParallel(make_model())  # after its forward, backward averages the gradients
+# After ddp's forward, backward averages the gradients.
+ddp = DistributedDataParallel(make_model())
 by_torch = train(ddp)
 with calls() as book:
     train(ddp, steps=1)

@@ -45,3 +45,8 @@ def train_zero3(decisions: dict[str, tuple[str, bool]]) -> tuple[list[float], li
 
 def train_a_stub(source: str) -> None:
     losses(judge.load(source, "ex_03_3.py", "ex_03_3").MyDDP)
+
+
+def process_groups() -> int:
+    """One for each process group of this rank, by the name that the system shows."""
+    return sum((task / "comm").read_text().startswith("gloo_tcp") for task in Path("/proc/self/task").iterdir())

@@ -90,6 +90,15 @@ def test_a_hang_is_cut_and_the_next_check_works(monkeypatch: pytest.MonkeyPatch,
     assert judge.try_answer("01.1", EXERCISES["01.1"].reference).passed
 
 
+def test_a_check_leaves_no_process_group() -> None:
+    """Its threads would look for messages a hundred times a second, and its ranks would seem to compute."""
+    judge.close()  # what the reference does is kept by a new pool
+    before = judge.pool().run(jobs_exercises.process_groups)
+    for id in ("03.1", "03.3"):
+        assert judge.try_answer(id, EXERCISES[id].reference).passed
+    assert judge.pool().run(jobs_exercises.process_groups) == before
+
+
 @pytest.mark.exhaustive
 def test_a_wait_that_the_limit_cuts_is_no_loop(monkeypatch: pytest.MonkeyPatch) -> None:
     """For a rank that sleeps, on a machine so busy that it does not seem to stand still."""

@@ -14,6 +14,7 @@ import torch.distributed as dist
 
 from zerolab.comm.flight import Log, log_of
 from zerolab.comm.flight import stop as stop_flight_recorder
+from zerolab.world.environment import at_leave
 
 with suppress(ImportError):  # its defaults keep the process group they find at import for good: so import it now
     import torch.distributed.nn.functional
@@ -103,10 +104,22 @@ def _timeout_of(handle: dist.ProcessGroup) -> timedelta:
 
 
 def hold(holder: object) -> None:
-    """Remember an object that holds groups: when the process ends, its attributes are cleared."""
+    """Remember an object that holds groups: when the process ends, or leaves them, its attributes are cleared."""
     global _process
     _process = os.getpid()
     _holders.add(holder)
+
+
+def _clear() -> None:
+    """Let go of all groups. A holder may be kept alive by a graph whose hooks lead to it, and which it leads to itself:
+    Python does not see such a circle, and the threads of its group would look for messages a hundred times a second."""
+    for holder in list(_holders):
+        vars(holder).clear()
+    _control_groups.clear()
+    _mesh_groups.clear()
+
+
+at_leave.append(_clear)
 
 
 @atexit.register
@@ -120,9 +133,6 @@ def _let_go() -> None:
     stop_flight_recorder()
     if os.getpid() != _process:
         return
-    for holder in list(_holders):
-        vars(holder).clear()
-    _control_groups.clear()
-    _mesh_groups.clear()
+    _clear()
     if dist.is_initialized() and "nccl" not in dist.get_backend_config():
         dist.destroy_process_group()

@@ -27,6 +27,7 @@ TORCHRUN = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
 SLURM = ("SLURM_PROCID", "SLURM_NTASKS", "SLURM_LOCALID", "SLURM_NTASKS_PER_NODE")
 
 at_return: list[Callable[[], None]] = []  # called when the function that a rank was given by `launch` has returned
+at_leave: list[Callable[[], None]] = []  # called before the rank of a pool leaves its process group for another
 given_up = threading.Event()  # this process no longer waits for a collective that is under way and can never end
 _stores: Iterator[dist.Store] | None = None  # a store for each call of `init`, where `meet_in` gave some
 

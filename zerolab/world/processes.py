@@ -37,7 +37,7 @@ import torch
 import torch.distributed as dist
 
 from zerolab.world import nursery
-from zerolab.world.environment import TORCHRUN, Place, at_return, given_up, init, meet_in, read_place, seconds
+from zerolab.world.environment import TORCHRUN, Place, at_leave, at_return, given_up, init, meet_in, read_place, seconds
 
 _Process = BaseProcess | nursery.Forked | nursery.Fresh
 LEAVE_TIMEOUT = 10.0  # seconds to leave a process group, or to end
@@ -457,6 +457,8 @@ def _end_fork(error: BaseException | None) -> NoReturn:
 
 
 def _leave() -> bytes:
+    for let_go in at_leave:
+        let_go()
     if dist.is_initialized():
         dist.destroy_process_group()
     gc.collect()  # hooks tie models into cycles; this run's memory must not stay into the next

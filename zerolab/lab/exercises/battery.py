@@ -136,6 +136,7 @@ def _reference_in(scene: Scene, reference: ModuleType, world: World, team: list[
         play = Play(reference, world, team, group, loose=scene.loose)
         _act(scene, play)
         play.kept.clear()
+        del play.group, play.world  # or this check's process group would live, with threads that ask for messages
         _kept[key] = play
     return _kept.get(key)
 

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 
 import torch
 import torch.distributed as dist
@@ -39,22 +41,90 @@ def other_group(rank: int) -> None:
         dist.all_reduce(torch.ones(2), group=group)
 
 
-def while_it_sleeps(rank: int) -> None:
-    """One rank sleeps until the others have been told; those have another thread, which computes until then."""
+def ends(rank: int) -> None:
+    if rank != B:
+        dist.all_reduce(torch.ones(2))
+
+
+def sleeps(rank: int) -> None:
+    """Until the others have been told; those have another thread, which computes until then."""
     if rank == B:
-        dist.distributed_c10d._get_default_store().wait([f"over/{A}", f"over/{C}"])
+        the_store().wait([f"over/{A}", f"over/{C}"])
         return
-    told = threading.Event()
+    with computing():
+        dist.all_reduce(torch.ones(2))
+
+
+def is_late(rank: int) -> None:
+    """One that calls when the others have said that they wait."""
+    if rank == B:
+        until_they_wait(A, C)
+    dist.all_reduce(torch.ones(2))
+
+
+def goes_on(rank: int) -> None:
+    """One that catches what it is told about one that ends, and calls when the third says that it waits."""
+    pair = dist.new_group([A, C])
+    if rank == B:
+        until_they_wait(A)
+    if rank == A:
+        try:
+            dist.all_reduce(torch.ones(2))
+        except GaveUp:
+            until_they_wait(C)
+    if rank != B:
+        dist.all_reduce(torch.ones(2), group=pair)
+
+
+def from_anybody(rank: int) -> None:
+    """Received when the one that sends has said that it waits, and answered."""
+    if rank == A:
+        dist.send(torch.ones(2), B)
+        dist.recv(torch.ones(2), B)
+    if rank == B:
+        until_they_wait(A)
+        dist.recv(torch.ones(2))
+        dist.send(torch.ones(2), A)
+
+
+def two_call(rank: int) -> None:
+    """One with a thread that waits for another's call, and which makes the one that the other waits for itself."""
+    pairs = [dist.new_group([A, B]), dist.new_group([A, B])]
+    if rank == A:
+        waits = threading.Thread(target=dist.all_reduce, args=(torch.ones(2),), kwargs={"group": pairs[0]})
+        waits.start()
+        until_they_wait(B)
+        dist.all_reduce(torch.ones(2), group=pairs[1])
+        waits.join()
+    if rank == B:
+        for pair in reversed(pairs):
+            dist.all_reduce(torch.ones(2), group=pair)
+
+
+def the_store() -> dist.Store:
+    return dist.distributed_c10d._get_default_store()
+
+
+def until_they_wait(*ranks: int) -> None:
+    while not all(the_store().get(f"waits/{rank}") for rank in ranks):
+        time.sleep(0.01)
+    time.sleep(0.1)  # and look at each other
+
+
+@contextmanager
+def computing() -> Iterator[None]:
+    """With another thread, which computes."""
+    over = threading.Event()
 
     def compute() -> None:
-        while not told.is_set():
+        while not over.is_set():
             pass
 
     threading.Thread(target=compute, daemon=True).start()
     try:
-        dist.all_reduce(torch.ones(2))
+        yield
     finally:
-        told.set()
+        over.set()
 
 
 def from_outside(rank: int) -> None:
@@ -88,7 +158,12 @@ CALLS: dict[str, Callable[[int], object]] = {
         dist.all_gather_object([None] * 3, rank) if rank == B else dist.all_reduce(torch.ones(2))
     ),
     "another group first": other_group,
-    "while it sleeps": while_it_sleeps,
+    "one that ends": ends,
+    "one that sleeps": sleeps,
+    "one that is late": is_late,
+    "one that is told, and goes on": goes_on,
+    "from anybody, later than it is sent": from_anybody,
+    "two that call": two_call,
     "from outside": from_outside,
     "splits that fit": lambda rank: all_to_all_single(6, 6, [2, 2, 2], [2, 2, 2]),
     "splits of nothing": lambda rank: all_to_all_single(0, 0, [0, 0, 0], [0, 0, 0]),
@@ -97,7 +172,7 @@ CALLS: dict[str, Callable[[int], object]] = {
 
 def call(name: str, patience: float) -> str:
     """What this rank is told."""
-    rank, store = dist.get_rank(), dist.distributed_c10d._get_default_store()
+    rank, store = dist.get_rank(), the_store()
     try:
         with Spy(store, rank, 3, patience):
             CALLS[name](rank)

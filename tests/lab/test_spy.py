@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import jobs_spy
 import pytest
+import torch.distributed as dist
 
 from zerolab import Ranks
-from zerolab.lab.exercises.spy import PATIENCE
+from zerolab.lab.exercises.spy import Spy
 
 CANNOT = "GaveUp: all_to_all_single: rank 1 cannot make this call"
 SAID = {  # by call: what rank 0 is told, and rank 1, which differs
@@ -42,8 +43,15 @@ SAID = {  # by call: what rank 0 is told, and rank 1, which differs
         "all_reduce of 8 bytes: rank 1 calls all_gather_object instead",
         "all_gather_object: rank 0 calls all_reduce of 8 bytes instead",
     ),
-    "another group first": ("GaveUp: all_reduce of 8 bytes: rank ",) * 2,
-    "while it sleeps": ("GaveUp: all_reduce of 8 bytes: rank 1 does not make this call", ""),
+    "another group first": [
+        f"GaveUp: all_reduce of 8 bytes: rank {rank} does not make this call" for rank in (1, 0, 1)
+    ],
+    "one that ends": ("GaveUp: all_reduce of 8 bytes: rank 1 did not take part", "", "GaveUp"),
+    "one that sleeps": ("GaveUp: all_reduce of 8 bytes: rank 1 does not make this call", ""),
+    "one that is late": ("",) * 3,
+    "one that is told, and goes on": ("",) * 3,
+    "from anybody, later than it is sent": ("",) * 3,
+    "two that call": ("",) * 3,
     "from outside": ("", ""),
     "splits that fit": ("", ""),
     "splits of nothing": ("", ""),
@@ -56,7 +64,17 @@ def test_every_call_is_expected() -> None:
 
 @pytest.mark.parametrize("name", SAID)
 def test_a_call_that_differs_is_told_before_it_is_made(ranks: Ranks, name: str) -> None:
-    patience = PATIENCE if name == "while it sleeps" else 10_000.0  # nothing else depends on how long ranks wait
+    patience = 1.0 if name == "one that sleeps" else 10_000.0  # nothing else depends on how long ranks wait
     told = ranks.run(jobs_spy.call, name, patience, ranks=3)
     for found, said in zip(told, SAID[name], strict=False):
         assert (said in found) if said else (not found), told
+
+
+def test_a_rank_whose_call_has_come_does_not_wait_in_vain() -> None:
+    store = dist.HashStore()
+    spy = Spy(store, 0, 3)
+    for key, said in {"waits/0": '["a"]', "waits/1": '["b", "c"]', "waits/2": "", "over/2": ""}.items():
+        store.set(key, said)
+    assert spy._all_wait_in_vain()
+    store.set("c", "")
+    assert not spy._all_wait_in_vain()

@@ -63,10 +63,10 @@ def test_to_wait_for_a_core_counts_by_what_is_computed():
 
 
 def test_what_is_computed_counts_by_the_time_it_had_for_it():
-    """A machine so slow that five seconds pass between two looks: a rank that asked others ten times."""
+    """A machine so slow that two seconds pass between two looks: a rank that asked others four times."""
     before = {1: Thread(5.0, 7.0)}
-    assert rate(before, {1: Thread(5.02, 7.9)}, 5.0) < MOVES
-    assert rate(before, {1: Thread(5.2, 11.0)}, 5.0) > MOVES
+    assert rate(before, {1: Thread(5.02, 7.9)}, 2.0) < MOVES
+    assert rate(before, {1: Thread(5.1, 8.0)}, 2.0) > MOVES
 
 
 def test_who_wants_a_core_and_has_not_slept_comes_on_however_little_it_gets():

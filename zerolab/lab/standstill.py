@@ -25,6 +25,7 @@ from typing import NamedTuple
 from zerolab.world.processes import Patience
 
 EVERY = 0.5  # seconds between two looks
+LONG = 4 * EVERY  # between two looks of a machine that was stopped, perhaps: nobody had all that time for computing
 MOVES = 0.4  # of the time between two looks: more than a process needs that only asks now and then
 STATE, SLEPT = "State", "voluntary_ctxt_switches"  # lines of a thread's status
 BUSY = 30  # seconds of waiting for a core, at most, that count for each that was computed
@@ -57,8 +58,11 @@ class Standstill:
             return False
         looked, before = self._looked, self._before
         self._pause, self._looked, self._before = Patience(EVERY), time.monotonic(), self._look()
-        for_ = self._looked - looked
-        if any(moved(before.get(pid, {}), threads, for_) > MOVES * for_ for pid, threads in self._before.items()):
+        between = self._looked - looked
+        if between > LONG:
+            between = EVERY
+        moves = (moved(before.get(pid, {}), threads, between) for pid, threads in self._before.items())
+        if any(seconds > MOVES * between for seconds in moves):
             left, self._patience = self._seconds, Patience(self._seconds, longest=EVERY)
         return left <= 0
 
@@ -66,15 +70,15 @@ class Standstill:
         return {pid: dict(_threads(pid)) for pid in self._pids()}
 
 
-def moved(before: _Threads, now: _Threads, looked: float) -> float:
-    """Seconds that a process computed, and waited for a core to compute on, in the `looked` between two looks."""
+def moved(before: _Threads, now: _Threads, between: float) -> float:
+    """Seconds that a process computed, and waited for a core to compute on, of those `between` two looks."""
     seconds = 0.0
     for number, thread in now.items():
         last = before.get(number, Thread(0.0))
         computed = thread.computed - last.computed
         seconds += computed + min(thread.waited - last.waited, BUSY * computed)
         if last.wants and thread.wants and thread.slept == last.slept:
-            seconds += looked
+            seconds += between
     return seconds
 
 

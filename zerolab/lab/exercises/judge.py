@@ -236,8 +236,8 @@ def try_answer(
 ) -> Verdict:
     """The verdict on `source` as the answer to exercise `id`.
 
-    A rank gives up when all others have stood still for `patience` seconds. On gloo's clock nothing depends: it runs
-    on while a machine sleeps.
+    A rank gives up at once when no rank will come on, or when all others have stood still for `patience` seconds. On
+    gloo's clock nothing depends: it runs on while a machine sleeps.
     tell: is told how far the check has come. told: whether known mistakes are looked for. sizes: the numbers of ranks,
     all those of the exercise if there is none.
     """

@@ -3,8 +3,9 @@
 Two things make mistakes visible that would otherwise depend on luck. A call with `async_op=True` sends what its inputs
 hold when it starts, and fills its result only when it is waited for, so a forgotten wait is wrong every time. And
 before a call, the ranks tell each other what they are about to do: if they differ, they give up, instead of hanging,
-aborting, or mixing up bytes. A rank gives up waiting when the other has ended, when all ranks say that they wait for
-calls that nobody has made, or when all others stand still as it does; never because it has waited for long.
+aborting, or mixing up bytes. A rank gives up waiting when the other has ended, when every rank has ended or says that
+it waits for a call that nobody has made, or when all others stand still as it does; never because it has waited for
+long.
 """
 
 from __future__ import annotations
@@ -36,7 +37,7 @@ from zerolab.engine.slices import to_local
 from zerolab.lab.ranks.intercept import COLLECTIVES, MESSAGES, PICKLED, Interceptor, Invocation, bytes_in_a_ring, nbytes
 from zerolab.lab.standstill import Standstill
 
-PATIENCE = 3.0  # seconds that all other ranks stand still before one gives up
+PATIENCE = 3.0  # seconds that all other ranks stand still before one gives up, unless all say that they wait in vain
 POLL = timedelta(seconds=0.5)  # who asks more often looks like one who computes, where a machine is busy
 GLOO = timedelta(minutes=10)  # its limit, once it is known that the other side is there
 END = "the end of"  # how a rank that has returned from the answer says where it is
@@ -115,7 +116,7 @@ class Started:
         work: Any,
         copies: list[StandIn],
         inputs: list[Tensor] | None = None,
-        other_side: tuple[int | None, str] = (None, ""),
+        other_side: tuple[int | None, list[str]] = (None, []),
     ) -> None:
         self._spy, self._call, self._work, self._copies, self._other_side = spy, call, work, copies, other_side
         self._inputs = [(tensor, tensor._version) for tensor in inputs or []]
@@ -213,6 +214,7 @@ class Spy:
         self.blocks = 0  # how many times something was recorded: how far the check has come
         self.asked: set[str] = set()  # dist.get_rank, dist.get_world_size: those that the answer called for the world
         self._numbers: Counter[str] = Counter()  # of calls, by whom they concern
+        self._callers: set[int] = set()  # the threads
         store.set(f"waits/{rank}", "")
         store.set(f"process/{rank}", str(os.getpid()))
         answers = dict.fromkeys(COLLECTIVES, self._collective) | dict.fromkeys(PICKLED, self._pickled)
@@ -283,52 +285,64 @@ class Spy:
         self._numbers[concerns] += 1
         return f"{concerns}, call {self._numbers[concerns]}"
 
-    def _ask(self, name: str, rank: int | None, doing: str) -> str:
-        """What `rank`, or any other if it is None, says about the call `name`, once it gets there."""
-        ranks = [other for other in range(self.world_size) if other != self.rank] if rank is None else [rank]
-        overs = [f"over/{other}" for other in ranks if other != self.rank]
+    def _ask(self, name: str, rank: int | None, doing: str, *instead: str) -> str:
+        """What `rank`, or any other if it is None, says about the call `name`. "" if it says one of `instead`."""
+        self._calls_from_here()
+        ranks = range(self.world_size) if rank is None else [rank]
+        others, names = [other for other in ranks if other != self.rank], [name, *instead]
         who = f"rank {rank}" if rank is not None else "another rank"
         still: Standstill | None = None
-        for turn in count():
-            is_over = self.store.check(overs)  # asked first: a rank says its last word before it is over
-            if self.store.check([name]):
-                break
-            if is_over:
-                gave_up = any(self._waits_in_vain(other) for other in ranks)
-                raise GaveUp(f"{doing}: {who} {'does not make this call' if gave_up else 'did not take part'}")
-            if turn < AT_ONCE:
-                time.sleep(0.0005)
-                continue
-            if still is None:
-                still = self._standstill()
-                self._say_that_it_waits(name)
-            if self._all_wait_in_vain() or still.lasts():
-                raise GaveUp(f"{doing}: {who} does not make this call")
-            with suppress(dist.DistStoreError):  # it asks no more often, or it would look like one who computes
-                self.store.wait([name], min(SOON * 2 ** min(turn - AT_ONCE, 10), LATER))
-        if still is not None:
-            self._say_that_it_waits("")
-        return self.store.get(name).decode()
+        try:
+            for turn in count():
+                is_over = self.store.check([f"over/{other}" for other in others])  # first: its last word comes before
+                if any(self.store.check([name]) for name in names):
+                    break
+                if is_over:
+                    gave_up = any(self.store.check([f"gave up/{other}"]) for other in others)
+                    raise GaveUp(f"{doing}: {who} {'does not make this call' if gave_up else 'did not take part'}")
+                if turn < AT_ONCE:
+                    time.sleep(0.0005)
+                    continue
+                if still is None:
+                    still = self._standstill(lambda other: not self._waits_in_vain(other))
+                    self._say_that_it_waits(names)
+                if self._all_wait_in_vain() or still.lasts():
+                    raise GaveUp(f"{doing}: {who} does not make this call")
+                with suppress(dist.DistStoreError):  # it asks no more often, or it would look like one who computes
+                    self.store.wait([name], min(SOON * 2 ** min(turn - AT_ONCE, 10), LATER))
+        except GaveUp:
+            self.store.set(f"gave up/{self.rank}", "")
+            raise
+        finally:
+            if still is not None:
+                self._say_that_it_waits([])
+        return self.store.get(name).decode() if self.store.check([name]) else ""
 
-    def _standstill(self) -> Standstill:
-        """Of the others. One that has not begun yet is no process of which that could be said."""
+    def _standstill(self, counts: Callable[[int], bool] = lambda rank: True) -> Standstill:
+        """Of the others, of those that count. One that has not begun is no process of which that could be said."""
         others = [rank for rank in range(self.world_size) if rank != self.rank]
         pids = {rank: int(self.store.get(f"process/{rank}")) for rank in others}
-        return Standstill(lambda: [pids[rank] for rank in others if not self._waits_in_vain(rank)], self.patience)
+        return Standstill(lambda: [pids[rank] for rank in others if counts(rank)], self.patience)
 
-    def _say_that_it_waits(self, name: str) -> None:
-        """For the call `name`, or for none. A rank that gives up has said so to the end."""
-        if threading.current_thread() is threading.main_thread():  # another one may wait while the rank goes on
-            self.store.set(f"waits/{self.rank}", name)
+    def _calls_from_here(self) -> None:
+        """Where others than the main thread call, one may wait while another goes on: the rank never says it waits."""
+        self._callers.add(threading.get_ident())
+        if self._callers != {threading.main_thread().ident}:
+            self.store.set(f"waits/{self.rank}", "")
+
+    def _say_that_it_waits(self, names: list[str]) -> None:
+        """For any of these calls, or, if there are none, no longer."""
+        if self._callers == {threading.main_thread().ident}:
+            self.store.set(f"waits/{self.rank}", json.dumps(names) if names else "")
 
     def _waits_in_vain(self, rank: int) -> str:
-        """The call for which `rank` says that it waits, if nobody has made it yet: what it computes is no matter."""
-        name = self.store.get(f"waits/{rank}").decode()
-        return "" if name and self.store.check([name]) else name
+        """The calls for which `rank` says that it waits, if nobody has made one yet: what it computes is no matter."""
+        names = self.store.get(f"waits/{rank}").decode()
+        return "" if names and any(self.store.check([name]) for name in json.loads(names)) else names
 
     def _all_wait_in_vain(self) -> bool:
-        """Whether no rank will ever come on. All are seen to wait in vain, or to have ended, twice, and the second
-        time for the same calls: so between the two looks all did so at once."""
+        """Whether no rank will ever come on, if it takes the thread that waits. All are seen to wait in vain, or to
+        have ended, twice, and the second time for the same calls: so between the two looks all did so at once."""
         before: list[str] = []
         for _ in range(2):
             waits: list[str] = []
@@ -352,6 +366,7 @@ class Spy:
 
     def agree(self, what: str, group: Any = None) -> None:
         """Make sure that every rank, or every one of `group`, has come to `what`: a call, or the end of the answer."""
+        self._calls_from_here()
         ranks = dist.get_process_group_ranks(group or dist.group.WORLD)
         name = self._next("all" if group in (None, dist.group.WORLD) else f"all of {group.group_name}")
         names = {rank: f"{name} by {rank}" for rank in ranks}
@@ -487,27 +502,26 @@ class Spy:
         arguments["tensor"] = _as_now(tensor)
         return Started(self, traffic, call.with_arguments(), [], [tensor], other_side)
 
-    def _announce(self, sends: bool, peer: int | None, group: Any, tag: int) -> str:
-        """Say that a message is sent, or expected; return what its other side says, "" for one that need not."""
+    def _announce(self, sends: bool, peer: int | None, group: Any, tag: int) -> list[str]:
+        """Say that a message is sent, or expected; return what its other side says: one of these, if there are any."""
         about = f"in {group.group_name}, tag {tag}"
         if sends:
             self.store.set(f"{self.store.add(f'messages to {peer} {about}', 1)} to {peer} {about}", "")
             self.store.set(self._next(f"{self.rank} to {peer} {about}"), "")
-            expected = self._next(f"{peer} from {self.rank} {about}")
-            return "" if self.store.check([f"{peer} from anybody"]) else expected
+            return [self._next(f"{peer} from {self.rank} {about}"), f"{peer} from anybody"]
         number = self._next(f"here {about}").rpartition(" ")[2]
         if peer is None:
             self.store.set(f"{self.rank} from anybody", "")
-            return f"{number} to {self.rank} {about}"
+            return [f"{number} to {self.rank} {about}"]
         self.store.set(self._next(f"{self.rank} from {peer} {about}"), "")
-        return self._next(f"{peer} to {self.rank} {about}")
+        return [self._next(f"{peer} to {self.rank} {about}")]
 
-    def meet(self, op: str, peer: int | None, other_side: str) -> None:
+    def meet(self, op: str, peer: int | None, other_side: list[str]) -> None:
         """Wait until the other side of a message is there: gloo's own wait could not be ended."""
         if not other_side or peer == self.rank:
             return
         try:
-            self._ask(other_side, peer, f"dist.{op}()")
+            self._ask(other_side[0], peer, f"dist.{op}()", *other_side[1:])
         except GaveUp as error:
             error.likely = NO_MESSAGE
             raise
@@ -515,7 +529,7 @@ class Spy:
     def _batch(self, call: Invocation) -> Any:
         messages: list[dist.P2POp] = []
         started: list[tuple[Traffic, list[StandIn], list[Tensor]]] = []  # with what is sent
-        other_sides: list[tuple[int | None, str]] = []
+        other_sides: list[tuple[int | None, list[str]]] = []
         for message in call.arguments["p2p_op_list"]:
             sends = message.op.__name__ != "irecv"
             group = message.group or dist.group.WORLD

@@ -221,19 +221,18 @@ CLAIMS: tuple[Claim, ...] = (
         "Q",
         "ZeRO cures fragmentation and memory bandwidth.",
         FALSE,
-        "It cures capacity. Forward and backward `read and write what they always did`, and (a part for another day) "
-        "`stage 3 needs more addresses beyond its peak than DDP: True`.",
+        "It cures capacity. Forward and backward `read and write what they always did`, and (in the section for "
+        "another day) `stage 3 needs more addresses beyond its peak than DDP: True`.",
         "10",
         "ZeRO cures fragmentation and memory bandwidth",
     ),
     Claim(
         "R",
-        "Training too slow? Just add nodes; the learning rate should be scaled linearly based on the number of "
-        "devices present.",
+        "The learning rate should be scaled linearly based on the number of devices present.",
         CONDITION,
         "If each device keeps its batch, for SGD, and not without end: `512 images, rate x64` was worse than "
         "`512 images, rate x16`. With the same batch on more devices nothing is to be scaled: `4 ranks against 1: "
-        "losses within 1e-6: True`, and more nodes leave the run as it is (lesson 11).",
+        "losses within 1e-6: True`.",
         "13",
         "based on the number of devices present",
         source="Accelerate's guide, 1.14",
@@ -253,10 +252,9 @@ CLAIMS: tuple[Claim, ...] = (
     ),
     Claim(
         "T",
-        "Mixed precision halves training memory; ZeRO-2 reduces memory by up to 8x relative to the state-of-art.",
+        "ZeRO-2 reduces memory by up to 8x relative to the state-of-art.",
         CONDITION,
-        "In 16 bits, and on very many ranks. On four, in float32: `stage 2: 2.3 times less than stage 0`. 16 bits "
-        "alone nearly halve activations, but model states only in stages 1 and 2 (lesson 08).",
+        "In 16 bits, and on very many ranks. On four, in float32: `stage 2: 2.3 times less than stage 0`.",
         "00",
         "reduces memory by up to 8x",
         source="DeepSpeed's training overview",

@@ -115,7 +115,6 @@ def test_an_interrupted_trial_says_what_it_has_heard(lent, capsys, monkeypatch):
 
 ENDS = """
 import json, os, sys
-import zerolab
 from zerolab.cli import main
 
 def end(words, out):

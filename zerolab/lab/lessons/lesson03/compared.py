@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from zerolab.lab.held import held_by
 from zerolab.tasks.data import batch, text
 from zerolab.tasks.models import GPT
 
@@ -69,6 +70,4 @@ def held_after_step(model: nn.Module, sample: Sample) -> int:
     adam = torch.optim.AdamW(model.parameters())
     model(*sample).backward()
     adam.step()
-    tensors = [*model.parameters(), *(param.grad for param in model.parameters() if param.grad is not None)]
-    tensors += [value for kept in adam.state.values() for value in kept.values()]
-    return sum(tensor.nbytes for tensor in tensors)
+    return sum(held_by(model, adam).values())

@@ -192,6 +192,7 @@ def test_numbers_are_read_and_written_as_in_python(visit):
     "label, value, said",
     [
         ("parameters", "many", '"many" is not a number of parameters'),
+        ("parameters", "7.5", "7.5 is 7.5 parameters: do you mean 7.5B or 7.5M?"),
         ("memory of a GPU", "a lot", '"a lot" is not a number of bytes'),
         ("activations per rank", "90 GB", "activations of 90.0 GB leave nothing of 80.0 GB"),
         ("ranks", "", "ranks must be a whole number"),

@@ -91,7 +91,10 @@
     const letters = { K: 1e3, M: 1e6, B: 1e9, T: 1e12 };
     const scale = letters[text.trim().slice(-1).toUpperCase()] || 1;
     const number = text.trim().slice(0, scale === 1 ? undefined : -1);
-    const value = number.trim() ? roundEven(Number(number) * scale) : NaN;
+    const given = number.trim() ? Number(number) * scale : NaN;
+    if (scale === 1 && given > 0 && given < Infinity && !Number.isInteger(given))
+      throw new Error(`${text} is ${text} parameters: do you mean ${text}B or ${text}M?`);
+    const value = roundEven(given);
     if (value >= 1 && value <= 1e14) return value; // beyond, a byte would be lost
     const many = value > 1e14 ? "more parameters than this page can count" : "not a number of parameters; write 7.5e9, 7.5B, 124M or 1T";
     throw new Error(`"${text}" is ${many}`);

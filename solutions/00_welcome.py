@@ -12,7 +12,7 @@
 #
 # A *[rank](../docs/glossary.md#rank)* is one of the processes that train together. Usually each rank has its own GPU, and they talk over wires.
 # Here four of them run on your machine, and a library called *gloo* carries their messages. Between NVIDIA GPUs it would
-# be *NCCL*. What you write works unchanged on either.
+# be *NCCL*. The calls are the same on either; with NCCL the tensors have to be on the GPU.
 
 # %%
 # %load_ext zerolab.lab
@@ -198,8 +198,8 @@ if lab.predicted("00.2"):
 
 # %% [markdown]
 # **Verdict: true under a condition.** On four ranks, stage 2 holds 2.3 times less. Its parameters stay whole, at 4 of 16
-# bytes in float32 and 2 of 16 in bf16. So however many ranks there are, it is less than 4 times in float32, and less
-# than 8 in bf16. "Up to" stands for conditions that the sentence does not name. Nearly every lesson puts a claim on
+# bytes in float32 and 2 of 16 in bf16. So however many ranks there are, the factor stays below 4 in float32 and below
+# 8 in bf16. "Up to" stands for conditions that the sentence does not name. Nearly every lesson puts a claim on
 # trial, and measures what decides it.
 
 # %% [markdown]

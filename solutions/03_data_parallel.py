@@ -7,7 +7,7 @@
 # It takes a dozen lines, and three mistakes in them cost real money, because nothing fails. If you *add* gradients
 # where you should average them, SGD's learning rate is four times too high. If you make one call for each tensor, the
 # network spends its time waiting. And if you forget the sampler, four GPUs do the work of one, to the last bit. You
-# will get the first two right. The section for another day, at the end, shows the third.
+# will avoid the first two. The section for another day, at the end, shows the third.
 
 # %%
 # %load_ext zerolab.lab
@@ -226,8 +226,8 @@ lab.link(None)
 # Lesson 02 showed hooks. This course's engine uses them. It divides the model into
 # **[units](../docs/glossary.md#unit)**: here, one for each transformer block, and a root for everything else. It
 # collects each unit's gradients in one flat bucket, `unit.bucket.full`, and when the last gradient is in, it calls the
-# method `post_backward`. What that method does is the difference between this class, which the engine counts as stage
-# 0, and ZeRO's stages 1 to 3. Write two short methods:
+# method `post_backward`. This class is stage 0 to the engine, and each of ZeRO's stages 1 to 3 overrides a few such
+# methods. Write two short ones:
 #
 # - `reduce(unit)` averages `unit.bucket.full` over the ranks. It may return before the average is done, with something
 #   to wait for, and backward goes on in the meantime.
@@ -243,7 +243,8 @@ lab.check("03.3")
 
 # %% [markdown]
 # Now run your class on the real task. The training loop calls no `average` any more: the engine has put its hooks into
-# the model. It also keeps a ledger of what it moved.
+# the model. It also keeps a ledger of what it moved. Two steps with AdamW follow. After them `model_states` counts the
+# bytes that a rank holds, and `holdings` finds which elements; both are for the trial below.
 
 # %%
 # %%ranks
@@ -320,7 +321,7 @@ print(f"its buckets: {listed} = {sum(buckets):,} bytes = 4 × {sum(buckets) // 4
 # It uses two buckets here (torch 2.13). The first closes once it holds about 1 MB, so that something leaves early. Later
 # ones hold up to `bucket_cap_mb`, 25 MB by default; here the second takes everything that is left. Buckets follow the
 # order in which gradients arrived in the first step, not the blocks. Apart from that, it is what you wrote. (gloo decides
-# in which order it adds, so it agrees with ours up to rounding.)
+# in which order it adds, so the numbers agree with ours up to rounding.)
 #
 # ## On trial: is this ZeRO?
 #
@@ -334,7 +335,8 @@ print(f"its buckets: {listed} = {sum(buckets):,} bytes = 4 × {sum(buckets) // 4
 plots.show(plots.who_holds_what([lab.pull("extents")]))
 
 # %% [markdown]
-# That was your class. Now PyTorch's `DistributedDataParallel`, counted the same way:
+# That was your class. Now PyTorch's `DistributedDataParallel`: its parameters, gradients and Adam's state. (Its buckets
+# are one more copy of the gradients, unless you pass `gradient_as_bucket_view=True`. They are not counted here.)
 
 # %%
 # %%ranks
@@ -375,7 +377,8 @@ lab.trial(zerolab.DDP, *promises)
 # %% [markdown]
 # ## For another day (11 minutes)
 #
-# Two claims more: what happens without a sampler, and which numbers a rank's gradient has.
+# Two more claims: what happens without a sampler, and what a rank's gradient holds. On a fresh kernel, run the cells
+# above first.
 #
 # ## On trial: the sampler
 #
@@ -506,7 +509,7 @@ assert torch.allclose(sum(own) / 4, full, atol=1e-6)
 # 4. Why not use one bucket for the whole model?
 # 5. Rank 3's last batch has 2 sequences where the others have 4. Is the mean of the four gradients still right?
 # 6. With gradient accumulation over 8 batches, how much traffic does `no_sync()` save, and what does it cost?
-# 7. How do you notice a missing sampler without looking at the code?
+# 7. (Of "For another day".) How do you notice a missing sampler without looking at the code?
 
 # %% [markdown] tags=["answer"]
 # **Answers**

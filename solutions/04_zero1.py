@@ -59,7 +59,8 @@ lab.predict("04.2", 1.0)  # × DDP's bytes
 #
 # Call rank r's quarter its **[shard](../docs/glossary.md#shard)**. Rank r updates only this shard, so it needs only this shard of the mean gradient, and
 # no other rank needs it. You know the collective that sums and leaves each rank one part: the **[reduce-scatter](../docs/glossary.md#reduce-scatter)**, the first
-# half of an all-reduce.
+# half of an all-reduce. As in lesson 01, we make it of a sum and an all-to-all, in which every rank sends shard r to
+# rank r:
 
 # %%
 # %%ranks
@@ -112,8 +113,8 @@ print("every rank has the mean of its shard:", all(lab.pull("equal")))
 # ## ZeRO-1 as a class
 #
 # In this course's engine every stage is a class, and ZeRO-1 overrides three methods of DDP (lesson 03). The engine turns
-# each block of the model into a **unit**: one flat buffer `unit.full` of N·S elements, cut into N shards of S elements
-# each. Here is a toy unit of three parameters a, b and c, cut for four ranks:
+# each block of the model into a **unit**, and everything outside of the blocks into one more, the root: one flat buffer
+# `unit.full` of N·S elements, cut into N shards of S elements each. Here is a toy unit of three parameters a, b and c, cut for four ranks:
 
 # %%
 import torch
@@ -167,8 +168,8 @@ lab.check("04.2")
 Zero1 = lab.mine(zerolab.Zero1)
 
 
-def train(stage, precision=None, steps=5):
-    zero = stage(make_model(), units=[Block], precision=precision)
+def train(stage, steps=5):
+    zero = stage(make_model(), units=[Block])
     adam = torch.optim.AdamW(zero.model.parameters(), lr=1e-3)
     losses = []
     for step in range(steps):
@@ -402,7 +403,6 @@ lab.predict("04.3", 1.5)  # × DDP's bytes
 # %%ranks
 from torch.distributed.optim import ZeroRedundancyOptimizer
 from torch.nn.parallel import DistributedDataParallel
-from zerolab.lab import calls as watch
 
 
 def state_of(optimizer):
@@ -414,9 +414,9 @@ def with_torch(model, steps=2):
     adam = ZeroRedundancyOptimizer(model.parameters(), torch.optim.AdamW, lr=1e-3)
     for step in range(steps):
         adam.zero_grad()
-        with watch() as backward:
+        with calls() as backward:
             parallel(*batch(words, rank, step, 8, 64)).backward()
-        with watch() as updating:
+        with calls() as updating:
             adam.step()
     # A broadcast along a ring: all ranks but the last pass it on, 3/4 of it on average.
     sent = backward.sent, updating.payload * 3 / 4
@@ -468,8 +468,10 @@ print("the parameters agree to 0.0001:", max(lab.pull("differ")) < 1e-4)
 # wrapping DDP from outside. With the small vocabulary, assigning uncut tensors comes out nearly even. With the large one,
 # the token embedding and the head are one tensor each, and neither can be cut. The fullest rank decides whether a run fits.
 #
-# DeepSpeed's stage 1 cuts flat, as you did, and FSDP2 cuts each parameter along its first dimension. (The parameters
-# differ in their last digits here, because the ring in torch's DDP adds the ranks in another order.)
+# DeepSpeed's stage 1 cuts flat, as you did, and FSDP2 cuts each parameter along its first dimension.
+#
+# (The parameters of `ZeroRedundancyOptimizer` and yours differ in their last digits, because torch's DDP adds the ranks'
+# gradients in another order.)
 #
 # ## On trial
 #
@@ -525,7 +527,7 @@ if lab.predicted("04.2"):
 # %% [markdown]
 # ## Your engine on trial
 #
-# Your stage 1 goes through the promises of `zerolab trial` that it should keep by now. Two of them look at the parts that
+# Your stage 1 goes through six of the promises of `zerolab trial`. Two of them look at the parts that
 # only sharded engines have: a norm of which each rank has a part, and a checkpoint that another number of ranks loads
 # ([all of them](../docs/trial.md), and what PyTorch's own engines make of them).
 

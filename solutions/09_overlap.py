@@ -413,6 +413,8 @@ for name, (units, _, step) in found[0].items():
 #
 # ## For another day (4 minutes)
 #
+# On a fresh kernel, run the cells above first.
+#
 # **The buckets of torch's DDP**, at several limits of size, in the order in which they leave:
 
 # %%

@@ -214,9 +214,9 @@ lab.check("10.2")
 # ## Measure
 #
 # Your optimizer inside a ZeRO-1 made of your own parts: the flat buffer of 02.1, the reduce-scatter of 04.1, and an
-# all-gather. It trains four steps on real text twice: with the masters on the device, by the same optimizer without a
-# link, and on the host. What crosses the link does not depend on the stage, 1 or 2: this run measures 10.4, the
-# engine's below 10.3.
+# all-gather. It trains four steps on real text twice, once with the masters on the device and no link, and once with your
+# optimizer on the host. What crosses the link is the same in stages 1 and 2, so this run measures 10.4, and the
+# engine's, further down, measures 10.3.
 
 # %%
 # %%ranks
@@ -263,9 +263,9 @@ if lab.predicted("10.3") and lab.predicted("10.4"):
 # ## When does it pay?
 #
 # In each micro-batch 2Ψ/N bytes of gradients go down; once a step 2Ψ/N come up, and the host updates its parameters.
-# That does not grow with the tokens, and computing does: 6Ψ operations for each token. With one micro-batch the link
-# takes as long as the GPU when 4Ψ/N bytes ÷ bandwidth = 6Ψ operations × tokens ÷ speed, at 4/N ÷ bandwidth × speed ÷ 6
-# tokens. The update moves 28 bytes per parameter through the host's memory (read: gradient, master and two averages,
+# That does not grow with the tokens, and computing does: 6Ψ operations for each token (lesson 09). With one
+# micro-batch the link takes as long as the GPU when 4Ψ/N bytes ÷ bandwidth = 6Ψ operations × tokens ÷ speed. Ψ cancels:
+# tokens = 4/N ÷ bandwidth × speed ÷ 6. The update moves 28 bytes per parameter through the host's memory (read: gradient, master and two averages,
 # 16; written: the last three, 12). Here are both in tokens. Put in your own machine's numbers; these are manufacturers'
 # figures, or a stated part of them:
 
@@ -309,8 +309,7 @@ print("activations when forward returns, kB per token:", left_by)
 # %% [markdown]
 # **Verdict: true of ZeRO-R's P_a, together with model parallelism; false of stages 1 to 3.** The stages divide what all
 # ranks have in common. In data parallelism each rank has samples of its own, so no activation is stored twice, and
-# there is nothing to divide. (Nor do the stages balance unequal devices: shards and samples are equal, so each step
-# lasts until the slowest rank is done.)
+# there is nothing to divide.
 #
 # It is different when ranks share the work of *one layer*, each with some of the columns of its matrices (**[tensor
 # parallelism](../docs/glossary.md#tensor-parallelism)**, lesson 15): all keep the same input. ZeRO-R's **P_a**
@@ -320,12 +319,15 @@ print("activations when forward returns, kB per token:", left_by)
 #
 # > "ZeRO cures fragmentation and memory bandwidth."
 #
-# **Verdict: false.** The stages cure *capacity*. Fragmentation is a matter of lifetimes, and parameters that are
-# gathered and released make holes of their own (measured below, for another day). As for bandwidth: in every stage a
+# **Verdict: false.** The stages cure *capacity*. Fragmentation, free memory in pieces too small to use, is a
+# matter of lifetimes, and parameters that are gathered and released make holes of their own (the section for another
+# day measures it). As for bandwidth: in every stage a
 # rank computes with full parameters on samples of its own, so its forward and backward read and write what they always
 # did, and in stage 3 gathers come on top. Only the optimizer's step touches 1/N.
 #
 # ## For another day: free, but of no use (8 minutes)
+#
+# On a fresh kernel, run the cells above first.
 #
 # An allocator hands out pieces of the GPU's memory and never moves them: somebody has a pointer. So free memory comes
 # in **holes**, and a request must fit into one of them. **[Fragmentation](../docs/glossary.md#fragmentation)** means

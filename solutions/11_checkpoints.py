@@ -70,7 +70,8 @@ for row in lab.pull("found", rank=0):
 #
 # ## Weights alone are no checkpoint
 #
-# Train 60 steps and stop. Then go on with everything that the run had, and with its weights alone and a new AdamW.
+# Train 60 steps and stop. Then go on in two ways: with everything that the run had, or with its weights alone and a new
+# AdamW.
 #
 # Adam moves an element by lr · m/√v, where m is the average of its gradients and v of their squares (both corrected for
 # having started at zero). In a trained run, gradients change sign from step to step, so m is much smaller than √v.
@@ -164,7 +165,8 @@ if lab.predicted("11.1"):
 #
 # ## Write: who reads what
 #
-# First on a small scale. A unit of 38 elements (lesson 04) is in four files, a shard of 10 elements in each, so 2 in
+# The next morning one GPU is broken, and four files are to be loaded on three ranks. First on a small scale. A unit of
+# 38 elements (lesson 04) is in four files, a shard of 10 elements in each, so 2 in
 # the last one are padding. Three ranks will cut it into shards of 13. Predict: how many reads do they need together, if
 # a read takes neighbouring elements from one file?
 
@@ -200,8 +202,8 @@ lab.check("11.1")
 # %% [markdown]
 # ## Measure: four files on three ranks
 #
-# Now a real one. The four ranks write their shards of the run at step 60, one file each, with three tensors for each
-# unit: parameters, and Adam's `exp_avg` and `exp_avg_sq`. Then rank 3 is gone. The other three form a group, build a
+# Now a real one. The four ranks write their shards of the run at step 60, one file each (`rank-0.safetensors` and so on), with
+# three tensors for each unit: parameters, and Adam's `exp_avg` and `exp_avg_sq`. Then rank 3 is gone. The other three form a group, build a
 # fresh model, and know nothing of the first run but its files. `load_shards` asks your function what to read for each
 # unit.
 
@@ -372,13 +374,14 @@ print("saved by 4 and loaded by 2, parameters and Adam's averages are equal:", e
 #
 # Two ranks with 6 samples each have trained 12 steps. Then there are four, and the script has `batch_size=6` *per
 # rank*, as most have. Spend the next 144 samples in four ways: on two ranks as before; on four with the same
-# [**global** batch](../docs/glossary.md#global-batch), 3 for each rank; on four with 6 each; and so with twice the
-# learning rate.
+# [**global** batch](../docs/glossary.md#global-batch), 3 for each rank; on four with 6 each; and on four with 6 each
+# and twice the learning rate.
 
 # %%
 # %%ranks
 pair = dist.new_group([0, 1])
-nodes = lab.two_ranks_train(train, pair, data, f"{folder}/two")  # nodes(group, batch, lr)
+# nodes(group, batch, lr) goes on from there: its steps, and the loss afterwards
+nodes = lab.two_ranks_train(train, pair, data, f"{folder}/two")  # the 12 steps
 rows = {"2 ranks x 6": nodes(pair, 12), "4 ranks x 3": nodes(None, 12)}
 rows |= {"4 ranks x 6": nodes(None, 24), "4 ranks x 6, lr x 2": nodes(None, 24, 2e-3)}
 
@@ -397,7 +400,7 @@ print("the same batch per rank learns less from the same samples:", more > same 
 # each rank's part shrinks), with it the **learning rate** and its schedule, and the **samples** (a global index). Then
 # only the time changes, and not by much once a rank's part is small: each step still sends as many bytes (lesson 04).
 # With the batch *per rank* as it was, this is another run: half as many updates from the same samples. Doubling the
-# learning rate made up for that here, early in the run, but not without limit.
+# learning rate made up for that here, early in the run, but that has a limit.
 #
 # ## Questions
 #

@@ -68,7 +68,7 @@ lab.predict("18.3", 2.0)  # GB
 # ## The same model, five ways
 #
 # `train` runs five steps and returns what we want to know. Only the lines that build the system differ. For torch's,
-# `calls` (lesson 04) counts the collectives, and `held_by` what this rank holds; for ours, `ledger` and `model_states`
+# `calls` (lesson 03) counts the collectives, and `held_by` what this rank holds; for ours, `ledger` and `model_states`
 # do. Each collective counts as a ring sends it.
 
 # %%

@@ -209,7 +209,7 @@ if lab.predicted("19.1"):
 # %% [markdown]
 # (The thousandth is for padding and Adam's step counters.) Look at the last row, and in the list above it at stage 1:
 # it halves the memory in bfloat16 on four ranks, and in none of its other three runs. Without the number of ranks and
-# the dtype, "ZeRO-1 halves the memory" is neither right nor wrong.
+# the dtype, "ZeRO-1 halves the memory" is an unfinished sentence.
 #
 # ## Shared memory?
 #

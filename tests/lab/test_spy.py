@@ -73,8 +73,22 @@ def test_a_call_that_differs_is_told_before_it_is_made(ranks: Ranks, name: str) 
 def test_a_rank_whose_call_has_come_does_not_wait_in_vain() -> None:
     store = dist.HashStore()
     spy = Spy(store, 0, 3)
-    for key, said in {"waits/0": '["a"]', "waits/1": '["b", "c"]', "waits/2": "", "over/2": ""}.items():
+    spy._calls_from_here()
+    spy._say_that_it_waits(["a"], [1])
+    for key, said in {"waits/1": '[["b"], ["c"]]', "waits/2": "", "over/2": ""}.items():
         store.set(key, said)
     assert spy._all_wait_in_vain()
     store.set("c", "")
     assert not spy._all_wait_in_vain()
+
+
+@pytest.mark.parametrize("asks, comes_on", [([1], False), ([2], True), ([1, 2], False)])
+def test_a_rank_that_is_told_that_another_has_ended_may_come_on(asks: list[int], comes_on: bool) -> None:
+    """By catching that, as `goes_on` does: the third waits for what it does then."""
+    store = dist.HashStore()
+    spy = Spy(store, 0, 3)
+    spy._calls_from_here()
+    for key, said in {"waits/1": '[["a"]]', "waits/2": "", "over/2": ""}.items():
+        store.set(key, said)
+    spy._say_that_it_waits(["b"], asks)
+    assert spy._all_wait_in_vain() != comes_on

@@ -18,7 +18,7 @@ import sys
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from datetime import timedelta
@@ -305,7 +305,7 @@ class Spy:
                     continue
                 if still is None:
                     still = self._standstill(lambda other: not self._waits_in_vain(other))
-                    self._say_that_it_waits(names)
+                    self._say_that_it_waits(names, others)
                 if self._all_wait_in_vain() or still.lasts():
                     raise GaveUp(f"{doing}: {who} does not make this call")
                 with suppress(dist.DistStoreError):  # it asks no more often, or it would look like one who computes
@@ -315,7 +315,7 @@ class Spy:
             raise
         finally:
             if still is not None:
-                self._say_that_it_waits([])
+                self._say_that_it_waits()
         return self.store.get(name).decode() if self.store.check([name]) else ""
 
     def _standstill(self, counts: Callable[[int], bool] = lambda rank: True) -> Standstill:
@@ -330,15 +330,17 @@ class Spy:
         if self._callers != {threading.main_thread().ident}:
             self.store.set(f"waits/{self.rank}", "")
 
-    def _say_that_it_waits(self, names: list[str]) -> None:
-        """For any of these calls, or, if there are none, no longer."""
+    def _say_that_it_waits(self, names: Sequence[str] = (), others: Sequence[int] = ()) -> None:
+        """For any of these calls of these ranks, or, if there are none, no longer."""
         if self._callers == {threading.main_thread().ident}:
-            self.store.set(f"waits/{self.rank}", json.dumps(names) if names else "")
+            comes_on = [*([name] for name in names), [f"over/{other}" for other in others]]
+            self.store.set(f"waits/{self.rank}", json.dumps(comes_on) if names else "")
 
     def _waits_in_vain(self, rank: int) -> str:
-        """The calls for which `rank` says that it waits, if nobody has made one yet: what it computes is no matter."""
-        names = self.store.get(f"waits/{rank}").decode()
-        return "" if names and any(self.store.check([name]) for name in json.loads(names)) else names
+        """What `rank` says that it waits for, if nothing of it has come: what it computes is no matter. The end of
+        all who could call counts as well: a rank that sees it is told so, may catch that, and come on."""
+        waits = self.store.get(f"waits/{rank}").decode()
+        return "" if waits and any(map(self.store.check, json.loads(waits))) else waits
 
     def _all_wait_in_vain(self) -> bool:
         """Whether no rank will ever come on, if it takes the thread that waits. All are seen to wait in vain, or to

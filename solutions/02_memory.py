@@ -470,12 +470,11 @@ if lab.predicted("02.6"):
 # `torch.cuda.memory._record_memory_history()`. A GPU also holds memory that belongs to no tensor: CUDA's own code (some
 # hundred MB), and blocks that the allocator keeps for later.
 #
-# ## On trial
+# ## Smaller numbers, or fewer?
 #
-# > "We printed the norms of parameters and gradients during training. They shrink: memory consumption falls."
-#
-# An article on ZeRO says so, with a listing. We train 30 steps, with strong weight decay so that the parameters shrink
-# too, and print norms *and* bytes.
+# An article on ZeRO prints the norms of parameters and gradients during training. They shrink, and it concludes that
+# memory consumption falls. We train 30 steps, with strong weight decay so that the parameters shrink too, and print
+# norms *and* bytes.
 
 # %%
 # %%ranks
@@ -512,7 +511,7 @@ print("did the norm of the gradients shrink? ", last[2] < first[2])
 print("bytes saved:", first[3] - last[3])
 
 # %% [markdown]
-# **Verdict: false.** A float32 takes 4 bytes whether it holds 0.001 or 1000. Weight decay made the parameters smaller
+# **It does not.** A float32 takes 4 bytes whether it holds 0.001 or 1000. Weight decay made the parameters smaller
 # here, and not one byte went. To show memory, count memory. That is what we will do in every lesson.
 #
 # ## Questions

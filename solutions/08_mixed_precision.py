@@ -435,9 +435,7 @@ if lab.predicted("08.1") and lab.predicted("08.2"):
 # - **DeepSpeed** (0.19.8) has in its section `fp16` what you wrote: `loss_scale: 0` means found by trial,
 #   `initial_scale_power: 16` is 2¹⁶, and `loss_scale_window` is your `growth_interval`.
 #
-# ## On trial
-#
-# > "Mixed precision halves training memory."
+# ## Does it halve the memory?
 #
 # Model states you have measured. What has to fit is the *peak* of a step, with activations:
 
@@ -461,13 +459,13 @@ if lab.predicted("08.1"):
     assert 0.4 < peaks[0, 16][1].acts / peaks[0, 16][0].acts < 0.75  # activations
 
 # %% [markdown]
-# **Verdict: nearly true of the activations; of model states it depends on the stage.** Activations fall to a little
-# more than half (the loss is still computed in float32). With one sequence in stage 0 the peak does not fall at all: it
-# has moved from backward into the optimizer's step, which sees the gradients in float32, 6Ψ + 4Ψ + 8Ψ. The larger your
-# batch, the closer the peak comes to what activations do. Model states stay at 16Ψ in stage 0 and fall by an eighth in
-# stage 3. In stages 1 and 2 they come close to half when there are many ranks: on 64, stage 2 goes from 4.19Ψ to 2.22Ψ.
-# Traffic is halved if the model itself is cast and gradients are reduced in 16 bits, as here. Under autocast DDP sends
-# as much as in float32, and FSDP2 with a float32 reduction two thirds (5.76Ψ of 8.53Ψ).
+# **Nearly, for the activations; for model states it depends on the stage.** Activations fall to a little more than half
+# (the loss is still computed in float32). With one sequence in stage 0 the peak does not fall at all: it has moved from
+# backward into the optimizer's step, which sees the gradients in float32, 6Ψ + 4Ψ + 8Ψ. The larger your batch, the
+# closer the peak comes to what activations do. Model states stay at 16Ψ in stage 0 and fall by an eighth in stage 3. In
+# stages 1 and 2 they come close to half when there are many ranks: on 64, stage 2 goes from 4.19Ψ to 2.22Ψ. Traffic is
+# halved if the model itself is cast and gradients are reduced in 16 bits, as here. Under autocast DDP sends as much as
+# in float32, and FSDP2 with a float32 reduction two thirds (5.76Ψ of 8.53Ψ).
 #
 # ## For another day: where the sum is rounded (2 minutes)
 #

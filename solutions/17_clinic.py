@@ -210,12 +210,12 @@ if lab.predicted("17.6"):
 # - `py-spy dump --pid` shows the line that a process is in, and lets it go on.
 # - torchrun ends all ranks when one fails and prints the *first* failure, with its exit code.
 #
-# ## On trial
+# ## A listing that nobody ran
 #
 # A listing in an article averages the gradients of four ranks with an all-reduce, and each rank prints its own
 # `loss.item()`.
 #
-# > Printed below the listing, as the output of all ranks: "loss 1.6250", later "loss 1.3125".
+# Below it stands what all ranks are said to have printed: "loss 1.6250", later "loss 1.3125".
 #
 # Can all ranks print the same loss? And can a loss be printed so round? 1.6250 is 26/16 and 1.3125 is 21/16.
 # `lab.losses_of_listing` rebuilds the listing in the kindest way: one linear layer, the squared error, random data, as
@@ -235,7 +235,7 @@ for name, said in whose.items():
     print(f"{said}: all ranks print the same loss in {sum(same)} of {len(same)} steps")
 
 # %% [markdown]
-# **Verdict: false.** Ranks that train on their own data print their own losses: the loss is computed before anything is
+# **They cannot.** Ranks that train on their own data print their own losses: the loss is computed before anything is
 # averaged. All of them print the same only if the loss itself is reduced, which this listing doesn't do, or if all have
 # the same data, and then four ranks do the work of one (lesson 03). The digits speak too: of the 10,000 endings with
 # four decimals, 16 are sixteenths, one loss in 625; two of two would be one in 390,625 by chance. Numbers under a

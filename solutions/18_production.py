@@ -439,10 +439,8 @@ if lab.predicted("18.1"):
 # **False.** DDP replicates everything: 16 bytes a parameter on each rank. The backend decides how bytes travel, not who
 # holds what.
 #
-# > "ZeRO reduces communication."
-#
-# **False here too.** Stage 1 sends what torch's DDP sends, to the byte, and so does stage 2 (lesson 05). Stage 3 sends
-# almost 1.5 times as much, in zerolab and in FSDP2.
+# Nor does ZeRO send less. Stage 1 sends what torch's DDP sends, to the byte, and so does stage 2 (lesson 05). Stage 3
+# sends almost 1.5 times as much, in zerolab and in FSDP2.
 #
 # ## Your first run on two GPUs
 #

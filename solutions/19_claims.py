@@ -6,7 +6,7 @@
 # not exist. If you say it in an interview, the next question ends the interview. How do you find out, in ten minutes,
 # on your laptop?
 #
-# Nearly every lesson has put claims on trial. This one tries the last four, and teaches the method: look at what is in
+# Most lessons have put claims on trial. This one tries the last four, and teaches the method: look at what is in
 # the messages, turn a sentence into something that a run can contradict, and only then give a verdict. At the end are
 # all 24 claims, and for another day what to read and how to use the fifty interview questions.
 

@@ -345,14 +345,9 @@ print("the next life loads step", lab.pull("found", rank=0)["step"].item())
 #   torch's `dcp.async_save` can return a future for the end of the staging
 #   ([documentation](https://docs.pytorch.org/docs/stable/distributed.checkpoint.html)).
 #
+# So one failed GPU need not stop synchronous training: it is the process group that cannot lose a member. In the
+# picture above, every step has one mean over all that were there, and what stopped was replica B and one attempt.
 # Replicas need not even meet in every step: lesson 24 lets them make many steps alone, over a link that is slow.
-#
-# ## On trial
-#
-# > "In synchronous training, one failed GPU stops all of them."
-#
-# **Verdict: false.** It is the process group that cannot lose a member, not synchronous training. In the picture above,
-# every step has one mean over all that were there, and what stopped was replica B and one attempt.
 #
 # ## Questions
 #

@@ -213,13 +213,12 @@ if lab.predicted("24.1") and lab.predicted("24.2"):
 #   Streaming DiLoCo (arXiv 2501.18512) sends one part of the model at a time, at different steps, computes meanwhile,
 #   and sends 4 bits for each number.
 #
-# ## On trial
+# ## As well as synchronous training?
 #
-# > "DiLoCo trains as well as synchronous training, and communicates 500 times less."
-#
-# **Verdict: true under a condition.** That it sends H times less you have measured. As for the loss, the paper's
-# abstract says so for 8 workers on the C4 data set. Here it depended on H and on the outer optimizer: one choice was
-# better than no communication, another worse. Ask for how many rounds, from which start, against which baseline.
+# The paper's abstract says that DiLoCo trains as well, and communicates 500 times less. That it sends H times less you
+# have measured. What it says about the loss is about 8 workers on the C4 data set. Here the loss depended on H and on
+# the outer optimizer: one choice was better than no communication, another worse. Ask for how many rounds, from which
+# start, against which baseline.
 #
 # ## Questions
 #

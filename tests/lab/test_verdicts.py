@@ -48,6 +48,13 @@ def test_what_says_where_it_stands_is_quoted_beside_a_link_to_it() -> None:
         assert f"]({claim.address})" in "".join("".join(cell["source"]) for cell in cells(claim.lesson)), claim.key
 
 
+def test_only_what_is_on_the_list_is_on_trial() -> None:
+    sources = (ROOT / "solutions").glob("*.py")
+    found = {source.name[:2] for source in sources if re.search(r"^# ## On trial", source.read_text(), re.MULTILINE)}
+    again = {"16", "18"}  # at scale, and with other engines
+    assert found - again == {claim.lesson for claim in CLAIMS}
+
+
 @pytest.mark.parametrize("claim", CLAIMS, ids=lambda claim: claim.key)
 def test_a_verdict_is_one_of_three(claim: Claim) -> None:
     assert claim.verdict in VERDICTS

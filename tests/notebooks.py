@@ -6,10 +6,13 @@ from __future__ import annotations
 import os
 import sys
 import tempfile
+import traceback
+import warnings
 from pathlib import Path
 from typing import Any
 
 import pytest
+import zmq
 from jupyter_client.launcher import launch_kernel
 from jupyter_client.provisioning import local_provisioner
 
@@ -19,6 +22,23 @@ from zerolab.world import nursery
 sys.modules["rfc3987_syntax"] = None  # type: ignore[assignment]  # as in zerolab.lab.__main__
 _before = {name: os.environ.get(name) for name in ("ZEROLAB_MY", "IPYTHONDIR")}
 _folder: tempfile.TemporaryDirectory[str] | None = None
+
+
+_init = zmq.Context.__init__
+
+
+def _remember(context: zmq.Context[Any], *args: Any, **options: Any) -> None:
+    _init(context, *args, **options)
+    context.__dict__["made"] = "".join(traceback.format_stack(limit=30)[:-1])
+
+
+def _say(context: zmq.Context[Any]) -> None:
+    if not context.closed and not context._shadow:
+        warnings.warn(f"nobody closed a zmq context that was made here:\n{context.__dict__.get('made')}", stacklevel=1)
+
+
+# One that is collected together with its open sockets waits for them, in whatever test runs by then, for ever.
+zmq.Context.__init__, zmq.Context.__del__ = _remember, _say  # type: ignore[assignment, method-assign]
 
 
 def pytest_configure() -> None:

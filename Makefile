@@ -1,7 +1,7 @@
 SHELL := bash
 .SHELLFLAGS := -euo pipefail -c
 .DEFAULT_GOAL := help
-.PHONY: help lab bench demo test test-fast test-all test-planted test-stalled lint gpu lessons site release format clean
+.PHONY: help lab bench demo test test-fast test-all test-planted test-stalled gpu lessons site release format clean
 
 PYTHON ?= python3
 VENV ?= .venv
@@ -81,15 +81,20 @@ bench: $(STAMP) ## step times and peaks beside torch and DeepSpeed
 demo: $(STAMP) ## train a small GPT at every stage and compare
 	@$(BIN)/zerolab demo $(ARGS)
 
-test: lint ## lint, types, every room's tests and each lesson: 12 minutes
-	$(TESTS) $(NOTEBOOKS) -m 'not exhaustive' $(or $(ARGS),--ignore tests/integrations tests lessons)
+# Lint, and then the tests with mypy beside them: what it says comes last.
+checked = $(BIN)/ruff check . && $(BIN)/ruff format --check . && { \
+    $(BIN)/mypy >$(VENV)/mypy.log 2>&1 & mypy=$$!; status=0; \
+    $(TESTS) $(1) || status=$$?; wait $$mypy || status=$$?; cat $(VENV)/mypy.log; exit $$status; }
 
-test-fast: lint ## what an edit breaks first: 3 minutes
-	$(TESTS) -p no:nbval -m 'not exhaustive and not slow' $(or $(ARGS),--ignore tests/integrations)
+test: $(STAMP) ## lint, types, every room's tests and each lesson: 11 minutes
+	$(call checked,$(NOTEBOOKS) -m 'not exhaustive' $(or $(ARGS),--ignore tests/integrations tests lessons))
+
+test-fast: $(STAMP) ## what an edit breaks first: 2 minutes
+	$(call checked,-p no:nbval -m 'not exhaustive and not slow' $(or $(ARGS),--ignore tests/integrations))
 
 # SHARE=3: of what `make test` leaves out a third, drawn by the commit.
-test-all: lint ## everything, other people's systems and both folders of lessons too: 45 minutes
-	$(TESTS) $(NOTEBOOKS) $(if $(SHARE),--share $(SHARE)) $(or $(ARGS),tests lessons solutions)
+test-all: $(STAMP) ## everything, other people's systems and both folders of lessons too: 45 minutes
+	$(call checked,$(NOTEBOOKS) $(if $(SHARE),--share $(SHARE)) $(or $(ARGS),tests lessons solutions))
 	$(if $(ARGS),,@$(MAKE) --no-print-directory test-planted ARGS="--sample 5")
 
 test-planted: $(STAMP) ## plant defects in a copy, and see which test of make test notices each
@@ -98,11 +103,6 @@ test-planted: $(STAMP) ## plant defects in a copy, and see which test of make te
 # Any selection: make test-stalled ARGS="tests/comm". With --seed N before make it is the same again.
 test-stalled: $(STAMP) ## tests on a machine that stops for 5 to 40 seconds at any moment, with two busy processes
 	$(BIN)/python -m tests.stalled $(TESTS) $(NOTEBOOKS) -m 'not exhaustive' $(or $(ARGS),--ignore tests/integrations tests lessons)
-
-lint: $(STAMP)
-	$(BIN)/ruff check .
-	$(BIN)/ruff format --check .
-	$(BIN)/mypy
 
 # Builds nothing, so that it runs without a network: the first of .venv and python3 that sees a device is
 # taken, with the package from here. Only files with a gpu test are collected: the others may import what

@@ -57,6 +57,7 @@ def sharded(number: int, stages: list[int]) -> list[Any]:
     return results
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("n", worlds(2, others=(1, 3)))
 @pytest.mark.parametrize("title", TITLES)
 def test_habit(ranks, title, n):

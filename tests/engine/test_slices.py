@@ -184,6 +184,7 @@ def asked(function: Any, key: str, given: Any, plain: Any) -> str | None:
     return words
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("n", "every"), [(3, 8), *(pytest.param(n, 1, marks=pytest.mark.exhaustive) for n in (2, 3))])
 def test_functions_of_torch(n: int, every: int) -> None:
     with warnings.catch_warnings(), Ranks(n, threads=1, forked=True) as own:  # they change what they run on

@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 import zerolab
-from zerolab.lab.exercises import judge
+from zerolab.lab.exercises import battery, judge
 from zerolab.lab.exercises import learner as exercises
 
 
@@ -48,5 +48,7 @@ def train_a_stub(source: str) -> None:
 
 
 def process_groups() -> int:
-    """One for each process group of this rank, by the name that the system shows."""
-    return sum((task / "comm").read_text().startswith("gloo_tcp") for task in Path("/proc/self/task").iterdir())
+    """One for each process group of this rank, by the name that the system shows. It forgets what references did."""
+    found = sum((task / "comm").read_text().startswith("gloo_tcp") for task in Path("/proc/self/task").iterdir())
+    battery._kept.clear()
+    return found

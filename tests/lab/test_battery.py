@@ -75,6 +75,7 @@ TOLD_FROM_THE_VALUES = {  # (exercise, mistake): what is seen, and what to look 
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("id", "name"), TOLD_FROM_THE_VALUES)
 def test_what_is_told_of_a_mistake_that_nobody_knows_is_true(id: str, name: str) -> None:
     verdict = judge.try_answer(id, mistakes_of(id)[name].source, told=False)

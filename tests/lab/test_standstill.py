@@ -34,6 +34,7 @@ def on_a_busy_core(program: str) -> Iterator[int]:
         yield process.pid
 
 
+@pytest.mark.slow
 def test_one_that_only_asks_stands_still():
     with on_a_busy_core(ASKS) as pid:
         still, patience = Standstill(lambda: [pid], FOR), Patience(20 * FOR)
@@ -42,6 +43,7 @@ def test_one_that_only_asks_stands_still():
             time.sleep(0.05)
 
 
+@pytest.mark.slow
 def test_one_that_computes_comes_on():
     with on_a_busy_core(COMPUTES) as pid:
         still, patience = Standstill(lambda: [pid], FOR), Patience(2 * FOR)

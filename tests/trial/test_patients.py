@@ -81,6 +81,7 @@ def test_every_promise_is_written_somewhere_and_every_patient_s_issue_stands_wit
 # -- docs/trial.md --------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_the_page_is_as_the_stored_results_are():
     command = [sys.executable, str(DOCS / "trial" / "write.py"), "--check"]
     done = subprocess.run(command, capture_output=True, text=True, timeout=600, check=False)

@@ -83,7 +83,7 @@ demo: $(STAMP) ## train a small GPT at every stage and compare
 
 # Lint, and then the tests with mypy beside them: what it says comes last.
 checked = $(BIN)/ruff check . && $(BIN)/ruff format --check . && { \
-    $(BIN)/mypy >$(VENV)/mypy.log 2>&1 & mypy=$$!; status=0; \
+    $(BIN)/mypy >$(VENV)/mypy.log 2>&1 & mypy=$$!; trap "kill $$mypy 2>/dev/null || :" EXIT; status=0; \
     $(TESTS) $(1) || status=$$?; wait $$mypy || status=$$?; cat $(VENV)/mypy.log; exit $$status; }
 
 test: $(STAMP) ## lint, types, every room's tests and each lesson: 11 minutes

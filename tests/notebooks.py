@@ -33,11 +33,12 @@ def _remember(context: zmq.Context[Any], *args: Any, **options: Any) -> None:
 
 
 def _say(context: zmq.Context[Any]) -> None:
-    if not context.closed and not context._shadow:
+    if not context.closed and not context._shadow and not sys.is_finalizing():
         warnings.warn(f"nobody closed a zmq context that was made here:\n{context.__dict__.get('made')}", stacklevel=1)
 
 
-# One that is collected together with its open sockets waits for them, in whatever test runs by then, for ever.
+# One that is collected together with its open sockets would wait for them, in whatever test runs by then, for ever.
+# Here it is left as it is, and named.
 zmq.Context.__init__, zmq.Context.__del__ = _remember, _say  # type: ignore[assignment, method-assign]
 
 

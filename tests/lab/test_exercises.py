@@ -94,9 +94,11 @@ def test_a_hang_is_cut_and_the_next_check_works(monkeypatch: pytest.MonkeyPatch,
 def test_a_check_leaves_no_process_group() -> None:
     """Its threads would look for messages a hundred times a second, and its ranks would seem to compute."""
     before = judge.pool().run(jobs_exercises.process_groups)
+    assert min(before) >= 1  # or the threads have another name
     for id in ("03.1", "03.3"):  # their references are played again, and kept
         assert judge.try_answer(id, EXERCISES[id].reference).passed
-    assert judge.pool().run(jobs_exercises.process_groups) == before
+    after = judge.pool().run(jobs_exercises.process_groups)
+    assert all(now <= then for now, then in zip(after, before, strict=True)), (before, after)
 
 
 @pytest.mark.exhaustive

@@ -461,11 +461,12 @@ if lab.predicted("08.1"):
 # %% [markdown]
 # **Nearly, for the activations; for model states it depends on the stage.** Activations fall to a little more than half
 # (the loss is still computed in float32). With one sequence in stage 0 the peak does not fall at all: it has moved from
-# backward into the optimizer's step, which sees the gradients in float32, 6Ψ + 4Ψ + 8Ψ. The larger your batch, the
-# closer the peak comes to what activations do. Model states stay at 16Ψ in stage 0 and fall by an eighth in stage 3. In
-# stages 1 and 2 they come close to half when there are many ranks: on 64, stage 2 goes from 4.19Ψ to 2.22Ψ. Traffic is
-# halved if the model itself is cast and gradients are reduced in 16 bits, as here. Under autocast DDP sends as much as
-# in float32, and FSDP2 with a float32 reduction two thirds (5.76Ψ of 8.53Ψ).
+# backward into the optimizer's step, which holds weights and masters (6Ψ), gradients in float32 (4Ψ) and Adam's
+# averages (8Ψ): 8.5 of the 9.0 MB. The larger your batch, the closer the peak comes to what activations do. Model
+# states stay at 16Ψ in stage 0 and fall by an eighth in stage 3. In stages 1 and 2 they come close to half when there
+# are many ranks: on 64, stage 2 goes from 4.19Ψ to 2.22Ψ. Traffic is halved if the model itself is cast and gradients
+# are reduced in 16 bits, as here. Under autocast DDP sends as much as in float32, and FSDP2 with a float32 reduction
+# two thirds (5.76Ψ of 8.53Ψ).
 #
 # ## For another day: where the sum is rounded (2 minutes)
 #

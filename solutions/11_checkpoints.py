@@ -368,7 +368,7 @@ print("saved by 4 and loaded by 2, parameters and Adam's averages are equal:", e
 # ([documentation](https://docs.pytorch.org/docs/stable/elastic/quickstart.html)). Nothing in memory survives: an
 # "elastic" run goes on from its checkpoint.
 #
-# ## Too slow? Just add nodes
+# ## More ranks, and which numbers must stay
 #
 # Two ranks with 6 samples each have trained 12 steps. Then there are four, and the script has `batch_size=6` *per
 # rank*, as most have. Spend the next 144 samples in four ways: on two ranks as before; on four with the same
@@ -397,8 +397,8 @@ print("the same batch per rank learns less from the same samples:", more > same 
 # More ranks leave a run as it is if three things stay: the **global batch** (so each rank's part shrinks), with it the
 # **learning rate** and its schedule, and the **samples** (a global index). Then only the time changes, and not by much
 # once a rank's part is small: each step still sends as many bytes (lesson 04). With the batch *per rank* as it was,
-# this is another run: half as many updates from the same samples. Doubling the learning rate made up for that here,
-# early in the run, but that has a limit.
+# this is another run: half as many updates from the same samples. Doubling the learning rate made up for nearly all of
+# that here, early in the run. No cell shows how far that goes.
 #
 # ## Questions
 #

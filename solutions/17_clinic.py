@@ -235,11 +235,11 @@ for name, said in whose.items():
     print(f"{said}: all ranks print the same loss in {sum(same)} of {len(same)} steps")
 
 # %% [markdown]
-# **They cannot.** Ranks that train on their own data print their own losses: the loss is computed before anything is
-# averaged. All of them print the same only if the loss itself is reduced, which this listing doesn't do, or if all have
-# the same data, and then four ranks do the work of one (lesson 03). The digits speak too: of the 10,000 endings with
-# four decimals, 16 are sixteenths, one loss in 625; two of two would be one in 390,625 by chance. Numbers under a
-# listing are evidence only if you can print them yourself.
+# **Not on data of their own:** in 0 of 200 steps. Ranks that train on their own data print their own losses: the loss
+# is computed before anything is averaged. All of them print the same only if the loss itself is reduced, which this
+# listing doesn't do, or if all have the same data, and then four ranks do the work of one (lesson 03). And a loss can
+# be so round, but rarely: of the 10,000 endings with four decimals, 16 are sixteenths, one loss in 625; two of two
+# would be one in 390,625 by chance. Numbers under a listing are evidence only if you can print them yourself.
 #
 # ## For another day
 #

@@ -425,7 +425,7 @@ lab.trial("fsdp2-keep", "a forward first")
 #   made then trains those, and the shards stay as they are
 #   ([an issue about it](https://github.com/pytorch/pytorch/issues/149205)). Make the optimizer first.
 #
-# ## On trial
+# ## On trial: is DDP with NCCL ZeRO?
 #
 # > "Wrapping the model in DDP and setting the process group to NCCL is ZeRO."
 

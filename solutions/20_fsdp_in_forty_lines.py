@@ -78,7 +78,7 @@ print(f"gradient  {grad.tolist()} -> {(mine / 4).tolist()}, its mean")
 # The third row contains the other two, because a collective in a group of one rank sends nothing: in ZeRO-3 the
 # *replicate group* is the rank alone, in DDP the *shard group*. So one function with two groups is all three.
 #
-# torch has a place to put it. A **[parametrization](../docs/glossary.md#parametrization)**
+# torch has a place for such a function. A **[parametrization](../docs/glossary.md#parametrization)**
 # (`torch.nn.utils.parametrize`) replaces `module.weight` by a function of what is kept: whoever reads `module.weight`
 # gets `forward(kept)`. No hook is needed: autograd records how the weight came about, and calls our backward when its
 # gradient is there.
@@ -225,8 +225,8 @@ for way, told in lab.pull("said", rank=0).items():
 
 # %% [markdown]
 # Rank 0 gathers the weight of expert 0 while rank 1 gathers that of expert 1. The calls match, so each rank gets half
-# of one and half of the other, without an error. `Zero3` knows the units and their order, so it can compare what the
-# ranks do, and refuse. Some of its 5,000 lines are for that.
+# of one and half of the other: its output is off by up to 0.67, without an error. `Zero3` knows the units and their
+# order, so it can compare what the ranks do, and refuse. Some of its 5,000 lines are for that.
 #
 # ## The same, by torch
 #
@@ -273,10 +273,10 @@ if lab.predicted("20.1"):
 #
 # ## A compiler can read it
 #
-# Hooks are Python that runs *between* operations, and there a compiled graph has to end. A redistribution is made of
-# operations, so a compiler sees every collective of a step and all that is computed between it and its use, and it may
-# move and merge them. Here torch captures a small GPT on two ranks, and its own pass puts the collectives into buckets
-# of a quarter of a megabyte. Then the same GPT with `Zero3`. (This takes a while.)
+# Hooks are Python that runs *between* operations, and at those of our engine a compiled graph ends, as you will see. A
+# redistribution is made of operations, so a compiler sees every collective of a step and all that is computed between
+# it and its use, and it may move and merge them. Here torch captures a small GPT on two ranks, and its own pass puts
+# the collectives into buckets of a quarter of a megabyte. Then the same GPT with `Zero3`. (This takes a while.)
 
 
 # %%
@@ -315,7 +315,7 @@ assert len(graphs) > 1 and sum(graphs) == 0
 # | | forty lines and a compiler | hooks |
 # |---|---|---|
 # | memory | keeps what it gathered, unless the gather is *marked* for recomputation | releases what autograd points to |
-# | what varies: routing, unused parameters | another graph on each rank; nothing compares them | compares the ranks, and says who differs |
+# | what varies: routing, unused parameters | another graph on each rank; nothing compares them | can compare the ranks and say who differs, as `Zero3` does |
 # | cost | compiling, again for each new shape | host time in every step |
 #
 # ## Questions

@@ -4,8 +4,8 @@
 # **The question.** ZeRO brings parameters to the samples. A layer of *experts* turns that around: it has too many
 # parameters to gather for every rank, and a token needs only a few of them. So the tokens travel. That changes what a
 # step sends, which rank is the slowest, and whose gradients are averaged with whose. With the wrong divisor the
-# experts' gradients are several times too large, and under Adam no loss curve shows it. DeepSpeed's ZeRO had that
-# mistake until October 2024. The lesson builds on lesson 07's `Zero3`, and on groups that cross, as in lesson 15.
+# experts' gradients are several times too large, and under Adam a loss curve may well not show it. DeepSpeed's ZeRO had
+# that mistake until October 2024. The lesson builds on lesson 07's `Zero3`, and on groups that cross, as in lesson 15.
 
 # %%
 # %load_ext zerolab.lab
@@ -35,8 +35,8 @@ everyone = dist.group.WORLD
 # Take the MLP out of a transformer's block and put eight in its place, the **[experts](../docs/glossary.md#expert)**. A
 # **[router](../docs/glossary.md#router)**, a linear layer with one output for each expert, decides which one computes a
 # token: the one with the largest score. Here the score is a sigmoid (in the Switch Transformer, arXiv 2101.03961, a
-# softmax). The result is multiplied by the score, which gives the router a gradient. There are eight times the
-# parameters, and a token costs what it did before.
+# softmax). The result is multiplied by the score, which gives the router a gradient. There are eight times the MLP's
+# parameters, and a token's computing stays as it was, but for the small router.
 #
 # With ZeRO-3 on four ranks, each rank has a quarter of every expert, and gathers *all* eight: some token may choose any
 # of them. **[Expert parallelism](../docs/glossary.md#expert-parallelism)** leaves an expert whole, on one rank, and
@@ -122,8 +122,8 @@ if lab.predicted("22.1"):
 # %% [markdown]
 # Tokens cost in proportion to their number, parameters in proportion to the experts. `Zero3` gathers each expert twice
 # and scatters its gradient, 3Ψ(N-1)/N. With E experts of 8C² parameters and one expert for each token, the two are even
-# at 6EC tokens a rank: here 6,144 (6,174 with the biases), and with C = 4,096 and 64 experts 1.6 million. So real
-# models send tokens. But ZeRO's messages can be sent ahead, and these can't: the router decides where they go.
+# at 6EC tokens a rank: here 6,144 (6,174 with the biases), and with C = 4,096 and 64 experts 1.6 million. So a layer
+# like that sends tokens. But ZeRO's messages can be sent ahead, and these can't: the router decides where they go.
 #
 # ## Who averages what
 #
@@ -259,7 +259,7 @@ if lab.predicted("22.2"):
         print(f"G = {G}: {factor:.3f} x one process's gradient")
 
 # %% [markdown]
-# Divided by the 4/G replicas instead of by 4, the gradient is G times too large. Under Adam the loss won't tell you,
+# Divided by the 4/G replicas instead of by 4, the gradient is G times too large. Under Adam the loss may not tell you,
 # because Adam divides a gradient by its own size. What does suffer: SGD; clipping, whose norm has the experts' part G
 # times too large; and a run that continues with another G, whose averages in Adam have the wrong size. DeepSpeed's ZeRO
 # made it "ep_size times larger than the true gradient" ([#6545](https://github.com/deepspeedai/DeepSpeed/issues/6545),
@@ -285,11 +285,11 @@ for G in (2, 4):
 # %% [markdown]
 # ## The fullest expert
 #
-# Nothing makes the router spread tokens evenly, and an expert that is chosen more learns more, so it is chosen more.
-# Forty steps with real text and AdamW, twice. The second time each expert has a *bias*, which is added to its score for
-# the choice alone. After every step it rises a little if the expert had fewer of all ranks' tokens than the mean, and
-# falls if it had more (arXiv 2408.15664; DeepSeek-V3 uses it). The picture has a dashed line, a *capacity*, which is
-# explained below it.
+# Nothing makes the router spread tokens evenly, and an expert that is chosen more learns more, so it is chosen more
+# (arXiv 1701.06538, section 4). Forty steps with real text and AdamW, twice. The second time each expert has a *bias*,
+# which is added to its score for the choice alone. After every step it rises a little if the expert had fewer of all
+# ranks' tokens than the mean, and falls if it had more (arXiv 2408.15664; DeepSeek-V3 uses it). The picture has a
+# dashed line, a *capacity*, which is explained below it.
 
 
 # %%
@@ -322,8 +322,8 @@ title = "Tokens by expert in the first layer, after 40 steps"
 plots.show(plots.tokens_by_expert(skylines, title, capacity, learner=lab.passed("22.1")))
 
 # %% [markdown]
-# In each layer all ranks wait for the one with the most tokens, which also has the most activations: a run can run out
-# of memory in its thousandth step.
+# In each layer all ranks wait for the one with the most tokens, which also has the most activations: training can run
+# out of memory in its thousandth step.
 #
 # The older remedy is a **[capacity](../docs/glossary.md#capacity)**: an expert takes at most a fixed number of tokens
 # from each rank, its even share times a *capacity factor* such as 1.25 (the dashed line, for four ranks). All splits
@@ -341,14 +341,14 @@ for name, chosen in choices.items():
     print(f"{name:20} {dropped:.0%} dropped, {padding:.0%} of what is sent is padding")
 
 # %% [markdown]
-# So capacity bounds time and memory, and pays with dropped tokens *and* with padding. The bias treats the cause. And
-# without a capacity nothing is dropped: such a layer is *dropless*. (But the host must wait for the router, since
-# `all_to_all_single` takes its splits as Python numbers.)
+# So capacity bounds time and memory, and pays with dropped tokens *and* with padding. The bias treats the cause: here
+# 13 % were dropped instead of 65 %. Without a capacity nothing is dropped: such a layer is *dropless*. (But the host
+# must wait for the router, since `all_to_all_single` takes its splits as Python numbers.)
 #
 # ## In production
 #
-# FSDP2 can have experts as a part of the model: wrap them first, over a mesh of their replicas, then the rest. It, too,
-# averages over the replicas, unless you tell it the divisor (`set_gradient_divide_factor`).
+# FSDP2 can have experts as a part of the model: wrap them first, over a mesh of their replicas, then the rest. In torch
+# 2.13 it, too, averages over the replicas, unless you tell it the divisor (`set_gradient_divide_factor`).
 #
 # What can't be shown on CPUs: DeepSeek-V3 sends a token to at most four nodes, in fp8, and gives 20 of a GPU's 132
 # multiprocessors to the kernels that send (arXiv 2412.19437, sections 3.2.2, 3.3.3 and 3.5.1).
@@ -370,7 +370,7 @@ for name, chosen in choices.items():
 # **Answers**
 #
 # 1. Four times the tokens' activations, (N-1)/N of them. ZeRO-3 sends 3(N-1)/N of all 64 experts' parameters. It is
-#    decided by tokens per rank against 6EC, which few runs reach.
+#    decided by tokens per rank against 6EC: 1.6 million in the lesson's example of 64 experts.
 # 2. The tokens' by 7/6, since 7/8 of them travel instead of 3/4. ZeRO-3's by 7/3: there are also twice as many
 #    parameters. They are even at 6EC = 6 · 16 · 128 = 12,288 tokens a rank, twice as many as before.
 # 3. Over its 2 replicas, and divided by 16: between them they had tokens of all ranks, and each rank's loss counts

@@ -138,8 +138,8 @@ lab.link(None)
 #
 # ## Measure: bytes against loss
 #
-# This is the loop. What is new are its last two lines, from `if rounds` on. Everything else is data parallelism, with
-# the mean left out. The learning rate falls to 0 in all runs. The cell takes ten seconds or more.
+# This is the loop. Only its last two lines, from `if rounds` on, are new. The rest is data parallelism, with the mean
+# made only if H = 1. The learning rate falls to 0 in all runs. The cell takes ten seconds or more.
 
 # %%
 # %%ranks
@@ -196,9 +196,9 @@ if lab.predicted("24.1") and lab.predicted("24.2"):
 # different run, not the same run faster.
 #
 # Momentum 0.9 is what the paper and torchft's example `train_diloco.py` take, and here it is worse than no
-# communication at all. Think of the third panel of the walks above: early in a run rounds tend to agree, so the speed
-# adds up about ten of them, and this run has only 16. A longer run has the rounds to come back. The outer optimizer is
-# tuned like any other.
+# communication at all. Think of the third panel of the walks above: a likely reason is that early rounds agree, so the
+# speed adds up as many as ten of them, and this run has only 16. A longer one may come back; no cell here tries that.
+# The outer optimizer is tuned like any other.
 #
 # ## In production
 #
@@ -216,8 +216,8 @@ if lab.predicted("24.1") and lab.predicted("24.2"):
 # ## As well as synchronous training?
 #
 # The paper's abstract says that DiLoCo trains as well, and communicates 500 times less. That it sends H times less you
-# have measured. What it says about the loss is about 8 workers on the C4 data set. Here the loss depended on H and on
-# the outer optimizer: one choice was better than no communication, another worse. Ask for how many rounds, from which
+# have measured. What it says about the loss is about 8 workers on the C4 data set. Here no run with local steps was as
+# good as gradients in every step, and one was worse than no communication at all. Ask for how many rounds, from which
 # start, against which baseline.
 #
 # ## Questions

@@ -49,9 +49,10 @@ print(f"100,000 tokens: {kept / 1e9:.1f} GB of activations")
 # the scores. Only keys and values must come from elsewhere.
 #
 # One way is to gather them all, one layer at a time (Llama 3, arXiv 2407.21783, section 3.3.2). Or let them come *one
-# block after another*, around a ring, and hold two: **[ring attention](../docs/glossary.md#ring-attention)** (arXiv
-# 2310.01889). `lab.turn`, which is lesson 01's `exchange`, sends a block to the next rank and returns that of the rank
-# before. Here a block is the number of the rank that it belongs to:
+# block after another*, around a ring, and hold only two blocks at a time: **[ring
+# attention](../docs/glossary.md#ring-attention)** (arXiv 2310.01889). `lab.turn`, which is lesson 01's `exchange`,
+# sends a block to the next rank and returns that of the rank before. Here a block is the number of the rank that it
+# belongs to:
 
 # %%
 # %%ranks
@@ -205,9 +206,9 @@ if lab.predicted("25.1"):
     plots.show(plots.ring_turns(lab.pull("held"), pairs))
 
 # %% [markdown]
-# On the left rank 0 is idle from turn 1 on: whatever comes is later than its queries. On the right every rank has two
-# pairs in every turn: of a lower rank's block both its chunks see the early keys, and of a higher rank's its late chunk
-# sees all.
+# On the left rank 0 is idle from turn 1 on: whatever comes is later than its queries. On the right every rank has three
+# pairs with its own block, and two in each turn after it: of a lower rank's block both its chunks see the early keys,
+# and of a higher rank's its late chunk sees all.
 #
 # ## The whole model, on a piece of a sequence
 #
@@ -286,7 +287,8 @@ for N in (1, 8, 64):
 # 8TC(N-1)/N² numbers, less than in our ring, but there must be a head for each rank.
 #
 # What can't be shown on CPUs: a ring hides each turn behind the computing of a block, if blocks are long (arXiv
-# 2310.01889, section 3). torch has one for CUDA, `torch.distributed.tensor.experimental.context_parallel`.
+# 2310.01889, section 3). torch 2.13 has one for CUDA, and calls it experimental:
+# `torch.distributed.tensor.experimental.context_parallel`.
 #
 # ## Questions
 #
@@ -307,8 +309,8 @@ for N in (1, 8, 64):
 #    mean is 1/4 · 8 + 3/4 · 4 = 5.
 # 3. The last rank computes 31 of the 136 pairs of chunks, nearly twice the mean of 17, and all wait for it. With zigzag
 #    each has an early chunk and a late one, and all compute the same.
-# 4. Nothing: ranks have other tokens, and gradients are averaged over all of them, as ever. The mean is wrong if ranks
-#    have different numbers of tokens that count, for example with padding: then divide sums by the number of all.
+# 4. Nothing: each rank has different tokens, and gradients are averaged over all ranks, as ever. The mean is wrong if
+#    ranks have different numbers of tokens that count, for example with padding: then divide sums by the number of all.
 # 5. Forward 2TC(N-1)/N in 32 layers, 45.9 GB; backward 4TC, 104.9 GB. Ulysses: 8TC(N-1)/N², 22.9 GB for both. The ring
 #    works with more ranks than heads, and its turns can hide behind computing.
 # 6. No. 8,000 tokens need 34 · 32 · 4,096 · 8,000 bytes, 35.7 GB. The layers have 32 · 12 · 4,096² parameters, 6.4

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import threading
+
 import jobs_spy
 import pytest
 import torch.distributed as dist
@@ -92,3 +94,18 @@ def test_a_rank_that_is_told_that_another_has_ended_may_come_on(asks: list[int],
         store.set(key, said)
     spy._say_that_it_waits(["b"], asks)
     assert spy._all_wait_in_vain() != comes_on
+
+
+def test_a_rank_that_calls_from_two_threads_never_says_that_it_waits() -> None:
+    """One may wait, and the other go on."""
+    store = dist.HashStore()
+    spy = Spy(store, 0, 3)
+    spy._calls_from_here()
+    spy._say_that_it_waits(["a"], [1])
+    assert store.get("waits/0")
+    other = threading.Thread(target=spy._calls_from_here)
+    other.start()
+    other.join()
+    assert not store.get("waits/0")
+    spy._say_that_it_waits(["b"], [1])
+    assert not store.get("waits/0")

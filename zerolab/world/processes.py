@@ -110,8 +110,9 @@ class Ranks:
     """A pool of processes on this machine, started at the first run and kept between runs.
 
     Each computes with `threads` threads, by default an equal share of the cores. Everything listens on the
-    loopback interface only. The next run finds whatever a function leaves behind in modules, random states too. After a
-    run in which a rank gave up on a collective (CommError), the next one starts new processes.
+    loopback interface only. The next run finds whatever a function leaves behind in modules, random states too, but for
+    engines and what else holds process groups: they end with their run. After a run in which a rank gave up on a
+    collective (CommError), the next one starts new processes.
 
     forked: they begin as forks of a process that has torch imported (nursery.py), in a fraction of the time. Functions
     must then come from a module, not from the script that runs.

@@ -4,8 +4,8 @@ Two things make mistakes visible that would otherwise depend on luck. A call wit
 hold when it starts, and fills its result only when it is waited for, so a forgotten wait is wrong every time. And
 before a call, the ranks tell each other what they are about to do: if they differ, they give up, instead of hanging,
 aborting, or mixing up bytes. A rank gives up waiting when the other has ended, when every rank has ended or says that
-it waits for a call that nobody has made, or when all others stand still as it does; never because it has waited for
-long.
+it waits for a call that nobody has made, or when all others that do not wait so stand still; never because it has
+waited for long.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ from zerolab.engine.slices import to_local
 from zerolab.lab.ranks.intercept import COLLECTIVES, MESSAGES, PICKLED, Interceptor, Invocation, bytes_in_a_ring, nbytes
 from zerolab.lab.standstill import Standstill
 
-PATIENCE = 3.0  # seconds that all other ranks stand still before one gives up, unless all say that they wait in vain
+PATIENCE = 3.0  # seconds that ranks which do not say that they wait in vain stand still before another gives up
 POLL = timedelta(seconds=0.5)  # who asks more often looks like one who computes, where a machine is busy
 GLOO = timedelta(minutes=10)  # its limit, once it is known that the other side is there
 END = "the end of"  # how a rank that has returned from the answer says where it is
@@ -343,8 +343,9 @@ class Spy:
         return "" if waits and any(map(self.store.check, json.loads(waits))) else waits
 
     def _all_wait_in_vain(self) -> bool:
-        """Whether no rank will ever come on, if it takes the thread that waits. All are seen to wait in vain, or to
-        have ended, twice, and the second time for the same calls: so between the two looks all did so at once."""
+        """Whether no rank will ever come on (but for a thread that has not called yet: of that nobody knows). All are
+        seen to wait in vain, or to have ended, twice, and the second time for the same calls: so between the two looks
+        all did so at once."""
         before: list[str] = []
         for _ in range(2):
             waits: list[str] = []

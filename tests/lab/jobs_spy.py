@@ -34,6 +34,14 @@ def in_a_pair(rank: int, call: Callable[[dist.ProcessGroup], object]) -> None:
         call(pair)
 
 
+def in_a_pair_that_gives_up(rank: int) -> None:
+    """The third then waits for one of the pair."""
+    waited_for = dist.new_group([A, C])
+    in_a_pair(rank, lambda pair: dist.all_reduce(torch.ones(2 + rank), group=pair))
+    if rank == C:
+        dist.all_reduce(torch.ones(2), group=waited_for)
+
+
 def other_group(rank: int) -> None:
     """All ranks have two groups of all of them, and one takes the other first."""
     groups = [dist.new_group(), dist.new_group()]
@@ -102,6 +110,32 @@ def two_call(rank: int) -> None:
             dist.all_reduce(torch.ones(2), group=pair)
 
 
+def one_computes(rank: int) -> None:
+    """As `two_call`, and computes before that: for longer than a rank has patience with who stands still."""
+    told: list[BaseException] = []
+    pairs = [dist.new_group([A, B]), dist.new_group([A, B])]
+
+    def wait() -> None:
+        try:
+            dist.all_reduce(torch.ones(2), group=pairs[0])
+        except GaveUp as error:
+            told.append(error)
+
+    if rank == A:
+        waits = threading.Thread(target=wait)
+        waits.start()
+        until_they_wait(B)
+        begun = time.process_time()
+        while time.process_time() < begun + 3:
+            pass
+        dist.all_reduce(torch.ones(2), group=pairs[1])
+        waits.join()
+    if rank == B:
+        for pair in reversed(pairs):
+            dist.all_reduce(torch.ones(2), group=pair)
+    assert not told, told
+
+
 def the_store() -> dist.Store:
     return dist.distributed_c10d._get_default_store()
 
@@ -148,6 +182,7 @@ CALLS: dict[str, Callable[[int], object]] = {
     "a pair, of other sizes": lambda rank: in_a_pair(
         rank, lambda pair: dist.all_reduce(torch.ones(2 + rank), group=pair)
     ),
+    "a pair that gives up": in_a_pair_that_gives_up,
     "a pair, in other calls": lambda rank: in_a_pair(
         rank,
         lambda pair: (dist.broadcast if rank == B else dist.reduce)(torch.ones(2), A, group=pair),
@@ -165,6 +200,7 @@ CALLS: dict[str, Callable[[int], object]] = {
     "one that is told, and goes on": goes_on,
     "from anybody, later than it is sent": from_anybody,
     "two that call": two_call,
+    "one that computes while another waits": one_computes,
     "from outside": from_outside,
     "splits that fit": lambda rank: all_to_all_single(6, 6, [2, 2, 2], [2, 2, 2]),
     "splits of nothing": lambda rank: all_to_all_single(0, 0, [0, 0, 0], [0, 0, 0]),

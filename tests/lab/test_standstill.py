@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from zerolab.lab import standstill
 from zerolab.lab.standstill import EVERY, MOVES, Standstill, Thread, moved
 from zerolab.world.processes import Patience
 
@@ -50,6 +51,20 @@ def test_one_that_computes_comes_on():
         while patience.turn() > 0:
             assert not still.lasts()
             time.sleep(0.05)
+
+
+def test_after_a_stop_what_is_computed_counts_by_the_time_of_one_look(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nobody had more, however long the stop was; and it takes off no more than that."""
+    clock, computed = [0.0], [0.0]
+    monkeypatch.setattr(standstill.time, "monotonic", lambda: clock[0])
+    monkeypatch.setattr(Standstill, "_look", lambda self: {1: {1: Thread(computed[0])}})
+    still = Standstill(lambda: [1], FOR)
+    idle = (EVERY, 0.0)
+    for seconds, of_it in [(60.0, 0.0), idle, idle, (60.0, 2 * MOVES * EVERY), idle, idle, idle]:
+        clock[0], computed[0] = clock[0] + seconds, computed[0] + of_it
+        assert not still.lasts()
+    clock[0] += EVERY
+    assert still.lasts()
 
 
 def rate(before: dict[int, Thread], now: dict[int, Thread], seconds: float = EVERY) -> float:

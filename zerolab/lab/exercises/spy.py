@@ -24,7 +24,7 @@ from dataclasses import dataclass
 from datetime import timedelta
 from itertools import count, repeat
 from types import FrameType
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 import torch.distributed as dist
@@ -215,6 +215,7 @@ class Spy:
         self.asked: set[str] = set()  # dist.get_rank, dist.get_world_size: those that the answer called for the world
         self._numbers: Counter[str] = Counter()  # of calls, by whom they concern
         self._callers: set[int] = set()  # the threads
+        self._one_at_a_time = threading.Lock()  # of them says that this rank waits, or that it no longer does
         store.set(f"waits/{rank}", "")
         store.set(f"process/{rank}", str(os.getpid()))
         answers = dict.fromkeys(COLLECTIVES, self._collective) | dict.fromkeys(PICKLED, self._pickled)
@@ -299,42 +300,53 @@ class Spy:
                     break
                 if is_over:
                     gave_up = any(self.store.check([f"gave up/{other}"]) for other in others)
-                    raise GaveUp(f"{doing}: {who} {'does not make this call' if gave_up else 'did not take part'}")
+                    self._give_up(f"{doing}: {who} {'does not make this call' if gave_up else 'did not take part'}")
                 if turn < AT_ONCE:
                     time.sleep(0.0005)
                     continue
                 if still is None:
-                    still = self._standstill(lambda other: not self._waits_in_vain(other))
+                    still = self._standstill(self._may_come_on)
                     self._say_that_it_waits(names, others)
                 if self._all_wait_in_vain() or still.lasts():
-                    raise GaveUp(f"{doing}: {who} does not make this call")
+                    self._give_up(f"{doing}: {who} does not make this call")
                 with suppress(dist.DistStoreError):  # it asks no more often, or it would look like one who computes
                     self.store.wait([name], min(SOON * 2 ** min(turn - AT_ONCE, 10), LATER))
-        except GaveUp:
-            self.store.set(f"gave up/{self.rank}", "")
-            raise
         finally:
             if still is not None:
                 self._say_that_it_waits()
         return self.store.get(name).decode() if self.store.check([name]) else ""
 
-    def _standstill(self, counts: Callable[[int], bool] = lambda rank: True) -> Standstill:
-        """Of the others, of those that count. One that has not begun is no process of which that could be said."""
-        others = [rank for rank in range(self.world_size) if rank != self.rank]
-        pids = {rank: int(self.store.get(f"process/{rank}")) for rank in others}
-        return Standstill(lambda: [pids[rank] for rank in others if counts(rank)], self.patience)
+    def _give_up(self, words: str) -> NoReturn:
+        self.store.set(f"gave up/{self.rank}", "")
+        raise GaveUp(words) from None
+
+    def _standstill(self, counts: Callable[[int], bool]) -> Standstill:
+        """Of the ranks that count. One that has not begun is no process of which that could be said."""
+        pids = {rank: int(self.store.get(f"process/{rank}")) for rank in range(self.world_size)}
+        return Standstill(lambda: [pid for rank, pid in pids.items() if counts(rank)], self.patience)
+
+    def _may_come_on(self, rank: int) -> bool:
+        """This one too, if one of its threads waits while another computes."""
+        return self._several_call if rank == self.rank else not self._waits_in_vain(rank)
+
+    @property
+    def _several_call(self) -> bool:
+        """Where others than the main thread call, one may wait while another goes on."""
+        return self._callers != {threading.main_thread().ident}
 
     def _calls_from_here(self) -> None:
-        """Where others than the main thread call, one may wait while another goes on: the rank never says it waits."""
-        self._callers.add(threading.get_ident())
-        if self._callers != {threading.main_thread().ident}:
-            self.store.set(f"waits/{self.rank}", "")
+        """A rank with several threads that call never says that it waits."""
+        with self._one_at_a_time:
+            self._callers.add(threading.get_ident())
+            if self._several_call:
+                self.store.set(f"waits/{self.rank}", "")
 
     def _say_that_it_waits(self, names: Sequence[str] = (), others: Sequence[int] = ()) -> None:
         """For any of these calls of these ranks, or, if there are none, no longer."""
-        if self._callers == {threading.main_thread().ident}:
-            comes_on = [*([name] for name in names), [f"over/{other}" for other in others]]
-            self.store.set(f"waits/{self.rank}", json.dumps(comes_on) if names else "")
+        comes_on = [*([name] for name in names), [f"over/{other}" for other in others]]
+        with self._one_at_a_time:
+            if not self._several_call:
+                self.store.set(f"waits/{self.rank}", json.dumps(comes_on) if names else "")
 
     def _waits_in_vain(self, rank: int) -> str:
         """What `rank` says that it waits for, if nothing of it has come: what it computes is no matter. The end of
@@ -383,7 +395,7 @@ class Spy:
         for rank, theirs in zip(ranks, answers, strict=True):
             if theirs != what:
                 does = "is at" if theirs.startswith(END) else "calls"
-                raise GaveUp(f"{what}: rank {rank} {does} {theirs}{' instead' * (does == 'calls')}")
+                self._give_up(f"{what}: rank {rank} {does} {theirs}{' instead' * (does == 'calls')}")
 
     def _collective(self, call: Invocation) -> Any:
         if call.group == dist.GroupMember.NON_GROUP_MEMBER:
@@ -434,7 +446,7 @@ class Spy:
             raise ValueError(refused)
         for rank, parts in zip(ranks, every, strict=True):
             if parts is None:
-                raise GaveUp(f"{call.name}: rank {rank} cannot make this call")
+                self._give_up(f"{call.name}: rank {rank} cannot make this call")
         for to in range(len(ranks)):
             for source in range(len(ranks)):
                 sent, expected = every[source][0][to], every[to][1][source]
@@ -559,11 +571,11 @@ class Spy:
         still: Standstill | None = None
         try:
             while work is not None and not finished_within(POLL, work):
-                still = still or self._standstill()
+                still = still or self._standstill(lambda rank: rank != self.rank)
                 if still.lasts():
-                    raise GaveUp(f"{op}: not finished")
+                    self._give_up(f"{op}: not finished")
         except RuntimeError as error:
-            raise GaveUp(f"{op}: {error}") from None
+            self._give_up(f"{op}: {error}")
 
 
 def _parts(given: Any, splits: list[int] | None, name: str, size: int) -> list[int]:

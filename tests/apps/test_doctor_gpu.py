@@ -41,9 +41,21 @@ def test_lessons_run_as_the_lab_chooses(monkeypatch):
     count = torch.cuda.device_count()
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", ",".join(map(str, range(count))))
     for ranks in (1, count, count + 1):
-        row = doctor._how(ranks, count, True, False)
+        row = doctor._how(ranks, count, True)
         for column, device in (("as it is", "auto"), ("on GPUs", "cuda")):
             kind = {"nccl": "NCCL", "shared": "gloo, sharing", "cpu": "gloo, CPU"}[
                 session._choose_device(ranks, device)[0]
             ]
             assert row[column].startswith(kind), (ranks, device)
+
+
+def test_live_ranks_send_what_is_on_their_gpu_and_what_is_not():
+    session = pytest.importorskip("zerolab.lab.ranks.session")
+    count = torch.cuda.device_count()
+    live = session.start(count, device="cuda")
+    try:
+        ones = "import torch, torch.distributed as dist\nboth = [torch.ones(1), torch.ones(1, device=device)]\n"
+        told = live.run(ones + "for one in both: dist.all_reduce(one)\nprint([one.item() for one in both])")
+        assert [result.text for result in told] == [f"{[float(count)] * 2}\n"] * count
+    finally:
+        session.stop()

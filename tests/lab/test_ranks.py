@@ -426,6 +426,15 @@ def test_a_link_is_read_in_the_units_that_people_write() -> None:
             network.parse(wrong)
 
 
+# A group as ranks with a GPU each have it. What stands for its GPU has a size and no bytes, and is sent nowhere.
+TWO_DEVICES = """
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.testing._internal.distributed import fake_pg
+both = dist.new_group(backend="cpu:gloo,cuda:fake")
+with FakeTensorMode(): on_gpu = torch.empty(2, device="cuda")
+"""
+
+
 def test_a_link_delays_real_collectives(four: Session, capsys: pytest.CaptureFixture) -> None:
     lab.link("10 MB/s, 10 ms")
     assert (lab.link.current(), capsys.readouterr().out) == ("10 MB/s, 10 ms", "emulated link: 10 MB/s, 10 ms\n")
@@ -470,10 +479,15 @@ found = [moments(f) for f in (lambda: dist.all_reduce(x), two, chain, root, forw
     assert in_time
     four.reset()  # keeps the link
     assert four.run("print(network.on())")[0].text == "True\n"
+    four.run(TWO_DEVICES + "dist.all_reduce(torch.ones(2), group=both)")
+    with pytest.raises(RankFailure, match="a link is emulated for what is on the CPU"):
+        four.run("dist.all_reduce(on_gpu, group=both)")
+    four.reset()
     lab.link(None)
     lab.link()
     assert capsys.readouterr().out.count("no emulated link") == 2
     assert lab.link.current() is None
+    four.run(TWO_DEVICES + "dist.all_reduce(on_gpu, group=both)")
     for _ in range(10):
         four.run(IMPORT + code)
         if quick := max(map(max, times())) < 0.4:

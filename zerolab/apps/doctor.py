@@ -53,12 +53,11 @@ def lessons(folder: Path, gpus: int, nccl: bool) -> list[dict[str, str]]:
         code = "\n".join(source for cell, source in zip(cells, sources) if cell["cell_type"] == "code")
         started = [int(number) for number in re.findall(r"lab\.start\((\d+)", code)]
         ranks = max(started, default=0)
-        links = re.search(r"lab\.link\(['\"]", code) is not None
-        rows.append({"lesson": title, "ranks": str(ranks or "-")} | _how(ranks, gpus, nccl, links))
+        rows.append({"lesson": title, "ranks": str(ranks or "-")} | _how(ranks, gpus, nccl))
     return rows
 
 
-def _how(ranks: int, gpus: int, nccl: bool, links: bool) -> dict[str, str]:
+def _how(ranks: int, gpus: int, nccl: bool) -> dict[str, str]:
     """What `session.start` chooses: the CPU, unless CUDA_VISIBLE_DEVICES or device= says that the GPUs are ours."""
     if not ranks:
         return {"as it is": "no ranks needed", "on GPUs": "-"}
@@ -69,7 +68,7 @@ def _how(ranks: int, gpus: int, nccl: bool, links: bool) -> dict[str, str]:
     elif not each:
         with_gpus = f"gloo, sharing {gpus} GPU{'s' * (gpus > 1)}: real bytes, no real times"
     else:
-        with_gpus = "NCCL, a GPU each" + "; except cells that emulate a network (lab.link)" * links
+        with_gpus = "NCCL, a GPU each; gloo for what is on the CPU"
     return {"as it is": with_gpus if chosen else "gloo, CPU", "on GPUs": with_gpus}
 
 

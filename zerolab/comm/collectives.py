@@ -25,7 +25,7 @@ from torch import Tensor
 
 from zerolab.comm.agreement import Agreement
 from zerolab.comm.flight import Entry
-from zerolab.comm.groups import Group, group_of, hold, mesh_groups
+from zerolab.comm.groups import Group, backends_of, group_of, hold, mesh_groups
 from zerolab.comm.native import all_gather, each_once, mean_op, reduce_scatter
 from zerolab.comm.recording import Call, Recorder, observers
 from zerolab.comm.waiting import CommError
@@ -91,8 +91,8 @@ class Comm:
         self.everyone = group_of(handle)
         self.rank, self.world_size = self.everyone.rank, self.everyone.size
         self.first = dist.get_global_rank(handle, 0)
-        self.config = dist.get_backend_config(handle)  # "cpu:gloo,cuda:nccl": one backend for each kind of device
-        self.backend = dict(part.split(":", 1) for part in self.config.split(",")).get(device.type, "")
+        self.config = dist.get_backend_config(handle)
+        self.backend = backends_of(handle).get(device.type, "")
         self._moves_data = self.backend != "fake"
         self._recorder = Recorder()
         self.progress = self._recorder.progress

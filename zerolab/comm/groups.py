@@ -64,6 +64,11 @@ def control_group(handle: dist.ProcessGroup) -> dist.ProcessGroupGloo:
     return _control_groups[handle]
 
 
+def backends_of(handle: dist.ProcessGroup) -> dict[str, str]:
+    """Which backend serves each kind of device: {"cpu": "gloo", "cuda": "nccl"}."""
+    return dict(part.split(":", 1) for part in dist.get_backend_config(handle).split(","))
+
+
 def waits_on_device(handle: dist.ProcessGroup) -> bool:
     """Whether it is the device that waits for this group's collectives, as on NCCL: the host hears of no failure."""
     return dist.get_backend(handle) != "gloo"

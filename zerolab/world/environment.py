@@ -30,6 +30,7 @@ at_return: list[Callable[[], None]] = []  # called when the function that a rank
 at_leave: list[Callable[[], None]] = []  # called before the rank of a pool leaves its process group for another
 given_up = threading.Event()  # this process no longer waits for a collective that is under way and can never end
 _stores: Iterator[dist.Store] | None = None  # a store for each call of `init`, where `meet_in` gave some
+_cpu_too = False  # whether ranks with a GPU each can send what is on the CPU as well
 
 
 class Place(NamedTuple):
@@ -71,10 +72,13 @@ def seconds(name: str, value: Any, most: float = 1e9) -> float:
     return float(number)
 
 
-def meet_in(stores: Iterator[dist.Store] | None) -> None:
-    """From now on, each call of `init` in this process takes the next of `stores`; None: what the environment says."""
-    global _stores
-    _stores = stores
+def meet_in(stores: Iterator[dist.Store] | None, cpu_too: bool = False) -> None:
+    """From now on, each call of `init` in this process takes the next of `stores`; None: what the environment says.
+
+    cpu_too: ranks with a GPU each send what is on the CPU as well, through gloo: NCCL takes only what is on a GPU.
+    """
+    global _stores, _cpu_too
+    _stores, _cpu_too = stores, cpu_too
 
 
 def _join(place: Place, timeout: float) -> None:
@@ -102,7 +106,7 @@ def _join(place: Place, timeout: float) -> None:
             stacklevel=3,
         )
     dist.init_process_group(
-        "nccl" if gpu else "gloo",
+        ("cpu:gloo,cuda:nccl" if _cpu_too else "nccl") if gpu else "gloo",
         rank=place.rank,
         world_size=place.world_size,
         timeout=timedelta(seconds=timeout),

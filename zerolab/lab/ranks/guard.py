@@ -23,10 +23,13 @@ from typing import Any
 
 import torch.distributed as dist
 from torch import Tensor
+from torch.utils._pytree import tree_leaves
 
+from zerolab.comm.groups import backends_of
 from zerolab.comm.waiting import finished_within
 from zerolab.lab.ranks import network
 from zerolab.lab.ranks.intercept import COLLECTIVES, MESSAGES, PICKLED, Answer, Interceptor, Invocation, nbytes
+from zerolab.lab.ranks.report import Misused
 from zerolab.world.processes import Patience
 
 TURN = timedelta(seconds=0.2)
@@ -344,7 +347,7 @@ def _collective(call: Invocation) -> Any:
         return call.proceed()
     what, splits, payload = _describe(name, call.arguments, group)
     agree({"op": name, "what": what, "splits": splits, "line": _line(call)}, group)
-    if "async_op" not in call.arguments or "gloo" not in dist.get_backend(group):
+    if "async_op" not in call.arguments or not _through_gloo(group, call.arguments):
         return call.proceed()
     ready = network.delay.before(name, payload, dist.get_world_size(group))
     asynchronous, work = call.asynchronous, call.start()
@@ -354,6 +357,16 @@ def _collective(call: Invocation) -> Any:
         return flight
     flight.wait()
     return None
+
+
+def _through_gloo(group: Any, arguments: Any) -> bool:
+    """Whether gloo carries these tensors. What is on a GPU of the rank's own, NCCL carries, and nobody can delay it."""
+    backends, tensors = backends_of(group), [leaf for leaf in tree_leaves(arguments) if isinstance(leaf, Tensor)]
+    if all(backends.get(tensor.device.type) == "gloo" for tensor in tensors):
+        return True
+    if network.on():
+        raise Misused("a link is emulated for what is on the CPU, and this is on a GPU: .cpu(), or lab.link(None)")
+    return False
 
 
 def _new_group(call: Invocation) -> Any:
@@ -369,7 +382,7 @@ def _message(call: Invocation) -> Any:
     if _direct(call):
         return call.proceed()
     arguments, group = call.arguments, call.group
-    if "gloo" not in dist.get_backend(group):
+    if not _through_gloo(group, arguments):
         return call.proceed()
     sends, peer = "send" in call.name, _peer(arguments, group)
     flight = _fly(sends, arguments["tensor"], peer, group, arguments["tag"])
@@ -421,7 +434,7 @@ def _count(group: Any, pair: tuple[int, int], tag: int) -> int:
 def _batch(call: Invocation) -> Any:
     ops = call.arguments["p2p_op_list"]
     groups = [op.group or dist.group.WORLD for op in ops]
-    if _direct(call) or any("gloo" not in dist.get_backend(group) for group in groups):
+    if _direct(call) or not all(_through_gloo(group, op.tensor) for group, op in zip(groups, ops)):
         return call.proceed()
     isend = _interceptor.originals["isend"]
     flights = [_fly(op.op is isend, op.tensor, op.peer, group, op.tag) for op, group in zip(ops, groups)]

@@ -51,7 +51,7 @@ LOOK = 0.2  # seconds: a longer time between two looks counts as this much, sinc
 # Kept out of the ranks' environment: the server's tokens, which any cell could print, and settings of another world.
 NOT_FOR_RANKS = ("JPY_", "JUPYTER_TOKEN", "JUPYTERHUB_", "GLOO_", "SLURM_")
 
-ON_GPUS = "on a GPU each, talking through NCCL: times are real, and the order of sums is NCCL's own."
+ON_GPUS = "with a GPU each: `.to(device)` puts a tensor there, which NCCL carries; gloo carries what is on the CPU."
 
 
 class NoRanks(Plain, RuntimeError):
@@ -434,8 +434,6 @@ class Session:
         """Emulate a network on the ranks from now on (network.py), or none with None."""
         if text is not None:
             network.parse(text)
-            if self.device == "nccl":
-                raise Misused("a link can be emulated only on gloo; these ranks talk through NCCL, on real links")
         self._call("network.use", text)
         self.emulated = text
 

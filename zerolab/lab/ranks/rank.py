@@ -81,7 +81,8 @@ def join(address: str, port: int, world: int, timeout: float, device: str, link:
 
     _leave()
     store = dist.TCPStore(address, port, wait_for_workers=False, timeout=timedelta(seconds=timeout))
-    meet_in(dist.PrefixStore(f"world {world}, group {group}", store) for group in itertools.count())
+    stores = (dist.PrefixStore(f"world {world}, group {group}", store) for group in itertools.count())
+    meet_in(stores, cpu_too=True)  # lessons make their tensors on the CPU
     place = init(timeout)
     if device == "shared":
         place = torch.device("cuda", int(os.environ["LOCAL_RANK"]) % torch.cuda.device_count())

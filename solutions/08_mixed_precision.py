@@ -424,7 +424,7 @@ if lab.predicted("08.1") and lab.predicted("08.2"):
 
 # %% [markdown]
 # - **autocast** changes no weight. It casts the inputs of chosen operations, such as matrix products, and runs others
-#   in float32 ([the list](https://docs.pytorch.org/docs/stable/amp.html)). So parameters and gradients stay float32,
+#   in float32 ([the list](https://docs.pytorch.org/docs/2.13/amp.html)). So parameters and gradients stay float32,
 #   4Ψ each, and so does DDP's traffic, 8Ψ · ¾. Only activations become smaller.
 # - **DDP needs no agreement.** It averages before anyone looks, and an inf in the mean is there on all ranks. So a
 #   `GradScaler` that looks at its own rank decides the same everywhere. With shards it does not. FSDP2's gradients

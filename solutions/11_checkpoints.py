@@ -365,7 +365,7 @@ print("saved by 4 and loaded by 2, parameters and Adam's averages are equal:", e
 #
 # **torchrun** with `--max-restarts 3` starts all processes again when one dies; with `--nnodes 2:4` also when a node
 # leaves or arrives, with another world size
-# ([documentation](https://docs.pytorch.org/docs/stable/elastic/quickstart.html)). Nothing in memory survives: an
+# ([documentation](https://docs.pytorch.org/docs/2.13/elastic/quickstart.html)). Nothing in memory survives: an
 # "elastic" run goes on from its checkpoint.
 #
 # ## More ranks, and which numbers must stay

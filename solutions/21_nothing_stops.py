@@ -328,11 +328,11 @@ print("the next life loads step", lab.pull("found", rank=0)["step"].item())
 #
 # ## In production
 #
-# **[torchft](https://github.com/pytorch/torchft)** does with real clusters what you did with six processes. A server,
-# the *lighthouse*, makes a quorum before every step. The vote is within each replica; one that misses an update takes a
-# peer's state, as a newcomer does. Meanwhile the others compute, and it adds zeros to their step. Its authors report
-# "training with 2000 synthetic failures every ~15 seconds and no checkpoints" ("Fault Tolerant Llama", PyTorch blog,
-# 2025).
+# **[torchft](https://github.com/pytorch/torchft/tree/73dafea)** does with real clusters what you did with six
+# processes. A server, the *lighthouse*, makes a quorum before every step. The vote is within each replica; one that
+# misses an update takes a peer's state, as a newcomer does. Meanwhile the others compute, and it adds zeros to their
+# step. Its authors report "training with 2000 synthetic failures every ~15 seconds and no checkpoints" ("Fault Tolerant
+# Llama", PyTorch blog, 2025).
 #
 # What is harder there than here, and cannot be shown on one machine with CPUs:
 #
@@ -340,10 +340,10 @@ print("the next life loads step", lab.pull("found", rank=0)["step"].item())
 #   replicas send *heartbeats*, and a clock decides: a slow replica may be thrown out.
 # - **Getting out of a collective.** gloo raises an error when a peer is gone. With NCCL the others may wait inside a
 #   kernel on the GPU, until the communicator is aborted; a deadlock may end the process
-#   ([torchft](https://github.com/pytorch/torchft/blob/main/docs/source/assumptions_and_recommendations.rst)).
+#   ([torchft](https://github.com/pytorch/torchft/blob/73dafea/docs/source/assumptions_and_recommendations.rst)).
 # - **Staging from a GPU** may overlap with the next forward and backward: only the optimizer's step must wait for it.
 #   torch's `dcp.async_save` can return a future for the end of the staging
-#   ([documentation](https://docs.pytorch.org/docs/stable/distributed.checkpoint.html)).
+#   ([documentation](https://docs.pytorch.org/docs/2.13/distributed.checkpoint.html)).
 #
 # So one failed GPU need not stop synchronous training: it is the process group that cannot lose a member. In the
 # picture above, every step has one mean over all that were there, and what stopped was replica B and one attempt.

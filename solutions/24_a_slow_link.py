@@ -195,16 +195,18 @@ if lab.predicted("24.1") and lab.predicted("24.2"):
 # The loss pays something, but with momentum 0.5 less than it pays for no communication at all. Local steps make a
 # different run, not the same run faster.
 #
-# Momentum 0.9 is what the paper and torchft's example `train_diloco.py` take, and here it is worse than no
-# communication at all. Think of the third panel of the walks above: a likely reason is that early rounds agree, so the
-# speed adds up as many as ten of them, and this run has only 16. A longer one may come back; no cell here tries that.
-# The outer optimizer is tuned like any other.
+# Momentum 0.9 is what the paper and torchft's example
+# [`train_diloco.py`](https://github.com/pytorch/torchft/blob/73dafea/train_diloco.py) take, and here it is worse than
+# no communication at all. Think of the third panel of the walks above: a likely reason is that early rounds agree, so
+# the speed adds up as many as ten of them, and this run has only 16. A longer one may come back; no cell here tries
+# that. The outer optimizer is tuned like any other.
 #
 # ## In production
 #
-# - **[torchft](https://github.com/pytorch/torchft)** has a `DiLoCo` too. It keeps `old` in the host's memory unless it
-#   is told otherwise, and if an error occurs in an outer step, the parameters go back to `old`. As replicas meet every
-#   H steps, lesson 21's quorum is needed only then, and a death costs at most the H steps of one replica.
+# - **[torchft](https://github.com/pytorch/torchft/blob/73dafea/torchft/local_sgd.py)** has a `DiLoCo` too. It keeps
+#   `old` in the host's memory unless it is told otherwise, and if an error occurs in an outer step, the parameters go
+#   back to `old`. As replicas meet every H steps, lesson 21's quorum is needed only then, and a death costs at most the
+#   H steps of one replica.
 # - **Two cities are not the limit.** INTELLECT-1, a model of 10 billion parameters, was trained on three continents by
 #   nodes that came and went (arXiv 2412.01152). Each node shards with FSDP2 and meets the others for the outer step,
 #   whose all-reduce sends int8. The authors report 400 times less to send than data parallelism, and GPUs that computed

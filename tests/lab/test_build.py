@@ -290,6 +290,15 @@ def test_code_fits_a_laptop_s_window() -> None:
                 assert max(map(len, cell.source.splitlines()), default=0) <= 92, f"{lesson.name}: {cell.id}"
 
 
+def test_no_link_leads_to_what_changes_under_it() -> None:
+    """A branch or the newest documentation may say something else tomorrow than what the text says of it."""
+    moving = re.compile(r"https?://\S*/(?:main|master|HEAD|stable|latest)/\S*")
+    pages = [*ROOT.glob("solutions/*.py"), *ROOT.glob("docs/*.md")]
+    assert len(pages) > 40 and not [
+        f"{page.name}: {link}" for page in pages for link in moving.findall(page.read_text())
+    ]
+
+
 def test_every_link_of_a_learner_s_copies_leads_somewhere(tmp_path: Path) -> None:
     """In JupyterLab, whose root is the folder of the copies: `..` there leads nowhere else."""
     copy_docs(tmp_path)

@@ -173,7 +173,6 @@ def runtime_distributions() -> set[str]:
 
 
 @pytest.mark.slow
-@pytest.mark.slow
 def test_wheel_imports_with_torch_and_safetensors_only(wheel, tmp_path):
     site, needs = tmp_path / "site", tmp_path / "needs"
     run(sys.executable, "-m", "pip", "install", "--quiet", "--no-deps", "--no-index", "--target", site, wheel)

@@ -12,7 +12,7 @@
 #
 # A *[rank](../docs/glossary.md#rank)* is one of the processes that train together. Usually each rank has its own GPU, and they talk over wires.
 # Here four of them run on your machine, and a library called *gloo* carries their messages. Between NVIDIA GPUs it would
-# be *NCCL*. The calls are the same on either; with NCCL the tensors have to be on the GPU.
+# be *NCCL*, which takes only tensors that are on a GPU. The calls are the same on either.
 
 # %%
 # %load_ext zerolab.lab

@@ -1144,7 +1144,7 @@ BLIND = """
   different places. Torch before 2.13 may show nobody what goes into a collective; with it, `dist.all_reduce` does so
   too. In objects (`dist.all_gather_object`) a slice travels as a plain tensor.
 - What is done with `zerolab.to_local(t)`, with `t.data_ptr()` and with numpy's memory. `torch.tensor(p)` and
-  `p.set_(...)`, of which torch tells no subclass, are about this rank's slice too.
+  `p.set_(...)` bypass subclasses in torch, so they are about this rank's slice too.
 - In stage 0, edits that differ between ranks, of gradients too. In stages 1 to 3 every rank edits its own slices, and
   the numbers by which it does so between backward and the optimizer's step are compared at that step
   (`p.grad.div_(n)`, where n is this rank's own). Numbers in tensors are not.

@@ -480,6 +480,8 @@ found = [moments(f) for f in (lambda: dist.all_reduce(x), two, chain, root, forw
     four.reset()  # keeps the link
     assert four.run("print(network.on())")[0].text == "True\n"
     four.run(TWO_DEVICES + "dist.all_reduce(torch.ones(2), group=both)")
+    barrier = "from zerolab.lab.ranks.guard import Flight\nwork = dist.barrier(both, async_op=True); work.wait()\n"
+    assert four.run(barrier + "print(isinstance(work, Flight))")[0].text == "False\n"  # it may have gone by NCCL
     with pytest.raises(RankFailure, match="a link is emulated for what is on the CPU"):
         four.run("dist.all_reduce(on_gpu, group=both)")
     four.reset()

@@ -161,7 +161,7 @@ class _Branch(_Nursery):
 def _python(function: str, *args: Any) -> list[str]:
     """A command that calls one of these functions, of the package that we are in, wherever that is."""
     find = f"sys.path.insert(0, {str(Path(__file__).parents[2])!r}); from zerolab.world import nursery; del sys.path[0]"
-    return [sys.executable, "-c", f"import sys; {find}; nursery.{function}{args}"]
+    return [sys.executable, "-c", f"import gc, sys; gc.disable(); {find}; gc.enable(); nursery.{function}{args}"]
 
 
 _nursery: _Nursery | None = None

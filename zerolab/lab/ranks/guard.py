@@ -361,10 +361,11 @@ def _collective(call: Invocation) -> Any:
 
 def _through_gloo(group: Any, arguments: Any) -> bool:
     """Whether gloo carries these tensors. What is on a GPU of the rank's own, NCCL carries, and nobody can delay it."""
-    backends, tensors = backends_of(group), [leaf for leaf in tree_leaves(arguments) if isinstance(leaf, Tensor)]
-    if all(backends.get(tensor.device.type) == "gloo" for tensor in tensors):
+    backends = backends_of(group)
+    kinds = {leaf.device.type for leaf in tree_leaves(arguments) if isinstance(leaf, Tensor)}
+    if all(backends.get(kind) == "gloo" for kind in kinds or backends):  # a barrier goes by either, where there are two
         return True
-    if network.on():
+    if kinds and network.on():
         raise Misused("a link is emulated for what is on the CPU, and this is on a GPU: .cpu(), or lab.link(None)")
     return False
 
